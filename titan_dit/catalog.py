@@ -1,0 +1,55 @@
+"""The only tables from names to things. Adding one is a file of its own and a line here.
+
+Entries are imported when asked for, so that a config is read without importing what it does not
+use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from titan_dit.config import Section, UserError, show
+from titan_dit.config_file import nearest
+
+if TYPE_CHECKING:  # Reading a config must not import torch before it has to.
+    from titan_dit.samplers.ode import Sampler
+
+SECTIONS = {
+    "model": {
+        "dit": "titan_dit.models.dit:DiTConfig",
+    },
+    "objective": {
+        "rectified_flow": "titan_dit.objectives.rectified_flow:RectifiedFlow",
+    },
+    "data": {
+        "digits": "titan_dit.data.latents:Digits",
+        "latents": "titan_dit.data.latents:Latents",
+        "synthetic": "titan_dit.data.synthetic:Synthetic",
+    },
+}
+
+SAMPLERS = {
+    "euler": "titan_dit.samplers.ode:euler",
+    "heun": "titan_dit.samplers.ode:heun",
+}
+
+
+def variant(section: str, name: str) -> type[Section]:
+    """The dataclass that reads [section] when its name is `name`."""
+    found: type[Section] = look_up(SECTIONS[section], f"[{section}] name", name)
+    return found
+
+
+def sampler(name: str, where: str = "[sampling] sampler") -> Sampler:
+    """The sampler called `name`."""
+    found: Sampler = look_up(SAMPLERS, where, name)
+    return found
+
+
+def look_up(table: dict[str, str], where: str, name: str) -> Any:
+    """Import what `name` stands for in a table."""
+    if name not in table:
+        raise UserError(f"{where}={show(name)} is unknown.{nearest(name, table)}")
+    module, _, attribute = table[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,348 @@
+"""The sections of a run's configuration: frozen dataclasses that refuse impossible values.
+
+Nothing here imports torch, so that a wrong key is answered before anything heavy is loaded. The
+models, objectives and datasets bring sections of their own, built on the same `Section`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cache
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+
+class UserError(ValueError):
+    """Something the user can put right. Printed once, by one rank, without a traceback."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Limits of a number, carried in the type: `Annotated[int, Bound(least=1)]`."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def broken_by(self, value: float) -> str | None:
+        """The rule that `value` breaks, in words, or None. NaN breaks every bound."""
+        rules = (
+            (self.least, "at least", lambda limit: value >= limit),
+            (self.most, "at most", lambda limit: value <= limit),
+            (self.above, "above", lambda limit: value > limit),
+            (self.below, "below", lambda limit: value < limit),
+        )
+        for limit, words, holds in rules:
+            if limit is not None and not holds(limit):
+                return f"must be {words} {limit:g}"
+        return None
+
+
+Count = Annotated[int, Bound(least=1)]
+Whole = Annotated[int, Bound(least=0)]
+Positive = Annotated[float, Bound(above=0, below=float("inf"))]
+NonNegative = Annotated[float, Bound(least=0, below=float("inf"))]
+Finite = Annotated[float, Bound(above=float("-inf"), below=float("inf"))]
+Fraction = Annotated[float, Bound(least=0, most=1)]
+Decay = Annotated[float, Bound(least=0, below=1)]
+
+
+def conform(value: object, hint: Any, where: str) -> Any:
+    """Return `value` as the type `hint` says, or raise a UserError that names `where`.
+
+    The only conversions are the ones TOML needs: an int where a float is wanted, an array where a
+    tuple is wanted.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        value = conform(value, args[0], where)
+        for bound in args[1:]:
+            if isinstance(value, int | float) and (broken := bound.broken_by(value)):
+                raise UserError(f"{where}={show(value)} {broken}.")
+        return value
+    if origin in (Union, UnionType):
+        inner = next(arg for arg in args if arg is not NoneType)
+        return None if value is None else conform(value, inner, where)
+    if origin is Literal:
+        if value not in args:
+            choices = ", ".join(show(arg) for arg in args)
+            raise UserError(f"{where}={show(value)} is not one of {choices}.")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where}={show(value)} must be a list.")
+        return tuple(conform(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    # bool is a subclass of int, but `steps = true` is a mistake.
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        name = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+        wanted = name.get(hint.__name__, "text in quotes")
+        raise UserError(f"{where}={show(value)} must be {wanted}.")
+    return value
+
+
+def show(value: object) -> str:
+    """A value as TOML writes it, for messages and for the resolved config."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    return str(value)
+
+
+@cache
+def hints_of(section: type) -> dict[str, Any]:
+    """The type of every field of a section, annotations resolved and bounds kept."""
+    hints = get_type_hints(section, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(section)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table of the config. Every field is checked against its type and bounds when built."""
+
+    section: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check and convert every field; subclasses add the rules that join several."""
+        for name, hint in hints_of(type(self)).items():
+            value = conform(getattr(self, name), hint, f"[{self.section}] {name}")
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Section):
+    """What the run is called, where it lives, and the one seed everything is drawn from."""
+
+    section = "job"
+
+    name: str = ""
+    """Name of the run; empty takes the config file's."""
+    dir: str = ""
+    """Run directory; empty takes outputs/<name>."""
+    seed: Annotated[int, Bound(least=0, below=2**63)] = 0
+    """Seed of the weights, the data order, the noise and the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """Ranks per mesh axis; their product must equal the number of ranks started."""
+
+    section = "parallel"
+
+    dp_replicate: Count = 1
+    """Data-parallel replicas of the (sharded) model: HSDP when above 1."""
+    dp_shard: Annotated[int, Bound(least=-1)] = -1
+    """Ranks that share one copy of the parameters (FSDP2); -1 takes the remaining ranks."""
+    tp: Count = 1
+    """Tensor-parallel ranks. This version runs 1."""
+    cp: Count = 1
+    """Context-parallel ranks. This version runs 1."""
+    pp: Count = 1
+    """Pipeline-parallel ranks. This version runs 1."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Free the gathered parameters between forward and backward: always, never, or as FSDP2 does
+    by itself (auto: all but the outermost group)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Section):
+    """How long, how many samples a step, and how a step is taken."""
+
+    section = "training"
+
+    steps: Count
+    """Optimizer steps of the whole run."""
+    global_batch_size: Count
+    """Samples per step over all ranks = microbatch_size x data-parallel ranks x accumulation."""
+    microbatch_size: Count | None = None
+    """Samples of one forward pass on one rank; unset takes the rank's whole share."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the gradient to this global L2 norm; 0 switches clipping off."""
+    deterministic: bool = False
+    """Only deterministic kernels: a rerun repeats every bit, at some cost on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Section):
+    """Number formats. Weights, optimizer, EMA and reductions stay in fp32."""
+
+    section = "precision"
+
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Format of activations and matrix products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig(Section):
+    """torch.compile."""
+
+    section = "compile"
+
+    enabled: bool = False
+    """Compile each block once (one graph serves all blocks)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW (arXiv:1711.05101)."""
+
+    section = "optimizer"
+
+    name: Literal["adamw"] = "adamw"
+    lr: Positive = 1e-4
+    """Learning rate after the warm-up."""
+    betas: tuple[Decay, ...] = (0.9, 0.999)
+    """Decay of the first and of the second moment."""
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay, on every parameter."""
+    fused: bool = True
+    """The fused kernel; it alone can skip a bad step without waiting for the device."""
+
+    def __post_init__(self) -> None:
+        """Two betas, no more and no less."""
+        super().__post_init__()
+        if len(self.betas) != 2:
+            raise UserError(f"[optimizer] betas={show(self.betas)} must hold two numbers.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScheduleConfig(Section):
+    """Linear warm-up, then a decay that ends with the run."""
+
+    section = "lr_schedule"
+
+    warmup_steps: Whole = 0
+    decay: Literal["cosine", "linear", "constant"] = "constant"
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the last step, as a part of [optimizer] lr."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMAConfig(Section):
+    """Exponential moving averages of the weights, one per decay."""
+
+    section = "ema"
+
+    decays: tuple[Decay, ...] = (0.9999,)
+    """Empty switches EMA off. The first one is used for previews and sampling."""
+    every: Count = 1
+    """Steps between updates; the decay is raised to this power."""
+    warmup: bool = True
+    """Start with the decay min(decay, (1 + k) / (10 + k)) at update k."""
+
+    def __post_init__(self) -> None:
+        """Each decay once: it names the average."""
+        super().__post_init__()
+        if len(set(self.decays)) != len(self.decays):
+            raise UserError(f"[ema] decays={show(self.decays)} names one decay twice.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """When to save, what to keep, where to go on from."""
+
+    section = "checkpoint"
+
+    every: Whole = 1000
+    """Steps between checkpoints; the last step is saved too. 0 saves nothing."""
+    keep: Whole = 3
+    """Newest checkpoints to keep; 0 keeps all."""
+    resume: str = "auto"
+    """auto: the newest checkpoint of the run directory, if any. never: start afresh, refused
+    where checkpoints exist. Anything else: the path of a checkpoint."""
+    allow_changes: bool = False
+    """Resume although the config changes the mathematics (model, objective, data, ...)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsConfig(Section):
+    """What to do when numbers go wrong."""
+
+    section = "faults"
+
+    max_consecutive_bad_steps: Whole = 100
+    """Stop after this many skipped (non-finite) steps in a row; 0 never stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig(Section):
+    """What is written while training."""
+
+    section = "metrics"
+
+    every: Count = 10
+    """Steps between lines of metrics.jsonl and of the console."""
+    tensorboard: bool = True
+    wandb: bool = False
+    """Needs the extra: pip install 'titan_dit[wandb]'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Section):
+    """Pictures drawn during training."""
+
+    section = "sampling"
+
+    every: Whole = 0
+    """Steps between previews; the last step is drawn too. 0 draws nothing."""
+    num: Count = 40
+    sampler: str = "heun"
+    """euler or heun."""
+    steps: Count = 25
+    """Steps of the sampler."""
+    cfg_scale: NonNegative = 2.0
+    """Classifier-free guidance: 1 is none."""
+
+
+ModelT = TypeVar("ModelT")
+ObjectiveT = TypeVar("ObjectiveT")
+DataT = TypeVar("DataT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig(Generic[ModelT, ObjectiveT, DataT]):
+    """A whole run. [model], [objective] and [data] are chosen by their `name` (catalog.py)."""
+
+    job: RunConfig = field(default_factory=RunConfig)
+    model: ModelT
+    objective: ObjectiveT
+    data: DataT
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+FREE_ON_RESUME = frozenset(
+    {"job.name", "job.dir", "parallel", "compile", "checkpoint", "faults", "metrics", "sampling"}
+    | {"training.steps", "training.microbatch_size", "training.deterministic"}
+    # The dataset itself is compared by its digest; it may move, and be read differently.
+    | {"data.name", "data.path", "data.workers", "data.verify"}
+)
+"""Sections and keys that a resumed run may change: they leave the mathematics as it was."""

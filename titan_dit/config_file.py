@@ -1,0 +1,188 @@
+"""TOML and flags to a JobConfig, and back. Unknown keys are answered with the nearest valid one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+import tomli
+
+from titan_dit.config import (
+    FREE_ON_RESUME,
+    JobConfig,
+    Section,
+    UserError,
+    conform,
+    hints_of,
+    show,
+)
+
+Tables = dict[str, dict[str, Any]]
+Variant = Callable[[str, str], type[Section]]
+"""(section, name) -> the dataclass that reads it: `catalog.variant`."""
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "train_configs"
+CHOSEN_BY_NAME = ("model", "objective", "data")
+
+
+def load(arguments: Sequence[str], variant: Variant) -> JobConfig[Any, Any, Any]:
+    """Read `--config FILE` and the flags `--section.key value` after it, which win."""
+    config_path, flags = split_arguments(arguments)
+    tables = read_toml(config_path)
+    for key, text in flags.items():
+        section, name = key.split(".", 1)
+        tables.setdefault(section, {})[name] = flag_value(section, name, text, tables, variant)
+    tables.setdefault("job", {}).setdefault("name", config_path.stem)
+    return build(tables, variant)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
+    """Separate the config's path from the flags; a flag's values run up to the next flag."""
+    flags: dict[str, list[str]] = {}
+    key = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].replace("-", "_").partition("=")
+            # Only the key's dashes are spelling; the value is the user's.
+            flags[key] = [argument.partition("=")[2]] if equals else []
+        elif key is None:
+            raise UserError(f"{argument!r} stands before any flag. Write --config {argument}.")
+        else:
+            flags[key].append(argument)
+    config = flags.pop("config", None)
+    if not config or len(config) != 1:
+        raise UserError("Which run? Give one file: --config digits.toml")
+    for key, values in flags.items():
+        if "." not in key:
+            raise UserError(f"--{key}: flags are written --section.key value, as in the TOML.")
+        if not values:
+            raise UserError(f"--{key} has no value. Booleans are written out: --{key} true")
+    return find_config(config[0]), flags
+
+
+def find_config(name: str) -> Path:
+    """A path, or the name of a file in train_configs/ with or without .toml."""
+    names = (name, f"{name}.toml")
+    folders = (Path(), Path("train_configs"), CONFIG_DIR)
+    for candidate in (folder / file for folder in folders for file in names):
+        if candidate.is_file():
+            return candidate
+    known = ", ".join(sorted(path.name for path in CONFIG_DIR.glob("*.toml")))
+    raise UserError(f"--config {name}: no such file, here or in train_configs/ ({known}).")
+
+
+def read_toml(path: Path) -> Tables:
+    """Parse the file; a syntax error names the file and the line."""
+    try:
+        tables = tomli.loads(path.read_text())
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise UserError(f"{path}: {name}={show(table)} stands outside any [section].")
+    return tables
+
+
+def flag_value(
+    section: str, key: str, texts: list[str], tables: Tables, variant: Variant
+) -> Any:
+    """A flag's value, read as TOML would read it; the field's type decides text from number."""
+    hint = hints_of(section_type(section, tables, variant)).get(key, str)
+    if len(texts) > 1:
+        return [literal(text) for text in texts]
+    value = literal(texts[0])
+    if get_origin(hint) is tuple and not isinstance(value, list):
+        return [value]
+    try:
+        conform(value, hint, "")
+    except UserError:
+        # `--job.name 7` is text: take the words as they stand if that is what the field holds.
+        return texts[0] if hint is str else value
+    return value
+
+
+def literal(text: str) -> Any:
+    """`4`, `1e-3`, `true` and `[1, 2]` are values; everything else is text."""
+    try:
+        return tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        return text
+
+
+def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
+    """The dataclass of a section; for [model], [objective] and [data] their `name` chooses it."""
+    if section in CHOSEN_BY_NAME:
+        name = tables.get(section, {}).get("name")
+        if name is None:
+            raise UserError(f'[{section}] name is missing. Add name = "..." to the section.')
+        return variant(section, conform(name, str, f"[{section}] name"))
+    sections = hints_of(JobConfig)
+    if section not in sections:
+        raise UserError(f"[{section}]: unknown section.{nearest(section, sections)}")
+    found: type[Section] = sections[section]
+    return found
+
+
+def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig[Any, Any, Any]:
+    """Strictly: every key must exist, every value must fit."""
+    plain: Tables = {name: dict(table) for name, table in tables.items()}
+    for name in CHOSEN_BY_NAME:
+        plain.setdefault(name, {})
+    plain.setdefault("training", {})
+    built = {}
+    for name, table in plain.items():
+        kind = section_type(name, plain, variant)
+        hints = hints_of(kind)
+        for key in table:
+            if key not in hints and not (key == "name" and name in CHOSEN_BY_NAME):
+                raise UserError(f"[{name}] {key}: unknown key.{nearest(key, hints)}")
+        for f in dataclasses.fields(kind):
+            if f.name not in table and is_required(f):
+                raise UserError(f"[{name}] {f.name} is missing and has no default.")
+        built[name] = kind(**{key: table[key] for key in table if key in hints})
+    return JobConfig(**built)
+
+
+def is_required(f: dataclasses.Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest valid one, else all of them."""
+    valid = sorted(valid)
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else f" Valid: {', '.join(valid)}."
+
+
+def to_tables(config: JobConfig[Any, Any, Any]) -> Tables:
+    """The config as plain tables, every default written out; unset (None) keys are left out."""
+    tables: Tables = {}
+    for f in dataclasses.fields(config):
+        section = getattr(config, f.name)
+        table = {"name": section.name} if f.name in CHOSEN_BY_NAME else {}
+        table |= {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
+        tables[f.name] = {k: list(v) if isinstance(v, tuple) else v for k, v in table.items()}
+    return tables
+
+
+def to_toml(config: JobConfig[Any, Any, Any]) -> str:
+    """The config as TOML; `load` reads it back to an equal one."""
+    lines = []
+    for name, table in to_tables(config).items():
+        lines += [f"[{name}]", *(f"{key} = {show(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines)
+
+
+def changes(old: Tables, new: Tables) -> Iterator[str]:
+    """What a resumed run would change of the mathematics, one `[section] key: old -> new` each."""
+    for section in sorted(old.keys() | new.keys()):
+        before, after = old.get(section, {}), new.get(section, {})
+        for key in sorted(before.keys() | after.keys()):
+            if section in FREE_ON_RESUME or f"{section}.{key}" in FREE_ON_RESUME:
+                continue
+            if before.get(key) != after.get(key):
+                yield f"[{section}] {key}: {show(before.get(key))} -> {show(after.get(key))}"

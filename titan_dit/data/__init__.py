@@ -1,0 +1,1 @@
+"""Sources of clean samples, the order they come in, and the loader."""

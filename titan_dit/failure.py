@@ -1,0 +1,53 @@
+"""How a process ends when something goes wrong: one message, an exit code, no waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from titan_dit.config import UserError
+
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
+
+
+def guarded(main: Callable[[], None]) -> None:
+    """Run `main`; whatever it raises is reported once and ends the process."""
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = describe(error)
+        report(message, is_user_error=code == USER_ERROR)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: at the end of Python a broken process group can wait for ever.
+        os._exit(code)
+
+
+def describe(error: BaseException) -> tuple[int, str]:
+    """Exit code and message: what a user did needs no traceback, everything else does."""
+    if isinstance(error, UserError):
+        return USER_ERROR, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, ""
+    return INTERNAL_ERROR, "".join(traceback.format_exception(error)).rstrip()
+
+
+def report(message: str, is_user_error: bool) -> None:
+    """Print the message; under torchrun hand it to the launcher, which prints the first one.
+
+    The ranks of a job mostly fail together, each for its own reason: the first is the cause.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        if message:
+            sys.stderr.write(message + "\n")
+        return
+    details = {"timestamp": str(int(time.time())), "moment": time.time(), "user": is_user_error}
+    Path(error_file).write_text(
+        json.dumps({"message": {"message": message, "extraInfo": details}})
+    )

@@ -1,0 +1,56 @@
+"""torchrun, with one error message instead of one per rank. run_train.sh calls it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import parse_args, run
+
+GO_ON = "Run the same command again to go on from the newest checkpoint."
+
+
+def main() -> None:
+    """`python -m titan_dit.launch [torchrun's options] -m titan_dit.train --config ...`."""
+    # torchrun logs every failure several times over; the cause is printed below.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(sys.argv[1:]))
+    except ChildFailedError as error:
+        rank, failure = first_cause(error)
+        sys.stderr.write(message_of(rank, failure) + "\n")
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    except SignalException as stopped:
+        sys.stderr.write(f"Stopped by {stopped.sigval.name}. {GO_ON}\n")
+        sys.exit(128 + stopped.sigval)
+
+
+def first_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The failure that made the others fail: the earliest one that left a message."""
+
+    def moment(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+        message = item[1].message
+        if isinstance(message, dict):
+            return False, float(message["extraInfo"]["moment"])
+        return True, float(item[1].timestamp)
+
+    # A rank killed from outside leaves no message, but then neither is it the consequence of
+    # another's error: those end with a message or by the launcher's SIGTERM.
+    killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -15]
+    return killed[0] if killed else min(error.failures.items(), key=moment)
+
+
+def message_of(rank: int, failure: ProcessFailure) -> str:
+    """What to print for it."""
+    message = failure.message
+    if isinstance(message, dict):
+        text: str = message["message"]
+        by = "" if message["extraInfo"]["user"] else f"\nrank {rank} failed (above). {GO_ON}"
+        return text + by
+    return f"rank {rank} ended with exit code {failure.exitcode}: {message}. {GO_ON}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Networks: maths only. No distributed code, no random numbers in forward."""

@@ -1,0 +1,76 @@
+"""What the trainer, the layouts and the pipeline need to know of a model, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+Stream: TypeAlias = tuple[Tensor, ...]
+"""What flows from embed through the blocks to head: tensors that need gradients, batch first.
+It alone travels through a pipeline."""
+
+Static: TypeAlias = Mapping[str, Tensor]
+"""What every stage is given beside the stream, without gradients: positions, text context."""
+
+InitLaw: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]
+"""(full shape, generator) -> initial values, fp32, on the generator's device."""
+
+
+class Model(Protocol):
+    """A network cut where the layouts cut it.
+
+    `embed` is None off the first pipeline stage and `head` off the last; `blocks` keeps the global
+    layer index as its key after the cut.
+    """
+
+    embed: nn.Module | None
+    blocks: nn.ModuleDict
+    head: nn.Module | None
+    tied: dict[str, str]
+
+    def init_laws(self) -> dict[str, InitLaw]:
+        """The law of every parameter and buffer, by name."""
+        ...
+
+    def flops_per_sample(self, tokens: int) -> int:
+        """FLOPs of forward and backward, without recomputation."""
+        ...
+
+
+class ModelConfig(Protocol):
+    """The [model] section: builds the network and knows how a sample becomes tokens."""
+
+    @property
+    def name(self) -> str:
+        """The name in the catalog."""
+        ...
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels; a negative label stands for none."""
+        ...
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        """[c, h, w] of one latent."""
+        ...
+
+    def build(self, output_channels: int) -> nn.Module:
+        """The network (a `Model`), on the current default device."""
+        ...
+
+    def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
+        """Latents to tokens."""
+        ...
+
+    def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c h w"]:
+        """The inverse of `tokenize`."""
+        ...
+
+    def static(self, device: torch.device) -> dict[str, Tensor]:
+        """The model's static inputs for samples of `sample_shape`."""
+        ...

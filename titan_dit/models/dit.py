@@ -1,0 +1,267 @@
+"""DiT with adaLN-Zero: Scalable Diffusion Models with Transformers (arXiv:2212.09748).
+
+The model speaks tokens: [b, n, p*p*c] in, [b, n, p*p*c_out] out, see `layers.patchify`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from titan_dit.config import Count, Positive, Section, UserError
+from titan_dit.models import laws
+from titan_dit.models.base import InitLaw, Static, Stream
+from titan_dit.models.layers import (
+    MLP,
+    Attention,
+    LabelEmbedder,
+    TimestepEmbedder,
+    grid_positions,
+    modulate,
+    patchify,
+    sincos_positions,
+    unpatchify,
+)
+
+SIZES = {
+    #      hidden, layers, heads
+    "S": (384, 12, 6),
+    "B": (768, 12, 12),
+    "L": (1024, 24, 16),
+    "XL": (1152, 28, 16),
+    "3B": (2048, 40, 16),
+    "7B": (4096, 24, 32),
+}
+PATCHES = (2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig(Section):
+    """A DiT: `size`, or `hidden`, `layers`, `heads` and `patch` one by one."""
+
+    section = "model"
+    name = "dit"
+
+    size: str | None = None
+    """S, B, L, XL, 3B or 7B, with the patch behind a slash: "XL/2" (2, 4 or 8)."""
+    hidden: Count | None = None
+    layers: Count | None = None
+    heads: Count | None = None
+    patch: Count | None = None
+    """Latent pixels per token side."""
+    mlp_ratio: Positive = 4.0
+    """Width of the MLP over `hidden`."""
+    latent_size: Count
+    """Height and width of a latent."""
+    channels: Count
+    """Channels of a latent."""
+    num_classes: Count
+    """Number of labels; the null class for guidance comes on top."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys per head (arXiv:2302.05442)."""
+
+    def __post_init__(self) -> None:
+        """Fill in the named size, then check that the numbers fit each other."""
+        super().__post_init__()
+        explicit = {k: getattr(self, k) for k in ("hidden", "layers", "heads", "patch")}
+        if self.size is not None:
+            wrong = {k: v for k, v in explicit.items() if v not in (None, self._named(k))}
+            if wrong:
+                key, value = next(iter(wrong.items()))
+                raise UserError(
+                    f'[model] {key}={value} disagrees with size="{self.size}", which has '
+                    f"{key}={self._named(key)}. Give either size or hidden, layers, heads, patch."
+                )
+            for key in explicit:
+                object.__setattr__(self, key, self._named(key))
+        elif missing := [k for k, v in explicit.items() if v is None]:
+            raise UserError(f'[model] {", ".join(missing)} missing. Set them, or size = "XL/2".')
+        self._check_divisibility()
+
+    def _named(self, key: str) -> int:
+        """What the named size says of `key`."""
+        match = re.fullmatch(r"(\w+)/(\d+)", self.size or "")
+        if not match or match[1] not in SIZES or int(match[2]) not in PATCHES:
+            raise UserError(
+                f'[model] size="{self.size}" is not one of {", ".join(SIZES)} with a patch of '
+                f'{", ".join(map(str, PATCHES))}, such as "XL/2".'
+            )
+        values = (*SIZES[match[1]], int(match[2]))
+        return dict(zip(("hidden", "layers", "heads", "patch"), values, strict=True))[key]
+
+    def _check_divisibility(self) -> None:
+        hidden, _, heads, patch = self.shape
+        if hidden % heads:
+            fit = [h for h in range(1, hidden + 1) if hidden % h == 0]
+            best = min(fit, key=lambda h: abs(h - heads))
+            raise UserError(
+                f"[model] hidden={hidden} does not divide into heads={heads}. "
+                f"Set heads = {best} or hidden = {hidden // heads * heads or heads}."
+            )
+        if hidden % 4:
+            raise UserError(
+                f"[model] hidden={hidden} must be a multiple of 4: sin and cos of row and column "
+                f"share it. Set hidden = {(hidden + 3) // 4 * 4}."
+            )
+        if self.latent_size % patch:
+            raise UserError(
+                f"[model] latent_size={self.latent_size} does not divide into patch={patch}. "
+                f"Set latent_size = {(self.latent_size + patch - 1) // patch * patch} "
+                "or another patch."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """hidden, layers, heads, patch."""
+        assert self.hidden and self.layers and self.heads and self.patch
+        return self.hidden, self.layers, self.heads, self.patch
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        return round(self.shape[0] * self.mlp_ratio)
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        """[c, h, w] of one latent."""
+        return self.channels, self.latent_size, self.latent_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one latent."""
+        return (self.latent_size // self.shape[3]) ** 2
+
+    def build(self, output_channels: int) -> DiT:
+        """The network; the objective says how many channels it predicts."""
+        return DiT(self, output_channels)
+
+    def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
+        """Latents to tokens."""
+        return patchify(latents, self.shape[3])
+
+    def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c h w"]:
+        """Tokens to latents; a learned sigma comes as channels behind the first `channels`."""
+        return unpatchify(tokens, self.shape[3], self.latent_size)
+
+    def static(self, device: torch.device) -> dict[str, Tensor]:
+        """The positions of the square grid of tokens."""
+        side = self.latent_size // self.shape[3]
+        return {"positions": grid_positions(side, side, device)}
+
+
+class Embed(nn.Module):
+    """Inputs to the stream: tokens [b, n, d] and the condition [b, d] after its SiLU."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        hidden, _, _, patch = config.shape
+        self.patch = nn.Linear(patch * patch * config.channels, hidden)
+        self.timestep = TimestepEmbedder(hidden)
+        self.label = LabelEmbedder(config.num_classes, hidden)
+
+    def forward(self, inputs: Mapping[str, Tensor], static: Static) -> Stream:
+        """`tokens` [b, n, p*p*c], `timestep` [b] in 0..1000, `labels` [b]."""
+        tokens = self.patch(inputs["tokens"].to(self.patch.weight.dtype))
+        positions = sincos_positions(static["positions"], tokens.shape[-1])
+        condition = self.timestep(inputs["timestep"]) + self.label(inputs["labels"])
+        # Every block starts with the SiLU of the condition: take it once.
+        return tokens + positions.to(tokens.dtype), F.silu(condition)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each modulated before and gated after by the condition."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        hidden, _, heads, _ = config.shape
+        self.modulation = nn.Linear(hidden, 6 * hidden)
+        self.attn = Attention(hidden, heads, config.qk_norm)
+        self.mlp = MLP(hidden, config.ffn)
+
+    def forward(self, stream: Stream, static: Static) -> Stream:
+        """Tokens change, the condition passes through."""
+        x, condition = stream
+        parts = self.modulation(condition)[:, None].chunk(6, -1)  # each [b, 1, d]
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
+        x = torch.addcmul(x, gate_attn, self.attn(modulate(x, shift_attn, scale_attn)))
+        x = torch.addcmul(x, gate_mlp, self.mlp(modulate(x, shift_mlp, scale_mlp)))
+        return x, condition
+
+
+class Head(nn.Module):
+    """The stream to a prediction [b, n, p*p*c_out]."""
+
+    def __init__(self, config: DiTConfig, output_channels: int) -> None:
+        super().__init__()
+        hidden, _, _, patch = config.shape
+        self.modulation = nn.Linear(hidden, 2 * hidden)
+        self.out = nn.Linear(hidden, patch * patch * output_channels)
+
+    def forward(self, stream: Stream, static: Static) -> Float[Tensor, "b n d"]:
+        """The last adaLN and the output layer."""
+        x, condition = stream
+        shift, scale = self.modulation(condition)[:, None].chunk(2, -1)
+        prediction: Tensor = self.out(modulate(x, shift, scale))
+        return prediction
+
+
+class DiT(nn.Module):
+    """The whole network; after a pipeline cut, one stage of it."""
+
+    tied: dict[str, str] = {}  # noqa: RUF012  (the protocol wants a plain attribute)
+
+    def __init__(self, config: DiTConfig, output_channels: int) -> None:
+        super().__init__()
+        self.config = config
+        self.output_channels = output_channels
+        self.embed = Embed(config)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.shape[1])})
+        self.head = Head(config, output_channels)
+
+    def forward(self, inputs: Mapping[str, Tensor], static: Static) -> Float[Tensor, "b n d"]:
+        """Inputs (see `Embed.forward`) to a prediction for every token."""
+        stream = self.embed(inputs, static)
+        for block in self.blocks.values():
+            stream = block(stream, static)
+        prediction: Tensor = self.head(stream, static)
+        return prediction
+
+    def init_laws(self) -> dict[str, InitLaw]:
+        """As the original: Xavier for linears, N(0, 0.02) for timestep and label, zero gates.
+
+        The modulations and the output layer start at zero, so that every block starts as the
+        identity (adaLN-Zero).
+        """
+        table: dict[str, InitLaw] = {}
+        for name, _ in self.named_parameters():
+            if ".modulation." in name or name.startswith("head.out"):
+                table[name] = laws.zeros
+            elif name.endswith("_norm.weight"):
+                table[name] = laws.ones
+            elif name.endswith(".bias"):
+                table[name] = laws.zeros
+            elif name.startswith(("embed.timestep", "embed.label")):
+                table[name] = laws.normal(0.02)
+            else:
+                table[name] = laws.xavier_uniform
+        return table
+
+    def flops_per_sample(self, tokens: int) -> int:
+        """FLOPs of one training step per sample: every matmul, twice the products, no recompute.
+
+        Megatron's DiT formula corrected where it is 0.5% high: the last modulation works per
+        sample, the patch embedding has no input gradient, the timestep MLP counts in full.
+        """
+        h, layers, _, patch = self.config.shape
+        n, ffn = tokens, self.config.ffn
+        per_block = 24 * n * h * h + 12 * n * n * h + 12 * n * h * ffn + 36 * h * h
+        patch_in = 4 * n * h * patch**2 * self.config.channels
+        patch_out = 6 * n * h * patch**2 * self.output_channels
+        timestep = 1024 * h + 6 * h * h
+        return layers * per_block + patch_in + patch_out + timestep + 12 * h * h

@@ -1,0 +1,37 @@
+"""Laws of initial weights: (full shape, generator) -> values. Drawn whole, then sharded."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from titan_dit.models.base import InitLaw
+
+
+def zeros(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """All zeros."""
+    return torch.zeros(shape, device=generator.device)
+
+
+def ones(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """All ones."""
+    return torch.ones(shape, device=generator.device)
+
+
+def normal(std: float) -> InitLaw:
+    """Independent normals of mean 0."""
+
+    def law(shape: torch.Size, generator: torch.Generator) -> Tensor:
+        return torch.randn(shape, device=generator.device, generator=generator) * std
+
+    return law
+
+
+def xavier_uniform(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Uniform in +-sqrt(6 / (fan_in + fan_out)) for a weight [fan_out, fan_in] (Glorot 2010)."""
+    fan_out, fan_in = shape
+    bound = math.sqrt(6 / (fan_in + fan_out))
+    unit = torch.rand(shape, device=generator.device, generator=generator)
+    return (2 * unit - 1) * bound

@@ -1,0 +1,133 @@
+"""Parts that transformers share. Shapes: b samples, n tokens, d channels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+def patchify(latents: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n d"]:
+    """Latents to tokens, row by row; a token holds its patch as (p, p, c), channel fastest."""
+    b, c, h, w = latents.shape
+    grid = latents.view(b, c, h // patch, patch, w // patch, patch)
+    return grid.permute(0, 2, 4, 3, 5, 1).reshape(b, -1, patch * patch * c)
+
+
+def unpatchify(
+    tokens: Float[Tensor, "b n d"], patch: int, height: int
+) -> Float[Tensor, "b c h w"]:
+    """The inverse of `patchify` for latents of `height` rows."""
+    b, n, d = tokens.shape
+    rows = height // patch
+    grid = tokens.view(b, rows, n // rows, patch, patch, d // patch**2)
+    return grid.permute(0, 5, 1, 3, 2, 4).reshape(b, d // patch**2, height, -1)
+
+
+def grid_positions(rows: int, columns: int, device: torch.device) -> Float[Tensor, "n 2"]:
+    """(row, column) of every token in the order of `patchify`."""
+    y = torch.arange(rows, dtype=torch.float32, device=device)
+    x = torch.arange(columns, dtype=torch.float32, device=device)
+    return torch.cartesian_prod(y, x)
+
+
+def frequencies(count: int, max_period: float, device: torch.device) -> Float[Tensor, " count"]:
+    """`count` angular frequencies, geometric from 1 down towards 1 / max_period."""
+    steps = torch.arange(count, dtype=torch.float32, device=device)
+    return torch.exp(-math.log(max_period) * steps / count)
+
+
+def sincos_positions(positions: Float[Tensor, "n 2"], dim: int) -> Float[Tensor, "n dim"]:
+    """Fixed sin-cos embedding of the original DiT (MAE, arXiv:2111.06377).
+
+    The first half of the channels encodes the column, the second the row; in each half the sines
+    come before the cosines.
+    """
+    angles = positions[:, :, None] * frequencies(dim // 4, 10000, positions.device)
+    row, column = torch.cat((angles.sin(), angles.cos()), -1).unbind(1)
+    return torch.cat((column, row), -1)
+
+
+def modulate(
+    x: Float[Tensor, "b n d"], shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1 d"]
+) -> Float[Tensor, "b n d"]:
+    """Normalise every token, then shift and scale it by its sample's condition.
+
+    The adaLN of arXiv:2212.09748 sec. 3.2: LayerNorm without weights, eps 1e-6.
+    """
+    normed = F.layer_norm(x, x.shape[-1:], eps=1e-6)
+    # addcmul: one pass over the tokens where `normed * (1 + scale) + shift` takes two.
+    return torch.addcmul(shift, normed, 1 + scale)
+
+
+class TimestepEmbedder(nn.Module):
+    """Sinusoids of the timestep (max period 10,000), then a two-layer MLP with SiLU."""
+
+    FREQUENCIES = 128
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(2 * self.FREQUENCIES, hidden)
+        self.down = nn.Linear(hidden, hidden)
+
+    def forward(self, timestep: Float[Tensor, " b"]) -> Float[Tensor, "b d"]:
+        """`timestep` in the original's units, 0 to 1000, always fp32."""
+        angles = timestep[:, None] * frequencies(self.FREQUENCIES, 10000, timestep.device)
+        # fp32 up to here: bf16 cannot tell timestep 997 from 1000.
+        features = torch.cat((angles.cos(), angles.sin()), -1).to(self.up.weight.dtype)
+        embedded: Tensor = self.down(F.silu(self.up(features)))
+        return embedded
+
+
+class LabelEmbedder(nn.Module):
+    """A table of classes with one row more, the last, for "no label" (any negative label)."""
+
+    def __init__(self, num_classes: int, hidden: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.table = nn.Embedding(num_classes + 1, hidden)
+
+    def forward(self, labels: Int[Tensor, " b"]) -> Float[Tensor, "b d"]:
+        """Labels to embeddings."""
+        embedded: Tensor = self.table(labels.where(labels >= 0, self.num_classes))
+        return embedded
+
+
+class Attention(nn.Module):
+    """Bidirectional self-attention; the heads are inferred, so that a shard of them works too.
+
+    The rows of `qkv` are [heads, 3, head_dim]: a column shard holds whole heads.
+    """
+
+    def __init__(self, hidden: int, heads: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.head_dim = hidden // heads
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+        """Attend over the n tokens."""
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.unbind(3)  # each [b, heads, n, head_dim]
+        y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        attended: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return attended
+
+
+class MLP(nn.Module):
+    """Two layers with GELU (tanh form)."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, ffn)
+        self.down = nn.Linear(ffn, hidden)
+
+    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+        """Token by token."""
+        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return y

@@ -1,0 +1,111 @@
+"""Samples and curves as PNG, drawn with Pillow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+INK, GRID, RAW, SMOOTH = "#222222", "#dddddd", "#b9cbe4", "#1f5aa6"
+
+
+def to_pixels(
+    samples: Float[Tensor, "n c h w"], value_range: tuple[float, float] | None
+) -> UInt8[Tensor, "n h w 3"]:
+    """Samples as RGB: one channel as grey, more by their first three.
+
+    Without a range of values (latents) each channel is stretched from its lowest to its highest.
+    """
+    shown = samples[:, : 3 if samples.shape[1] >= 3 else 1].float()
+    if value_range is None:
+        low, high = shown.amin((0, 2, 3), keepdim=True), shown.amax((0, 2, 3), keepdim=True)
+    else:
+        low, high = torch.tensor(value_range[0]), torch.tensor(value_range[1])
+    unit = ((shown - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
+    return (unit * 255).round().byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1)
+
+
+def draw_grid(
+    path: Path,
+    samples: Float[Tensor, "n c h w"],
+    labels: Sequence[int],
+    value_range: tuple[float, float] | None,
+    max_columns: int = 20,
+) -> None:
+    """One row (or more) per label, the label in front, each sample enlarged to be seen."""
+    pixels = to_pixels(samples, value_range)
+    zoom = max(1, 48 // pixels.shape[1])
+    cell_h, cell_w, margin = pixels.shape[1] * zoom + 2, pixels.shape[2] * zoom + 2, 44
+    rows: list[tuple[int, list[int]]] = []
+    for label in sorted(set(labels)):
+        members = [i for i, of in enumerate(labels) if of == label]
+        for first in range(0, len(members), max_columns):
+            rows.append((label, members[first : first + max_columns]))
+    columns = max(len(members) for _, members in rows)
+    sheet = Image.new("RGB", (margin + columns * cell_w, len(rows) * cell_h), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(16)
+    for y, (label, members) in enumerate(rows):
+        draw.text((8, y * cell_h + cell_h // 2), str(label), fill=INK, font=font, anchor="lm")
+        for x, index in enumerate(members):
+            image = Image.fromarray(pixels[index].cpu().numpy())
+            image = image.resize((cell_w - 2, cell_h - 2), Image.Resampling.NEAREST)
+            sheet.paste(image, (margin + x * cell_w + 1, y * cell_h + 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+
+
+def smooth(values: Sequence[float], decay: float) -> list[float]:
+    """A running mean whose start is not biased towards 0."""
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
+        out.append(mean / weight)
+    return out
+
+
+def draw_curve(path: Path, steps: Sequence[int], losses: Sequence[float], title: str) -> None:
+    """The loss over steps: every logged value in light blue, a running mean in dark."""
+    points = [(s, v) for s, v in zip(steps, losses, strict=True) if math.isfinite(v)]
+    if len(points) < 2:
+        return
+    xs, ys = [s for s, _ in points], [v for _, v in points]
+    # The first values tower over the rest; the axis is for the rest.
+    top = sorted(ys)[int(0.98 * (len(ys) - 1))] * 1.1
+    bottom = min(0.95 * min(ys), 0.9 * top)
+    width, height, left, right, above, below = 960, 540, 80, 24, 48, 56
+    sheet = Image.new("RGB", (width, height), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - xs[0]) / max(1, xs[-1] - xs[0])
+        up = (min(y, top) - bottom) / (top - bottom)
+        return left + across * (width - left - right), height - below - up * (height - above - below)
+
+    for tick in ticks(bottom, top):
+        y = place(xs[0], tick)[1]
+        draw.line((left, y, width - right, y), fill=GRID)
+        draw.text((left - 8, y), f"{tick:g}", fill=INK, font=font, anchor="rm")
+    for tick in ticks(xs[0], xs[-1]):
+        x = place(tick, bottom)[0]
+        draw.text((x, height - below + 8), f"{tick:,.0f}", fill=INK, font=font, anchor="mt")
+    for line, colour, thick in ((ys, RAW, 1), (smooth(ys, 0.95), SMOOTH, 3)):
+        draw.line([place(x, y) for x, y in zip(xs, line, strict=True)], fill=colour, width=thick)
+    draw.line((left, above, left, height - below), fill=INK)
+    draw.line((left, height - below, width - right, height - below), fill=INK)
+    draw.text((left, 16), title, fill=INK, font=ImageFont.load_default(16))
+    draw.text(((left + width - right) / 2, height - 20), "step", fill=INK, font=font, anchor="mm")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Four to ten round numbers from low to high."""
+    span = max(high - low, 1e-12)
+    size = 10 ** math.floor(math.log10(span))
+    unit = next(size * part for part in (0.1, 0.2, 0.5, 1, 2) if span / (size * part) <= 10)
+    return [i * unit for i in range(math.ceil(low / unit), math.floor(high / unit) + 1)]

@@ -1,0 +1,145 @@
+"""What a run reports: metrics.jsonl, TensorBoard, wandb, the loss curve and the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_dit.config import MetricsConfig, UserError
+
+Row = dict[str, Any]
+Writer = Callable[[Row], None]
+
+
+class Metrics:
+    """The writers of the one rank that speaks for the run."""
+
+    def __init__(
+        self, folder: Path, name: str, config: MetricsConfig, resumed_step: int, run: Mapping[str, Any]
+    ) -> None:
+        self.file = folder / "metrics.jsonl"
+        self.rows = keep_rows(self.file, resumed_step)
+        self.writers: list[Writer] = [self._write_line]
+        if config.tensorboard:
+            self.writers.append(tensorboard_writer(folder / "tensorboard", resumed_step))
+        if config.wandb:
+            self.writers.append(wandb_writer(folder, name, run))
+
+    def log(self, row: Row) -> None:
+        """One logged step, to every writer."""
+        self.rows.append(row)
+        for write in self.writers:
+            write(row)
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """Steps and losses of the whole run, the part before a resume included."""
+        finite = [row for row in self.rows if row["loss"] is not None]
+        return [row["step"] for row in finite], [row["loss"] for row in finite]
+
+    def _write_line(self, row: Row) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def keep_rows(file: Path, resumed_step: int) -> list[Row]:
+    """The rows up to the step a run goes on from; later ones will be written anew.
+
+    A line that a kill cut short is dropped.
+    """
+    rows = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["step"] <= resumed_step:
+            rows.append(row)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    aside = file.with_suffix(".jsonl.partial")
+    aside.write_text(text)
+    aside.replace(file)
+    return rows
+
+
+def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
+    """Scalars under their names in metrics.jsonl."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.utils.tensorboard import SummaryWriter
+
+    events = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
+
+    def write(row: Row) -> None:
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                events.add_scalar(name, value, row["step"])  # type: ignore[no-untyped-call]
+        events.flush()  # type: ignore[no-untyped-call]
+
+    return write
+
+
+def wandb_writer(folder: Path, name: str, run: Mapping[str, Any]) -> Writer:
+    """The same rows to Weights & Biases."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "[metrics] wandb=true, but wandb is not installed. Run pip install 'titan_dit[wandb]' "
+            "or set wandb = false."
+        ) from None
+    wandb.init(project="titan_dit", name=name, dir=str(folder), config=dict(run), resume="allow")
+
+    def write(row: Row) -> None:
+        wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
+
+    return write
+
+
+class Meter:
+    """Time per step between two logged steps, and how much of it was spent waiting for data."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Start anew from now."""
+        self.start = time.perf_counter()
+        self.steps = 0
+        self.waited = 0.0
+
+    def read(self) -> tuple[float, float]:
+        """(milliseconds per step, of which waiting for data) since the last reading."""
+        elapsed, steps = time.perf_counter() - self.start, max(1, self.steps)
+        result = 1e3 * elapsed / steps, 1e3 * self.waited / steps
+        self.restart()
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens in the block (previews, checkpoints) out of the time per step."""
+        began = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - began
+
+
+def peak_gib(device: torch.device) -> float:
+    """Highest memory of this rank so far: of the device, on a CPU of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,63 @@
+"""FSDP2: parameters, gradients and optimizer state sharded over dp_shard (arXiv:2304.11277).
+
+The only file that calls torch's fully_shard and the methods it adds.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titan_dit.config import ParallelConfig, PrecisionConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# A block passes its condition through as a view. FSDP warns of in-place operations on such a view;
+# the models have none.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+RESHARD: dict[str, bool | None] = {"auto": None, "always": True, "never": False}
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, precision: PrecisionConfig
+) -> None:
+    """Shard block by block, so that a block's parameters are gathered just before its turn."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[precision.dtype],
+        reduce_dtype=torch.float32,
+        # The timestep must stay fp32; the model casts its tokens itself.
+        cast_forward_inputs=False,
+    )
+    reshard = RESHARD[parallel.reshard_after_forward]
+    blocks = model.get_submodule("blocks")
+    for part in (*blocks.children(), model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for part in fsdp_modules(model):
+        # The loss is already divided by the global token count: gradients are summed.
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every module that `shard` treated; none for a plain model."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def sync_gradients(model: nn.Module, enabled: bool) -> None:
+    """Reduce gradients in the coming backward (the last microbatch), or keep adding them up."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
+        model.set_is_last_backward(enabled)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered parameters that a forward without a backward leaves behind.
+
+    They are copies: a later forward would use them although the weights have changed since.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()

@@ -1,0 +1,112 @@
+"""One named DeviceMesh. Its axes, slowest first: pp, dp_replicate, dp_shard, cp, tp."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan_dit.config import ParallelConfig, TrainingConfig, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisSizes:
+    """Ranks along each axis, in the order of the mesh."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def data(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        """The axes above 1, such as "dp_shard 2 x tp 4"."""
+        above = [f"{axis} {size}" for axis, size in asdict(self).items() if size > 1]
+        return " x ".join(above) or "one rank"
+
+
+def solve(config: ParallelConfig, world_size: int) -> AxisSizes:
+    """Fill in dp_shard=-1 and check the product against the ranks that were started."""
+    fixed = {axis: getattr(config, axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    others, dp_shard = math.prod(fixed.values()), config.dp_shard
+    if dp_shard == 0:
+        raise UserError("[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1.")
+    if dp_shard == -1 and world_size % others == 0:
+        dp_shard = world_size // others
+    shown = {axis: size for axis, size in fixed.items() if size > 1} | {"dp_shard": dp_shard}
+    factors = " x ".join(f"{axis}={size}" for axis, size in shown.items())
+    if dp_shard == -1:
+        factors = factors.replace(" x dp_shard=-1", "")
+        fix = f"Launch a multiple of {others} ranks, or change the sizes."
+        raise UserError(f"[parallel] {factors} does not divide the {world_size} ranks started. {fix}")
+    if (product := others * dp_shard) != world_size:
+        fit = f"Set dp_shard = {world_size // others} or launch" if world_size % others == 0 else "Launch"
+        ranks = f"{product} ranks, but {world_size} {'was' if world_size == 1 else 'were'} started"
+        raise UserError(f"[parallel] {factors} = {ranks}. {fit} {product} ranks.")
+    for axis in ("pp", "cp", "tp"):
+        if fixed[axis] > 1:
+            raise UserError(
+                f"[parallel] {axis}={fixed[axis]}: this version spreads a model over dp_shard and "
+                f"dp_replicate only. Set {axis} = 1."
+            )
+    return AxisSizes(**fixed, dp_shard=dp_shard)
+
+
+def check_batch(training: TrainingConfig, sizes: AxisSizes) -> None:
+    """The global batch must divide into microbatches on every data-parallel rank."""
+    batch, micro, ranks = training.global_batch_size, training.microbatch_size, sizes.data
+    unit = (micro or 1) * ranks
+    if batch % unit:
+        below, above = batch // unit * unit, (batch // unit + 1) * unit
+        valid = " or ".join(str(size) for size in (below, above) if size)
+        per_rank = f"microbatch_size={micro} x " if micro else ""
+        raise UserError(
+            f"[training] global_batch_size={batch} does not divide into {per_rank}"
+            f"{ranks} data-parallel ranks. Set global_batch_size = {valid}."
+        )
+
+
+class Mesh:
+    """The DeviceMesh of a run and the parts of it that others ask for."""
+
+    def __init__(self, sizes: AxisSizes, device_type: str) -> None:
+        self.sizes = sizes
+        axes = asdict(sizes)
+        self.whole = init_device_mesh(
+            device_type, tuple(axes.values()), mesh_dim_names=tuple(axes.keys())
+        )
+        # Kept: asking for a flattened mesh by its name again is deprecated.
+        self.data = self.whole["dp_replicate", "dp_shard"]._flatten("data")
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of every batch this rank reads."""
+        return self.data.get_local_rank()
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """Where parameters are sharded; 2D (replicate, shard) for HSDP."""
+        if self.sizes.dp_replicate > 1:
+            return self.whole["dp_replicate", "dp_shard"]
+        return self.whole["dp_shard"]
+
+    def sum_over_data(self, value: Tensor) -> Tensor:
+        """Sum of a plain tensor over the ranks that read different samples."""
+        total = value.detach().clone()
+        dist.all_reduce(total, group=self.data.get_group())
+        return total
+
+    def gather_over_data(self, rows: Tensor) -> Tensor:
+        """Every data rank's rows (equally many), in the order of ranks, on every rank."""
+        parts = [torch.empty_like(rows) for _ in range(self.sizes.data)]
+        dist.all_gather(parts, rows.contiguous(), group=self.data.get_group())
+        return torch.cat(parts)

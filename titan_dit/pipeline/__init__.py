@@ -1,0 +1,1 @@
+"""Executors: a batch to a loss with gradients, whatever the layout."""

@@ -1,0 +1,45 @@
+"""The executor without a pipeline: gradient accumulation over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from titan_dit.objectives.base import Prepared
+from titan_dit.parallel import fsdp
+
+TokenLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""(prediction, targets) -> loss per token [b, n]: `Objective.loss`."""
+
+
+class LocalExecutor:
+    """The whole model on this rank (its parameters may be sharded)."""
+
+    def __init__(self, model: nn.Module, loss: TokenLoss, microbatch_size: int | None) -> None:
+        self.model = model
+        self.loss = loss
+        self.microbatch_size = microbatch_size
+
+    def step(self, prepared: Prepared) -> Tensor:
+        """See `Executor.step`. Gradients are reduced once, with the last microbatch."""
+        parts = list(prepared.microbatches(self.microbatch_size))
+        total = torch.zeros((), device=prepared.weight.device)
+        for number, part in enumerate(parts, start=1):
+            fsdp.sync_gradients(self.model, enabled=number == len(parts))
+            prediction = self.model(part.inputs, part.static)
+            per_token = self.loss(prediction, part.targets)
+            loss = (per_token * part.weight[:, None]).sum() / part.total_tokens
+            total += loss.detach()
+            # A loss can overflow where its gradients do not. The factor 1 becomes NaN with it,
+            # so the gradient norm alone tells every rank that the step is bad.
+            loss.backward(1 + 0 * loss.detach())
+        return total
+
+    @torch.no_grad()
+    def predict(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
+        """See `Executor.predict`."""
+        prediction: Tensor = self.model(inputs, static)
+        fsdp.reshard(self.model)
+        return prediction.float()

@@ -1,0 +1,1 @@
+"""From noise to samples, given a callable; no model is known here."""

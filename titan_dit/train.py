@@ -1,0 +1,53 @@
+"""Train: `python -m titan_dit.train --config digits.toml`, mostly through run_train.sh."""
+
+from __future__ import annotations
+
+import sys
+
+from titan_dit import catalog, config_file, failure
+from titan_dit.config import UserError
+
+
+def main() -> None:
+    """Read the config, join the other ranks, train."""
+    arguments = sys.argv[1:]
+    if "--help" in arguments or "-h" in arguments:
+        show_help(arguments)
+        return
+    config = config_file.load(arguments, catalog.variant)
+
+    # Imported late: a mistake in the config is answered before torch.distributed is loaded.
+    from titan_dit.parallel import mesh, runtime
+
+    # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
+    mesh.check_batch(config.training, mesh.solve(config.parallel, runtime.started_ranks()))
+    from titan_dit.trainer import Trainer
+
+    with runtime.start() as world:
+        Trainer(config, world).fit()
+
+
+def show_help(arguments: list[str]) -> None:
+    """Every key with its type, default and meaning, for the given config (digits.toml if none)."""
+    import tyro
+
+    rest = [argument for argument in arguments if argument not in ("--help", "-h")]
+    try:
+        config = config_file.load(rest or ["--config", "digits"], catalog.variant)
+    except UserError as error:
+        sys.stdout.write(f"{error}\n\n")
+        config = config_file.load(["--config", "digits"], catalog.variant)
+    kinds = (type(config.model), type(config.objective), type(config.data))
+    tyro.cli(
+        type(config)[kinds],  # type: ignore[index]
+        prog="./run_train.sh --config FILE",
+        description="Train a diffusion transformer. Flags win over the config file.",
+        args=["--help"],
+        default=config,
+        config=(tyro.conf.FlagConversionOff,),
+        use_underscores=True,
+    )
+
+
+if __name__ == "__main__":
+    failure.guarded(main)

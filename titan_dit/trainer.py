@@ -1,0 +1,280 @@
+"""The algorithm: build, fit, step. It knows no model, no objective and no mesh axis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from titan_dit import __version__, catalog, config_file
+from titan_dit.config import JobConfig, UserError
+from titan_dit.data import loader
+from titan_dit.data.base import DataConfig, check_fits
+from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.evaluation.generate import generate, preview_labels
+from titan_dit.models.base import ModelConfig
+from titan_dit.objectives.base import Batch, Objective
+from titan_dit.observe import console, flops, images
+from titan_dit.observe.metrics import Meter, Metrics, Row, finite_or_none, peak_gib
+from titan_dit.parallel.apply import parallelize
+from titan_dit.parallel.gradients import clip_norm
+from titan_dit.parallel.mesh import Mesh, check_batch, solve
+from titan_dit.parallel.runtime import World, set_deterministic
+from titan_dit.pipeline.base import Executor
+from titan_dit.pipeline.local import LocalExecutor
+from titan_dit.rng import SampleRNG
+from titan_dit.state import checkpoint, resume
+from titan_dit.state.ema import EMA
+from titan_dit.state.lr_schedule import learning_rate
+from titan_dit.state.optimizer import apply_gradients, build_optimizer, optimizer_tensors
+
+Config: TypeAlias = JobConfig[ModelConfig, Objective, DataConfig]
+
+
+class Trainer:
+    """One run on this rank. The run directory is untouched until `fit` takes the first step."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.folder = Path(config.job.dir or f"outputs/{config.job.name}")
+        if config.training.deterministic:
+            set_deterministic()
+
+        sizes = solve(config.parallel, world.size)
+        check_batch(config.training, sizes)
+        self.sampler = catalog.sampler(config.sampling.sampler)
+        self.source = config.data.open()
+        check_fits(self.source.facts, config.model.sample_shape, config.model.num_classes)
+
+        self.mesh = Mesh(sizes, world.device.type)
+        with torch.device("meta"):
+            channels = config.model.sample_shape[0]
+            model = config.model.build(config.objective.output_channels(channels))
+            example = config.model.tokenize(torch.empty(1, *config.model.sample_shape))
+        parallelize(model, self.mesh, config, world.device)
+        self.token_shape = (example.shape[1], example.shape[2])
+        self.flops_per_sample = model.flops_per_sample(example.shape[1])
+        self.static = config.model.static(world.device)
+        self.executor: Executor = LocalExecutor(
+            model, config.objective.loss, config.training.microbatch_size
+        )
+
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
+        self.ema = EMA(self.parameters, config.ema)
+        self.step, self.cursor = 0, 0
+        self.nan_steps = torch.zeros((), device=world.device)
+        self.nan_steps_in_a_row = torch.zeros((), device=world.device)
+        self.checkpoints = checkpoint.Checkpoints(
+            self.folder / "checkpoints", config.checkpoint.keep
+        )
+        self.meter = Meter()
+
+    def fit(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        every = self.config
+        self.resume()
+        self.open_run_directory()
+        batches, first = self.batches(), self.step + 1
+        self.meter.restart()
+        for self.step in range(first, self.config.training.steps + 1):
+            loss, grad_norm, lr = self.train_step(self.next_batch(batches))
+            if self.step == first or self.due(every.metrics.every):
+                self.report(loss, grad_norm, lr)
+            if self.due(every.sampling.every):
+                self.preview()
+            if self.due(every.checkpoint.every):
+                self.save()
+        self.say(f"done: step {self.step}, everything is in {self.folder}")
+
+    def due(self, every: int) -> bool:
+        """Whether what is done every so many steps is done after this one; 0 is never."""
+        last = self.step == self.config.training.steps
+        return bool(every) and (self.step % every == 0 or last)
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's share of every global batch, from the cursor on."""
+        config, mesh = self.config, self.mesh
+        plan = BatchPlan(config.training.global_batch_size)
+        epochs = EpochOrder(config.job.seed, len(self.source))
+        return loader.load(
+            self.source,
+            RankOrder(plan, epochs, mesh.data_rank, mesh.sizes.data),
+            self.cursor,
+            config.model.tokenize,
+            workers=config.data.workers,
+            pin_memory=self.world.device.type == "cuda",
+        )
+
+    def next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """The next batch, on the device."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self.meter.waited += time.perf_counter() - asked
+        return replace(batch.to(self.world.device), static=self.static)
+
+    def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
+        """One optimizer step: this rank's share of the loss, the gradient norm, the rate.
+
+        Nothing here waits for the device. A step with a non-finite loss or gradient changes
+        neither weights nor averages, on any rank.
+        """
+        config = self.config
+        rng = SampleRNG(config.job.seed, batch.sample_numbers)
+        loss = self.executor.step(config.objective.prepare(batch, rng))
+        grad_norm = clip_norm(self.parameters.values(), config.training.max_grad_norm)
+        bad = ~grad_norm.isfinite()
+        lr = learning_rate(
+            config.lr_schedule, config.optimizer.lr, self.step, config.training.steps
+        )
+        apply_gradients(self.optimizer, lr, skip=bad)
+        self.ema.update(self.step, skip=bad)
+        self.nan_steps += bad
+        self.nan_steps_in_a_row = (self.nan_steps_in_a_row + 1) * bad
+        self.cursor += config.training.global_batch_size
+        self.meter.steps += 1
+        return loss, grad_norm, lr
+
+    def report(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
+        """Write a line of metrics; the only place where the host waits for the device."""
+        values = (self.mesh.sum_over_data(loss), grad_norm, self.nan_steps, self.nan_steps_in_a_row)
+        loss_value, norm_value, nan_steps, in_a_row = torch.stack(values).tolist()
+        step_ms, data_wait_ms = self.meter.read()
+        rate = self.config.training.global_batch_size / step_ms * 1e3
+        tflops = rate * self.flops_per_sample / self.world.size / 1e12
+        peak = flops.peak_tflops(self.world.device)
+        row: Row = {
+            "step": self.step,
+            "samples": self.cursor,
+            "loss": finite_or_none(loss_value),
+            "grad_norm": finite_or_none(norm_value),
+            "lr": lr,
+            "step_ms": step_ms,
+            "samples_per_s": rate,
+            "tokens_per_s": rate * self.token_shape[0],
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / peak if peak else None,
+            "peak_gib": peak_gib(self.world.device),
+            "data_wait_ms": data_wait_ms,
+            "skipped_steps": round(nan_steps),
+            "nan_steps": round(nan_steps),
+        }
+        if self.metrics:
+            self.metrics.log(row)
+        self.say(console.progress(row, self.config.training.steps))
+        limit = self.config.faults.max_consecutive_bad_steps
+        if limit and in_a_row >= limit:
+            raise UserError(
+                f"[faults] max_consecutive_bad_steps={limit}: the last {round(in_a_row)} steps had "
+                f"a non-finite loss or gradient (step {self.step}). Lower [optimizer] lr, look at "
+                "the data, or resume from an older checkpoint with --checkpoint.resume PATH."
+            )
+
+    def preview(self) -> None:
+        """Draw samples of the averaged weights, each data rank its share, and the loss curve."""
+        sampling, ranks = self.config.sampling, self.mesh.sizes.data
+        share = -(-sampling.num // ranks)
+        numbers = torch.arange(share * ranks, device=self.world.device)
+        labels = preview_labels(sampling.num, self.config.model.num_classes).to(numbers.device)
+        mine = numbers[self.mesh.data_rank * share :][:share]
+        with self.meter.paused(), self.ema.swapped_in():
+            tokens = generate(
+                self.executor.predict,
+                self.config.objective,
+                self.static,
+                labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: rows to be cut off.
+                mine,
+                token_shape=self.token_shape,
+                seed=self.config.job.seed,
+                sampler=self.sampler,
+                steps=sampling.steps,
+                cfg_scale=sampling.cfg_scale,
+            )
+            tokens = self.mesh.gather_over_data(tokens)[: sampling.num]
+            if self.metrics:
+                picture = self.folder / "samples" / f"step-{self.step:08d}.png"
+                facts = self.source.facts
+                latents = facts.to_stored_units(self.config.model.detokenize(tokens))
+                images.draw_grid(picture, latents, labels.tolist(), facts.value_range)
+                self.draw_curve()
+                self.say(f"drew {picture}")
+
+    def draw_curve(self) -> None:
+        """The loss so far, as a picture."""
+        if self.metrics:
+            title = f"{self.config.job.name}: training loss"
+            images.draw_curve(self.folder / "loss.png", *self.metrics.curve(), title)
+
+    def tensors(self) -> dict[str, Any]:
+        """Everything a checkpoint holds in tensors, under original names; loads in place."""
+        return {
+            "model": {name: p.detach() for name, p in self.parameters.items()},
+            "optimizer": optimizer_tensors(self.optimizer, self.parameters),
+            "ema": self.ema.averages,
+        }
+
+    def save(self) -> None:
+        """Write a checkpoint; all ranks together."""
+        with self.meter.paused():
+            record = {
+                "step": self.step,
+                "cursor": self.cursor,
+                "nan_steps": round(self.nan_steps.item()),
+                "config": config_file.to_tables(self.config),
+                "data": self.source.facts.as_json(),
+                "versions": {"titan_dit": __version__, "torch": torch.__version__},
+            }
+            path = self.checkpoints.save(self.step, self.tensors(), record)
+            self.draw_curve()
+        self.say(f"saved {path}")
+
+    def resume(self) -> None:
+        """Load the checkpoint that the config asks for, if there is one."""
+        settings = self.config.checkpoint
+        # The first rank's view decides: a shared disk may show a new folder to some ranks first.
+        start = self.world.gather(resume.starting_point(self.checkpoints, settings.resume))[0]
+        if start is None:
+            return
+        record = checkpoint.read_record(start)
+        if not settings.allow_changes:
+            tables = config_file.to_tables(self.config)
+            resume.check_same_mathematics(start, record, tables, self.source.facts.digest)
+        checkpoint.load(start, self.tensors())
+        self.step, self.cursor = record["step"], record["cursor"]
+        self.nan_steps.fill_(record["nan_steps"])
+        if self.world.is_main:
+            resume.set_aside_newer(self.checkpoints, start)
+        self.say(f"resumed from {start}")
+
+    def open_run_directory(self) -> None:
+        """Write the resolved config, open the metrics, and say what will be done."""
+        config = self.config
+        self.metrics: Metrics | None = None
+        if self.world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(config_file.to_toml(config))
+            tables = config_file.to_tables(config)
+            self.metrics = Metrics(self.folder, config.job.name, config.metrics, self.step, tables)
+        trained = sum(p.numel() for p in self.parameters.values())
+        for line in (
+            f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
+            f"{self.world.device.type}, {config.precision.dtype}",
+            f"model   {config.model.name}: {trained:,} parameters, {self.token_shape[0]} tokens, "
+            f"{self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",
+            f"data    {config.data.name}: {len(self.source):,} samples, "
+            f"{self.source.facts.num_classes} classes",
+            f"steps   {self.step} of {config.training.steps} done, "
+            f"{config.training.global_batch_size} samples each",
+            f"output  {self.folder}",
+        ):
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """Tell the person at the console, once."""
+        if self.world.is_main:
+            console.say(line)
