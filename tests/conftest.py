@@ -1,0 +1,17 @@
+"""Every test runs with the shapes and types of titan_dit's annotations checked."""
+
+from jaxtyping import install_import_hook
+
+# Before the first import of titan_dit; the pure-Python config needs no shape checks.
+install_import_hook(
+    [
+        "titan_dit.rng",
+        "titan_dit.models",
+        "titan_dit.objectives",
+        "titan_dit.samplers",
+        "titan_dit.data",
+        "titan_dit.evaluation",
+        "titan_dit.observe.images",
+    ],
+    "beartype.beartype",
+)
