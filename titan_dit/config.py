@@ -7,8 +7,8 @@ models, objectives and datasets bring sections of their own, built on the same `
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass, field
-from functools import cache
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -40,13 +40,13 @@ class Bound:
     def broken_by(self, value: float) -> str | None:
         """The rule that `value` breaks, in words, or None. NaN breaks every bound."""
         rules = (
-            (self.least, "at least", lambda limit: value >= limit),
-            (self.most, "at most", lambda limit: value <= limit),
-            (self.above, "above", lambda limit: value > limit),
-            (self.below, "below", lambda limit: value < limit),
+            (self.least, "at least", operator.ge),
+            (self.most, "at most", operator.le),
+            (self.above, "above", operator.gt),
+            (self.below, "below", operator.lt),
         )
         for limit, words, holds in rules:
-            if limit is not None and not holds(limit):
+            if limit is not None and not holds(value, limit):
                 return f"must be {words} {limit:g}"
         return None
 
@@ -85,13 +85,19 @@ def conform(value: object, hint: Any, where: str) -> Any:
         if not isinstance(value, list | tuple):
             raise UserError(f"{where}={show(value)} must be a list.")
         return tuple(conform(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    return conform_scalar(value, hint, where)
+
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+
+
+def conform_scalar(value: object, kind: type, where: str) -> Any:
+    """`conform` for a plain int, float, bool or str."""
+    if kind is float and type(value) is int:
         return float(value)
-    # bool is a subclass of int, but `steps = true` is a mistake.
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        name = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-        wanted = name.get(hint.__name__, "text in quotes")
-        raise UserError(f"{where}={show(value)} must be {wanted}.")
+    # type(), not isinstance: bool is a subclass of int, but `steps = true` is a mistake.
+    if type(value) is not kind:
+        raise UserError(f"{where}={show(value)} must be {WORDS[kind]}.")
     return value
 
 
@@ -107,7 +113,6 @@ def show(value: object) -> str:
     return str(value)
 
 
-@cache
 def hints_of(section: type) -> dict[str, Any]:
     """The type of every field of a section, annotations resolved and bounds kept."""
     hints = get_type_hints(section, include_extras=True)

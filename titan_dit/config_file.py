@@ -45,9 +45,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path, dict[str, list[str]
     key = None
     for argument in arguments:
         if argument.startswith("--"):
-            key, equals, value = argument[2:].replace("-", "_").partition("=")
-            # Only the key's dashes are spelling; the value is the user's.
-            flags[key] = [argument.partition("=")[2]] if equals else []
+            key, equals, value = argument[2:].partition("=")
+            key = key.replace("-", "_")
+            flags[key] = [value] if equals else []
         elif key is None:
             raise UserError(f"{argument!r} stands before any flag. Write --config {argument}.")
         else:
@@ -86,9 +86,7 @@ def read_toml(path: Path) -> Tables:
     return tables
 
 
-def flag_value(
-    section: str, key: str, texts: list[str], tables: Tables, variant: Variant
-) -> Any:
+def flag_value(section: str, key: str, texts: list[str], tables: Tables, variant: Variant) -> Any:
     """A flag's value, read as TOML would read it; the field's type decides text from number."""
     hint = hints_of(section_type(section, tables, variant)).get(key, str)
     if len(texts) > 1:
@@ -132,7 +130,7 @@ def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfi
     for name in CHOSEN_BY_NAME:
         plain.setdefault(name, {})
     plain.setdefault("training", {})
-    built = {}
+    built: dict[str, Any] = {}
     for name, table in plain.items():
         kind = section_type(name, plain, variant)
         hints = hints_of(kind)

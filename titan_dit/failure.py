@@ -48,6 +48,4 @@ def report(message: str, is_user_error: bool) -> None:
             sys.stderr.write(message + "\n")
         return
     details = {"timestamp": str(int(time.time())), "moment": time.time(), "user": is_user_error}
-    Path(error_file).write_text(
-        json.dumps({"message": {"message": message, "extraInfo": details}})
-    )
+    Path(error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

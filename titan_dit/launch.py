@@ -17,7 +17,7 @@ def main() -> None:
     # torchrun logs every failure several times over; the cause is printed below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(sys.argv[1:]))
+        run(parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = first_cause(error)
         sys.stderr.write(message_of(rank, failure) + "\n")

@@ -50,7 +50,7 @@ def words(
 ) -> Int64[Tensor, "b count"]:
     """Random 32-bit words number `first` to `first + count` of each sample's stream."""
     blocks = torch.arange(first // 4, (first + count + 3) // 4, device=numbers.device)
-    numbers, blocks = torch.broadcast_tensors(numbers[:, None], blocks[None])
+    numbers, blocks = numbers[:, None], blocks.expand(len(numbers), -1)
     lanes = philox(
         (blocks & MASK, blocks >> 32, numbers & MASK, numbers >> 32), stream_key(seed, stream)
     )

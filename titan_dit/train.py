@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from titan_dit import catalog, config_file, failure
@@ -12,7 +13,8 @@ def main() -> None:
     """Read the config, join the other ranks, train."""
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
-        show_help(arguments)
+        if os.environ.get("RANK", "0") == "0":
+            show_help(arguments)
         return
     config = config_file.load(arguments, catalog.variant)
 

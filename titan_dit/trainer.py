@@ -77,18 +77,19 @@ class Trainer:
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
-        every = self.config
+        config = self.config
         self.resume()
         self.open_run_directory()
         batches, first = self.batches(), self.step + 1
         self.meter.restart()
-        for self.step in range(first, self.config.training.steps + 1):
+        while self.step < config.training.steps:
+            self.step += 1
             loss, grad_norm, lr = self.train_step(self.next_batch(batches))
-            if self.step == first or self.due(every.metrics.every):
+            if self.step == first or self.due(config.metrics.every):
                 self.report(loss, grad_norm, lr)
-            if self.due(every.sampling.every):
+            if self.due(config.sampling.every):
                 self.preview()
-            if self.due(every.checkpoint.every):
+            if self.due(config.checkpoint.every):
                 self.save()
         self.say(f"done: step {self.step}, everything is in {self.folder}")
 

@@ -64,8 +64,8 @@ def load(
         # torchdata 0.11 calls a function that torch 2.13 deprecates; nothing a user can act on.
         warnings.filterwarnings("ignore", message="'set_vital'")
         loader: StatefulDataLoader[Any] = StatefulDataLoader(
-            NumberedSamples(source),  # type: ignore[arg-type]
-            batch_sampler=order.batches(cursor),  # type: ignore[arg-type]
+            NumberedSamples(source),
+            batch_sampler=order.batches(cursor),
             collate_fn=Collate(tokenize, order.plan.global_batch_size),
             num_workers=workers,
             pin_memory=pin_memory,

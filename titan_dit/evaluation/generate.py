@@ -18,7 +18,7 @@ Forward = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 
 
 def spread_labels(num: int, classes: list[int]) -> Int64[Tensor, " num"]:
-    """`num` labels that go through `classes` in order, each as often as the next, give or take 1."""
+    """`num` labels that go through `classes` in order, in shares that differ by one at most."""
     index = torch.arange(num) * len(classes) // num
     return torch.tensor(classes)[index]
 

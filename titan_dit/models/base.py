@@ -20,7 +20,7 @@ InitLaw: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]
 """(full shape, generator) -> initial values, fp32, on the generator's device."""
 
 
-class Model(Protocol):
+class Model(nn.Module):
     """A network cut where the layouts cut it.
 
     `embed` is None off the first pipeline stage and `head` off the last; `blocks` keeps the global
@@ -28,17 +28,21 @@ class Model(Protocol):
     """
 
     embed: nn.Module | None
+    """(inputs, static) -> stream."""
     blocks: nn.ModuleDict
+    """Each (stream, static) -> stream."""
     head: nn.Module | None
-    tied: dict[str, str]
+    """(stream, static) -> prediction."""
+    tied: Mapping[str, str] = {}
+    """Parameters that are one: {"head.weight": "embed.weight"}."""
 
     def init_laws(self) -> dict[str, InitLaw]:
         """The law of every parameter and buffer, by name."""
-        ...
+        raise NotImplementedError
 
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward, without recomputation."""
-        ...
+        raise NotImplementedError
 
 
 class ModelConfig(Protocol):
@@ -59,8 +63,8 @@ class ModelConfig(Protocol):
         """[c, h, w] of one latent."""
         ...
 
-    def build(self, output_channels: int) -> nn.Module:
-        """The network (a `Model`), on the current default device."""
+    def build(self, output_channels: int) -> Model:
+        """The network, on the current default device."""
         ...
 
     def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from titan_dit.config import Count, Positive, Section, UserError
 from titan_dit.models import laws
-from titan_dit.models.base import InitLaw, Static, Stream
+from titan_dit.models.base import InitLaw, Model, Static, Stream
 from titan_dit.models.layers import (
     MLP,
     Attention,
@@ -119,8 +119,9 @@ class DiTConfig(Section):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """hidden, layers, heads, patch."""
-        assert self.hidden and self.layers and self.heads and self.patch
-        return self.hidden, self.layers, self.heads, self.patch
+        named = self.hidden, self.layers, self.heads, self.patch
+        hidden, layers, heads, patch = (number or 0 for number in named)
+        return hidden, layers, heads, patch
 
     @property
     def ffn(self) -> int:
@@ -211,10 +212,11 @@ class Head(nn.Module):
         return prediction
 
 
-class DiT(nn.Module):
-    """The whole network; after a pipeline cut, one stage of it."""
+class DiT(Model):
+    """The whole network."""
 
-    tied: dict[str, str] = {}  # noqa: RUF012  (the protocol wants a plain attribute)
+    embed: Embed
+    head: Head
 
     def __init__(self, config: DiTConfig, output_channels: int) -> None:
         super().__init__()

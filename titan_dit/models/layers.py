@@ -17,9 +17,7 @@ def patchify(latents: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b 
     return grid.permute(0, 2, 4, 3, 5, 1).reshape(b, -1, patch * patch * c)
 
 
-def unpatchify(
-    tokens: Float[Tensor, "b n d"], patch: int, height: int
-) -> Float[Tensor, "b c h w"]:
+def unpatchify(tokens: Float[Tensor, "b n d"], patch: int, height: int) -> Float[Tensor, "b c h w"]:
     """The inverse of `patchify` for latents of `height` rows."""
     b, n, d = tokens.shape
     rows = height // patch

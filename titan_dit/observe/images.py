@@ -84,7 +84,9 @@ def draw_curve(path: Path, steps: Sequence[int], losses: Sequence[float], title:
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - xs[0]) / max(1, xs[-1] - xs[0])
         up = (min(y, top) - bottom) / (top - bottom)
-        return left + across * (width - left - right), height - below - up * (height - above - below)
+        return left + across * (width - left - right), height - below - up * (
+            height - above - below
+        )
 
     for tick in ticks(bottom, top):
         y = place(xs[0], tick)[1]

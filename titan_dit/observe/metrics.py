@@ -25,7 +25,12 @@ class Metrics:
     """The writers of the one rank that speaks for the run."""
 
     def __init__(
-        self, folder: Path, name: str, config: MetricsConfig, resumed_step: int, run: Mapping[str, Any]
+        self,
+        folder: Path,
+        name: str,
+        config: MetricsConfig,
+        resumed_step: int,
+        run: Mapping[str, Any],
     ) -> None:
         self.file = folder / "metrics.jsonl"
         self.rows = keep_rows(self.file, resumed_step)
@@ -77,13 +82,13 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
         warnings.simplefilter("ignore")
         from torch.utils.tensorboard import SummaryWriter
 
-    events = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
+    events = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def write(row: Row) -> None:
         for name, value in row.items():
             if name != "step" and value is not None:
-                events.add_scalar(name, value, row["step"])  # type: ignore[no-untyped-call]
-        events.flush()  # type: ignore[no-untyped-call]
+                events.add_scalar(name, value, row["step"])
+        events.flush()
 
     return write
 

@@ -35,11 +35,10 @@ def shard(
     reshard = RESHARD[parallel.reshard_after_forward]
     blocks = model.get_submodule("blocks")
     for part in (*blocks.children(), model):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    for part in fsdp_modules(model):
+        sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         # The loss is already divided by the global token count: gradients are summed.
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -47,9 +47,15 @@ def solve(config: ParallelConfig, world_size: int) -> AxisSizes:
     if dp_shard == -1:
         factors = factors.replace(" x dp_shard=-1", "")
         fix = f"Launch a multiple of {others} ranks, or change the sizes."
-        raise UserError(f"[parallel] {factors} does not divide the {world_size} ranks started. {fix}")
+        raise UserError(
+            f"[parallel] {factors} does not divide the {world_size} ranks started. {fix}"
+        )
     if (product := others * dp_shard) != world_size:
-        fit = f"Set dp_shard = {world_size // others} or launch" if world_size % others == 0 else "Launch"
+        fit = (
+            f"Set dp_shard = {world_size // others} or launch"
+            if world_size % others == 0
+            else "Launch"
+        )
         ranks = f"{product} ranks, but {world_size} {'was' if world_size == 1 else 'were'} started"
         raise UserError(f"[parallel] {factors} = {ranks}. {fit} {product} ranks.")
     for axis in ("pp", "cp", "tp"):

@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,9 @@ class World:
         """Whether this rank speaks for the run: prints, draws, commits."""
         return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        dist.barrier()
-
-    def gather(self, value: object) -> list[object]:
+    def gather(self, value: T) -> list[T]:
         """Every rank's `value`, on every rank, in the order of ranks. For small objects."""
-        values: list[object] = [None] * self.size
+        values = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
@@ -53,7 +52,7 @@ def start(device_type: str | None = None) -> Iterator[World]:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:

@@ -34,7 +34,7 @@ class LocalExecutor:
             total += loss.detach()
             # A loss can overflow where its gradients do not. The factor 1 becomes NaN with it,
             # so the gradient norm alone tells every rank that the step is bad.
-            loss.backward(1 + 0 * loss.detach())
+            torch.autograd.backward(loss, 1 + 0 * loss.detach())
         return total
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def guided(predict: Predict, labels: Int64[Tensor, " b"], scale: float) -> Velocity:
-    """unconditional + scale * (conditional - unconditional), both in one forward pass.
+    """Guide by u + scale * (c - u), u without and c with the label, both in one forward pass.
 
     A scale of 1 is the conditional prediction, at half the cost. Label -1 means no label.
     """

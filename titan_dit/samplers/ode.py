@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ Sampler: TypeAlias = Callable[[Velocity, Tensor, int], Tensor]
 
 
 def times(noise: Float[Tensor, "b n d"], steps: int) -> list[Float[Tensor, " b"]]:
-    """steps + 1 equally spaced times from 1 to 0, each repeated for the batch."""
+    """The `steps + 1` equally spaced times from 1 to 0, each repeated for the batch."""
     line = torch.linspace(1, 0, steps + 1, device=noise.device, dtype=noise.dtype)
     return list(line[:, None].expand(-1, noise.shape[0]))
 
@@ -25,7 +26,7 @@ def times(noise: Float[Tensor, "b n d"], steps: int) -> list[Float[Tensor, " b"]
 def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], steps: int) -> Tensor:
     """First order, one evaluation a step; exact on straight paths."""
     x, line = noise, times(noise, steps)
-    for t, t_next in zip(line, line[1:], strict=False):
+    for t, t_next in itertools.pairwise(line):
         x = x + (t_next - t)[:, None, None] * velocity(x, t)
     return x
 
@@ -33,7 +34,7 @@ def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], steps: int) -> Tens
 def heun(velocity: Velocity, noise: Float[Tensor, "b n d"], steps: int) -> Tensor:
     """Second order, two evaluations a step (arXiv:2206.00364 alg. 1, without churn)."""
     x, line = noise, times(noise, steps)
-    for t, t_next in zip(line, line[1:], strict=False):
+    for t, t_next in itertools.pairwise(line):
         step = (t_next - t)[:, None, None]
         slope = velocity(x, t)
         ahead = velocity(x + step * slope, t_next)

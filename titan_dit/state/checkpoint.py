@@ -12,13 +12,14 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_dit.config import UserError
@@ -27,6 +28,9 @@ FORMAT = "titan_dit.checkpoint/1"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 NAME = re.compile(r"step-(\d{8,})")
+
+# Said whenever one process loads without a process group, which is meant.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unini")
 
 Tensors = Mapping[str, Any]
 """Nested dicts of tensors; DTensors are saved and loaded as the shards they are."""
@@ -42,7 +46,9 @@ class Checkpoints:
     def whole(self) -> list[Path]:
         """Every whole checkpoint, oldest first."""
         found = self.folder.glob("step-*") if self.folder.is_dir() else []
-        named = [path for path in found if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+        named = [
+            path for path in found if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
+        ]
         return sorted(named, key=step_of)
 
     def newest(self) -> Path | None:
@@ -60,7 +66,9 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         barrier()
-        dcp.save(dict(tensors), checkpoint_id=partial, no_dist=not dist.is_initialized())
+        state_dict_saver.save(
+            dict(tensors), checkpoint_id=partial, no_dist=not dist.is_initialized()
+        )
         written = merge(gather({path.name: describe(path) for path in own_files(partial)}))
         if rank() == 0:
             write_durably(
@@ -105,7 +113,7 @@ def load(path: Path, tensors: Tensors) -> None:
     is missing or a shape differs; `tensors` are untouched then.
     """
     verify(path)
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = filesystem.FileSystemReader(path).read_metadata().state_dict_metadata
     for name, tensor in flatten(tensors):
         entry = saved.get(name)
         if not isinstance(entry, TensorStorageMetadata):
@@ -115,7 +123,7 @@ def load(path: Path, tensors: Tensors) -> None:
                 f"[checkpoint] {path}: {name} is {list(entry.size)}, but the model's is "
                 f"{list(tensor.shape)}: it is of another model."
             )
-    dcp.load(dict(tensors), checkpoint_id=path, no_dist=not dist.is_initialized())
+    state_dict_loader.load(dict(tensors), checkpoint_id=path, no_dist=not dist.is_initialized())
 
 
 def verify(path: Path) -> None:

@@ -59,4 +59,6 @@ class EMA:
 
 def local(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """This rank's shards: the average of a shard needs no other rank."""
-    return [t.to_local().detach() if isinstance(t, DTensor) else t.detach() for t in tensors.values()]
+    return [
+        t.to_local().detach() if isinstance(t, DTensor) else t.detach() for t in tensors.values()
+    ]

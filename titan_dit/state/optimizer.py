@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from titan_dit.config import OptimizerConfig
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.AdamW:
     """AdamW over plain or sharded parameters."""
     first, second = config.betas
     return torch.optim.AdamW(

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Train: ./run_train.sh --config digits.toml [--section.key value ...]   (--help lists the keys)
+#
+#   NGPU           ranks on this node (default: its GPUs; without one, 2 ranks on the CPU)
+#   NNODES         nodes, "4" or elastic "2:4"; with RDZV_ENDPOINT=host:port and the same RDZV_ID
+#   MAX_RESTARTS   restarts after a rank has died (default 0)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
+use_environment
+
+cores=$(nproc 2>/dev/null || echo 2)
+gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
+ngpu=${NGPU:-$((gpus > 0 ? gpus : cores > 1 ? 2 : 1))}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ngpu ? cores / ngpu : 1))}
+
+meeting=(--standalone)
+if [ -n "${NNODES:-}" ] && [ "$NNODES" != 1 ]; then
+    meeting=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "${RDZV_ID:-titan_dit}"
+        --rdzv-endpoint "${RDZV_ENDPOINT:?set RDZV_ENDPOINT=host:port of one node}")
+fi
+exec "$python" -m titan_dit.launch "${meeting[@]}" --nproc-per-node "$ngpu" \
+    --max-restarts "${MAX_RESTARTS:-0}" -m titan_dit.train "$@"

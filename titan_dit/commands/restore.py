@@ -1,0 +1,75 @@
+"""A trained network out of a checkpoint, whole on one device, whatever layout trained it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_dit import catalog, config_file
+from titan_dit.config import JobConfig, UserError
+from titan_dit.data.base import DataFacts
+from titan_dit.state import checkpoint
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A network with trained weights and what it takes to use it."""
+
+    path: Path
+    step: int
+    config: JobConfig[Any, Any, Any]
+    facts: DataFacts
+    model: nn.Module
+    weights: str
+    """Which weights: "ema 0.9999" or "model"."""
+
+
+def find(run: Path, step: int | None) -> Path:
+    """The checkpoint of `step` in a run directory, the newest for None, or `run` if it is one."""
+    if (run / checkpoint.MANIFEST).is_file():
+        return run
+    whole = {
+        checkpoint.step_of(path): path
+        for path in checkpoint.Checkpoints(run / "checkpoints").whole()
+    }
+    if not whole:
+        raise UserError(
+            f"--run {run}: no checkpoint there. Give a run directory such as outputs/digits, or "
+            "one of the folders in its checkpoints/."
+        )
+    if step is None:
+        return whole[max(whole)]
+    if step not in whole:
+        have = ", ".join(map(str, whole))
+        raise UserError(f"--step {step}: {run} has no such checkpoint. It has {have}.")
+    return whole[step]
+
+
+def restore(path: Path, weights: str, decay: float | None, device: torch.device) -> Restored:
+    """Build the network of a checkpoint and load its averaged ("ema") or last ("model") weights.
+
+    Without EMA in the run, "ema" falls back to the last weights.
+    """
+    record = checkpoint.read_record(path)
+    config: JobConfig[Any, Any, Any] = config_file.build(record["config"], catalog.variant)
+    with torch.device("meta"):
+        channels = config.model.sample_shape[0]
+        model = config.model.build(config.objective.output_channels(channels))
+    model.to_empty(device=device)
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    decays = config.ema.decays
+    if decay is not None and decay not in decays:
+        raise UserError(f"--decay {decay}: {path} has {', '.join(map(str, decays)) or 'no EMA'}.")
+    if weights == "ema" and decays:
+        chosen = str(decays[0] if decay is None else decay)
+        checkpoint.load(path, {"ema": {chosen: tensors}})
+        weights = f"ema {chosen}"
+    else:
+        checkpoint.load(path, {"model": tensors})
+        weights = "model"
+    facts = DataFacts.from_json(record["data"])
+    return Restored(path, record["step"], config, facts, model.eval(), weights)
