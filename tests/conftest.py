@@ -13,5 +13,6 @@ install_import_hook(
         "titan_dit.evaluation",
         "titan_dit.observe.images",
     ],
-    "beartype.beartype",
+    # As for mypy, an int will do where a float is wanted.
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -54,6 +54,7 @@ class DataFacts:
         )
 
 
+@runtime_checkable
 class Source(Protocol):
     """Random access to clean samples; read from several processes."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -45,6 +45,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
 
+@runtime_checkable
 class ModelConfig(Protocol):
     """The [model] section: builds the network and knows how a sample becomes tokens."""
 

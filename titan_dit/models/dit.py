@@ -5,6 +5,7 @@ The model speaks tokens: [b, n, p*p*c] in, [b, n, p*p*c_out] out, see `layers.pa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,10 +100,10 @@ class DiTConfig(Section):
         hidden, _, heads, patch = self.shape
         if hidden % heads:
             fit = [h for h in range(1, hidden + 1) if hidden % h == 0]
-            best = min(fit, key=lambda h: abs(h - heads))
+            best, unit = min(fit, key=lambda h: abs(h - heads)), math.lcm(heads, 4)
             raise UserError(
                 f"[model] hidden={hidden} does not divide into heads={heads}. "
-                f"Set heads = {best} or hidden = {hidden // heads * heads or heads}."
+                f"Set heads = {best} or hidden = {max(1, round(hidden / unit)) * unit}."
             )
         if hidden % 4:
             raise UserError(

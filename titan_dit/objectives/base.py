@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -76,6 +76,7 @@ class Prepared:
             )
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A frozen dataclass that is its own config section. Draws everything from the rng."""
 

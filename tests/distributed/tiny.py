@@ -1,0 +1,86 @@
+"""A tiny run whose weights hide nothing: random, non-zero gates included."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan_dit import catalog, config_file
+from titan_dit.parallel.init import put
+
+TABLES = {
+    "model": {
+        "name": "dit",
+        "hidden": 32,
+        "layers": 3,
+        "heads": 4,
+        "patch": 2,
+        "latent_size": 8,
+        "channels": 1,
+        "num_classes": 10,
+    },
+    "objective": {"name": "rectified_flow", "label_dropout": 0.25},
+    "data": {"name": "digits"},
+    "training": {"steps": 4, "global_batch_size": 16},
+    "precision": {"dtype": "fp32"},
+    "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+    "ema": {"decays": [0.9, 0.99]},
+    "checkpoint": {"every": 0},
+    "metrics": {"every": 1, "tensorboard": False},
+}
+
+
+def tiny_config(**sections):
+    """TABLES with keys of some sections replaced: tiny_config(training={"steps": 2})."""
+    tables = {name: dict(table) for name, table in TABLES.items()}
+    for name, table in sections.items():
+        tables.setdefault(name, {}).update(table)
+    return config_file.build(tables, catalog.variant)
+
+
+@torch.no_grad()
+def randomize(parameters):
+    """The same weights on every layout, none of them zero.
+
+    From the initial weights of adaLN-Zero the gates are 0 and would hide a broken attention.
+    """
+    for name in sorted(parameters):
+        seed = sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
+        generator = torch.Generator().manual_seed(seed)
+        shape = parameters[name].shape
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+        put(parameters[name], torch.randn(shape, generator=generator) * scale)
+
+
+def whole(tensor):
+    """A plain copy of a tensor that may be sharded."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone()
+
+
+def gradients(trainer):
+    """Loss and every gradient of the next batch, whole."""
+    batch = trainer.next_batch(trainer.batches())
+    rng = torch_rng(trainer, batch)
+    loss = trainer.executor.step(trainer.config.objective.prepare(batch, rng))
+    found = {name: whole(p.grad) for name, p in trainer.parameters.items()}
+    for parameter in trainer.parameters.values():
+        parameter.grad = None
+    return trainer.mesh.sum_over_data(loss).item(), found
+
+
+def torch_rng(trainer, batch):
+    from titan_dit.rng import SampleRNG
+
+    return SampleRNG(trainer.config.job.seed, batch.sample_numbers)
+
+
+def assert_same_gradients(found, expected, tolerance=1e-6):
+    """max|difference| against max|g| of the tensor, with a floor from the global norm.
+
+    The true gradient of the key bias is 0: relative to itself its error is noise.
+    """
+    norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
+    assert found.keys() == expected.keys()
+    for name, reference in expected.items():
+        scale = max(reference.abs().max().item(), 1e-3 * norm)
+        error = (found[name] - reference).abs().max().item()
+        assert error <= tolerance * scale, f"{name}: {error / scale:.1e}"

@@ -1,0 +1,224 @@
+import math
+
+import pytest
+import torch
+
+from titan_dit.config import UserError
+from titan_dit.objectives.base import Batch, Prepared
+from titan_dit.objectives.rectified_flow import RectifiedFlow
+from titan_dit.rng import SampleRNG
+
+
+def batch_of(numbers, tokens=6, channels=4, total_weight=None):
+    """Clean samples that are themselves a function of their number."""
+    rng = SampleRNG(99, numbers)
+    return Batch(
+        tokens=rng.normal("data", (tokens, channels)) * 0.5 + 0.2,
+        labels=numbers % 7,
+        sample_numbers=numbers,
+        weight=torch.ones(len(numbers)),
+        total_weight=float(total_weight or len(numbers)),
+    )
+
+
+def prepare(objective, numbers, seed=0, **kwargs):
+    return objective.prepare(batch_of(numbers, **kwargs), SampleRNG(seed, numbers))
+
+
+def times(count=20_000, **settings):
+    return RectifiedFlow(**settings).times(SampleRNG(0, torch.arange(count))).double()
+
+
+def kolmogorov(values, cdf):
+    """sqrt(n) times the largest distance to a distribution; 1.95 is passed once in 1000 times."""
+    values = values.sort().values
+    steps = (torch.arange(len(values), dtype=torch.float64) + 0.5) / len(values)
+    return math.sqrt(len(values)) * (cdf(values) - steps).abs().max().item()
+
+
+def test_inputs_lie_on_the_straight_path_and_the_target_is_its_velocity():
+    numbers = torch.arange(50, 58)
+    batch, rng = batch_of(numbers), SampleRNG(3, numbers)
+    prepared = RectifiedFlow().prepare(batch, rng)
+    noise = rng.normal("noise", (6, 4))
+    t = prepared.inputs["timestep"][:, None, None] / 1000
+    expected = (1 - t) * batch.tokens + t * noise
+    torch.testing.assert_close(prepared.inputs["tokens"], expected, rtol=0, atol=1e-6)
+    assert torch.equal(prepared.targets["velocity"], noise - batch.tokens)
+
+
+def test_following_the_velocity_from_any_time_leads_to_the_data():
+    numbers = torch.arange(8)
+    prepared = prepare(RectifiedFlow(), numbers)
+    t = prepared.inputs["timestep"][:, None, None] / 1000
+    data = prepared.inputs["tokens"] - t * prepared.targets["velocity"]
+    torch.testing.assert_close(data, batch_of(numbers).tokens, rtol=0, atol=1e-5)
+
+
+def test_uniform_times_are_uniform():
+    assert kolmogorov(times(timesteps="uniform"), lambda t: t) < 1.95
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (-0.6, 0.8), (1, 2)])
+def test_logit_normal_times_have_a_normal_logit(mean, std):
+    t = times(logit_mean=mean, logit_std=std)
+    assert t.median().item() == pytest.approx(1 / (1 + math.exp(-mean)), abs=0.01)
+
+    def cdf(t):
+        return 0.5 * (1 + torch.erf((t.logit() - mean) / std / math.sqrt(2)))
+
+    assert kolmogorov(t, cdf) < 1.95
+
+
+@pytest.mark.parametrize("timesteps", ["uniform", "logit_normal"])
+@pytest.mark.parametrize("shift", [0.5, 3.0])
+def test_shift_maps_every_time_by_its_formula(timesteps, shift):
+    plain, shifted = times(timesteps=timesteps), times(timesteps=timesteps, shift=shift)
+    expected = shift * plain / (1 + (shift - 1) * plain)
+    torch.testing.assert_close(shifted, expected, rtol=1e-5, atol=1e-7)
+    assert ((shifted > plain) == (shift > 1)).all()
+
+
+@pytest.mark.parametrize("timesteps", ["uniform", "logit_normal"])
+def test_times_stay_inside_zero_and_one(timesteps):
+    t = times(timesteps=timesteps, shift=3.0, count=200_000)
+    assert 0 < t.min()
+    assert t.max() < 1
+
+
+def test_the_network_is_told_the_time_in_steps_of_the_original():
+    numbers = torch.arange(1000)
+    timestep = prepare(RectifiedFlow(), numbers).inputs["timestep"]
+    assert torch.equal(timestep, 1000 * RectifiedFlow().times(SampleRNG(0, numbers)))
+    assert timestep.dtype == torch.float32
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_labels_are_dropped_at_the_given_rate_whatever_the_label(share):
+    numbers = torch.arange(21_000)
+    labels = prepare(RectifiedFlow(label_dropout=share), numbers, tokens=1).inputs["labels"]
+    dropped = labels == -1
+    assert torch.equal(labels[~dropped], (numbers % 7)[~dropped])
+    for label in range(7):
+        rate = dropped[numbers % 7 == label].float().mean().item()
+        assert abs(rate - share) < 4 * math.sqrt(share * (1 - share) / 3000)
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_label_dropout_of_zero_and_one_is_none_and_all(share):
+    labels = prepare(RectifiedFlow(label_dropout=share), torch.arange(5000)).inputs["labels"]
+    assert (labels == -1).float().mean() == share
+
+
+def test_time_noise_and_label_dropout_are_independent():
+    numbers = torch.arange(20_000)
+    prepared = prepare(RectifiedFlow(label_dropout=0.5), numbers, tokens=1, channels=1)
+    noise = prepared.targets["velocity"] + batch_of(numbers, tokens=1, channels=1).tokens
+    dropped = (prepared.inputs["labels"] == -1).float()
+    columns = torch.stack((prepared.inputs["timestep"], noise.flatten(), dropped))
+    off_diagonal = torch.corrcoef(columns.double()) - torch.eye(3)
+    assert off_diagonal.abs().max() < 4 / math.sqrt(20_000)
+
+
+def test_a_sample_is_prepared_the_same_in_any_batch():
+    numbers = torch.arange(100, 124)
+    whole = prepare(RectifiedFlow(label_dropout=0.5), numbers)
+    order = torch.arange(24).flip(0)
+    for part in (order, order[:5], order[7:8], order[::3]):
+        again = prepare(RectifiedFlow(label_dropout=0.5), numbers[part])
+        for name, values in again.inputs.items():
+            assert torch.equal(values, whole.inputs[name][part])
+        assert torch.equal(again.targets["velocity"], whole.targets["velocity"][part])
+
+
+def test_another_seed_draws_another_time_and_noise():
+    numbers = torch.arange(8)
+    a, b = (prepare(RectifiedFlow(), numbers, seed=seed) for seed in (0, 1))
+    assert not torch.isclose(a.inputs["timestep"], b.inputs["timestep"]).any()
+    assert (a.targets["velocity"] - b.targets["velocity"]).abs().mean() > 0.5
+
+
+def test_preparing_leaves_the_batch_alone():
+    numbers = torch.arange(64)
+    batch = batch_of(numbers)
+    RectifiedFlow(label_dropout=1).prepare(batch, SampleRNG(0, numbers))
+    assert torch.equal(batch.tokens, batch_of(numbers).tokens)
+    assert torch.equal(batch.labels, numbers % 7)
+
+
+def test_the_loss_is_the_mean_square_over_channels_one_for_each_token():
+    numbers = torch.arange(8)
+    prepared = prepare(RectifiedFlow(), numbers)
+    prediction = torch.randn(8, 6, 4)
+    loss = RectifiedFlow().loss(prediction, prepared.targets)
+    expected = ((prediction.double() - prepared.targets["velocity"].double()) ** 2).sum(-1) / 4
+    assert loss.shape == (8, 6)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-7)
+    assert RectifiedFlow().loss(prepared.targets["velocity"], prepared.targets).abs().max() == 0
+
+
+def test_the_loss_of_a_bf16_prediction_is_taken_in_fp32():
+    targets = {"velocity": torch.randn(2, 3, 4)}
+    prediction = targets["velocity"].bfloat16()
+    loss = RectifiedFlow().loss(prediction, targets)
+    assert loss.dtype == torch.float32
+    # In bf16 the difference to its own rounding would vanish.
+    expected = (prediction.float() - targets["velocity"]).square().mean(-1)
+    assert torch.equal(loss, expected)
+    assert loss.min() > 0
+
+
+def test_the_loss_counts_the_tokens_of_all_ranks():
+    assert prepare(RectifiedFlow(), torch.arange(4), total_weight=32).total_tokens == 32 * 6
+
+
+def test_the_network_predicts_as_many_channels_as_it_is_given():
+    assert RectifiedFlow().output_channels(4) == 4
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 3, 4, 5, 7, 100])
+def test_microbatches_cover_every_row_once_and_in_order(size):
+    rows = 7
+    whole = Prepared(
+        inputs={"tokens": torch.randn(rows, 2, 3), "labels": torch.arange(rows)},
+        static={"positions": torch.randn(2, 2)},
+        targets={"velocity": torch.randn(rows, 2, 3)},
+        weight=torch.rand(rows),
+        total_tokens=28.0,
+    )
+    parts = list(whole.microbatches(size))
+    assert all(len(part.weight) <= (size or rows) for part in parts)
+    assert len(parts) == math.ceil(rows / (size or rows))
+    for name in ("inputs", "targets"):
+        for key, values in getattr(whole, name).items():
+            assert torch.equal(torch.cat([getattr(part, name)[key] for part in parts]), values)
+    assert torch.equal(torch.cat([part.weight for part in parts]), whole.weight)
+    assert all(part.total_tokens == 28 for part in parts)
+    assert all(part.static is whole.static for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"timesteps": "normal"}, 'timesteps="normal" is not one of "uniform", "logit_normal"'),
+        ({"label_dropout": 1.5}, "label_dropout=1.5 must be at most 1"),
+        ({"shift": 0.0}, "shift=0.0 must be above 0"),
+        ({"logit_std": -1.0}, "logit_std=-1.0 must be above 0"),
+        ({"logit_mean": math.nan}, "logit_mean=nan must be"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, words):
+    # From a dict as a config file gives it, so that beartype does not answer first.
+    from titan_dit.config_file import build
+
+    tables = {
+        "model": {"name": "dit", "size": "S/2", "latent_size": 8, "channels": 1, "num_classes": 2},
+        "objective": {"name": "rectified_flow", **settings},
+        "data": {"name": "digits"},
+        "training": {"steps": 1, "global_batch_size": 1},
+    }
+    from titan_dit.catalog import variant
+
+    with pytest.raises(UserError) as caught:
+        build(tables, variant)
+    assert f"[objective] {words}" in str(caught.value)
