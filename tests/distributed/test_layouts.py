@@ -47,7 +47,10 @@ def reference():
 
 
 def one_process(world):
-    return {"start": loss_and_gradients(world, {}), "end": loss_and_gradients(world, {}, cursor=1790)}
+    return {
+        "start": loss_and_gradients(world, {}),
+        "end": loss_and_gradients(world, {}, cursor=1790),
+    }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

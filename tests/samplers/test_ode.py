@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -41,7 +43,7 @@ def test_twice_the_steps_divide_the_error_by_the_samplers_order(sampler, factor)
     noise, exact = start_of_bent()
     errors = [(sampler(bent, noise, steps) - exact).abs().max().item() for steps in (40, 80, 160)]
     assert errors[0] > 1e-6
-    for coarse, fine in zip(errors, errors[1:], strict=False):
+    for coarse, fine in itertools.pairwise(errors):
         assert coarse / fine == pytest.approx(factor, rel=0.08)
 
 

@@ -26,6 +26,7 @@ from titan_dit.models.layers import (
     grid_positions,
     modulate,
     patchify,
+    scaled_add,
     sincos_positions,
     unpatchify,
 )
@@ -191,8 +192,8 @@ class Block(nn.Module):
         x, condition = stream
         parts = self.modulation(condition)[:, None].chunk(6, -1)  # each [b, 1, d]
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
-        x = torch.addcmul(x, gate_attn, self.attn(modulate(x, shift_attn, scale_attn)))
-        x = torch.addcmul(x, gate_mlp, self.mlp(modulate(x, shift_mlp, scale_mlp)))
+        x = scaled_add(x, gate_attn, self.attn(modulate(x, shift_attn, scale_attn)))
+        x = scaled_add(x, gate_mlp, self.mlp(modulate(x, shift_mlp, scale_mlp)))
         return x, condition
 
 

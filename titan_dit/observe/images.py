@@ -53,7 +53,7 @@ def draw_grid(
         draw.text((8, y * cell_h + cell_h // 2), str(label), fill=INK, font=font, anchor="lm")
         for x, index in enumerate(members):
             image = Image.fromarray(pixels[index].cpu().numpy())
-            image = image.resize((cell_w - 2, cell_h - 2), Image.Resampling.NEAREST)
+            image = image.resize((cell_w - 2, cell_h - 2), Image.Resampling.BICUBIC)
             sheet.paste(image, (margin + x * cell_w + 1, y * cell_h + 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
@@ -95,7 +95,8 @@ def draw_curve(path: Path, steps: Sequence[int], losses: Sequence[float], title:
     for tick in ticks(xs[0], xs[-1]):
         x = place(tick, bottom)[0]
         draw.text((x, height - below + 8), f"{tick:,.0f}", fill=INK, font=font, anchor="mt")
-    for line, colour, thick in ((ys, RAW, 1), (smooth(ys, 0.95), SMOOTH, 3)):
+    mean = smooth(ys, 1 - 1 / max(1, len(ys) / 40))
+    for line, colour, thick in ((ys, RAW, 1), (mean, SMOOTH, 3)):
         draw.line([place(x, y) for x, y in zip(xs, line, strict=True)], fill=colour, width=thick)
     draw.line((left, above, left, height - below), fill=INK)
     draw.line((left, height - below, width - right, height - below), fill=INK)

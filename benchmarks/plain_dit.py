@@ -1,0 +1,113 @@
+"""DiT and its training step written the plain way: what the benchmarks compare against.
+
+The network of arXiv:2212.09748 as its paper and its public code describe it: a convolution as patch
+embedding, a position buffer, timm-style attention and MLP, SiLU inside every modulation; eager,
+with torch's own AdamW at its defaults. No tricks, no bugs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_dit.models.dit import DiTConfig
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """adaLN."""
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class Attention(nn.Module):
+    """Self-attention with rows [3, heads, head_dim]."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, n, d]."""
+        b, n, d = x.shape
+        qkv = self.qkv(x).reshape(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(b, n, d))
+
+
+class Block(nn.Module):
+    """adaLN-Zero block."""
+
+    def __init__(self, dim: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.attn = Attention(dim, heads)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, ffn), nn.GELU(approximate="tanh"), nn.Linear(ffn, dim)
+        )
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        """[b, n, d] with condition [b, d]."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=1)
+        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1))
+        return x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
+
+
+class PlainDiT(nn.Module):
+    """Latents [b, c, h, w], t in [0, 1] and labels to a prediction of the same shape."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        dim, layers, heads, patch = config.shape
+        self.patch_size, self.null = patch, config.num_classes
+        self.patch = nn.Conv2d(config.channels, dim, patch, stride=patch)
+        tokens = (config.latent_size // patch) ** 2
+        self.register_buffer("positions", torch.randn(1, tokens, dim) * 0.02)
+        self.time = nn.Sequential(nn.Linear(256, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.label = nn.Embedding(config.num_classes + 1, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, config.ffn) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+        self.out = nn.Linear(dim, patch * patch * config.channels)
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """Embed, blocks, unpatchify."""
+        frequencies = torch.exp(-math.log(10000) * torch.arange(128, device=x.device) / 128)
+        angles = 1000 * t[:, None] * frequencies
+        c = self.time(torch.cat((angles.cos(), angles.sin()), -1)) + self.label(y)
+        side = x.shape[-1] // self.patch_size
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            x = block(x, c)
+        shift, scale = self.modulation(c).chunk(2, dim=1)
+        x = self.out(modulate(self.norm(x), shift, scale))
+        p = self.patch_size
+        x = x.reshape(x.shape[0], side, side, p, p, -1)
+        return torch.einsum("nhwpqc->nchpwq", x).reshape(x.shape[0], -1, side * p, side * p)
+
+
+def make_step(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
+    """A training step of rectified flow, in the order of a plain training script."""
+    model = PlainDiT(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    latents = torch.randn(batch, *config.sample_shape, device=device)
+    labels = torch.randint(0, config.num_classes, (batch,), device=device)
+
+    def step() -> Tensor:
+        t = torch.sigmoid(torch.randn(batch, device=device))
+        noise = torch.randn_like(latents)
+        x = (1 - t.view(-1, 1, 1, 1)) * latents + t.view(-1, 1, 1, 1) * noise
+        y = torch.where(torch.rand(batch, device=device) < 0.1, config.num_classes, labels)
+        loss = F.mse_loss(model(x, t, y), noise - latents)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step

@@ -1,0 +1,52 @@
+"""Run titan_dit as a user does: as a process, in a folder of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment():
+    """No torchrun of ours around it, one thread a rank, this checkout first."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def train_command(*flags, ranks=1, config="digits"):
+    """The command line; one rank needs no launcher."""
+    words = [sys.executable, "-m", "titan_dit.train"]
+    if ranks > 1:
+        launcher = ["titan_dit.launch", "--standalone", "--nproc-per-node", str(ranks)]
+        words = [sys.executable, "-m", *launcher, "-m", "titan_dit.train"]
+    return [*words, "--config", config, *map(str, flags)]
+
+
+def run(command, cwd, timeout=120):
+    """The finished process, its output as text."""
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def train(*flags, cwd, ranks=1, config="digits"):
+    """Train; the flags are appended."""
+    return run(train_command(*flags, ranks=ranks, config=config), cwd)
+
+
+def sample(*flags, cwd):
+    """`python -m titan_dit sample`."""
+    return run([sys.executable, "-m", "titan_dit", "sample", *flags], cwd)
+
+
+def metrics(folder):
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

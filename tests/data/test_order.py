@@ -1,0 +1,72 @@
+import itertools
+from collections import Counter
+
+import pytest
+
+from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.rng import permutation
+
+
+def batches(global_batch, rows, rank=0, ranks=1, cursor=0, seed=0):
+    order = RankOrder(BatchPlan(global_batch), EpochOrder(seed, rows), rank, ranks)
+    return order.batches(cursor)
+
+
+def take(steps, *args, **kwargs):
+    return list(itertools.islice(batches(*args, **kwargs), steps))
+
+
+# Batches that divide the epoch, that do not, and that are longer than it.
+SIZES = [(4, 12, 1), (4, 12, 4), (6, 17, 1), (6, 17, 2), (6, 17, 3), (12, 7, 4), (30, 7, 5)]
+
+
+@pytest.mark.parametrize(("batch", "rows", "ranks"), SIZES)
+def test_every_row_comes_once_in_each_epoch(batch, rows, ranks):
+    steps = 3 * rows  # 3 * batch whole epochs
+    seen = [
+        pair
+        for shares in zip(*(take(steps, batch, rows, r, ranks) for r in range(ranks)), strict=True)
+        for share in shares
+        for pair in share
+    ]
+    # The numbers are consecutive over ranks and steps: none twice, none left out.
+    assert [number for number, _ in seen] == list(range(steps * batch))
+    for epoch in range(3 * batch):
+        part = [row for _, row in seen[epoch * rows : (epoch + 1) * rows]]
+        assert Counter(part) == Counter(range(rows))
+        assert part == permutation(0, epoch, rows).tolist()
+
+
+@pytest.mark.parametrize(("batch", "rows", "ranks"), SIZES)
+def test_the_ranks_share_the_batch_of_one_process(batch, rows, ranks):
+    whole = take(9, batch, rows)
+    shares = [take(9, batch, rows, rank, ranks) for rank in range(ranks)]
+    for step, expected in enumerate(whole):
+        assert [pair for share in shares for pair in share[step]] == expected
+        assert all(len(share[step]) == batch // ranks for share in shares)
+
+
+@pytest.mark.parametrize(("batch", "rows", "ranks"), SIZES)
+def test_resuming_from_a_cursor_continues_the_order(batch, rows, ranks):
+    whole = take(12, batch, rows, ranks - 1, ranks)
+    for done in (1, 5, 11):
+        rest = take(12 - done, batch, rows, ranks - 1, ranks, cursor=done * batch)
+        assert rest == whole[done:]
+
+
+def test_resuming_on_other_ranks_repeats_and_forgets_nothing():
+    before = take(3, 6, 17)
+    after = [take(4, 6, 17, rank, 3, cursor=18) for rank in range(3)]
+    numbers = [n for batch in before for n, _ in batch]
+    numbers += [n for step in range(4) for share in after for n, _ in share[step]]
+    assert numbers == list(range(42))
+
+
+def test_a_row_does_not_depend_on_the_batch_size():
+    small = dict(pair for batch in take(30, 4, 17) for pair in batch)
+    large = dict(pair for batch in take(10, 12, 17) for pair in batch)
+    assert small == large
+
+
+def test_seeds_give_different_orders():
+    assert take(5, 6, 100) != take(5, 6, 100, seed=1)

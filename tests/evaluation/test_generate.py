@@ -1,0 +1,113 @@
+import pytest
+import torch
+
+from titan_dit.evaluation.generate import generate, preview_labels, spread_labels
+from titan_dit.models.dit import DiTConfig
+from titan_dit.objectives.rectified_flow import RectifiedFlow
+from titan_dit.rng import SampleRNG
+from titan_dit.samplers.ode import euler, heun
+
+CONFIG = DiTConfig(hidden=16, layers=1, heads=2, patch=2, latent_size=4, channels=2, num_classes=5)
+STATIC = CONFIG.static(torch.device("cpu"))
+
+
+def network():
+    torch.manual_seed(0)
+    model = CONFIG.build(2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def draw(forward, labels, numbers, seed=0, sampler=heun, steps=4, cfg_scale=2.0):
+    with torch.no_grad():
+        return generate(
+            forward,
+            RectifiedFlow(),
+            STATIC,
+            torch.tensor(labels),
+            torch.tensor(numbers),
+            token_shape=(4, 8),
+            seed=seed,
+            sampler=sampler,
+            steps=steps,
+            cfg_scale=cfg_scale,
+        )
+
+
+@pytest.mark.parametrize("sampler", [euler, heun])
+@pytest.mark.parametrize("cfg_scale", [1.0, 2.0])
+def test_a_perfect_network_gives_back_the_data(sampler, cfg_scale):
+    data = torch.randn(3, 4, 8)
+    noise = SampleRNG(0, torch.arange(3)).normal("sample", (4, 8))
+
+    def forward(inputs, static):
+        copies = len(inputs["tokens"]) // 3
+        return (noise - data).repeat(copies, 1, 1)
+
+    got = draw(forward, [0, 1, 2], [0, 1, 2], sampler=sampler, cfg_scale=cfg_scale)
+    torch.testing.assert_close(got, data, rtol=0, atol=1e-5)
+
+
+def test_the_network_is_asked_in_the_units_it_was_trained_in():
+    asked = []
+
+    def forward(inputs, static):
+        assert static is STATIC
+        asked.append((inputs["timestep"][0].item(), inputs["labels"].tolist()))
+        return torch.zeros_like(inputs["tokens"])
+
+    draw(forward, [3, 4], [0, 1], sampler=euler, steps=4)
+    assert [t for t, _ in asked] == [1000, 750, 500, 250]
+    assert all(labels == [3, 4, -1, -1] for _, labels in asked)
+
+
+@pytest.mark.parametrize("cfg_scale", [1.0, 3.0])
+def test_a_sample_does_not_depend_on_the_batch_it_is_drawn_in(cfg_scale):
+    model = network()
+    labels, numbers = [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]
+    whole = draw(model, labels, numbers, cfg_scale=cfg_scale)
+    for part in ([2], [4, 0], [3, 2, 1]):
+        got = draw(model, part, part, cfg_scale=cfg_scale)
+        torch.testing.assert_close(got, whole[torch.tensor(part)], rtol=1e-5, atol=1e-5)
+
+
+def test_number_seed_and_label_each_change_a_sample():
+    model = network()
+    sample = draw(model, [1], [0])
+    assert torch.equal(draw(model, [1], [0]), sample)
+    for other in (draw(model, [1], [1]), draw(model, [1], [0], seed=1), draw(model, [2], [0])):
+        assert (other - sample).abs().max() > 1e-3
+
+
+def test_a_bf16_prediction_is_integrated_in_fp32():
+    def forward(inputs, static):
+        return torch.full_like(inputs["tokens"], 1 / 3).bfloat16()
+
+    got = draw(forward, [0], [0], steps=64, cfg_scale=1.0)
+    noise = SampleRNG(0, torch.tensor([0])).normal("sample", (4, 8))
+    expected = noise - torch.tensor(1 / 3).bfloat16().float()
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num", "classes"), [(10, [0, 1]), (7, [3, 1, 4]), (2, [0, 1, 2]), (5, [9])]
+)
+def test_labels_are_spread_evenly_in_order(num, classes):
+    labels = spread_labels(num, classes).tolist()
+    assert len(labels) == num
+    assert labels == sorted(labels, key=classes.index)
+    counts = [labels.count(label) for label in classes]
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("num", "num_classes", "shown"),
+    [(100, 10, 10), (40, 1000, 10), (16, 10, 4), (3, 10, 1), (8, 1, 1)],
+)
+def test_a_preview_shows_few_classes_several_times(num, num_classes, shown):
+    labels = preview_labels(num, num_classes).tolist()
+    assert len(labels) == num
+    assert sorted(set(labels)) == list(range(shown))
+    assert min(labels.count(label) for label in set(labels)) >= min(num, 4)

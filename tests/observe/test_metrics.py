@@ -1,0 +1,164 @@
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from titan_dit.config import MetricsConfig, UserError
+from titan_dit.observe import flops, metrics
+from titan_dit.observe.metrics import Meter, Metrics, finite_or_none, keep_rows, peak_gib
+
+
+def row(step, loss=0.5):
+    return {"step": step, "loss": loss, "lr": 1e-3}
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write(file, *rows, tail=""):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "kept"), [(0, []), (10, [10]), (25, [10, 20]), (99, [10, 20, 30])]
+)
+def test_rows_behind_the_resumed_step_are_dropped(tmp_path, resumed, kept):
+    file = tmp_path / "metrics.jsonl"
+    write(file, row(10), row(20), row(30))
+    assert [r["step"] for r in keep_rows(file, resumed)] == kept
+    assert [r["step"] for r in lines_of(file)] == kept
+
+
+@pytest.mark.parametrize("tail", ['{"step": 30, "lo', '{"step": 30, "loss": 0.5', "\0\0\0", "{"])
+def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path, tail):
+    file = tmp_path / "metrics.jsonl"
+    write(file, row(10), row(20), tail=tail)
+    kept = keep_rows(file, 99)
+    assert kept == lines_of(file) == [row(10), row(20)]
+    assert file.read_text().endswith("\n")  # or the next row would be glued to it
+
+
+def test_a_fresh_run_starts_with_an_empty_file(tmp_path):
+    assert keep_rows(tmp_path / "metrics.jsonl", 0) == []
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def open_metrics(folder, resumed=0, **settings):
+    return Metrics(folder, "run", MetricsConfig(**{"tensorboard": False, **settings}), resumed, {})
+
+
+def test_rows_are_appended_one_by_one_and_a_resumed_run_goes_on(tmp_path):
+    first = open_metrics(tmp_path)
+    for step in (1, 10, 20):
+        first.log(row(step, loss=1 / step))
+        assert lines_of(tmp_path / "metrics.jsonl")[-1]["step"] == step
+    second = open_metrics(tmp_path, resumed=10)
+    second.log(row(11, loss=0.25))
+    assert [r["step"] for r in lines_of(tmp_path / "metrics.jsonl")] == [1, 10, 11]
+    assert second.curve() == ([1, 10, 11], [1, 0.1, 0.25])
+
+
+def test_what_is_not_finite_becomes_null_and_leaves_the_curve(tmp_path):
+    assert finite_or_none(1.5) == 1.5
+    run = open_metrics(tmp_path)
+    for step, loss in enumerate((0.5, math.nan, math.inf, -math.inf, 0.4)):
+        run.log(row(step, loss=finite_or_none(loss)))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.count("null") == 3
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert run.curve() == ([0, 4], [0.5, 0.4])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_the_same_scalars(tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator
+    run = open_metrics(tmp_path, tensorboard=True)
+    run.log(row(1, loss=0.5))
+    run.log(row(2, loss=None))
+    run.log(row(3, loss=0.25))
+    events = accumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (3, 0.25)]
+    assert sorted(events.Tags()["scalars"]) == ["loss", "lr"]
+
+
+def test_wandb_without_wandb_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(metrics.sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install 'titan_dit\[wandb\]'"):
+        open_metrics(tmp_path, wandb=True)
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    return clock
+
+
+def test_the_meter_gives_milliseconds_per_step_since_the_last_reading(clock):
+    meter = Meter()
+    clock.now, meter.steps, meter.waited = 102, 4, 0.4
+    assert meter.read() == pytest.approx((500, 100))
+    clock.now, meter.steps = 103, 1
+    assert meter.read() == pytest.approx((1000, 0))
+
+
+def test_what_happens_while_paused_is_left_out(clock):
+    meter = Meter()
+    clock.now, meter.steps = 101, 2
+    with meter.paused():
+        clock.now = 201
+    clock.now = 202
+    assert meter.read() == pytest.approx((1000, 0))
+
+
+def test_reading_before_the_first_step_divides_by_nothing(clock):
+    meter = Meter()
+    clock.now = 101
+    assert meter.read() == pytest.approx((1000, 0))
+
+
+def test_a_real_meter_runs():
+    meter = Meter()
+    time.sleep(0.01)
+    meter.steps = 1
+    assert 10 <= meter.read()[0] < 5000
+
+
+def test_peak_memory_of_a_cpu_is_that_of_the_process():
+    assert 0.05 < peak_gib(torch.device("cpu")) < 64
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 3060", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_the_longest_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert flops.peak_tflops(torch.device("cuda")) == peak
+    assert flops.peak_tflops(torch.device("cpu")) is None

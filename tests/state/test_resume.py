@@ -1,0 +1,120 @@
+import copy
+import os
+
+import pytest
+import torch
+
+from titan_dit.config import UserError
+from titan_dit.state.checkpoint import Checkpoints
+from titan_dit.state.resume import check_same_mathematics, set_aside_newer, starting_point
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+TABLES = {
+    "training": {"steps": 10, "global_batch_size": 8},
+    "optimizer": {"lr": 1e-3},
+    "job": {"name": "a", "seed": 0},
+}
+
+
+def run_with(folder, *steps):
+    checkpoints = Checkpoints(folder / "checkpoints")
+    for step in steps:
+        checkpoints.save(step, {"model": {"w": torch.ones(1)}}, {"step": step})
+    return checkpoints
+
+
+def test_auto_takes_the_newest_or_starts_afresh(tmp_path):
+    assert starting_point(run_with(tmp_path), "auto") is None
+    assert starting_point(run_with(tmp_path, 5, 10), "auto").name == "step-00000010"
+
+
+def test_never_starts_afresh_and_is_refused_where_checkpoints_are(tmp_path):
+    assert starting_point(run_with(tmp_path), "never") is None
+    with pytest.raises(UserError) as caught:
+        starting_point(run_with(tmp_path, 5, 10), "never")
+    message = str(caught.value)
+    assert message.startswith('[checkpoint] resume="never"')
+    assert "step 10" in message
+    assert "--job.name" in message
+
+
+def test_a_path_into_another_run_starts_only_a_run_without_checkpoints(tmp_path):
+    other = run_with(tmp_path / "other", 3).newest()
+    assert starting_point(run_with(tmp_path / "ours"), str(other)) == other
+    # The same command again goes on with what the run has become.
+    ours = run_with(tmp_path / "ours", 5)
+    assert starting_point(ours, str(other)) == ours.newest()
+
+
+@pytest.mark.parametrize("spelling", ["absolute", "relative", "dotted"])
+def test_a_path_of_its_own_goes_back_to_it(tmp_path, monkeypatch, spelling):
+    checkpoints = run_with(tmp_path, 5, 10)
+    monkeypatch.chdir(tmp_path)
+    path = checkpoints.folder / "step-00000005"
+    text = {
+        "absolute": str(path),
+        "relative": os.path.relpath(path),
+        "dotted": str(tmp_path / "checkpoints" / ".." / "checkpoints" / path.name),
+    }[spelling]
+    assert starting_point(checkpoints, text).resolve() == path
+
+
+def test_going_back_sets_the_newer_ones_aside_and_deletes_nothing(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10, 15)
+    set_aside_newer(checkpoints, checkpoints.folder / "step-00000005")
+    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    aside = {path.name for path in checkpoints.folder.iterdir()}
+    assert aside == {
+        "step-00000005",
+        "step-00000010.set-aside",
+        "step-00000015.set-aside",
+    }
+    assert (checkpoints.folder / "step-00000015.set-aside" / "manifest.json").is_file()
+
+
+def test_starting_from_another_run_sets_nothing_aside(tmp_path):
+    other, ours = run_with(tmp_path / "other", 3), run_with(tmp_path / "ours", 5)
+    set_aside_newer(ours, other.newest())
+    set_aside_newer(ours, None)
+    set_aside_newer(ours, ours.newest())
+    assert [path.name for path in ours.whole()] == ["step-00000005"]
+
+
+def changed(**values):
+    tables = copy.deepcopy(TABLES)
+    for path, value in values.items():
+        section, key = path.split("__")
+        tables[section][key] = value
+    return tables
+
+
+def check(tmp_path, tables, digest="abc"):
+    record = {"config": TABLES, "data": {"digest": "abc"}}
+    check_same_mathematics(tmp_path / "step-00000005", record, tables, digest)
+
+
+def test_the_same_mathematics_may_go_on(tmp_path):
+    check(tmp_path, TABLES)
+    # check_same_mathematics returns nothing; that these do not raise is the assertion.
+    check(tmp_path, changed(training__steps=20, job__name="b"))
+    with pytest.raises(UserError):
+        check(tmp_path, changed(job__seed=1))
+
+
+def test_other_mathematics_is_refused_change_by_change(tmp_path):
+    with pytest.raises(UserError) as caught:
+        check(tmp_path, changed(optimizer__lr=2e-3, training__global_batch_size=16))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("[checkpoint] ")
+    assert "step-00000005" in lines[0]
+    assert lines[1:3] == [
+        "  [optimizer] lr: 0.001 -> 0.002",
+        "  [training] global_batch_size: 8 -> 16",
+    ]
+    assert "--checkpoint.allow_changes true" in lines[-1]
+
+
+def test_other_data_is_refused_wherever_it_lies(tmp_path):
+    with pytest.raises(UserError, match=r"\[data\]: its contents"):
+        check(tmp_path, TABLES, digest="xyz")

@@ -1,0 +1,102 @@
+"""`python -m titan_dit sample`: what it writes and what it refuses."""
+
+import commands
+import pytest
+import torch
+from commands import sample, train
+from PIL import Image
+from safetensors.torch import load_file
+
+RUN = "outputs/digits"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two checkpoints, made by two ranks."""
+    cwd = tmp_path_factory.mktemp("trained")
+    flags = ("--training.steps", 40, "--checkpoint.every", 20, "--sampling.every", 0)
+    flags += ("--metrics.tensorboard", "false", "--training.global_batch_size", 32)
+    flags += ("--ema.decays", 0.9, 0.5)
+    done = train(*flags, cwd=cwd, ranks=2)
+    assert done.returncode == 0, done.stderr
+    return cwd
+
+
+def draw(cwd, *flags):
+    """The tensors that a command writes."""
+    done = sample("--run", RUN, "--out", "out/samples.safetensors", "--steps", 3, *flags, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return load_file(cwd / "out" / "samples.safetensors")
+
+
+def test_samples_are_written_with_their_labels(trained):
+    drawn = draw(trained, "--num", 50, "--labels", "all")
+    assert drawn["samples"].shape == (50, 1, 8, 8)
+    assert drawn["samples"].dtype == torch.float32
+    assert drawn["samples"].isfinite().all()
+    assert drawn["labels"].dtype == torch.int64
+    assert drawn["labels"].bincount().tolist() == [5] * 10
+
+
+def test_a_sample_depends_on_seed_and_number_alone(trained):
+    whole = draw(trained, "--num", 12, "--labels", "3")
+    parts = draw(trained, "--num", 12, "--labels", "3", "--batch-size", 5)
+    torch.testing.assert_close(parts["samples"], whole["samples"], rtol=1e-5, atol=1e-5)
+    other = draw(trained, "--num", 12, "--labels", "3", "--seed", 1)
+    assert (other["samples"] - whole["samples"]).abs().max() > 0.1
+
+
+def test_the_weights_are_those_asked_for(trained):
+    flags = ("--num", 10, "--cfg-scale", 1)
+    choices = {
+        "newest": (),
+        "older": ("--step", 20),
+        "last weights": ("--weights", "model"),
+        "second average": ("--decay", 0.5),
+    }
+    drawn = {name: draw(trained, *flags, *choice)["samples"] for name, choice in choices.items()}
+    names = list(drawn)
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            assert not torch.equal(drawn[first], drawn[second]), (first, second)
+    path = f"{RUN}/checkpoints/step-00000040"
+    done = sample("--run", path, "--out", "a.safetensors", "--steps", 3, *flags, cwd=trained)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(load_file(trained / "a.safetensors")["samples"], drawn["newest"])
+
+
+def test_a_picture_is_drawn(trained):
+    done = sample("--run", RUN, "--out", "grid.png", "--num", 20, "--steps", 2, cwd=trained)
+    assert done.returncode == 0, done.stderr
+    with Image.open(trained / "grid.png") as picture:
+        assert picture.height > 10 * 40
+        assert len(picture.getcolors(1 << 20)) > 20
+
+
+BAD = {
+    "no run": (("--run", "nothing"), "no checkpoint there"),
+    "step": (("--step", 7), "It has 20, 40"),
+    "labels": (("--labels", "3,17"), "classes 0 to 9"),
+    "words": (("--labels", "three"), "numbers such as"),
+    "sampler": (("--sampler", "rk4"), "euler, heun"),
+    "decay": (("--decay", 0.7), "0.9, 0.5"),
+    "suffix": (("--out", "x.npz"), ".safetensors or .png"),
+    "number": (("--num", 0), "num=0 must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_flags_are_one_clear_error(case, trained):
+    flags, wanted = BAD[case]
+    defaults = {"--run": RUN, "--out": "bad.safetensors"} | dict([flags])
+    done = sample(*[word for pair in defaults.items() for word in pair], cwd=trained)
+    assert done.returncode == 2
+    assert wanted in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+    assert not (trained / "bad.safetensors").exists()
+
+
+def test_an_unknown_command_names_the_known_ones(tmp_path):
+    done = commands.run([commands.sys.executable, "-m", "titan_dit", "smaple"], tmp_path)
+    assert done.returncode == 2
+    assert "There is: sample" in done.stderr

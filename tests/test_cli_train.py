@@ -1,0 +1,245 @@
+"""The trainer from the command line: output, resume after a kill, one clear error for bad input."""
+
+import os
+import signal
+import subprocess
+import time
+
+import commands
+import pytest
+import torch
+from commands import metrics, train, train_command
+
+from titan_dit.commands.restore import find, restore
+from titan_dit.data.latents import write_shards
+
+SHORT = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
+SMALL = ("--model.hidden", 32, "--model.layers", 2, "--training.global_batch_size", 16)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """Six steps of a small model on one rank; tests may read it and resume copies of it."""
+    cwd = tmp_path_factory.mktemp("finished")
+    done = train(*SHORT, *SMALL, "--training.steps", 6, "--checkpoint.every", 3, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return cwd
+
+
+def test_a_run_leaves_everything_in_its_directory(tmp_path):
+    flags = ("--training.steps", 4, "--metrics.every", 2, "--sampling.num", 20)
+    flags += ("--sampling.steps", 2, "--checkpoint.every", 2)
+    done = train(*SMALL, *flags, cwd=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    # Nothing on stderr: a warning that a user can do nothing about is noise.
+    assert done.stderr == ""
+    folder = tmp_path / "outputs" / "digits"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        *("config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "samples", "loss.png")
+    }
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 4]
+    row = metrics(folder)[-1]
+    assert row["samples"] == 64
+    assert row["samples_per_s"] == pytest.approx(16 / row["step_ms"] * 1e3)
+    assert row["tokens_per_s"] == pytest.approx(16 * row["samples_per_s"])
+    assert row["mfu"] is None
+    assert row["data_wait_ms"] <= row["step_ms"]
+    saved = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert saved == ["step-00000002", "step-00000004"]
+    assert [p.name for p in (folder / "samples").iterdir()] == ["step-00000004.png"]
+    assert any(path.stat().st_size for path in (folder / "tensorboard").iterdir())
+    line = next(line for line in done.stdout.splitlines() if line.startswith("step 4/4"))
+    for word in ("loss", "grad", "samples/s", "tokens/s", "TFLOP/s", "GiB", "data", "ETA"):
+        assert word in line
+    assert str(folder.relative_to(tmp_path)) in done.stdout
+
+
+EXACT = ("--training.steps", 60, "--checkpoint.every", 20, "--training.deterministic", "true")
+
+
+def wait_for_step(folder, step, process):
+    """Until the metrics show `step`."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
+        if (folder / "metrics.jsonl").is_file():
+            lines = (folder / "metrics.jsonl").read_text().count("\n")
+            if lines >= step:
+                return
+        time.sleep(0.02)
+    pytest.fail(f"step {step} was not reached")
+
+
+def test_a_killed_and_restarted_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    assert train(*SHORT, *EXACT, cwd=whole, ranks=2).returncode == 0
+
+    command = train_command(*SHORT, *EXACT, ranks=2)
+    process = subprocess.Popen(
+        command,
+        cwd=cut,
+        env=commands.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    folder = cut / "outputs" / "digits"
+    wait_for_step(folder, 30, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    killed_at = metrics(folder)[-1]["step"]
+    assert 30 <= killed_at < 60, "the machine was too fast: the run ended before it was killed"
+
+    done = train(*SHORT, *EXACT, cwd=cut, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from outputs/digits/checkpoints/step-000000" in done.stdout
+    expected = metrics(whole / "outputs" / "digits")
+    found = metrics(folder)
+    for key in ("step", "samples", "loss", "grad_norm", "lr"):
+        assert [row[key] for row in found] == [row[key] for row in expected], key
+    for weights in ("model", "ema"):
+        same_weights(whole / "outputs" / "digits", folder, weights)
+
+
+def same_weights(first, second, weights):
+    parts = [
+        restore(find(run, None), weights, None, torch.device("cpu")).model.state_dict()
+        for run in (first, second)
+    ]
+    assert parts[0].keys() == parts[1].keys()
+    for name, tensor in parts[0].items():
+        assert torch.equal(tensor, parts[1][name]), name
+
+
+def test_a_finished_run_is_not_trained_again(finished_run):
+    before = metrics(finished_run / "outputs" / "digits")
+    flags = ("--training.steps", 6, "--checkpoint.every", 3)
+    done = train(*SHORT, *SMALL, *flags, cwd=finished_run)
+    assert done.returncode == 0, done.stderr
+    assert "6 of 6" in done.stdout
+    assert metrics(finished_run / "outputs" / "digits") == before
+
+
+def only_error(done):
+    """The one error of a failed command."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("error: "), done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+BAD_RESUMES = {
+    "another model": (("--model.hidden", 64), ("[model] hidden: 32 -> 64", "allow_changes")),
+    "another seed": (("--job.seed", 1), ("[job] seed: 0 -> 1",)),
+    "another batch": (
+        ("--training.global_batch_size", 32),
+        ("[training] global_batch_size: 16 -> 32",),
+    ),
+    "never": (("--checkpoint.resume", "never"), ('resume="never"', "up to step 6", "--job.name")),
+    "no checkpoint": (
+        ("--job.name", "new", "--checkpoint.resume", "outputs"),
+        ("outputs is no checkpoint",),
+    ),
+    "another shape, insisting": (
+        ("--model.hidden", 64, "--checkpoint.allow_changes", "true"),
+        ("it is of another model",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RESUMES)
+def test_a_resume_that_cannot_be_is_refused_and_nothing_is_overwritten(case, finished_run):
+    flags, wanted = BAD_RESUMES[case]
+    folder = finished_run / "outputs"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    message = only_error(train(*SHORT, *SMALL, "--training.steps", 9, *flags, cwd=finished_run))
+    for words in wanted:
+        assert words in message
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+BAD_CONFIGS = {
+    "key": (("--training.step", 3), ("[training] step", "steps")),
+    "value": (("--training.steps", -5), ("[training] steps=-5", "at least 1")),
+    "type": (("--model.layers", "four"), ('[model] layers="four"', "whole number")),
+    "heads": (("--model.heads", 7), ("[model] hidden=64", "heads=7", "Set heads = 8")),
+    "classes": (("--model.num_classes", 7), ("[model] num_classes=7", "10")),
+    "size": (("--model.latent_size", 16), ("[model] channels=1", "[1, 8, 8]", "latent_size = 8")),
+    "sampler": (("--sampling.sampler", "hen"), ("[sampling] sampler", "heun")),
+    "dataset": (("--data.name", "digit"), ("[data] name", "digits")),
+    "folder": (("--data.name", "latents", "--data.path", "no"), ("[data] path=no", "manifest")),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_input_is_one_clear_error_and_leaves_no_run_directory(case, tmp_path):
+    flags, wanted = BAD_CONFIGS[case]
+    message = only_error(train(*flags, cwd=tmp_path))
+    for words in wanted:
+        assert words in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def broken_dataset(folder):
+    """Two shards, the second one truncated."""
+    latents = torch.zeros(40, 1, 8, 8, dtype=torch.float16)
+    labels = torch.arange(40) % 10
+    write_shards(folder, latents, labels, num_classes=10, source="test", shard_size=20)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    return shard
+
+
+SEVERAL_RANKS = {
+    "batch": (("--training.global_batch_size", 129), ("129", "2 data-parallel", "128 or 130")),
+    "mesh": (("--parallel.dp_shard", 3), ("dp_shard=3", "2 were started", "dp_shard = 2")),
+    "shard": (("--data.name", "latents", "--data.path", "data"), ("00001.safetensors", "bytes")),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL_RANKS)
+def test_several_ranks_print_one_error_and_none_hangs(case, tmp_path):
+    flags, wanted = SEVERAL_RANKS[case]
+    broken_dataset(tmp_path / "data")
+    message = only_error(train(*flags, cwd=tmp_path, ranks=2))
+    for words in wanted:
+        assert words in message
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_rank_that_raises_shows_its_traceback_once_and_stops_the_others(tmp_path):
+    (tmp_path / "raising.py").write_text(
+        "import os\n"
+        "from titan_dit import failure, train, trainer\n"
+        "original = trainer.Trainer.train_step\n"
+        "def train_step(self, batch):\n"
+        "    if self.world.rank == 1 and self.step == 3:\n"
+        "        raise RuntimeError('planted')\n"
+        "    return original(self, batch)\n"
+        "trainer.Trainer.train_step = train_step\n"
+        "failure.guarded(train.main)\n"
+    )
+    command = train_command(*SHORT, *SMALL, ranks=2)
+    command[command.index("titan_dit.train") - 1 : command.index("titan_dit.train") + 1] = [
+        "raising.py"
+    ]
+    began = time.monotonic()
+    done = commands.run(command, tmp_path)
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "RuntimeError: planted" in done.stderr
+    assert "rank 1 failed" in done.stderr
+
+
+def test_help_names_every_key_with_its_meaning(tmp_path):
+    done = train("--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("--training.global_batch_size", "Optimizer steps of the whole run", "--data."):
+        assert words in done.stdout

@@ -1,0 +1,71 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from titan_dit.config import UserError
+from titan_dit.failure import describe, report
+
+
+def raised(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return describe(caught)
+
+
+def test_what_a_user_did_is_one_line_without_a_traceback():
+    assert raised(UserError("[parallel] tp=3")) == (2, "error: [parallel] tp=3")
+
+
+def test_everything_else_comes_with_its_traceback():
+    code, message = raised(ValueError("shape"))
+    assert code == 1
+    assert message.startswith("Traceback")
+    assert message.endswith("ValueError: shape")
+
+
+def test_an_interrupt_says_nothing():
+    assert raised(KeyboardInterrupt()) == (130, "")
+
+
+def test_without_a_launcher_the_message_goes_to_stderr(monkeypatch, capsys):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    report("error: no", is_user_error=True)
+    report("", is_user_error=False)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "error: no\n")
+
+
+def test_under_a_launcher_the_message_is_left_for_it(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    report("error: no", is_user_error=True)
+    left = json.loads(file.read_text())["message"]
+    assert left["message"] == "error: no"
+    assert left["extraInfo"]["user"] is True
+    assert int(left["extraInfo"]["timestamp"]) <= left["extraInfo"]["moment"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "stderr"),
+    [
+        ("raise UserError('tp=3')", 2, "error: tp=3\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("print('done')", 0, ""),
+    ],
+)
+def test_a_process_ends_with_the_code_and_one_message(monkeypatch, statement, code, stderr):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    program = (
+        "from titan_dit.config import UserError\nfrom titan_dit.failure import guarded\n"
+        f"def main():\n    print('begun')\n    {statement}\nguarded(main)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, stderr)
+    # What was printed before is not lost, though the process ends at once.
+    assert done.stdout.startswith("begun\n")
