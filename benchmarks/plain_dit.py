@@ -18,7 +18,7 @@ from titan_dit.models.dit import DiTConfig
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """adaLN."""
+    """Shift and scale by the condition."""
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 

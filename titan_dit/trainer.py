@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -84,7 +82,9 @@ class Trainer:
         self.meter.restart()
         while self.step < config.training.steps:
             self.step += 1
-            loss, grad_norm, lr = self.train_step(self.next_batch(batches))
+            with self.meter.waiting():
+                batch = next(batches)
+            loss, grad_norm, lr = self.train_step(batch)
             if self.step == first or self.due(config.metrics.every):
                 self.report(loss, grad_norm, lr)
             if self.due(config.sampling.every):
@@ -108,16 +108,10 @@ class Trainer:
             RankOrder(plan, epochs, mesh.data_rank, mesh.sizes.data),
             self.cursor,
             config.model.tokenize,
+            self.static,
+            self.world.device,
             workers=config.data.workers,
-            pin_memory=self.world.device.type == "cuda",
         )
-
-    def next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch, on the device."""
-        asked = time.perf_counter()
-        batch = next(batches)
-        self.meter.waited += time.perf_counter() - asked
-        return replace(batch.to(self.world.device), static=self.static)
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
         """One optimizer step: this rank's share of the loss, the gradient norm, the rate.

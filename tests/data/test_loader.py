@@ -9,12 +9,14 @@ from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.models.dit import DiTConfig
 
 MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=8, channels=1, num_classes=10)
+CPU = torch.device("cpu")
+STATIC = MODEL.static(CPU)
 
 
 def batches(count, rank=0, ranks=1, cursor=0, workers=0, global_batch=24):
     source = Digits().open()
     order = RankOrder(BatchPlan(global_batch), EpochOrder(5, len(source)), rank, ranks)
-    endless = loader.load(source, order, cursor, MODEL.tokenize, workers=workers, pin_memory=False)
+    endless = loader.load(source, order, cursor, MODEL.tokenize, STATIC, CPU, workers=workers)
     return list(itertools.islice(endless, count))
 
 
@@ -35,6 +37,7 @@ def test_a_batch_holds_the_samples_that_its_numbers_stand_for():
             sample = source[epochs.row(number)]
             assert torch.equal(tokens, MODEL.tokenize(sample.latent[None])[0])
             assert label == sample.label
+        assert batch.static is STATIC
         assert batch.tokens.dtype == torch.float32
         assert batch.labels.dtype == batch.sample_numbers.dtype == torch.int64
 
@@ -66,7 +69,7 @@ def test_loading_from_a_cursor_continues():
 
 def test_moving_a_batch_keeps_all_of_it():
     (batch,) = batches(1)
-    moved = batch.to(torch.device("cpu"))
+    moved = batch.to(CPU)
     assert_equal(moved, batch)
     on_meta = batch.to(torch.device("meta"))
     assert all(

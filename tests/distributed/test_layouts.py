@@ -144,7 +144,7 @@ def load_and_continue(world, folder, layout, steps):
     batches = trainer.batches()
     losses = []
     for trainer.step in range(trainer.step + 1, steps + 1):  # noqa: B020
-        loss, _, _ = trainer.train_step(trainer.next_batch(batches))
+        loss, _, _ = trainer.train_step(next(batches))
         losses.append(trainer.mesh.sum_over_data(loss).item())
     return loaded, losses
 

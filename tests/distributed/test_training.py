@@ -19,7 +19,7 @@ def nan_on_one_rank(world):
     randomize(trainer.parameters)
     batches, snapshots = trainer.batches(), []
     for trainer.step in (1, 2, 3):
-        batch = trainer.next_batch(batches)
+        batch = next(batches)
         if trainer.step == 2 and world.rank == world.size - 1:
             batch.tokens[0, 0, 0] = math.nan
         trainer.train_step(batch)
@@ -51,7 +51,7 @@ def overflowing_loss(world):
 
     trainer.executor.loss = loss
     trainer.step = 1
-    trainer.train_step(trainer.next_batch(trainer.batches()))
+    trainer.train_step(next(trainer.batches()))
     return trainer.nan_steps.item()
 
 

@@ -58,7 +58,7 @@ def whole(tensor):
 
 def gradients(trainer):
     """Loss and every gradient of the next batch, whole."""
-    batch = trainer.next_batch(trainer.batches())
+    batch = next(trainer.batches())
     rng = torch_rng(trainer, batch)
     loss = trainer.executor.step(trainer.config.objective.prepare(batch, rng))
     found = {name: whole(p.grad) for name, p in trainer.parameters.items()}

@@ -80,15 +80,18 @@ def test_number_seed_and_label_each_change_a_sample():
         assert (other - sample).abs().max() > 1e-3
 
 
-def test_a_bf16_prediction_is_integrated_in_fp32():
-    def forward(inputs, static):
-        return torch.full_like(inputs["tokens"], 1 / 3).bfloat16()
+def test_bf16_predictions_are_guided_and_integrated_in_fp32():
+    conditional, unconditional = torch.tensor([1 / 3, 1 / 7]).bfloat16()
 
-    got = draw(forward, [0], [0], steps=64, cfg_scale=1.0)
+    def forward(inputs, static):
+        has_label = (inputs["labels"] >= 0)[:, None, None].expand_as(inputs["tokens"])
+        return torch.where(has_label, conditional, unconditional)
+
+    got = draw(forward, [0], [0], steps=64, cfg_scale=2.7)
     noise = SampleRNG(0, torch.tensor([0])).normal("sample", (4, 8))
-    expected = noise - torch.tensor(1 / 3).bfloat16().float()
+    velocity = unconditional.float() + 2.7 * (conditional.float() - unconditional.float())
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got, noise - velocity, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

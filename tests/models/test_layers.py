@@ -12,6 +12,7 @@ from titan_dit.models.layers import (
     grid_positions,
     modulate,
     patchify,
+    scaled_add,
     sincos_positions,
     unpatchify,
 )
@@ -76,6 +77,20 @@ def test_modulate_normalises_then_scales_by_one_plus_scale_and_shifts():
     mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
     expected = (x - mean) / (variance + 1e-6).sqrt() * (1 + scale) + shift
     torch.testing.assert_close(modulate(x, shift, scale), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("shared", [True, False])
+def test_scaled_add_has_the_gradients_of_the_plain_expression(tokens, shared):
+    torch.manual_seed(0)
+    shapes = (2, 1 if shared else tokens, 3), (2, 1, 3), (2, tokens, 3)
+    base, scale, x = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+    torch.testing.assert_close(scaled_add(base, scale, x), base + scale * x)
+    assert torch.autograd.gradcheck(scaled_add, (base, scale, x))
+    direction = torch.randn(shapes[2], dtype=torch.float64)
+    ours = torch.autograd.grad(scaled_add(base, scale, x), (base, scale, x), direction)
+    plain = torch.autograd.grad(base + scale * x, (base, scale, x), direction)
+    torch.testing.assert_close(ours, plain)
 
 
 def test_timesteps_are_embedded_as_in_the_original():

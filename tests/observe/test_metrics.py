@@ -126,6 +126,16 @@ def test_what_happens_while_paused_is_left_out(clock):
     assert meter.read() == pytest.approx((1000, 0))
 
 
+def test_waiting_for_data_is_counted_and_stays_in_the_time_per_step(clock):
+    meter = Meter()
+    meter.steps = 2
+    for until in (101, 102):
+        with meter.waiting():
+            clock.now = until
+        clock.now = until + 0.5
+    assert meter.read() == pytest.approx((1250, 750))
+
+
 def test_reading_before_the_first_step_divides_by_nothing(clock):
     meter = Meter()
     clock.now = 101

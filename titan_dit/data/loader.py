@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,11 +55,16 @@ def load(
     order: RankOrder,
     cursor: int,
     tokenize: Callable[[Tensor], Tensor],
+    static: Mapping[str, Tensor],
+    device: torch.device,
     *,
-    workers: int,
-    pin_memory: bool,
+    workers: int = 0,
 ) -> Iterator[Batch]:
-    """Endless batches from `cursor` on. The position is the cursor alone, not the loader's."""
+    """Endless batches from `cursor` on, on `device`, each with the model's `static` inputs.
+
+    The position is the cursor alone, not the loader's. On a GPU the copy goes through pinned memory
+    and does not block the host.
+    """
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates; nothing a user can act on.
         warnings.filterwarnings("ignore", message="'set_vital'")
@@ -68,8 +73,10 @@ def load(
             batch_sampler=order.batches(cursor),
             collate_fn=Collate(tokenize, order.plan.global_batch_size),
             num_workers=workers,
-            pin_memory=pin_memory,
+            pin_memory=device.type == "cuda",
             # The loader's own state is never asked for, so it need not be kept.
             snapshot_every_n_steps=1 << 40,
         )
-        return iter(loader)
+        batches = iter(loader)
+    for batch in batches:
+        yield replace(batch.to(device), static=static)

@@ -70,7 +70,7 @@ class _ScaledAdd(torch.autograd.Function):
         return torch.addcmul(base, scale, x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, x = ctx.saved_tensors  # type: ignore[attr-defined]
         base = grad.sum(1, keepdim=True) if ctx.base_is_shared else grad  # type: ignore[attr-defined]
         return base, (grad * x).sum(1, keepdim=True), grad * scale

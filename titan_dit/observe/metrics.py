@@ -130,6 +130,13 @@ class Meter:
         return result
 
     @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as a wait for data."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave what happens in the block (previews, checkpoints) out of the time per step."""
         began = time.perf_counter()

@@ -1,0 +1,92 @@
+"""The README's and the docs' commands, as they stand there, in a copy of the checkout."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT, environment, run
+from PIL import Image
+from safetensors.torch import load_file
+
+SHORTER = "--training.steps 20 --sampling.num 20 --sampling.steps 2"
+
+
+def blocks(page, language):
+    """The fenced blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def copy_of_the_checkout(tmp_path):
+    """What git tracks or would track, with the environment of this test as its .venv."""
+    git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            target = tmp_path / "clone" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+    (tmp_path / "clone" / ".venv").symlink_to(sys.prefix, target_is_directory=True)
+    return tmp_path / "clone"
+
+
+def test_the_readme_commands_train_and_draw(copy_of_the_checkout):
+    commands = "".join(blocks("README.md", "bash")).splitlines()
+    assert commands[0] == "./run_train.sh --config digits.toml"
+    assert commands[-1] == "./run_tests.sh"
+    for i, command in enumerate(commands):
+        if command.startswith("./run_train.sh"):
+            commands[i] = f"{command} {SHORTER}"
+        if command.startswith("./run_tests.sh"):
+            commands[i] = f"{command} tests/test_rng.py"
+    if not (Path(sys.prefix) / "bin" / "activate").is_file():
+        commands.remove("source .venv/bin/activate")
+    bin_folder = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(commands)],
+        cwd=copy_of_the_checkout,
+        env=environment() | {"PATH": bin_folder, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    drawn = load_file(copy_of_the_checkout / "samples.safetensors")
+    assert drawn["samples"].shape == (500, 1, 8, 8)
+    with Image.open(copy_of_the_checkout / "grid.png") as picture:
+        assert picture.width > 400
+    folder = copy_of_the_checkout / "outputs" / "digits"
+    assert (folder / "loss.png").is_file()
+    assert (folder / "checkpoints" / "step-00000020" / "manifest.json").is_file()
+    assert (folder / "samples" / "step-00000020.png").is_file()
+
+
+def test_the_python_example_trains_in_one_process(tmp_path):
+    example = blocks("docs/python-api.md", "python")[0]
+    lines = [line for line in example.splitlines() if line.strip()]
+    assert len(lines) < 40
+    done = run([sys.executable, "-c", example], tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 20
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert "torch.Size([10, 1, 8, 8])" in done.stdout
+
+
+def test_the_readme_links_to_files_that_exist():
+    for page in ("README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))):
+        text = (ROOT / page).read_text()
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+def test_the_readme_maps_every_package():
+    text = (ROOT / "README.md").read_text()
+    for path in (ROOT / "titan_dit").iterdir():
+        if path.is_dir() and (path / "__init__.py").is_file():
+            assert f"{path.name}/" in text, path.name
