@@ -77,9 +77,9 @@ def test_values_defaults_and_the_name_of_the_file(load):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ("[optimzer]\nlr = 1", "[optimzer]: unknown section. Did you mean optimizer?"),
+        ("[optimiser]\nlr = 1", "[optimiser]: unknown section. Did you mean optimizer?"),
         ("[zzz]\nlr = 1", "[zzz]: unknown section. Valid: "),
-        ("[sampling]\nevry = 1", "[sampling] evry: unknown key. Did you mean every?"),
+        ("[sampling]\neveri = 1", "[sampling] everi: unknown key. Did you mean every?"),
         ("[metrics]\nqqqq = 1", "[metrics] qqqq: unknown key. Valid: every, tensorboard, wandb."),
         ("[ema]\nname = 1", "[ema] name: unknown key."),
     ],
@@ -91,7 +91,7 @@ def test_an_unknown_word_is_answered_with_the_nearest_valid_one(refused, extra, 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("hidden = 32", "hiden = 32", "[model] hiden: unknown key. Did you mean hidden?"),
+        ("hidden = 32", "hidde = 32", "[model] hidde: unknown key. Did you mean hidden?"),
         ('name = "dit"', 'name = "dits"', '[model] name="dits" is unknown. Did you mean dit?'),
         ('name = "dit"', "name = 3", "[model] name=3 must be text"),
         ('name = "dit"\n', "", "[model] name is missing"),
@@ -212,7 +212,7 @@ def test_flags_can_choose_another_dataset(load):
     ("flags", "words"),
     [
         (["--training.stps", "3"], "[training] stps: unknown key. Did you mean steps?"),
-        (["--trainig.steps", "3"], "[trainig]: unknown section. Did you mean training?"),
+        (["--traininx.steps", "3"], "[traininx]: unknown section. Did you mean training?"),
         (["--training.steps"], "--training.steps has no value"),
         (["--compile.enabled"], "--compile.enabled true"),
         (["--steps", "3"], "--steps: flags are written --section.key value"),
