@@ -385,3 +385,15 @@ def test_samplers_are_found_by_name():
         UserError, match=r"\[sampling\] sampler=.huen. is unknown. Did you mean heun"
     ):
         sampler("huen")
+
+
+def test_the_order_of_flags_does_not_matter(load):
+    keys = {"latent_size": 8, "channels": 1, "num_classes": 10}
+    flags = [word for k, v in keys.items() for word in (f"--data.{k}", str(v))]
+    first = load("--data.name", "synthetic", *flags)
+    assert load(*flags, "--data.name", "synthetic") == first
+    assert first.data.latent_size == 8
+
+
+def test_a_number_too_large_for_a_float_is_refused(refused):
+    assert "[optimizer] lr" in refused("--optimizer.lr", "1" + "0" * 400)

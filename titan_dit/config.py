@@ -7,6 +7,7 @@ models, objectives and datasets bring sections of their own, built on the same `
 from __future__ import annotations
 
 import dataclasses
+import json
 import operator
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
@@ -93,7 +94,7 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 def conform_scalar(value: object, kind: type, where: str) -> Any:
     """`conform` for a plain int, float, bool or str."""
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
     # type(), not isinstance: bool is a subclass of int, but `steps = true` is a mistake.
     if type(value) is not kind:
@@ -106,8 +107,8 @@ def show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        # The escapes of JSON are valid in TOML, but DEL must be escaped there as well.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(show(item) for item in value) + "]"
     return str(value)

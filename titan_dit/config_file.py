@@ -32,9 +32,14 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig[Any, Any, Any]
     """Read `--config FILE` and the flags `--section.key value` after it, which win."""
     config_path, flags = split_arguments(arguments)
     tables = read_toml(config_path)
-    for key, text in flags.items():
+    for section in CHOSEN_BY_NAME:
+        # First of all: the name decides what the other keys of the section are.
+        if chosen := flags.pop(f"{section}.name", None):
+            tables.setdefault(section, {})["name"] = " ".join(chosen)
+    for key, texts in flags.items():
         section, name = key.split(".", 1)
-        tables.setdefault(section, {})[name] = flag_value(section, name, text, tables, variant)
+        value = flag_value(section, name, texts, tables, variant)
+        tables.setdefault(section, {})[name] = value
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
     return build(tables, variant)
 

@@ -237,8 +237,11 @@ class Trainer:
             return
         record = checkpoint.read_record(start)
         if not settings.allow_changes:
-            tables = config_file.to_tables(self.config)
-            resume.check_same_mathematics(start, record, tables, self.source.facts.digest)
+            # Built anew: keys that did not exist then get their defaults, as they do now.
+            before = config_file.build(record["config"], catalog.variant)
+            configs = config_file.to_tables(before), config_file.to_tables(self.config)
+            digests = record["data"]["digest"], self.source.facts.digest
+            resume.check_same_mathematics(start, configs, digests)
         checkpoint.load(start, self.tensors())
         self.step, self.cursor = record["step"], record["cursor"]
         self.nan_steps.fill_(record["nan_steps"])

@@ -136,15 +136,28 @@ def test_a_manifest_without_its_keys_names_them(folder):
     manifest = json.loads(file.read_text())
     del manifest["scale"], manifest["num_classes"]
     file.write_text(json.dumps(manifest))
-    assert f"{file}: scale, num_classes missing" in refused(folder)
+    assert f"{file}: num_classes, scale missing" in refused(folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtype": "int8"}, "dtype=int8 is not one of"),
+        ({"dtype": "int8"}, 'dtype="int8" is not one of'),
+        ({"dtype": ["uint8"]}, "dtype"),
         ({"count": 11}, "count=11, but its shards hold 10"),
-        ({"count": 0, "shards": []}, "count=0, but its shards hold 0"),
+        ({"count": 0, "shards": []}, "count=0 must be at least 1"),
+        ({"count": 1, "shards": []}, "count=1, but its shards hold 0"),
+        ({"shape": None}, "shape"),
+        ({"shape": [1, 8]}, "shape must be [c, h, w]"),
+        ({"scale": "x"}, 'scale="x" must be a number'),
+        ({"scale": None}, "scale"),
+        ({"scale": 0}, "scale=0"),
+        ({"value_range": 3}, "value_range"),
+        ({"value_range": [1]}, "value_range must hold two"),
+        ({"num_classes": "a"}, 'num_classes="a"'),
+        ({"shards": None}, "shards"),
+        ({"shards": [3]}, "shards[0]"),
+        ({"shards": [{"file": "a", "count": 10, "sha256": ""}]}, "shards[0]: bytes missing"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(folder, changes, words):
@@ -155,6 +168,35 @@ def test_a_manifest_that_contradicts_itself_is_refused(folder, changes, words):
 
 
 SECOND = "set-00001.safetensors"
+
+
+def test_a_manifest_that_is_no_text_is_refused(folder):
+    (folder / "manifest.json").write_bytes(b"\xff\xfe{}")
+    assert "not valid JSON" in refused(folder)
+
+
+def test_a_dtype_that_could_not_be_read_back_is_not_written(tmp_path):
+    with pytest.raises(UserError, match="float64"):
+        write_shards(
+            tmp_path / "set",
+            torch.zeros(2, 1, 8, 8, dtype=torch.float64),
+            torch.zeros(2, dtype=torch.int64),
+            num_classes=1,
+            source="test",
+        )
+    assert not (tmp_path / "set").exists()
+
+
+def test_a_changed_sample_leaves_the_dataset_alone(tmp_path):
+    latents = torch.arange(64.0).view(1, 1, 8, 8)
+    write_shards(tmp_path, latents, torch.zeros(1, dtype=torch.int64), num_classes=1, source="test")
+    opened = LatentShards(tmp_path)
+    opened[0].latent.zero_()
+    assert torch.equal(opened[0].latent, latents[0])
+    with pytest.raises(IndexError):
+        opened[-1]
+    with pytest.raises(IndexError):
+        opened[1]
 
 
 def test_a_missing_shard_is_named(folder):

@@ -132,3 +132,9 @@ def test_ticks_are_few_round_and_inside(low, high):
     gap = got[1] - got[0]
     mantissa = gap / 10 ** math.floor(math.log10(gap) + 1e-9)
     assert min(abs(mantissa - part) for part in (1, 2, 5)) < 1e-6
+
+
+@pytest.mark.parametrize("losses", [[0.0, 0.0], [0.0, 1.0], [0.0] * 50 + [1.0], [-1.0, -2.0]])
+def test_a_curve_of_any_losses_is_drawn(tmp_path, losses):
+    draw_curve(tmp_path / "loss.png", list(range(len(losses))), losses, "odd")
+    assert (tmp_path / "loss.png").is_file()

@@ -172,3 +172,9 @@ def test_the_peak_of_a_gpu_is_found_by_the_longest_name(monkeypatch, name, peak)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert flops.peak_tflops(torch.device("cuda")) == peak
     assert flops.peak_tflops(torch.device("cpu")) is None
+
+
+def test_lines_that_are_no_rows_are_dropped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('null\n3\n{"a": 1}\n{"step": 1, "loss": 2}\n')
+    assert keep_rows(file, resumed_step=5) == [{"step": 1, "loss": 2}]

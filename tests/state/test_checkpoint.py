@@ -251,3 +251,12 @@ def test_a_checkpoint_can_be_moved(saved, tmp_path):
 
 def test_the_manifest_is_plain_json(saved):
     assert json.loads((saved / "manifest.json").read_text())["format"] == "titan_dit.checkpoint/1"
+
+
+def test_a_changed_digit_in_the_manifest_is_noticed(saved):
+    manifest = saved / "manifest.json"
+    text = manifest.read_text()
+    assert '"step": ' in text
+    manifest.write_text(text.replace('"step": ', '"step": 1', 1))
+    with pytest.raises(UserError, match="digest differs"):
+        read_record(saved)

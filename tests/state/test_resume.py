@@ -17,10 +17,11 @@ TABLES = {
 }
 
 
-def run_with(folder, *steps):
+def run_with(folder, *steps, resume="auto"):
     checkpoints = Checkpoints(folder / "checkpoints")
     for step in steps:
-        checkpoints.save(step, {"model": {"w": torch.ones(1)}}, {"step": step})
+        record = {"step": step, "config": {"checkpoint": {"resume": resume}}}
+        checkpoints.save(step, {"model": {"w": torch.ones(1)}}, record)
     return checkpoints
 
 
@@ -67,10 +68,34 @@ def test_going_back_sets_the_newer_ones_aside_and_deletes_nothing(tmp_path):
     aside = {path.name for path in checkpoints.folder.iterdir()}
     assert aside == {
         "step-00000005",
-        "step-00000010.set-aside",
-        "step-00000015.set-aside",
+        "step-00000010.set-aside-1",
+        "step-00000015.set-aside-1",
     }
-    assert (checkpoints.folder / "step-00000015.set-aside" / "manifest.json").is_file()
+    assert (checkpoints.folder / "step-00000015.set-aside-1" / "manifest.json").is_file()
+
+
+def test_the_same_command_goes_back_once_and_then_on(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    older = str(checkpoints.folder / "step-00000005")
+    set_aside_newer(checkpoints, starting_point(checkpoints, older))
+    run_with(tmp_path, 10, resume=older)
+    assert starting_point(checkpoints, older).name == "step-00000010"
+
+
+def test_going_back_twice_keeps_both_futures(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    older = checkpoints.folder / "step-00000005"
+    set_aside_newer(checkpoints, older)
+    run_with(tmp_path, 10)
+    set_aside_newer(checkpoints, older)
+    aside = {path.name for path in checkpoints.folder.glob("*aside*")}
+    assert aside == {"step-00000010.set-aside-1", "step-00000010.set-aside-2"}
+
+
+def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path):
+    checkpoints = run_with(tmp_path, 99_999_999, 100_000_000)
+    set_aside_newer(checkpoints, checkpoints.folder / "step-99999999")
+    assert [path.name for path in checkpoints.whole()] == ["step-99999999"]
 
 
 def test_starting_from_another_run_sets_nothing_aside(tmp_path):
@@ -90,8 +115,7 @@ def changed(**values):
 
 
 def check(tmp_path, tables, digest="abc"):
-    record = {"config": TABLES, "data": {"digest": "abc"}}
-    check_same_mathematics(tmp_path / "step-00000005", record, tables, digest)
+    check_same_mathematics(tmp_path / "step-00000005", (TABLES, tables), ("abc", digest))
 
 
 def test_the_same_mathematics_may_go_on(tmp_path):

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int64, Shaped
@@ -22,12 +22,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titan_dit.config import UserError
+from titan_dit.config import Count, Finite, UserError, conform
 from titan_dit.data.base import DataConfig, DataFacts, Sample
 
 FORMAT = "titan_dit.latents/1"
 MANIFEST = "manifest.json"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
+MANIFEST_KEYS = {
+    "source": str,
+    "shape": tuple[Count, ...],
+    "dtype": Literal["float16", "float32", "uint8"],
+    "count": Count,
+    "num_classes": Count,
+    "scale": Finite,
+    "shift": Finite,
+    "value_range": tuple[Finite, ...] | None,
+}
+SHARD_KEYS = {"file": str, "count": Count, "bytes": Count, "sha256": str}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +80,12 @@ class LatentShards:
         self.shards = [self._open_shard(entry, manifest, verify) for entry in manifest["shards"]]
         self.ends = list(itertools.accumulate(len(labels) for _, labels in self.shards))
         self.facts = DataFacts(
-            shape=tuple(manifest["shape"]),
+            shape=manifest["shape"],
             count=self.ends[-1],
             num_classes=manifest["num_classes"],
             scale=manifest["scale"],
             shift=manifest["shift"],
-            value_range=tuple(manifest["value_range"]) if manifest.get("value_range") else None,
+            value_range=manifest["value_range"],
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]]),
         )
 
@@ -84,10 +95,13 @@ class LatentShards:
 
     def __getitem__(self, index: int) -> Sample:
         """Read one sample; shards are numbered on in the manifest's order."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
         shard = bisect.bisect_right(self.ends, index)
         latents, labels = self.shards[shard]
         row = index - (self.ends[shard - 1] if shard else 0)
-        latent = latents[row].float()
+        # Always a copy: the mapped file must not change under its next reader.
+        latent = latents[row].to(torch.float32, copy=True)
         if (self.facts.scale, self.facts.shift) != (1.0, 0.0):
             latent = (latent - self.facts.shift) * self.facts.scale
         return Sample(latent, int(labels[row]))
@@ -146,21 +160,38 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"[data] path={path}: there is no {MANIFEST}. Give the folder that has it.")
     try:
         manifest = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"[data] {file} is not valid JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(f'[data] {file}: it lacks "format": "{FORMAT}", so it is no such dataset.')
-    wanted = ("shape", "dtype", "scale", "shift", "source", "count", "num_classes", "shards")
-    if missing := [key for key in wanted if key not in manifest]:
-        raise UserError(f"[data] {file}: {', '.join(missing)} missing.")
-    if manifest["dtype"] not in DTYPES:
-        raise UserError(f"[data] {file}: dtype={manifest['dtype']} is not one of {list(DTYPES)}.")
+    manifest = conform_keys(manifest, MANIFEST_KEYS, str(file))
+    if not isinstance(manifest.get("shards"), list) or len(manifest["shape"]) != 3:
+        raise UserError(f"[data] {file}: shape must be [c, h, w], and shards a list.")
+    if manifest["value_range"] is not None and len(manifest["value_range"]) != 2:
+        raise UserError(f"[data] {file}: value_range must hold two numbers.")
+    if manifest["scale"] == 0:
+        raise UserError(f"[data] {file}: scale=0 would make every latent the same.")
+    manifest["shards"] = [
+        conform_keys(entry, SHARD_KEYS, f"{file} shards[{number}]")
+        for number, entry in enumerate(manifest["shards"])
+    ]
     counted = sum(entry["count"] for entry in manifest["shards"])
     if counted != manifest["count"] or not counted:
         raise UserError(
             f"[data] {file}: count={manifest['count']}, but its shards hold {counted} samples."
         )
     return manifest
+
+
+def conform_keys(values: Any, hints: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the types of the keys that are known; the others are kept as they are."""
+    if not isinstance(values, dict):
+        raise UserError(f"[data] {where} must be a table of {', '.join(hints)}.")
+    optional = {"value_range"}
+    if missing := [key for key in hints if key not in values and key not in optional]:
+        raise UserError(f"[data] {where}: {', '.join(missing)} missing.")
+    checked = {k: conform(values.get(k), hint, f"[data] {where}: {k}") for k, hint in hints.items()}
+    return values | checked
 
 
 def write_shards(
@@ -177,7 +208,10 @@ def write_shards(
     about: dict[str, str] | None = None,
 ) -> None:
     """Write a dataset; the manifest comes last, so that an unfinished one is never opened."""
+    if latents.dtype not in DTYPES.values():
+        raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(DTYPES)}.")
     path.mkdir(parents=True, exist_ok=True)
+    (path / MANIFEST).unlink(missing_ok=True)
     shards = []
     for number, first in enumerate(range(0, len(latents), shard_size)):
         rows = slice(first, first + shard_size)

@@ -77,6 +77,8 @@ def draw_curve(path: Path, steps: Sequence[int], losses: Sequence[float], title:
     # The first values tower over the rest; the axis is for the rest.
     top = sorted(ys)[int(0.98 * (len(ys) - 1))] * 1.1
     bottom = min(0.95 * min(ys), 0.9 * top)
+    if not bottom < top:  # All losses alike: 0, or below.
+        bottom, top = min(ys) - 1, max(ys) + 1
     width, height, left, right, above, below = 960, 540, 80, 24, 48, 56
     sheet = Image.new("RGB", (width, height), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
@@ -107,7 +109,7 @@ def draw_curve(path: Path, steps: Sequence[int], losses: Sequence[float], title:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Four to ten round numbers from low to high."""
+    """About five to ten round numbers from low to high."""
     span = max(high - low, 1e-12)
     size = 10 ** math.floor(math.log10(span))
     unit = next(size * part for part in (0.1, 0.2, 0.5, 1, 2) if span / (size * part) <= 10)

@@ -67,7 +67,7 @@ def keep_rows(file: Path, resumed_step: int) -> list[Row]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if row["step"] <= resumed_step:
+        if isinstance(row, dict) and row.get("step", resumed_step + 1) <= resumed_step:
             rows.append(row)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     aside = file.with_suffix(".jsonl.partial")

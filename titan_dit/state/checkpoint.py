@@ -71,10 +71,9 @@ class Checkpoints:
         )
         written = merge(gather({path.name: describe(path) for path in own_files(partial)}))
         if rank() == 0:
-            write_durably(
-                partial / MANIFEST,
-                json.dumps({"format": FORMAT, **record, "files": written}, indent=2),
-            )
+            manifest = {"format": FORMAT, **record, "files": written}
+            manifest["digest"] = digest_of(manifest)
+            write_durably(partial / MANIFEST, json.dumps(manifest, indent=2))
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             sync_folder(self.folder)
@@ -103,7 +102,15 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"[checkpoint] {manifest} is damaged: {error}. Use another one.") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise UserError(f"[checkpoint] {manifest} is not of the format {FORMAT}.")
+    if record.pop("digest", None) != digest_of(record):
+        raise UserError(f"[checkpoint] {manifest} is damaged: its digest differs. Use another one.")
     return record
+
+
+def digest_of(record: Mapping[str, Any]) -> str:
+    """SHA-256 of plain values, whatever the order of their keys."""
+    text = json.dumps(record, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load(path: Path, tensors: Tensors) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
 from pathlib import Path
-from typing import Any
 
-from titan_dit import config_file
 from titan_dit.config import UserError
-from titan_dit.state.checkpoint import Checkpoints, step_of
+from titan_dit.config_file import Tables, changes
+from titan_dit.state.checkpoint import Checkpoints, read_record, step_of
 
 
 def starting_point(checkpoints: Checkpoints, resume: str) -> Path | None:
     """The checkpoint that [checkpoint] resume asks for; None starts from step 0.
 
-    A path into another run is where a fresh run begins; once the run has checkpoints of its own,
-    it goes on from those, so that the same command continues it.
+    A path into another run is where a fresh run begins; one of its own, where it goes back to.
+    Either happens once: what the same command has saved since, it goes on from.
     """
     newest = checkpoints.newest()
     if resume == "auto":
@@ -29,9 +28,10 @@ def starting_point(checkpoints: Checkpoints, resume: str) -> Path | None:
             )
         return None
     path = Path(resume)
-    if path.resolve().parent == checkpoints.folder.resolve():
-        return path
-    return newest or path
+    if newest is None or path.resolve().parent != checkpoints.folder.resolve():
+        return newest or path
+    made_since = read_record(newest)["config"]["checkpoint"]["resume"] == resume
+    return newest if made_since else path
 
 
 def set_aside_newer(checkpoints: Checkpoints, path: Path | None) -> None:
@@ -39,17 +39,23 @@ def set_aside_newer(checkpoints: Checkpoints, path: Path | None) -> None:
 
     They belong to a future that the run will not have; nothing is deleted.
     """
+    if path is None or path.resolve().parent != checkpoints.folder.resolve():
+        return
     for newer in checkpoints.whole():
-        if path and newer.parent.resolve() == path.resolve().parent and newer.name > path.name:
-            newer.rename(newer.with_name(newer.name + ".set-aside"))
+        if step_of(newer) > step_of(path):
+            asides = (newer.with_name(f"{newer.name}.set-aside-{i}") for i in itertools.count(1))
+            newer.rename(next(aside for aside in asides if not aside.exists()))
 
 
 def check_same_mathematics(
-    path: Path, record: Mapping[str, Any], tables: config_file.Tables, data_digest: str
+    path: Path, configs: tuple[Tables, Tables], data_digests: tuple[str, str]
 ) -> None:
-    """Refuse to go on with another model, objective, dataset, seed, batch or optimizer."""
-    changed = list(config_file.changes(record["config"], tables))
-    if record["data"]["digest"] != data_digest:
+    """Refuse to go on with another model, objective, dataset, seed, batch or optimizer.
+
+    Both pairs: (of the checkpoint, of now).
+    """
+    changed = list(changes(*configs))
+    if data_digests[0] != data_digests[1]:
         changed.append("[data]: its contents are not those that the checkpoint was trained on")
     if changed:
         raise UserError(
