@@ -1,6 +1,7 @@
 """Every layout gives the loss and the gradients of one process; every checkpoint loads on all."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -61,6 +62,24 @@ def test_every_layout_gives_the_loss_and_gradients_of_one_process(num_ranks, ref
             expected_loss, expected = reference["end" if case == "across epochs" else "start"]
             assert loss == pytest.approx(expected_loss, rel=1e-6), case
             assert_same_gradients(found, expected)
+
+
+def compiled_gradients(world):
+    from torch._dynamo.utils import counters
+
+    config = tiny_config(compile={"enabled": True})
+    trainer = Trainer(config, world)
+    randomize(trainer.parameters)
+    return gradients(trainer), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks_share_one_graph_and_give_the_same_gradients(reference):
+    expected_loss, expected = reference["start"]
+    for (loss, found), graphs in on_ranks(2, compiled_gradients):
+        assert graphs == 1
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert_same_gradients(found, expected)
 
 
 def equal_noise_on_all_ranks(trainer):

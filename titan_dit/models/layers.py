@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from titan_dit.models.linear import Linear
+
 
 def patchify(latents: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n d"]:
     """Latents to tokens, row by row; a token holds its patch as (p, p, c), channel fastest."""
@@ -130,10 +132,10 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, qk_norm: bool) -> None:
         super().__init__()
         self.head_dim = hidden // heads
-        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.qkv = Linear(hidden, 3 * hidden)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
-        self.out = nn.Linear(hidden, hidden)
+        self.out = Linear(hidden, hidden)
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
         """Attend over the n tokens."""
@@ -150,8 +152,8 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden, ffn)
-        self.down = nn.Linear(ffn, hidden)
+        self.up = Linear(hidden, ffn)
+        self.down = Linear(ffn, hidden)
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
         """Token by token."""

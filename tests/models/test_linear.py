@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch import nn
+
+from titan_dit.models import linear
+from titan_dit.models.linear import Linear, suits_onednn
+
+
+def gradients(layer, x, seed):
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)))
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize("shape", ["contiguous", "transposed", "two dims"])
+def test_values_and_gradients_are_those_of_nn_linear(shape):
+    torch.manual_seed(0)
+    ours, plain = Linear(24, 40), nn.Linear(24, 40)
+    plain.load_state_dict(ours.state_dict())
+    x = {
+        "contiguous": torch.randn(3, 16, 24),
+        "transposed": torch.randn(3, 24, 16).transpose(1, 2),
+        "two dims": torch.randn(48, 24),
+    }[shape]
+    assert suits_onednn(x, ours.weight)
+    for found, expected in zip(gradients(ours, x, 1), gradients(plain, x, 1), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_that_is_not_contiguous_is_taken_as_it_is():
+    torch.manual_seed(0)
+    ours, plain = Linear(24, 40), nn.Linear(24, 40)
+    plain.load_state_dict(ours.state_dict())
+    x, weight = torch.randn(3, 16, 24), torch.randn(3, 40, 16)
+    for layer in (ours, plain):
+        (layer(x).transpose(1, 2) * weight).sum().backward()
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.bias.grad, plain.bias.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_input_gives_the_same_bits():
+    layer, x = Linear(64, 256), torch.randn(4, 16, 64)
+    first = gradients(layer, x, 1)
+    layer.zero_grad()
+    for a, b in zip(first, gradients(layer, x, 1), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_formats_take_torchs_own_way(dtype):
+    layer, x = Linear(24, 40).to(dtype), torch.randn(3, 16, 24, dtype=dtype)
+    assert not suits_onednn(x, layer.weight)
+    assert layer(x).dtype == dtype
+
+
+def test_autocast_fake_and_meta_tensors_take_torchs_own_way():
+    layer, x = Linear(24, 40), torch.randn(3, 16, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        assert not suits_onednn(mode.from_tensor(x), layer.weight)
+    assert not suits_onednn(x.to("meta"), layer.weight)
+
+
+def test_without_the_operator_or_onednn_it_is_nn_linear(monkeypatch):
+    layer, x = Linear(24, 40), torch.randn(3, 16, 24)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not suits_onednn(x, layer.weight)
+    monkeypatch.setattr(linear.torch.ops, "mkldnn", object())
+    assert not suits_onednn(x, layer.weight)
+    assert layer(x).shape == (3, 16, 40)
