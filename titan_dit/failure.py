@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -16,16 +17,21 @@ USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
 
 
 def guarded(main: Callable[[], None]) -> None:
-    """Run `main`; whatever it raises is reported once and ends the process."""
+    """Run `main` and end the process; whatever it raises is reported once.
+
+    The end is os._exit, not the end of Python: there a broken process group can wait for ever, and
+    a thread of a whole one has been seen to abort a run that was done.
+    """
+    code = 0
     try:
         main()
+        atexit._run_exitfuncs()  # What loggers and worker processes have asked for.
     except (Exception, KeyboardInterrupt) as error:
         code, message = describe(error)
         report(message, is_user_error=code == USER_ERROR)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: at the end of Python a broken process group can wait for ever.
-        os._exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def describe(error: BaseException) -> tuple[int, str]:

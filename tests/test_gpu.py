@@ -1,0 +1,71 @@
+"""What only a CUDA device can show; skips itself without one."""
+
+import math
+
+import pytest
+import torch
+from harness import on_ranks
+from tiny import randomize, tiny_config, whole
+
+from titan_dit.rng import SampleRNG
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_random_numbers_are_those_of_the_cpu():
+    numbers = torch.arange(5)
+    there, here = SampleRNG(3, numbers.cuda()), SampleRNG(3, numbers)
+    assert torch.equal(there.uniform("t", (64,)).cpu(), here.uniform("t", (64,)))
+    noise = there.normal("noise", (64, 16)).cpu()
+    torch.testing.assert_close(noise, here.normal("noise", (64, 16)), rtol=1e-5, atol=1e-5)
+
+
+def three_steps(world, device_type, poisoned):
+    """Three steps of fp32 training, the second of them with a NaN if `poisoned`."""
+    from titan_dit.parallel.runtime import World
+    from titan_dit.trainer import Trainer
+
+    trainer = Trainer(tiny_config(), World(world.rank, world.size, torch.device(device_type)))
+    randomize_on(trainer)
+    batches, losses, weights = trainer.batches(), [], []
+    for trainer.step in (1, 2, 3):  # noqa: B020
+        batch = next(batches)
+        if poisoned and trainer.step == 2:
+            batch.tokens[0] = math.nan
+        loss, _, _ = trainer.train_step(batch)
+        losses.append(loss.item())
+        weights.append({name: whole(p).cpu() for name, p in trainer.parameters.items()})
+    return losses, weights, trainer.nan_steps.item()
+
+
+def randomize_on(trainer):
+    """`tiny.randomize`, whose values are drawn on the CPU."""
+    with torch.no_grad():
+        moved = {name: p.cpu() if p.is_cuda else p for name, p in trainer.parameters.items()}
+        randomize(moved)
+        for name, p in trainer.parameters.items():
+            p.copy_(moved[name])
+
+
+def run_on(device_type, poisoned=False):
+    if device_type == "cuda":
+        from titan_dit.parallel import runtime
+
+        with runtime.start("cuda") as world:
+            return three_steps(world, "cuda", poisoned)
+    return on_ranks(1, three_steps, "cpu", poisoned)[0]
+
+
+def test_training_gives_the_losses_of_the_cpu():
+    found, expected = run_on("cuda")[0], run_on("cpu")[0]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_nan_is_skipped_by_the_fused_optimizer():
+    _, (first, second, third), nan_steps = run_on("cuda", poisoned=True)
+    assert nan_steps == 1
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(second[name], third[name]) for name in first)
