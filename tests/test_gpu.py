@@ -31,7 +31,7 @@ def three_steps(world, device_type, poisoned):
     trainer = Trainer(tiny_config(), World(world.rank, world.size, torch.device(device_type)))
     randomize_on(trainer)
     batches, losses, weights = trainer.batches(), [], []
-    for trainer.step in (1, 2, 3):  # noqa: B020
+    for trainer.step in (1, 2, 3):
         batch = next(batches)
         if poisoned and trainer.step == 2:
             batch.tokens[0] = math.nan
