@@ -7,6 +7,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 GO_ON = "Run the same command again to go on from the newest checkpoint."
@@ -15,13 +16,16 @@ GO_ON = "Run the same command again to go on from the newest checkpoint."
 def main() -> None:
     """`python -m titan_dit.launch [torchrun's options] -m titan_dit.train --config ...`."""
     # torchrun logs every failure several times over; the cause is printed below.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)
     try:
         run(parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = first_cause(error)
         sys.stderr.write(message_of(rank, failure) + "\n")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    except RendezvousError as error:
+        sys.stderr.write(f"error: the nodes did not meet (RDZV_ENDPOINT, NNODES): {error}\n")
+        sys.exit(1)
     except SignalException as stopped:
         sys.stderr.write(f"Stopped by {stopped.sigval.name}. {GO_ON}\n")
         sys.exit(128 + stopped.sigval)

@@ -39,11 +39,15 @@ def show_help(arguments: list[str]) -> None:
     except UserError as error:
         sys.stdout.write(f"{error}\n\n")
         config = config_file.load(["--config", "digits"], catalog.variant)
+    names = "; ".join(
+        f"--{section}.name {' | '.join(table)}" for section, table in catalog.SECTIONS.items()
+    )
     kinds = (type(config.model), type(config.objective), type(config.data))
     tyro.cli(
         type(config)[kinds],  # type: ignore[index]
         prog="./run_train.sh --config FILE",
-        description="Train a diffusion transformer. Flags win over the config file.",
+        description="Train a diffusion transformer. Flags win over the config file. The name of "
+        f"[model], [objective] and [data] decides what their other keys are: {names}.",
         args=["--help"],
         default=config,
         config=(tyro.conf.FlagConversionOff,),
