@@ -1,6 +1,7 @@
 """Exit 0 if this Python has what pyproject.toml asks for: `python needs.py [EXTRA]`.
 
-Standard library only: it runs in environments that have nothing yet.
+Otherwise say on stderr what is missing, if torch at least is there. Standard library only: it runs
+in environments that have nothing yet.
 """
 
 import importlib.metadata
@@ -33,18 +34,29 @@ def is_met(requirement: str) -> bool:
     return all(COMPARE[sign](installed, version(bound)) for sign, bound in rules)
 
 
+def requirements(extras: list[str]) -> list[str]:
+    """What pyproject.toml asks for."""
+    import tomllib  # Not before Python 3.11.
+
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    optional = project["optional-dependencies"]
+    return [*project["dependencies"], *(r for extra in extras for r in optional[extra])]
+
+
 def main() -> int:
     """0 if all is there."""
     try:
-        import tomllib
-    except ImportError:  # Python before 3.11.
+        wanted = requirements(sys.argv[1:])
+    except ImportError:
         return 1
-
-    project = tomllib.loads(PYPROJECT.read_text())["project"]
-    wanted = list(project["dependencies"])
-    for extra in sys.argv[1:]:
-        wanted += project["optional-dependencies"][extra]
-    return int(not all(is_met(requirement) for requirement in wanted))
+    missing = [requirement for requirement in wanted if not is_met(requirement)]
+    if missing and is_met(next(r for r in wanted if r.startswith("torch>"))):
+        quoted = " ".join(f"'{requirement}'" for requirement in missing)
+        sys.stderr.write(
+            f"titan_dit: {sys.executable} has torch but lacks {quoted}.\n"
+            f"titan_dit: to use it: {sys.executable} -m pip install --no-deps {quoted}\n"
+        )
+    return int(bool(missing))
 
 
 if __name__ == "__main__":
