@@ -5,48 +5,76 @@
 #
 # An active environment (virtualenv, conda, a container's own Python) is used where it has what
 # pyproject.toml asks for. Otherwise .venv in the clone is made once, from the lock files.
+# Every step checks its own success: a caller may have no `set -e`.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 say() { printf 'titan_dit: %s\n' "$*" >&2; }
 
 use_environment() {
-    local locks=(requirements.lock) extra=${1:-}
+    local extra=${1:-} active wanted
+    locks=(requirements.lock)
     [ "$extra" = dev ] && locks+=(requirements-dev.lock)
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
     python=$root/.venv/bin/python
-    local active
     active=$(command -v python3 || command -v python || true)
-    if [ -n "$active" ] && [ "$active" != "$python" ] &&
+    # An activated .venv of our own is held to the locks, as it is when it is not activated.
+    if [ -n "$active" ] && [ "$(dirname "$active")" != "$root/.venv/bin" ] &&
         "$active" "$root/scripts/needs.py" $extra; then
         python=$active
         say "using the active environment, $active"
-        return
+        return 0
     fi
 
-    local wanted stamp=$root/.venv/.made_from
     wanted=$(cd "$root" && cat "${locks[@]}")
-    if [ -x "$python" ] && [ -f "$stamp" ]; then
-        case "$(cat "$stamp")" in "$wanted"*) return ;; esac
+    if ! is_made "$wanted"; then
+        alone make_environment "$wanted" || exit 1
     fi
-    make_environment "$stamp" "$wanted"
+}
+
+# Whether .venv was made, whole, from what is wanted (and perhaps more).
+is_made() {
+    [ -x "$python" ] || return 1
+    case "$(cat "$root/.venv/.made_from" 2>/dev/null)" in "$1"*) return 0 ;; *) return 1 ;; esac
+}
+
+# Run a command while no other node or process that shares the clone does.
+alone() {
+    local lock=$root/.venv.lock status=0 said=
+    until mkdir "$lock" 2>/dev/null; do
+        [ -n "$said" ] || say "another process is making .venv; waiting (if none is: rmdir $lock)"
+        said=1
+        sleep 2
+    done
+    trap 'rmdir "$root/.venv.lock" 2>/dev/null' EXIT
+    is_made "$2" || "$@" || status=1
+    rmdir "$lock"
+    trap - EXIT
+    return $status
 }
 
 make_environment() {
-    local stamp=$1 wanted=$2 base
-    base=$(find_python)
-    if [ ! -x "$python" ]; then
+    local wanted=$1 base packages
+    if ! "$python" -m pip --version >/dev/null 2>&1; then
+        base=$(find_python) || return 1
         say "making .venv with $("$base" --version), once; nothing outside the clone is touched"
-        "$base" -m venv "$root/.venv"
+        rm -rf "$root/.venv"
+        "$base" -m venv "$root/.venv" || return 1
     fi
+    rm -f "$root/.venv/.made_from"
     say "installing ${locks[*]} into .venv (half a minute where torch is a CPU build):"
-    # -v names what is being fetched; the rest of pip's chatter is left out.
+    # What is being fetched is shown; the rest of pip's chatter is left out.
     (cd "$root" && "$python" -m pip install --disable-pip-version-check --progress-bar off \
         "${locks[@]/#/-r}") | sed -un 's/^Collecting \([^ ]*\).*/  \1/p' >&2
+    if [ "${PIPESTATUS[0]}" != 0 ]; then
+        say "pip failed (above). Mend what it says and run the same command again."
+        return 1
+    fi
     # Makes `python -m titan_dit` work from any folder, as an editable install would.
-    echo "$root" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/titan_dit.pth"
-    printf '%s\n' "$wanted" >"$stamp"
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1
+    echo "$root" >"$packages/titan_dit.pth" || return 1
+    printf '%s\n' "$wanted" >"$root/.venv/.made_from" || return 1
     say "done"
 }
 
@@ -55,9 +83,9 @@ find_python() {
     for name in python3 python3.11 python3.12 python3.13; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             command -v "$name"
-            return
+            return 0
         fi
     done
     say "no Python of 3.11 or newer found. Install one, or activate an environment that has it."
-    exit 1
+    return 1
 }

@@ -71,38 +71,61 @@ def wait_for_step(folder, step, process):
     pytest.fail(f"step {step} was not reached")
 
 
-def test_a_killed_and_restarted_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir()
-    cut.mkdir()
-    assert train(*SHORT, *EXACT, cwd=whole, ranks=2).returncode == 0
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The run that the interrupted ones must repeat."""
+    cwd = tmp_path_factory.mktemp("whole")
+    done = train(*SHORT, *EXACT, cwd=cwd, ranks=2)
+    assert done.returncode == 0, done.stderr
+    return cwd / "outputs" / "digits"
 
+
+def start_and_wait(cwd, step, restarts=0):
+    """The launcher's process, its run past `step`."""
     command = train_command(*SHORT, *EXACT, ranks=2)
+    command[3:3] = ["--max-restarts", str(restarts)]
     process = subprocess.Popen(
         command,
-        cwd=cut,
+        cwd=cwd,
         env=commands.environment(),
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    folder = cut / "outputs" / "digits"
-    wait_for_step(folder, 30, process)
+    wait_for_step(cwd / "outputs" / "digits", step, process)
+    return process
+
+
+def same_run(found, expected):
+    for key in ("step", "samples", "loss", "grad_norm", "lr"):
+        assert [row[key] for row in metrics(found)] == [row[key] for row in metrics(expected)], key
+    for weights in ("model", "ema"):
+        same_weights(found, expected, weights)
+
+
+def test_a_killed_and_restarted_run_repeats_the_uninterrupted_one(uninterrupted, tmp_path):
+    process = start_and_wait(tmp_path, 30)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    folder = tmp_path / "outputs" / "digits"
     killed_at = metrics(folder)[-1]["step"]
     assert 30 <= killed_at < 60, "the machine was too fast: the run ended before it was killed"
 
-    done = train(*SHORT, *EXACT, cwd=cut, ranks=2)
+    done = train(*SHORT, *EXACT, cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "resumed from outputs/digits/checkpoints/step-000000" in done.stdout
-    expected = metrics(whole / "outputs" / "digits")
-    found = metrics(folder)
-    for key in ("step", "samples", "loss", "grad_norm", "lr"):
-        assert [row[key] for row in found] == [row[key] for row in expected], key
-    for weights in ("model", "ema"):
-        same_weights(whole / "outputs" / "digits", folder, weights)
+    same_run(folder, uninterrupted)
+
+
+def test_a_rank_that_is_killed_is_restarted_and_the_run_ends_the_same(uninterrupted, tmp_path):
+    process = start_and_wait(tmp_path, 30, restarts=1)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    os.kill(int(ranks.stdout.split()[-1]), signal.SIGKILL)
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert said.count("resumed from outputs/digits/checkpoints/step-000000") == 1
+    same_run(tmp_path / "outputs" / "digits", uninterrupted)
 
 
 def same_weights(first, second, weights):

@@ -295,8 +295,8 @@ class MetricsConfig(Section):
 
     section = "metrics"
 
-    every: Count = 10
-    """Steps between lines of metrics.jsonl and of the console."""
+    every: Whole = 10
+    """Steps between lines of metrics.jsonl and of the console; 0 writes none."""
     tensorboard: bool = True
     wandb: bool = False
     """Needs the extra: pip install 'titan_dit[wandb]'."""

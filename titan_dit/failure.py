@@ -38,6 +38,9 @@ def describe(error: BaseException) -> tuple[int, str]:
     """Exit code and message: what a user did needs no traceback, everything else does."""
     if isinstance(error, UserError):
         return USER_ERROR, f"error: {error}"
+    if isinstance(error, OSError) and error.filename is not None:
+        # A file that cannot be read or written: the message names it.
+        return USER_ERROR, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
     return INTERNAL_ERROR, "".join(traceback.format_exception(error)).rstrip()
@@ -49,9 +52,14 @@ def report(message: str, is_user_error: bool) -> None:
     The ranks of a job mostly fail together, each for its own reason: the first is the cause.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # The launcher only sees the last attempt: one that will be restarted speaks for itself.
+    restarts, limit = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    if message and (not error_file or restarts < limit):
+        sys.stderr.write(message + "\n")
     if not error_file:
-        if message:
-            sys.stderr.write(message + "\n")
         return
     details = {"timestamp": str(int(time.time())), "moment": time.time(), "user": is_user_error}
     Path(error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -10,13 +12,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-GO_ON = "Run the same command again to go on from the newest checkpoint."
+GO_ON = "Run the same command again: it goes on from the newest checkpoint, if there is one."
+KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
 def main() -> None:
     """`python -m titan_dit.launch [torchrun's options] -m titan_dit.train --config ...`."""
     # torchrun logs every failure several times over; the cause is printed below.
     logging.disable(logging.ERROR)
+    # Restarted ranks would meet on the store of those that died and read their stale keys.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         run(parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -24,7 +29,10 @@ def main() -> None:
         sys.stderr.write(message_of(rank, failure) + "\n")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
     except RendezvousError as error:
-        sys.stderr.write(f"error: the nodes did not meet (RDZV_ENDPOINT, NNODES): {error}\n")
+        sys.stderr.write(
+            "error: the nodes did not meet (RDZV_ENDPOINT, NNODES), or another node ended first "
+            f"and says why: {error}\n"
+        )
         sys.exit(1)
     except SignalException as stopped:
         sys.stderr.write(f"Stopped by {stopped.sigval.name}. {GO_ON}\n")
@@ -40,9 +48,9 @@ def first_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
             return False, float(message["extraInfo"]["moment"])
         return True, float(item[1].timestamp)
 
-    # A rank killed from outside leaves no message, but then neither is it the consequence of
-    # another's error: those end with a message or by the launcher's SIGTERM.
-    killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -15]
+    # A rank killed from outside leaves no message, and the others fail because of it. Other signals
+    # can be consequences: the launcher's SIGTERM, NCCL's SIGABRT.
+    killed = [(r, f) for r, f in error.failures.items() if -f.exitcode in KILLS]
     return killed[0] if killed else min(error.failures.items(), key=moment)
 
 

@@ -18,9 +18,17 @@ from titan_dit.evaluation.generate import generate, preview_labels
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Batch, Objective
 from titan_dit.observe import console, flops, images
-from titan_dit.observe.metrics import Meter, Metrics, Row, finite_or_none, peak_gib
+from titan_dit.observe.metrics import (
+    Meter,
+    Metrics,
+    Row,
+    check_installed,
+    finite_or_none,
+    peak_gib,
+)
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.gradients import clip_norm
+from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh, check_batch, solve
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.base import Executor
@@ -35,13 +43,14 @@ Config: TypeAlias = JobConfig[ModelConfig, Objective, DataConfig]
 
 
 class Trainer:
-    """One run on this rank. The run directory is untouched until `fit` takes the first step."""
+    """One run on this rank. Building it leaves the run directory alone."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.folder = Path(config.job.dir or f"outputs/{config.job.name}")
         if config.training.deterministic:
             set_deterministic()
+        check_installed(config.metrics)
 
         sizes = solve(config.parallel, world.size)
         check_batch(config.training, sizes)
@@ -54,7 +63,8 @@ class Trainer:
             channels = config.model.sample_shape[0]
             model = config.model.build(config.objective.output_channels(channels))
             example = config.model.tokenize(torch.empty(1, *config.model.sample_shape))
-        parallelize(model, self.mesh, config, world.device)
+        parallelize(model, self.mesh, config.parallel, config.precision, config.compile)
+        initialize(model, model.init_laws(), config.job.seed, world.device)
         self.token_shape = (example.shape[1], example.shape[2])
         self.flops_per_sample = model.flops_per_sample(example.shape[1])
         self.static = config.model.static(world.device)
@@ -65,6 +75,7 @@ class Trainer:
         self.parameters = dict(model.named_parameters())
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema)
+        self.plan = BatchPlan(config.training.global_batch_size)
         self.step, self.cursor = 0, 0
         self.nan_steps = torch.zeros((), device=world.device)
         self.nan_steps_in_a_row = torch.zeros((), device=world.device)
@@ -72,6 +83,7 @@ class Trainer:
             self.folder / "checkpoints", config.checkpoint.keep
         )
         self.meter = Meter()
+        self.metrics: Metrics | None = None
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -101,11 +113,10 @@ class Trainer:
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch, from the cursor on."""
         config, mesh = self.config, self.mesh
-        plan = BatchPlan(config.training.global_batch_size)
         epochs = EpochOrder(config.job.seed, len(self.source))
         return loader.load(
             self.source,
-            RankOrder(plan, epochs, mesh.data_rank, mesh.sizes.data),
+            RankOrder(self.plan, epochs, mesh.data_rank, mesh.sizes.data),
             self.cursor,
             config.model.tokenize,
             self.static,
@@ -131,7 +142,7 @@ class Trainer:
         self.ema.update(self.step, skip=bad)
         self.nan_steps += bad
         self.nan_steps_in_a_row = (self.nan_steps_in_a_row + 1) * bad
-        self.cursor += config.training.global_batch_size
+        _, self.cursor = self.plan(self.cursor)
         self.meter.steps += 1
         return loss, grad_norm, lr
 
@@ -142,7 +153,7 @@ class Trainer:
         step_ms, data_wait_ms = self.meter.read()
         rate = self.config.training.global_batch_size / step_ms * 1e3
         tflops = rate * self.flops_per_sample / self.world.size / 1e12
-        peak = flops.peak_tflops(self.world.device)
+        peak = flops.peak_tflops(self.world.device, self.config.precision.dtype)
         row: Row = {
             "step": self.step,
             "samples": self.cursor,
@@ -156,10 +167,12 @@ class Trainer:
             "mfu": tflops / peak if peak else None,
             "peak_gib": peak_gib(self.world.device),
             "data_wait_ms": data_wait_ms,
+            # Steps are skipped for nothing else yet.
             "skipped_steps": round(nan_steps),
             "nan_steps": round(nan_steps),
         }
-        if self.metrics:
+        # The first line of a resumed run is for the person at the console only.
+        if self.metrics and (self.step == 1 or self.due(self.config.metrics.every)):
             self.metrics.log(row)
         self.say(console.progress(row, self.config.training.steps))
         limit = self.config.faults.max_consecutive_bad_steps
@@ -231,18 +244,25 @@ class Trainer:
     def resume(self) -> None:
         """Load the checkpoint that the config asks for, if there is one."""
         settings = self.config.checkpoint
+        start, record = None, {}
+        if self.world.is_main:
+            start = resume.starting_point(self.checkpoints, settings.resume)
+            record = checkpoint.read_record(start) if start else {}
         # The first rank's view decides: a shared disk may show a new folder to some ranks first.
-        start = self.world.gather(resume.starting_point(self.checkpoints, settings.resume))[0]
+        start, record = self.world.gather((start, record))[0]
         if start is None:
             return
-        record = checkpoint.read_record(start)
         if not settings.allow_changes:
             # Built anew: keys that did not exist then get their defaults, as they do now.
             before = config_file.build(record["config"], catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
             resume.check_same_mathematics(start, configs, digests)
-        checkpoint.load(start, self.tensors())
+        tensors = self.tensors()
+        saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
+        tensors["ema"] = {k: v for k, v in self.ema.averages.items() if k in saved}
+        checkpoint.load(start, tensors)
+        self.ema.restart(except_for=saved)
         self.step, self.cursor = record["step"], record["cursor"]
         self.nan_steps.fill_(record["nan_steps"])
         if self.world.is_main:
@@ -252,7 +272,6 @@ class Trainer:
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics, and say what will be done."""
         config = self.config
-        self.metrics: Metrics | None = None
         if self.world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.toml").write_text(config_file.to_toml(config))

@@ -91,7 +91,9 @@ def test_flops_are_what_torch_counts(learned_sigma, changes):
     # Only the plain attention is made of matmuls that torch counts on a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         predict(model, latents, timestep, labels).sum().backward()
-    assert counter.get_total_flops() == 3 * model.flops_per_sample(config.num_tokens)
+    assert counter.get_total_flops() == 3 * model.flops_per_sample(
+        (config.latent_size // config.patch) ** 2
+    )
 
 
 class OriginalBlock(nn.Module):
@@ -361,7 +363,7 @@ def test_qk_norm_adds_its_weights_and_is_used():
 
 def test_a_learned_sigma_comes_as_channels_behind_the_first():
     config = tiny()
-    tokens = torch.randn(2, config.num_tokens, 4 * 6)
+    tokens = torch.randn(2, (config.latent_size // config.patch) ** 2, 4 * 6)
     latents = config.detokenize(tokens)
     assert latents.shape == (2, 6, 8, 8)
     mean, sigma = (part.flatten(-2) for part in tokens.unflatten(-1, (4, 6)).split(3, -1))
@@ -373,7 +375,7 @@ def test_a_size_is_short_for_its_numbers():
     named = DiTConfig(size="B/4", **IMAGENET)
     explicit = DiTConfig(hidden=768, layers=12, heads=12, patch=4, **IMAGENET)
     assert named.shape == explicit.shape == (768, 12, 12, 4)
-    assert named.num_tokens == explicit.num_tokens == 64
+    assert named.sample_shape == explicit.sample_shape
     assert named == DiTConfig(size="B/4", hidden=768, patch=4, **IMAGENET)
 
 
@@ -413,4 +415,4 @@ def test_every_fix_that_a_message_names_works(changes):
     fixes = re.findall(r"(\w+) = (\d+)", str(caught.value))
     assert fixes
     for key, value in fixes:
-        assert tiny(**{**changes, key: int(value)}).num_tokens > 0
+        assert tiny(**{**changes, key: int(value)}).ffn > 0

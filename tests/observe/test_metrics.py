@@ -1,6 +1,8 @@
 import json
 import math
+import sys
 import time
+import types
 
 import pytest
 import torch
@@ -90,9 +92,26 @@ def test_tensorboard_gets_the_same_scalars(tmp_path):
 
 
 def test_wandb_without_wandb_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(metrics.sys.modules, "wandb", None)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'titan_dit\[wandb\]'"):
-        open_metrics(tmp_path, wandb=True)
+        metrics.check_installed(MetricsConfig(wandb=True))
+    metrics.check_installed(MetricsConfig(wandb=False))
+
+
+def test_wandb_is_given_the_rows_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
+    """Against a stand-in: the package is an extra."""
+    calls = []
+    stand_in = types.SimpleNamespace(
+        init=lambda **kwargs: calls.append(kwargs),
+        log=lambda values, step: calls.append((values, step)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    for step in (1, 2):
+        open_metrics(tmp_path, wandb=True).log({"step": step, "loss": 0.5, "mfu": None})
+    first, row, second, _ = calls
+    assert row == ({"step": 1, "loss": 0.5}, 1)
+    assert first["id"] == second["id"]
+    assert first["resume"] == "allow"
 
 
 class Clock:
@@ -170,8 +189,9 @@ def test_peak_memory_of_a_cpu_is_that_of_the_process():
 )
 def test_the_peak_of_a_gpu_is_found_by_the_longest_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert flops.peak_tflops(torch.device("cuda")) == peak
-    assert flops.peak_tflops(torch.device("cpu")) is None
+    assert flops.peak_tflops(torch.device("cuda"), "bf16") == peak
+    assert flops.peak_tflops(torch.device("cuda"), "fp32") is None
+    assert flops.peak_tflops(torch.device("cpu"), "bf16") is None
 
 
 def test_lines_that_are_no_rows_are_dropped(tmp_path):

@@ -92,4 +92,9 @@ def test_predicting_runs_forward_only_in_fp32():
     prediction = LocalExecutor(model, square, 2).predict(inputs, batch.static)
     assert prediction.dtype == torch.float32
     assert not prediction.requires_grad
+    # No more rows at a time than in training: guidance doubles them.
+    assert model.calls == [2, 2, 2]
+    model.calls.clear()
+    whole = LocalExecutor(model, square, None).predict(inputs, batch.static)
     assert model.calls == [6]
+    assert torch.equal(whole, prediction)

@@ -59,7 +59,7 @@ def main(options: Options) -> None:
     out = Path(options.out)
     if out.suffix not in (".safetensors", ".png"):
         raise UserError(f"--out {out}: name a file that ends in .safetensors or .png.")
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(options.device)
     path = find(Path(options.run), options.step)
     run = restore(path, options.weights, options.decay, device)
     labels = labels_of(options.labels, options.num, run.config.model.num_classes)
@@ -76,6 +76,17 @@ def main(options: Options) -> None:
         save_file({"samples": samples.contiguous(), "labels": labels}, aside)
         aside.replace(out)
     console.say(f"wrote {out}")
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device that --device asks for."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name}: {reason}") from None
+    return device
 
 
 def labels_of(text: str, num: int, num_classes: int) -> Int64[Tensor, " num"]:

@@ -36,8 +36,9 @@ class DataFacts:
     """Tells this dataset from any other, wherever it lies."""
 
     def to_stored_units(self, samples: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        """Undo scale and shift."""
-        return samples / self.scale + self.shift
+        """Undo scale and shift; values are held to the `value_range`, if the data has one."""
+        stored = samples / self.scale + self.shift
+        return stored if self.value_range is None else stored.clamp(*self.value_range)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

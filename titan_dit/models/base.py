@@ -36,6 +36,16 @@ class Model(nn.Module):
     tied: Mapping[str, str] = {}
     """Parameters that are one: {"head.weight": "embed.weight"}."""
 
+    def forward(self, inputs: Mapping[str, Tensor], static: Static) -> Tensor:
+        """Inputs of `embed` to a prediction for every token; the whole network on one stage."""
+        assert self.embed is not None
+        assert self.head is not None
+        stream = self.embed(inputs, static)
+        for block in self.blocks.values():
+            stream = block(stream, static)
+        prediction: Tensor = self.head(stream, static)
+        return prediction
+
     def init_laws(self) -> dict[str, InitLaw]:
         """The law of every parameter and buffer, by name."""
         raise NotImplementedError

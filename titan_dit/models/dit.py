@@ -135,11 +135,6 @@ class DiTConfig(Section):
         """[c, h, w] of one latent."""
         return self.channels, self.latent_size, self.latent_size
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of one latent."""
-        return (self.latent_size // self.shape[3]) ** 2
-
     def build(self, output_channels: int) -> DiT:
         """The network; the objective says how many channels it predicts."""
         return DiT(self, output_channels)
@@ -227,14 +222,6 @@ class DiT(Model):
         self.embed = Embed(config)
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.shape[1])})
         self.head = Head(config, output_channels)
-
-    def forward(self, inputs: Mapping[str, Tensor], static: Static) -> Float[Tensor, "b n d"]:
-        """Inputs (see `Embed.forward`) to a prediction for every token."""
-        stream = self.embed(inputs, static)
-        for block in self.blocks.values():
-            stream = block(stream, static)
-        prediction: Tensor = self.head(stream, static)
-        return prediction
 
     def init_laws(self) -> dict[str, InitLaw]:
         """As the original: Xavier for linears, N(0, 0.02) for timestep and label, zero gates.

@@ -53,9 +53,10 @@ class _OneDNN(torch.autograd.Function):
         return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows, needed = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad  # type: ignore[attr-defined]
+        grad_x = product(grad, weight.t(), None) if needed[0] else None
         # MKL is the faster one for this shape: few outputs, summed over all rows.
-        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
-        return product(grad, weight.t(), None), grad_weight, rows.sum(0)
+        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needed[1] else None
+        return grad_x, grad_weight, rows.sum(0) if needed[2] else None

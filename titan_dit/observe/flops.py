@@ -21,9 +21,9 @@ PEAK_BF16_TFLOPS = {
 }
 
 
-def peak_tflops(device: torch.device) -> float | None:
-    """The device's bf16 peak, or None where it is not known (any CPU)."""
-    if device.type != "cuda":
+def peak_tflops(device: torch.device, dtype: str) -> float | None:
+    """The device's peak for "bf16", or None where it is not known (a CPU, fp32)."""
+    if device.type != "cuda" or dtype != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
     matches = [known for known in PEAK_BF16_TFLOPS if known in name]

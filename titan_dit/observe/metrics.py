@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import resource
 import sys
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +21,15 @@ from titan_dit.config import MetricsConfig, UserError
 
 Row = dict[str, Any]
 Writer = Callable[[Row], None]
+
+
+def check_installed(config: MetricsConfig) -> None:
+    """Refuse a writer whose package is missing, before anything is written."""
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "[metrics] wandb=true, but wandb is not installed. Run pip install 'titan_dit[wandb]' "
+            "or set wandb = false."
+        )
 
 
 class Metrics:
@@ -95,14 +106,20 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
 
 def wandb_writer(folder: Path, name: str, run: Mapping[str, Any]) -> Writer:
     """The same rows to Weights & Biases."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "[metrics] wandb=true, but wandb is not installed. Run pip install 'titan_dit[wandb]' "
-            "or set wandb = false."
-        ) from None
-    wandb.init(project="titan_dit", name=name, dir=str(folder), config=dict(run), resume="allow")
+    import wandb
+
+    # Kept in the run directory, so that a resumed run goes on in the same one.
+    identity = folder / "wandb_id"
+    if not identity.is_file():
+        identity.write_text(uuid.uuid4().hex)
+    wandb.init(
+        project="titan_dit",
+        name=name,
+        id=identity.read_text(),
+        dir=str(folder),
+        config=dict(run),
+        resume="allow",
+    )
 
     def write(row: Row) -> None:
         wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])

@@ -15,10 +15,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from titan_dit.config import ParallelConfig, PrecisionConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# A block passes its condition through as a view. FSDP warns of in-place operations on such a view;
-# the models have none.
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
 RESHARD: dict[str, bool | None] = {"auto": None, "always": True, "never": False}
 
 
@@ -26,6 +22,9 @@ def shard(
     model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> None:
     """Shard block by block, so that a block's parameters are gathered just before its turn."""
+    # A block passes its condition through as a view. FSDP warns of in-place operations on such a
+    # view; the models have none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[precision.dtype],
         reduce_dtype=torch.float32,

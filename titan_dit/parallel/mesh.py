@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -36,35 +37,36 @@ class AxisSizes:
 
 def solve(config: ParallelConfig, world_size: int) -> AxisSizes:
     """Fill in dp_shard=-1 and check the product against the ranks that were started."""
-    fixed = {axis: getattr(config, axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
-    others, dp_shard = math.prod(fixed.values()), config.dp_shard
-    if dp_shard == 0:
+    sizes = {f.name: getattr(config, f.name) for f in fields(AxisSizes)}
+    if sizes["dp_shard"] == 0:
         raise UserError("[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1.")
-    if dp_shard == -1 and world_size % others == 0:
-        dp_shard = world_size // others
-    shown = {axis: size for axis, size in fixed.items() if size > 1} | {"dp_shard": dp_shard}
-    factors = " x ".join(f"{axis}={size}" for axis, size in shown.items())
-    if dp_shard == -1:
-        factors = factors.replace(" x dp_shard=-1", "")
-        fix = f"Launch a multiple of {others} ranks, or change the sizes."
+    others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
+    fits, fill = world_size % others == 0, sizes["dp_shard"] == -1
+    if fill and fits:
+        sizes["dp_shard"] = world_size // others
+    shown = [f"{a}={n}" for a, n in sizes.items() if n > 1 or (a == "dp_shard" and not fill)]
+    factors, were = " x ".join(shown), "was" if world_size == 1 else "were"
+    if fill and not fits:
         raise UserError(
-            f"[parallel] {factors} does not divide the {world_size} ranks started. {fix}"
+            f"[parallel] {factors} does not divide the {world_size} ranks started. "
+            f"Launch a multiple of {others} ranks, or change the sizes.{unsupported(sizes)}"
         )
-    if (product := others * dp_shard) != world_size:
-        fit = (
-            f"Set dp_shard = {world_size // others} or launch"
-            if world_size % others == 0
-            else "Launch"
+    if (product := math.prod(sizes.values())) != world_size:
+        fix = f"Set dp_shard = {world_size // others} or launch" if fits else "Launch"
+        raise UserError(
+            f"[parallel] {factors} = {product} ranks, but {world_size} {were} started. "
+            f"{fix} {product} ranks.{unsupported(sizes)}"
         )
-        ranks = f"{product} ranks, but {world_size} {'was' if world_size == 1 else 'were'} started"
-        raise UserError(f"[parallel] {factors} = {ranks}. {fit} {product} ranks.")
-    for axis in ("pp", "cp", "tp"):
-        if fixed[axis] > 1:
-            raise UserError(
-                f"[parallel] {axis}={fixed[axis]}: this version spreads a model over dp_shard and "
-                f"dp_replicate only. Set {axis} = 1."
-            )
-    return AxisSizes(**fixed, dp_shard=dp_shard)
+    if missing := unsupported(sizes):
+        raise UserError(f"[parallel] {factors}.{missing}")
+    return AxisSizes(**sizes)
+
+
+def unsupported(sizes: Mapping[str, int]) -> str:
+    """A sentence about the axes that this version cannot use, if any is asked for."""
+    above = [axis for axis in ("pp", "cp", "tp") if sizes[axis] > 1]
+    fix = " and ".join(f"{axis} = 1" for axis in above)
+    return f" This version uses dp_shard and dp_replicate only: set {fix}." if above else ""
 
 
 def check_batch(training: TrainingConfig, sizes: AxisSizes) -> None:

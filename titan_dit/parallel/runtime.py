@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from titan_dit.config import UserError
+
 T = TypeVar("T")
 
 
@@ -45,7 +47,10 @@ def start(device_type: str | None = None) -> Iterator[World]:
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(device_type)
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= visible:
+            raise UserError(f"NGPU: rank {local} of this node has no GPU. Set NGPU = {visible}.")
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     # gloo beside NCCL: checkpoints and small objects talk over the CPU.
     backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
@@ -53,10 +58,9 @@ def start(device_type: str | None = None) -> Iterator[World]:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        dist.destroy_process_group()
+    yield World(dist.get_rank(), dist.get_world_size(), device)
+    # Not in a `finally`: after an error it would wait for ranks that wait for this one.
+    dist.destroy_process_group()
 
 
 def set_deterministic() -> None:

@@ -40,6 +40,11 @@ class LocalExecutor:
     @torch.no_grad()
     def predict(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
         """See `Executor.predict`."""
-        prediction: Tensor = self.model(inputs, static)
+        rows = next(iter(inputs.values())).shape[0]
+        size = self.microbatch_size or rows
+        parts = []
+        for first in range(0, rows, size):
+            part = {name: value[first : first + size] for name, value in inputs.items()}
+            parts.append(self.model(part, static).float())
         fsdp.reshard(self.model)
-        return prediction.float()
+        return torch.cat(parts)

@@ -29,9 +29,6 @@ MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 NAME = re.compile(r"step-(\d{8,})")
 
-# Said whenever one process loads without a process group, which is meant.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unini")
-
 Tensors = Mapping[str, Any]
 """Nested dicts of tensors; DTensors are saved and loaded as the shards they are."""
 
@@ -71,6 +68,7 @@ class Checkpoints:
         )
         written = merge(gather({path.name: describe(path) for path in own_files(partial)}))
         if rank() == 0:
+            check_all_are_here(partial, written)
             manifest = {"format": FORMAT, **record, "files": written}
             manifest["digest"] = digest_of(manifest)
             write_durably(partial / MANIFEST, json.dumps(manifest, indent=2))
@@ -130,7 +128,10 @@ def load(path: Path, tensors: Tensors) -> None:
                 f"[checkpoint] {path}: {name} is {list(entry.size)}, but the model's is "
                 f"{list(tensor.shape)}: it is of another model."
             )
-    state_dict_loader.load(dict(tensors), checkpoint_id=path, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():
+        # Said whenever one process loads without a process group, which is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
+        state_dict_loader.load(dict(tensors), checkpoint_id=path, no_dist=not dist.is_initialized())
 
 
 def verify(path: Path) -> None:
@@ -168,6 +169,16 @@ def describe(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def check_all_are_here(folder: Path, written: Mapping[str, Any]) -> None:
+    """The first rank must see what every rank has written, or no one could load it."""
+    for name, expected in written.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != expected["bytes"]:
+            raise UserError(
+                f"[job] dir: {folder / name} was written by another node and is not to be seen "
+                "from the first one. The run directory must lie on a disk that all nodes share."
+            )
 
 
 def own_files(folder: Path) -> list[Path]:

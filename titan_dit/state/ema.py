@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,13 @@ class EMA:
             update = step // self.config.every
             decay = min(decay, (1 + update) / (10 + update))
         return float(decay**self.config.every)
+
+    @torch.no_grad()
+    def restart(self, except_for: Collection[str]) -> None:
+        """Set every average to the weights, but for those named by their decay."""
+        for decay, average in self.averages.items():
+            if decay not in except_for:
+                torch._foreach_copy_(local(average), local(self.parameters))
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:

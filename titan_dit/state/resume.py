@@ -27,11 +27,16 @@ def starting_point(checkpoints: Checkpoints, resume: str) -> Path | None:
                 "delete the old one."
             )
         return None
+    if newest and read_record(newest)["config"]["checkpoint"]["resume"] == resume:
+        return newest
     path = Path(resume)
-    if newest is None or path.resolve().parent != checkpoints.folder.resolve():
-        return newest or path
-    made_since = read_record(newest)["config"]["checkpoint"]["resume"] == resume
-    return newest if made_since else path
+    read_record(path)  # Named here if it is no checkpoint.
+    return path if is_own(checkpoints, path) else newest or path
+
+
+def is_own(checkpoints: Checkpoints, path: Path) -> bool:
+    """Whether a checkpoint lies in the run's own folder."""
+    return path.resolve().parent == checkpoints.folder.resolve()
 
 
 def set_aside_newer(checkpoints: Checkpoints, path: Path | None) -> None:
@@ -39,7 +44,7 @@ def set_aside_newer(checkpoints: Checkpoints, path: Path | None) -> None:
 
     They belong to a future that the run will not have; nothing is deleted.
     """
-    if path is None or path.resolve().parent != checkpoints.folder.resolve():
+    if path is None or not is_own(checkpoints, path):
         return
     for newer in checkpoints.whole():
         if step_of(newer) > step_of(path):
