@@ -12,6 +12,7 @@ from commands import ROOT, environment, run
 from PIL import Image
 from safetensors.torch import load_file
 
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 SHORTER = "--training.steps 20 --sampling.num 20 --sampling.steps 2"
 
 
@@ -79,10 +80,15 @@ def test_the_python_example_trains_in_one_process(tmp_path):
 
 
 def test_the_readme_links_to_files_that_exist():
-    for page in ("README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))):
+    for page in ("README.md", *(f"docs/{p.name}" for p in DOCS)):
         text = (ROOT / page).read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+def test_nothing_is_left_to_be_filled_in():
+    for page in ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS)):
+        assert not re.search(r"@@|TODO|FIXME|TBD", (ROOT / page).read_text()), page
 
 
 def test_the_readme_maps_every_package():
