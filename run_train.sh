@@ -15,6 +15,8 @@ if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
 fi
 ngpu=${NGPU:-$((gpus > 0 ? gpus : cores > 1 ? 2 : 1))}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ngpu ? cores / ngpu : 1))}
+# When one node ends first, torch's C++ side tells the others' consoles in thirty lines of frames.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 meeting=(--standalone)
 if [ -n "${NNODES:-}" ] && [ "$NNODES" != 1 ]; then
