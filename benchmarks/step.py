@@ -67,7 +67,25 @@ def ours_compiled(config: DiTConfig, batch: int, device: torch.device) -> Callab
     return ours(config, batch, device, compiled=True)
 
 
-CONTENDERS: dict[str, MakeStep] = {"plain": plain, "ours": ours, "ours_compiled": ours_compiled}
+def ours_without_onednn(
+    config: DiTConfig, batch: int, device: torch.device
+) -> Callable[[], Tensor]:
+    """`ours`, its linear layers torch's own."""
+    inner = ours(config, batch, device)
+
+    def step() -> Tensor:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return inner()
+
+    return step
+
+
+CONTENDERS: dict[str, MakeStep] = {
+    "plain": plain,
+    "ours": ours,
+    "ours_compiled": ours_compiled,
+    "ours_without_onednn": ours_without_onednn,
+}
 
 
 def find(name: str) -> MakeStep:

@@ -9,19 +9,21 @@ import pytest
 
 from titan_dit.config import (
     CheckpointConfig,
-    Count,
-    Decay,
     EMAConfig,
     FaultsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from titan_dit.section import (
+    Count,
+    Decay,
     Finite,
     Fraction,
     NonNegative,
-    OptimizerConfig,
-    ParallelConfig,
     Positive,
-    RunConfig,
     Section,
-    TrainingConfig,
     UserError,
     Whole,
     hints_of,

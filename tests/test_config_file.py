@@ -8,8 +8,8 @@ import pytest
 
 from titan_dit import config_file
 from titan_dit.catalog import sampler, variant
-from titan_dit.config import UserError
 from titan_dit.config_file import CONFIG_DIR, build, changes, to_tables, to_toml
+from titan_dit.section import UserError
 
 TEXT = """
 [model]

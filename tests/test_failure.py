@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from titan_dit.config import UserError
 from titan_dit.failure import describe, report
+from titan_dit.section import UserError
 
 
 def raised(error):

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from titan_dit import failure
-from titan_dit.config import UserError
+from titan_dit.section import UserError
 
 # Each is a file in titan_dit/commands with a dataclass `Options` and a function `main(options)`.
 COMMANDS = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titan_dit.config import Section, UserError, show
 from titan_dit.config_file import nearest
+from titan_dit.section import Section, UserError, show
 
 if TYPE_CHECKING:  # Reading a config must not import torch before it has to.
     from titan_dit.samplers.ode import Sampler

@@ -1,136 +1,22 @@
-"""The sections of a run's configuration: frozen dataclasses that refuse impossible values.
-
-Nothing here imports torch, so that a wrong key is answered before anything heavy is loaded. The
-models, objectives and datasets bring sections of their own, built on the same `Section`.
-"""
+"""The sections of a run's configuration and the keys they hold."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import operator
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
+from typing import Annotated, Generic, Literal, TypeVar
+
+from titan_dit.section import (
+    Bound,
+    Count,
+    Decay,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    UserError,
+    Whole,
+    show,
 )
-
-
-class UserError(ValueError):
-    """Something the user can put right. Printed once, by one rank, without a traceback."""
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Limits of a number, carried in the type: `Annotated[int, Bound(least=1)]`."""
-
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    def broken_by(self, value: float) -> str | None:
-        """The rule that `value` breaks, in words, or None. NaN breaks every bound."""
-        rules = (
-            (self.least, "at least", operator.ge),
-            (self.most, "at most", operator.le),
-            (self.above, "above", operator.gt),
-            (self.below, "below", operator.lt),
-        )
-        for limit, words, holds in rules:
-            if limit is not None and not holds(value, limit):
-                return f"must be {words} {limit:g}"
-        return None
-
-
-Count = Annotated[int, Bound(least=1)]
-Whole = Annotated[int, Bound(least=0)]
-Positive = Annotated[float, Bound(above=0, below=float("inf"))]
-NonNegative = Annotated[float, Bound(least=0, below=float("inf"))]
-Finite = Annotated[float, Bound(above=float("-inf"), below=float("inf"))]
-Fraction = Annotated[float, Bound(least=0, most=1)]
-Decay = Annotated[float, Bound(least=0, below=1)]
-
-
-def conform(value: object, hint: Any, where: str) -> Any:
-    """Return `value` as the type `hint` says, or raise a UserError that names `where`.
-
-    The only conversions are the ones TOML needs: an int where a float is wanted, an array where a
-    tuple is wanted.
-    """
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        value = conform(value, args[0], where)
-        for bound in args[1:]:
-            if isinstance(value, int | float) and (broken := bound.broken_by(value)):
-                raise UserError(f"{where}={show(value)} {broken}.")
-        return value
-    if origin in (Union, UnionType):
-        inner = next(arg for arg in args if arg is not NoneType)
-        return None if value is None else conform(value, inner, where)
-    if origin is Literal:
-        if value not in args:
-            choices = ", ".join(show(arg) for arg in args)
-            raise UserError(f"{where}={show(value)} is not one of {choices}.")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise UserError(f"{where}={show(value)} must be a list.")
-        return tuple(conform(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
-    return conform_scalar(value, hint, where)
-
-
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
-
-
-def conform_scalar(value: object, kind: type, where: str) -> Any:
-    """`conform` for a plain int, float, bool or str."""
-    if kind is float and type(value) is int and abs(value) < 2**1023:
-        return float(value)
-    # type(), not isinstance: bool is a subclass of int, but `steps = true` is a mistake.
-    if type(value) is not kind:
-        raise UserError(f"{where}={show(value)} must be {WORDS[kind]}.")
-    return value
-
-
-def show(value: object) -> str:
-    """A value as TOML writes it, for messages and for the resolved config."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        # The escapes of JSON are valid in TOML, but DEL must be escaped there as well.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(show(item) for item in value) + "]"
-    return str(value)
-
-
-def hints_of(section: type) -> dict[str, Any]:
-    """The type of every field of a section, annotations resolved and bounds kept."""
-    hints = get_type_hints(section, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(section)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A table of the config. Every field is checked against its type and bounds when built."""
-
-    section: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        """Check and convert every field; subclasses add the rules that join several."""
-        for name, hint in hints_of(type(self)).items():
-            value = conform(getattr(self, name), hint, f"[{self.section}] {name}")
-            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,8 @@ from typing import Any, get_origin
 
 import tomli
 
-from titan_dit.config import (
-    FREE_ON_RESUME,
-    JobConfig,
-    Section,
-    UserError,
-    conform,
-    hints_of,
-    show,
-)
+from titan_dit.config import FREE_ON_RESUME, JobConfig
+from titan_dit.section import Section, UserError, conform, hints_of, show
 
 Tables = dict[str, dict[str, Any]]
 Variant = Callable[[str, str], type[Section]]

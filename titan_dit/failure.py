@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_dit.config import UserError
+from titan_dit.section import UserError
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 from titan_dit import catalog, config_file, failure
-from titan_dit.config import UserError
+from titan_dit.section import UserError
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_dit import __version__, catalog, config_file
-from titan_dit.config import JobConfig, UserError
+from titan_dit.config import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
@@ -34,6 +34,7 @@ from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.base import Executor
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.rng import SampleRNG
+from titan_dit.section import UserError
 from titan_dit.state import checkpoint, resume
 from titan_dit.state.ema import EMA
 from titan_dit.state.lr_schedule import learning_rate
@@ -62,11 +63,10 @@ class Trainer:
         with torch.device("meta"):
             channels = config.model.sample_shape[0]
             model = config.model.build(config.objective.output_channels(channels))
-            example = config.model.tokenize(torch.empty(1, *config.model.sample_shape))
         parallelize(model, self.mesh, config.parallel, config.precision, config.compile)
         initialize(model, model.init_laws(), config.job.seed, world.device)
-        self.token_shape = (example.shape[1], example.shape[2])
-        self.flops_per_sample = model.flops_per_sample(example.shape[1])
+        self.num_tokens = config.model.token_shape[0]
+        self.flops_per_sample = model.flops_per_sample(self.num_tokens)
         self.static = config.model.static(world.device)
         self.executor: Executor = LocalExecutor(
             model, config.objective.loss, config.training.microbatch_size
@@ -162,7 +162,7 @@ class Trainer:
             "lr": lr,
             "step_ms": step_ms,
             "samples_per_s": rate,
-            "tokens_per_s": rate * self.token_shape[0],
+            "tokens_per_s": rate * self.num_tokens,
             "tflops_per_gpu": tflops,
             "mfu": tflops / peak if peak else None,
             "peak_gib": peak_gib(self.world.device),
@@ -197,7 +197,7 @@ class Trainer:
                 self.static,
                 labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: rows to be cut off.
                 mine,
-                token_shape=self.token_shape,
+                token_shape=self.config.model.token_shape,
                 seed=self.config.job.seed,
                 sampler=self.sampler,
                 steps=sampling.steps,
@@ -281,7 +281,7 @@ class Trainer:
         for line in (
             f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
             f"{self.world.device.type}, {config.precision.dtype}",
-            f"model   {config.model.name}: {trained:,} parameters, {self.token_shape[0]} tokens, "
+            f"model   {config.model.name}: {trained:,} parameters, {self.num_tokens} tokens, "
             f"{self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",
             f"data    {config.data.name}: {len(self.source):,} samples, "
             f"{self.source.facts.num_classes} classes",

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from titan_dit.config import UserError
 from titan_dit.data.base import DataFacts, check_fits
 from titan_dit.data.latents import Digits, Latents, LatentShards, file_digest, write_shards
 from titan_dit.data.synthetic import Synthetic
+from titan_dit.section import UserError
 
 
 def latents_of(dtype, count=10):

@@ -9,7 +9,7 @@ from harness import on_ranks
 from test_layouts import state
 from tiny import randomize, tiny_config
 
-from titan_dit.config import UserError
+from titan_dit.section import UserError
 from titan_dit.trainer import Trainer
 
 

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from titan_dit.config import UserError
 from titan_dit.objectives.base import Batch, Prepared
 from titan_dit.objectives.rectified_flow import RectifiedFlow
 from titan_dit.rng import SampleRNG
+from titan_dit.section import UserError
 
 
 def batch_of(numbers, tokens=6, channels=4, total_weight=None):

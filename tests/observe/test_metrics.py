@@ -7,9 +7,10 @@ import types
 import pytest
 import torch
 
-from titan_dit.config import MetricsConfig, UserError
+from titan_dit.config import MetricsConfig
 from titan_dit.observe import flops, metrics
 from titan_dit.observe.metrics import Meter, Metrics, finite_or_none, keep_rows, peak_gib
+from titan_dit.section import UserError
 
 
 def row(step, loss=0.5):

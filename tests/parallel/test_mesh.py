@@ -3,8 +3,9 @@ import re
 
 import pytest
 
-from titan_dit.config import ParallelConfig, TrainingConfig, UserError
+from titan_dit.config import ParallelConfig, TrainingConfig
 from titan_dit.parallel.mesh import AxisSizes, check_batch, solve
+from titan_dit.section import UserError
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from titan_dit.config import UserError
+from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state.checkpoint import Checkpoints, load, read_record
 

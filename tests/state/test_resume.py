@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from titan_dit.config import UserError
+from titan_dit.section import UserError
 from titan_dit.state.checkpoint import Checkpoints
 from titan_dit.state.resume import check_same_mathematics, set_aside_newer, starting_point
 

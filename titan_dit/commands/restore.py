@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from titan_dit import catalog, config_file
-from titan_dit.config import JobConfig, UserError
+from titan_dit.config import JobConfig
 from titan_dit.data.base import DataFacts
+from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 
 

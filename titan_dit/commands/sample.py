@@ -15,9 +15,9 @@ from torch import Tensor
 
 from titan_dit import catalog
 from titan_dit.commands.restore import Restored, find, restore
-from titan_dit.config import Bound, Count, NonNegative, Section, UserError
 from titan_dit.evaluation.generate import generate, spread_labels
 from titan_dit.observe import console, images
+from titan_dit.section import Bound, Count, NonNegative, Section, UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,6 @@ def draw(
     """All samples in the units that the dataset is stored in, fp32, on the CPU."""
     sampler = catalog.sampler(options.sampler, "--sampler")
     model_config = run.config.model
-    example = model_config.tokenize(torch.empty(1, *model_config.sample_shape))
     static = model_config.static(device)
     parts, began = [], time.perf_counter()
     for first in range(0, len(labels), options.batch_size):
@@ -120,7 +119,7 @@ def draw(
             static,
             part,
             torch.arange(first, first + len(part), device=device),
-            token_shape=(example.shape[1], example.shape[2]),
+            token_shape=model_config.token_shape,
             seed=options.seed,
             sampler=sampler,
             steps=options.steps,

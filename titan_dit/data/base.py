@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.config import Section, UserError, Whole
+from titan_dit.section import Section, UserError, Whole
 
 
 @dataclass(frozen=True)

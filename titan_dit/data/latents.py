@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titan_dit.config import Count, Finite, UserError, conform
 from titan_dit.data.base import DataConfig, DataFacts, Sample
+from titan_dit.section import Count, Finite, UserError, conform
 
 FORMAT = "titan_dit.latents/1"
 MANIFEST = "manifest.json"

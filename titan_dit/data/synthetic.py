@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_dit.config import Count
 from titan_dit.data.base import DataConfig, DataFacts, Sample
 from titan_dit.rng import SampleRNG
+from titan_dit.section import Count
 
 
 @dataclass(frozen=True, kw_only=True)

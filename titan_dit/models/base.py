@@ -74,6 +74,11 @@ class ModelConfig(Protocol):
         """[c, h, w] of one latent."""
         ...
 
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """[n, d] of one tokenized latent."""
+        ...
+
     def build(self, output_channels: int) -> Model:
         """The network, on the current default device."""
         ...

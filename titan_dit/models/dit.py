@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.config import Count, Positive, Section, UserError
 from titan_dit.models import laws
 from titan_dit.models.base import InitLaw, Model, Static, Stream
 from titan_dit.models.layers import (
@@ -30,6 +29,7 @@ from titan_dit.models.layers import (
     sincos_positions,
     unpatchify,
 )
+from titan_dit.section import Count, Positive, Section, UserError
 
 SIZES = {
     #      hidden, layers, heads
@@ -134,6 +134,12 @@ class DiTConfig(Section):
     def sample_shape(self) -> tuple[int, int, int]:
         """[c, h, w] of one latent."""
         return self.channels, self.latent_size, self.latent_size
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """[n, d] of one tokenized latent."""
+        patch = self.shape[3]
+        return (self.latent_size // patch) ** 2, patch * patch * self.channels
 
     def build(self, output_channels: int) -> DiT:
         """The network; the objective says how many channels it predicts."""

@@ -83,8 +83,8 @@ def scaled_add(
 ) -> Float[Tensor, "b n d"]:
     """Compute `base + scale * x`, where `scale`, and `base` too if it has one token, is per sample.
 
-    One pass over the tokens forward and three backward; the plain expression takes two and four,
-    torch's own addcmul one and five.
+    The plain expression takes two passes over the tokens forward; torch's addcmul takes one, but in
+    its backward one more than needed. This takes one, and none too many.
     """
     result: Tensor = _ScaledAdd.apply(base, scale, x)  # type: ignore[no-untyped-call]
     return result

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.config import Finite, Fraction, Positive, Section
 from titan_dit.objectives.base import NO_LABEL, TIMESTEPS, Batch, Prepared
 from titan_dit.rng import SampleRNG
+from titan_dit.section import Finite, Fraction, Positive, Section
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from titan_dit.config import MetricsConfig, UserError
+from titan_dit.config import MetricsConfig
+from titan_dit.section import UserError
 
 Row = dict[str, Any]
 Writer = Callable[[Row], None]

@@ -40,11 +40,6 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
 
 
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Every module that `shard` treated; none for a plain model."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
     """Reduce gradients in the coming backward (the last microbatch), or keep adding them up."""
     if isinstance(model, FSDPModule):
@@ -57,5 +52,6 @@ def reshard(model: nn.Module) -> None:
 
     They are copies: a later forward would use them although the weights have changed since.
     """
-    for module in fsdp_modules(model):
-        module.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

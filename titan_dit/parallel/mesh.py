@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_dit.config import ParallelConfig, TrainingConfig, UserError
+from titan_dit.config import ParallelConfig, TrainingConfig
+from titan_dit.section import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_dit.config import UserError
+from titan_dit.section import UserError
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_dit.config import UserError
+from titan_dit.section import UserError
 
 FORMAT = "titan_dit.checkpoint/1"
 MANIFEST = "manifest.json"

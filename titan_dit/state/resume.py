@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from titan_dit.config import UserError
 from titan_dit.config_file import Tables, changes
+from titan_dit.section import UserError
 from titan_dit.state.checkpoint import Checkpoints, read_record, step_of
 
 
