@@ -50,6 +50,7 @@ def ours(
         sample_numbers=torch.arange(batch, device=device),
         weight=torch.ones(batch, device=device),
         total_weight=batch,
+        channels=config.channels,
         static=config.static(device),
     )
     never = torch.zeros((), dtype=torch.bool, device=device)

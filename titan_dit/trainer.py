@@ -118,9 +118,9 @@ class Trainer:
             self.source,
             RankOrder(self.plan, epochs, mesh.data_rank, mesh.sizes.data),
             self.cursor,
-            config.model.tokenize,
-            self.static,
+            config.model,
             self.world.device,
+            seed=config.job.seed,
             workers=config.data.workers,
         )
 

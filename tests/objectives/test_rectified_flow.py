@@ -18,6 +18,7 @@ def batch_of(numbers, tokens=6, channels=4, total_weight=None):
         sample_numbers=numbers,
         weight=torch.ones(len(numbers)),
         total_weight=float(total_weight or len(numbers)),
+        channels=channels,
     )
 
 

@@ -32,6 +32,8 @@ class Batch:
     """1, or 0 for a row that only fills up the batch."""
     total_weight: float
     """Sum of the weights of the step over all data-parallel ranks."""
+    channels: int
+    """Channels of a latent: a token holds its patch as (p, p, channels)."""
     static: Mapping[str, Tensor] = field(default_factory=dict)
     """The model's static inputs, passed on."""
 
