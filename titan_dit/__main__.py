@@ -11,6 +11,8 @@ from titan_dit.section import UserError
 # Each is a file in titan_dit/commands with a dataclass `Options` and a function `main(options)`.
 COMMANDS = {
     "sample": "draw samples from a trained run",
+    "convert": "weights of the original DiT to a checkpoint, and back",
+    "predict": "run a network on given inputs",
 }
 
 

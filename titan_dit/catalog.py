@@ -13,13 +13,14 @@ from titan_dit.config_file import nearest
 from titan_dit.section import Section, UserError, show
 
 if TYPE_CHECKING:  # Reading a config must not import torch before it has to.
-    from titan_dit.samplers.ode import Sampler
+    from titan_dit.samplers.base import Sampler
 
 SECTIONS = {
     "model": {
         "dit": "titan_dit.models.dit:DiTConfig",
     },
     "objective": {
+        "ddpm": "titan_dit.objectives.ddpm:DDPM",
         "rectified_flow": "titan_dit.objectives.rectified_flow:RectifiedFlow",
     },
     "data": {
@@ -29,9 +30,16 @@ SECTIONS = {
     },
 }
 
+# Objective -> the samplers that go with it; the first one is what "auto" takes.
 SAMPLERS = {
-    "euler": "titan_dit.samplers.ode:euler",
-    "heun": "titan_dit.samplers.ode:heun",
+    "ddpm": {
+        "ddim": "titan_dit.samplers.diffusion:ddim",
+        "ddpm": "titan_dit.samplers.diffusion:ddpm",
+    },
+    "rectified_flow": {
+        "heun": "titan_dit.samplers.ode:heun",
+        "euler": "titan_dit.samplers.ode:euler",
+    },
 }
 
 
@@ -41,9 +49,15 @@ def variant(section: str, name: str) -> type[Section]:
     return found
 
 
-def sampler(name: str, where: str = "[sampling] sampler") -> Sampler:
-    """The sampler called `name`."""
-    found: Sampler = look_up(SAMPLERS, where, name)
+def sampler(name: str, objective: str, where: str = "[sampling] sampler") -> Sampler:
+    """The sampler called `name` ("auto" chooses) for networks trained by an objective."""
+    table = SAMPLERS[objective]
+    if name not in table and any(name in others for others in SAMPLERS.values()):
+        raise UserError(
+            f"{where}={show(name)} does not fit [objective] name={show(objective)}. "
+            f"Valid: auto, {', '.join(table)}."
+        )
+    found: Sampler = look_up(table, where, next(iter(table)) if name == "auto" else name)
     return found
 
 

@@ -197,12 +197,16 @@ class SamplingConfig(Section):
     every: Whole = 0
     """Steps between previews; the last step is drawn too. 0 draws nothing."""
     num: Count = 40
-    sampler: str = "heun"
-    """euler or heun."""
+    sampler: str = "auto"
+    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first of them."""
     steps: Count = 25
     """Steps of the sampler."""
+    eta: Fraction = 0.0
+    """Noise that ddim adds on the way: 0 none, 1 as much as ddpm."""
     cfg_scale: NonNegative = 2.0
     """Classifier-free guidance: 1 is none."""
+    cfg_channels: Count | None = None
+    """Guide the first channels only (the original DiT's samples guide 3 of 4); unset guides all."""
 
 
 ModelT = TypeVar("ModelT")

@@ -55,7 +55,7 @@ class Trainer:
 
         sizes = solve(config.parallel, world.size)
         check_batch(config.training, sizes)
-        self.sampler = catalog.sampler(config.sampling.sampler)
+        self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
         self.source = config.data.open()
         check_fits(self.source.facts, config.model.sample_shape, config.model.num_classes)
 
@@ -67,7 +67,6 @@ class Trainer:
         initialize(model, model.init_laws(), config.job.seed, world.device)
         self.num_tokens = config.model.token_shape[0]
         self.flops_per_sample = model.flops_per_sample(self.num_tokens)
-        self.static = config.model.static(world.device)
         self.executor: Executor = LocalExecutor(
             model, config.objective.loss, config.training.microbatch_size
         )
@@ -194,14 +193,15 @@ class Trainer:
             tokens = generate(
                 self.executor.predict,
                 self.config.objective,
-                self.static,
+                self.config.model,
                 labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: rows to be cut off.
                 mine,
-                token_shape=self.config.model.token_shape,
                 seed=self.config.job.seed,
                 sampler=self.sampler,
                 steps=sampling.steps,
+                eta=sampling.eta,
                 cfg_scale=sampling.cfg_scale,
+                cfg_channels=sampling.cfg_channels,
             )
             tokens = self.mesh.gather_over_data(tokens)[: sampling.num]
             if self.metrics:
@@ -252,13 +252,17 @@ class Trainer:
         start, record = self.world.gather((start, record))[0]
         if start is None:
             return
+        # Imported weights: a run begins with them, and with an optimizer that knows nothing.
+        weights_only = record.get("weights_only", False)
         if not settings.allow_changes:
             # Built anew: keys that did not exist then get their defaults, as they do now.
             before = config_file.build(record["config"], catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
-            resume.check_same_mathematics(start, configs, digests)
+            resume.check_same_mathematics(start, configs, digests, weights_only)
         tensors = self.tensors()
+        if weights_only:
+            del tensors["optimizer"]
         saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
         tensors["ema"] = {k: v for k, v in self.ema.averages.items() if k in saved}
         checkpoint.load(start, tensors)

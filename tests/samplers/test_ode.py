@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from titan_dit.samplers.guidance import guided
+from titan_dit.samplers.base import Settings
 from titan_dit.samplers.ode import euler, heun
 
 
@@ -34,14 +34,14 @@ def start_of_bent():
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_samplers_are_exact_on_a_straight_path(sampler, steps):
     data, noise = torch.randn(2, 3, 5, 4, dtype=torch.float64)
-    samples = sampler(lambda x, t: noise - data, noise, steps)
+    samples = sampler(lambda x, t: noise - data, noise, Settings(steps))
     torch.testing.assert_close(samples, data, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("sampler", "factor"), [(euler, 2), (heun, 4)])
 def test_twice_the_steps_divide_the_error_by_the_samplers_order(sampler, factor):
     noise, exact = start_of_bent()
-    errors = [(sampler(bent, noise, steps) - exact).abs().max().item() for steps in (40, 80, 160)]
+    errors = [(sampler(bent, noise, Settings(steps)) - exact).abs().max().item() for steps in (40, 80, 160)]
     assert errors[0] > 1e-6
     for coarse, fine in itertools.pairwise(errors):
         assert coarse / fine == pytest.approx(factor, rel=0.08)
@@ -49,13 +49,13 @@ def test_twice_the_steps_divide_the_error_by_the_samplers_order(sampler, factor)
 
 def test_euler_asks_at_the_start_of_each_step():
     velocity = Counted(bent)
-    euler(velocity, start_of_bent()[0], 4)
+    euler(velocity, start_of_bent()[0], Settings(4))
     assert velocity.times == [1, 0.75, 0.5, 0.25]
 
 
 def test_heun_asks_at_both_ends_of_each_step():
     velocity = Counted(bent)
-    heun(velocity, start_of_bent()[0], 4)
+    heun(velocity, start_of_bent()[0], Settings(4))
     assert velocity.times == [1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 0]
 
 
@@ -63,44 +63,5 @@ def test_heun_asks_at_both_ends_of_each_step():
 def test_samplers_leave_the_noise_alone(sampler):
     noise, _ = start_of_bent()
     kept = noise.clone()
-    assert not torch.equal(sampler(bent, noise, 3), kept)
+    assert not torch.equal(sampler(bent, noise, Settings(3)), kept)
     assert torch.equal(noise, kept)
-
-
-class Predict:
-    """A stand-in for a network: depends on x, t and label, and counts its rows."""
-
-    def __init__(self):
-        self.rows = []
-
-    def __call__(self, x, t, labels):
-        self.rows.append(x.shape[0])
-        return x * (labels[:, None, None] + 3) + t[:, None, None]
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 2.0, 7.5])
-def test_guidance_goes_from_unconditional_through_conditional(scale):
-    predict, labels = Predict(), torch.tensor([0, 4, -1])
-    x, t = torch.randn(3, 5, 2), torch.rand(3)
-    velocity = guided(predict, labels, scale)(x, t)
-    conditional = Predict()(x, t, labels)
-    unconditional = Predict()(x, t, torch.tensor([-1, -1, -1]))
-    expected = unconditional + scale * (conditional - unconditional)
-    torch.testing.assert_close(velocity, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("scale", "rows"), [(1, 3), (1.0, 3), (2.0, 6), (0.0, 6)])
-def test_guidance_takes_one_forward_pass_and_a_scale_of_one_half_of_it(scale, rows):
-    predict = Predict()
-    velocity = guided(predict, torch.tensor([0, 1, 2]), scale)
-    for _ in range(2):
-        velocity(torch.randn(3, 5, 2), torch.rand(3))
-    assert predict.rows == [rows, rows]
-
-
-def test_a_sample_does_not_depend_on_the_labels_of_the_others():
-    x, t = torch.randn(3, 5, 2), torch.rand(3)
-    a = guided(Predict(), torch.tensor([1, 2, 0]), 3.0)(x, t)
-    b = guided(Predict(), torch.tensor([1, 0, 2]), 3.0)(x, t)
-    assert torch.equal(a[0], b[0])
-    assert not torch.equal(a[1], b[1])

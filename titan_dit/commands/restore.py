@@ -29,7 +29,7 @@ class Restored:
     """Which weights: "ema 0.9999" or "model"."""
 
 
-def find(run: Path, step: int | None) -> Path:
+def find(run: Path, step: int | None, flag: str = "--run") -> Path:
     """The checkpoint of `step` in a run directory, the newest for None, or `run` if it is one."""
     if (run / checkpoint.MANIFEST).is_file():
         return run
@@ -39,7 +39,7 @@ def find(run: Path, step: int | None) -> Path:
     }
     if not whole:
         raise UserError(
-            f"--run {run}: no checkpoint there. Give a run directory such as outputs/digits, or "
+            f"{flag} {run}: no checkpoint there. Give a run directory such as outputs/digits, or "
             "one of the folders in its checkpoints/."
         )
     if step is None:
@@ -48,6 +48,17 @@ def find(run: Path, step: int | None) -> Path:
         have = ", ".join(map(str, whole))
         raise UserError(f"--step {step}: {run} has no such checkpoint. It has {have}.")
     return whole[step]
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device that --device asks for."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name}: {reason}") from None
+    return device
 
 
 def restore(path: Path, weights: str, decay: float | None, device: torch.device) -> Restored:

@@ -10,14 +10,17 @@ from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int64
-from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_dit import catalog
-from titan_dit.commands.restore import Restored, find, restore
+from titan_dit.commands.restore import Restored, device_of, find, restore
+from titan_dit.commands.tensor_file import check_labels, read_tensors
 from titan_dit.evaluation.generate import generate, spread_labels
+from titan_dit.models.base import ModelConfig
 from titan_dit.observe import console, images
-from titan_dit.section import Bound, Count, NonNegative, Section, UserError
+from titan_dit.samplers.base import Sampler
+from titan_dit.section import Bound, Count, Fraction, NonNegative, Section, UserError
+from titan_dit.state import weight_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +37,17 @@ class Options(Section):
     """How many samples."""
     labels: str = "all"
     """"all" goes through the classes; or a list such as 3 or 0,1,2; "none" is unconditional."""
+    noise: str | None = None
+    """FILE.safetensors with `noise` [n, c, h, w] to start from and `labels` [n] (-1 or the number
+    of classes stands for none), in place of --num, --labels and the seed's noise."""
     cfg_scale: NonNegative = 2.0
     """Classifier-free guidance: 1 is none."""
-    sampler: str = "heun"
-    """euler or heun."""
+    cfg_channels: Count | None = None
+    """Guide the first channels only (the original DiT's samples guide 3 of 4); unset guides all."""
+    eta: Fraction = 0.0
+    """Noise that ddim adds on the way: 0 none, 1 as much as ddpm."""
+    sampler: str = "auto"
+    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first of them."""
     steps: Count = 25
     """Steps of the sampler."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
@@ -62,31 +72,22 @@ def main(options: Options) -> None:
     device = device_of(options.device)
     path = find(Path(options.run), options.step)
     run = restore(path, options.weights, options.decay, device)
+    sampler = catalog.sampler(options.sampler, run.config.objective.name, "--sampler")
     labels = labels_of(options.labels, options.num, run.config.model.num_classes)
+    noise = None
+    if options.noise is not None:
+        noise, labels = read_noise(Path(options.noise), run.config.model)
     console.say(
-        f"sampling {options.num} from {path} ({run.weights}): {options.sampler}, "
+        f"sampling {len(labels)} from {path} ({run.weights}): {sampler.__name__}, "
         f"{options.steps} steps, cfg_scale {options.cfg_scale:g}, seed {options.seed}"
     )
-    samples = draw(run, labels, options, device)
+    samples = draw(run, sampler, labels, noise, options)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".png":
         images.draw_grid(out, samples, labels.tolist(), run.facts.value_range)
     else:
-        aside = out.with_name(out.name + ".partial")
-        save_file({"samples": samples.contiguous(), "labels": labels}, aside)
-        aside.replace(out)
+        weight_file.write(out, {"samples": samples.contiguous(), "labels": labels}, {})
     console.say(f"wrote {out}")
-
-
-def device_of(name: str | None) -> torch.device:
-    """The device that --device asks for."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name}: {reason}") from None
-    return device
 
 
 def labels_of(text: str, num: int, num_classes: int) -> Int64[Tensor, " num"]:
@@ -102,30 +103,50 @@ def labels_of(text: str, num: int, num_classes: int) -> Int64[Tensor, " num"]:
     return spread_labels(num, classes)
 
 
+def read_noise(
+    path: Path, model: ModelConfig
+) -> tuple[Float[Tensor, "n c h w"], Int64[Tensor, " n"]]:
+    """Where to start from, and the labels to go to, from a file."""
+    tensors = read_tensors(path, "--noise", ("noise", "labels"))
+    noise, labels = tensors["noise"], tensors["labels"]
+    if tuple(noise.shape[1:]) != model.sample_shape or noise.shape[:1] != labels.shape:
+        raise UserError(
+            f"--noise {path}: noise is {list(noise.shape)} and labels {list(labels.shape)}; the "
+            f"network takes [n, {', '.join(map(str, model.sample_shape))}] and [n]."
+        )
+    check_labels(path, "--noise", labels, model.num_classes)
+    return noise.float(), labels.where(labels < model.num_classes, -1)
+
+
 @torch.no_grad()
 def draw(
-    run: Restored, labels: Int64[Tensor, " n"], options: Options, device: torch.device
+    run: Restored,
+    sampler: Sampler,
+    labels: Int64[Tensor, " n"],
+    noise: Float[Tensor, "n c h w"] | None,
+    options: Options,
 ) -> Float[Tensor, "n c h w"]:
     """All samples in the units that the dataset is stored in, fp32, on the CPU."""
-    sampler = catalog.sampler(options.sampler, "--sampler")
-    model_config = run.config.model
-    static = model_config.static(device)
+    model, device = run.config.model, next(run.model.parameters()).device
     parts, began = [], time.perf_counter()
     for first in range(0, len(labels), options.batch_size):
-        part = labels[first : first + options.batch_size].to(device)
+        rows = slice(first, first + options.batch_size)
+        part = labels[rows].to(device)
         tokens = generate(
             run.model,
             run.config.objective,
-            static,
+            model,
             part,
             torch.arange(first, first + len(part), device=device),
-            token_shape=model_config.token_shape,
             seed=options.seed,
             sampler=sampler,
             steps=options.steps,
+            eta=options.eta,
             cfg_scale=options.cfg_scale,
+            cfg_channels=options.cfg_channels,
+            noise=None if noise is None else model.tokenize(noise[rows].to(device)),
         )
-        parts.append(run.facts.to_stored_units(model_config.detokenize(tokens)).cpu())
+        parts.append(run.facts.to_stored_units(model.detokenize(tokens)).cpu())
         done, elapsed = first + len(part), time.perf_counter() - began
         left = console.duration(elapsed / done * (len(labels) - done))
         sys.stderr.write(f"{done}/{len(labels)}  ETA {left}\n")

@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Objective
 from titan_dit.rng import SampleRNG
-from titan_dit.samplers.guidance import guided
-from titan_dit.samplers.ode import Sampler
+from titan_dit.samplers.base import Sampler, Settings
+from titan_dit.samplers.guidance import guided, scales
 
 Forward = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """(inputs, static) -> prediction: `Executor.predict`, or the network itself."""
@@ -32,24 +33,39 @@ def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
 def generate(
     forward: Forward,
     objective: Objective,
-    static: Mapping[str, Tensor],
+    model: ModelConfig,
     labels: Int64[Tensor, " b"],
     numbers: Int64[Tensor, " b"],
     *,
-    token_shape: tuple[int, int],
     seed: int,
     sampler: Sampler,
     steps: int,
-    cfg_scale: float,
+    eta: float = 0.0,
+    cfg_scale: float = 1.0,
+    cfg_channels: int | None = None,
+    noise: Float[Tensor, "b n d"] | None = None,
 ) -> Float[Tensor, "b n d"]:
     """Tokens of one sample per label.
 
     The noise of sample number i depends on (seed, i) alone: neither the batch it is drawn in nor
-    the number of ranks changes a sample.
+    the number of ranks changes a sample. `cfg_channels` guides the first channels only; None all.
+    `noise` is where to start from in place of the seed's.
     """
-    noise = SampleRNG(seed, numbers).normal("sample", token_shape)
+    rng, static = SampleRNG(seed, numbers), model.static(labels.device)
+    channels, (_, values) = model.sample_shape[0], model.token_shape
 
-    def predict(x: Tensor, t: Tensor, of: Tensor) -> Tensor:
-        return forward(objective.inputs(x, t, of), static).float()
+    def predict(x: Tensor, timestep: Tensor, of: Tensor) -> Tensor:
+        return forward({"tokens": x, "timestep": timestep, "labels": of}, static).float()
 
-    return sampler(guided(predict, labels, cfg_scale), noise, steps)
+    scale = scales(
+        cfg_scale,
+        guided=channels if cfg_channels is None else cfg_channels,
+        outputs=objective.output_channels(channels),
+        pixels=values // channels,
+        device=labels.device,
+    )
+    return sampler(
+        objective.process(guided(predict, labels, scale), channels),
+        rng.normal("sample", model.token_shape) if noise is None else noise,
+        Settings(steps, eta, lambda step: rng.normal(f"sample/{step}", model.token_shape)),
+    )

@@ -5,9 +5,9 @@ One convention of time: t = 0 is data, t = 1 is noise. One of labels: negative m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,6 +18,9 @@ from titan_dit.rng import SampleRNG
 NO_LABEL = -1
 TIMESTEPS = 1000
 """The network's unit of time: it is given t * TIMESTEPS, as the original DiT counts steps."""
+
+Predict: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(noisy tokens [b, n, d], timestep [b] in the network's unit) -> prediction [b, n, d_out]."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +90,44 @@ class Objective(Protocol):
         """The name in the catalog."""
         ...
 
+    @property
+    def last_timestep(self) -> int:
+        """The noisiest timestep, in the network's unit; the cleanest is 0."""
+        ...
+
     def output_channels(self, channels: int) -> int:
-        """Channels that the network predicts for latents of `channels`."""
+        """Channels that the network predicts for latents of `channels`.
+
+        The first `channels` of them are what guidance strengthens.
+        """
         ...
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Draw timestep, noise and label dropout; make inputs and targets."""
         ...
 
-    def inputs(
-        self, tokens: Float[Tensor, "b n d"], t: Float[Tensor, " b"], labels: Int64[Tensor, " b"]
-    ) -> dict[str, Tensor]:
-        """The network's inputs for noisy tokens at time t; samplers use it too."""
+    def corrupt(
+        self,
+        batch: Batch,
+        timestep: Float[Tensor, " b"],
+        noise: Float[Tensor, "b n d"],
+        labels: Int64[Tensor, " b"],
+    ) -> Prepared:
+        """Inputs and targets for given draws; the timestep is in the network's unit."""
+        ...
+
+    def process(self, predict: Predict, channels: int) -> Any:
+        """The network as the samplers of this objective use it (see `catalog.SAMPLERS`)."""
         ...
 
     def loss(
         self, prediction: Float[Tensor, "b n _"], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
         """One fp32 value per token, so that any slicing of the tokens gives the same sum."""
+        ...
+
+    def terms(
+        self, prediction: Float[Tensor, "b n _"], targets: Mapping[str, Tensor]
+    ) -> dict[str, Float[Tensor, "b n"]]:
+        """The parts that `loss` is the sum of, by name."""
         ...

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.objectives.base import NO_LABEL, TIMESTEPS, Batch, Prepared
+from titan_dit.objectives.base import NO_LABEL, TIMESTEPS, Batch, Predict, Prepared
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Finite, Fraction, Positive, Section
 
@@ -24,6 +24,7 @@ class RectifiedFlow(Section):
 
     section = "objective"
     name = "rectified_flow"
+    last_timestep = TIMESTEPS
 
     timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
     """Distribution of t before the shift (arXiv:2403.03206 sec. 3.1)."""
@@ -54,19 +55,28 @@ class RectifiedFlow(Section):
         noise = rng.normal("noise", tuple(batch.tokens.shape[1:]))
         dropped = rng.uniform("label_dropout") < self.label_dropout
         labels = batch.labels.masked_fill(dropped, NO_LABEL)
+        return self.corrupt(batch, t * TIMESTEPS, noise, labels)
+
+    def corrupt(
+        self,
+        batch: Batch,
+        timestep: Float[Tensor, " b"],
+        noise: Float[Tensor, "b n d"],
+        labels: Int64[Tensor, " b"],
+    ) -> Prepared:
+        """Inputs and targets for given draws."""
+        t = (timestep / TIMESTEPS)[:, None, None]
         return Prepared(
-            inputs=self.inputs(torch.lerp(batch.tokens, noise, t[:, None, None]), t, labels),
+            inputs={
+                "tokens": torch.lerp(batch.tokens, noise, t),
+                "timestep": timestep,
+                "labels": labels,
+            },
             static=batch.static,
             targets={"velocity": noise - batch.tokens},
             weight=batch.weight,
             total_tokens=batch.total_weight * batch.tokens.shape[1],
         )
-
-    def inputs(
-        self, tokens: Float[Tensor, "b n d"], t: Float[Tensor, " b"], labels: Int64[Tensor, " b"]
-    ) -> dict[str, Tensor]:
-        """The network's inputs for noisy tokens at time t."""
-        return {"tokens": tokens, "timestep": t * TIMESTEPS, "labels": labels}
 
     def loss(
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
@@ -74,3 +84,13 @@ class RectifiedFlow(Section):
         """Squared error of the velocity, mean over channels."""
         # fp32: squares of bf16 differences lose the digits that tell two runs apart.
         return (prediction.float() - targets["velocity"]).square().mean(-1)
+
+    def terms(
+        self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
+    ) -> dict[str, Float[Tensor, "b n"]]:
+        """The loss has one part."""
+        return {"mse": self.loss(prediction, targets)}
+
+    def process(self, predict: Predict, channels: int) -> Predict:
+        """The velocity at (x, t), which is what the solvers of `samplers.ode` are given."""
+        return lambda x, t: predict(x, t * TIMESTEPS)

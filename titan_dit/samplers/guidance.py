@@ -8,24 +8,37 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.samplers.ode import Velocity
-
-Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x [b, n, d], t [b], labels [b]) -> prediction [b, n, d]."""
+Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x [b, n, d], timestep [b], labels [b]) -> prediction [b, n, d_out]."""
 
 
-def guided(predict: Predict, labels: Int64[Tensor, " b"], scale: float) -> Velocity:
+def scales(
+    scale: float, guided: int, outputs: int, pixels: int, device: torch.device
+) -> Float[Tensor, " d_out"]:
+    """The guidance of every entry of a token, (pixels, outputs) with the output fastest.
+
+    The first `guided` outputs of a pixel are guided; the others, such as a learned variance, are
+    taken as predicted with the label.
+    """
+    per_pixel = torch.ones(outputs, device=device)
+    per_pixel[:guided] = scale
+    return per_pixel.repeat(pixels)
+
+
+def guided(
+    predict: Conditional, labels: Int64[Tensor, " b"], scale: Float[Tensor, " d_out"]
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Guide by u + scale * (c - u), u without and c with the label, both in one forward pass.
 
     A scale of 1 is the conditional prediction, at half the cost. Label -1 means no label.
     """
-    if scale == 1:
-        return lambda x, t: predict(x, t, labels)
+    if bool((scale == 1).all()):
+        return lambda x, timestep: predict(x, timestep, labels)
     both_labels = torch.cat((labels, torch.full_like(labels, -1)))
 
-    def velocity(x: Float[Tensor, "b n d"], t: Float[Tensor, " b"]) -> Float[Tensor, "b n d"]:
-        both = predict(torch.cat((x, x)), torch.cat((t, t)), both_labels)
+    def prediction(x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:
+        both = predict(torch.cat((x, x)), torch.cat((timestep, timestep)), both_labels)
         conditional, unconditional = both.chunk(2)
         return torch.lerp(unconditional, conditional, scale)
 
-    return velocity
+    return prediction

@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from titan_dit.samplers.base import Settings
+
 Velocity: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(x [b, n, d], t [b]) -> dx/dt [b, n, d]."""
-
-Sampler: TypeAlias = Callable[[Velocity, Tensor, int], Tensor]
-"""(velocity, noise [b, n, d], steps) -> samples [b, n, d]."""
 
 
 def times(noise: Float[Tensor, "b n d"], steps: int) -> list[Float[Tensor, " b"]]:
@@ -23,17 +22,17 @@ def times(noise: Float[Tensor, "b n d"], steps: int) -> list[Float[Tensor, " b"]
     return list(line[:, None].expand(-1, noise.shape[0]))
 
 
-def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], steps: int) -> Tensor:
+def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
     """First order, one evaluation a step; exact on straight paths."""
-    x, line = noise, times(noise, steps)
+    x, line = noise, times(noise, settings.steps)
     for t, t_next in itertools.pairwise(line):
         x = x + (t_next - t)[:, None, None] * velocity(x, t)
     return x
 
 
-def heun(velocity: Velocity, noise: Float[Tensor, "b n d"], steps: int) -> Tensor:
+def heun(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
     """Second order, two evaluations a step (arXiv:2206.00364 alg. 1, without churn)."""
-    x, line = noise, times(noise, steps)
+    x, line = noise, times(noise, settings.steps)
     for t, t_next in itertools.pairwise(line):
         step = (t_next - t)[:, None, None]
         slope = velocity(x, t)

@@ -57,33 +57,42 @@ class Checkpoints:
 
         `record` holds plain values: step, cursor, counters, config.
         """
-        final = self.folder / f"step-{step:08d}"
-        partial = final.with_name(final.name + PARTIAL)
+        path = self.folder / f"step-{step:08d}"
+        write(path, tensors, record)
         if rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        barrier()
-        state_dict_saver.save(
-            dict(tensors), checkpoint_id=partial, no_dist=not dist.is_initialized()
-        )
-        written = merge(gather({path.name: describe(path) for path in own_files(partial)}))
-        if rank() == 0:
-            check_all_are_here(partial, written)
-            manifest = {"format": FORMAT, **record, "files": written}
-            manifest["digest"] = digest_of(manifest)
-            write_durably(partial / MANIFEST, json.dumps(manifest, indent=2))
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            sync_folder(self.folder)
             self.prune()
-        barrier()
-        return final
+        return path
 
     def prune(self) -> None:
         """Delete all but the newest `keep` checkpoints, and what an interrupted save left."""
         stale = self.whole()[: -self.keep] if self.keep else []
         for path in (*stale, *self.folder.glob(f"step-*{PARTIAL}")):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def write(final: Path, tensors: Tensors, record: Mapping[str, Any]) -> None:
+    """Write a checkpoint as the folder `final`; every rank calls, and returns when it is whole."""
+    partial = final.with_name(final.name + PARTIAL)
+    if rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    barrier()
+    with warnings.catch_warnings():
+        # Said whenever one process saves without a process group, which is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
+        state_dict_saver.save(
+            dict(tensors), checkpoint_id=partial, no_dist=not dist.is_initialized()
+        )
+    written = merge(gather({path.name: describe(path) for path in own_files(partial)}))
+    if rank() == 0:
+        check_all_are_here(partial, written)
+        manifest = {"format": FORMAT, **record, "files": written}
+        manifest["digest"] = digest_of(manifest)
+        write_durably(partial / MANIFEST, json.dumps(manifest, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        sync_folder(final.parent)
+    barrier()
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -53,14 +53,20 @@ def set_aside_newer(checkpoints: Checkpoints, path: Path | None) -> None:
 
 
 def check_same_mathematics(
-    path: Path, configs: tuple[Tables, Tables], data_digests: tuple[str, str]
+    path: Path,
+    configs: tuple[Tables, Tables],
+    data_digests: tuple[str, str],
+    weights_only: bool = False,
 ) -> None:
     """Refuse to go on with another model, objective, dataset, seed, batch or optimizer.
 
-    Both pairs: (of the checkpoint, of now).
+    Both pairs: (of the checkpoint, of now). With `weights_only` the checkpoint is no run's, and
+    the model alone must be the same.
     """
     changed = list(changes(*configs))
-    if data_digests[0] != data_digests[1]:
+    if weights_only:
+        changed = [change for change in changed if change.startswith("[model]")]
+    elif data_digests[0] != data_digests[1]:
         changed.append("[data]: its contents are not those that the checkpoint was trained on")
     if changed:
         raise UserError(

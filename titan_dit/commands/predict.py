@@ -1,0 +1,113 @@
+"""`python -m titan_dit predict`: run the network on given inputs, to compare it with others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from titan_dit.commands.restore import Restored, device_of, find, restore
+from titan_dit.commands.tensor_file import check_labels, read_tensors
+from titan_dit.objectives.base import TIMESTEPS, Batch
+from titan_dit.observe import console
+from titan_dit.section import Count, Section, UserError
+from titan_dit.state import weight_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Run a network on latents, timesteps and labels from a file."""
+
+    section = "predict"
+
+    checkpoint: str
+    """A checkpoint, or a run directory for its newest one."""
+    inputs: str
+    """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0 to 1000, as the original counts) and
+    `y` [b] (labels; the number of classes, or -1, stands for none). With `noise` like x, x is the
+    clean latents and the network is given what the objective makes of the two at t."""
+    out: str
+    """FILE.safetensors for `out` [b, c_out, h, w], a learned sigma behind the prediction; where
+    `noise` was given, also the loss of each sample and its parts, `loss_mse`, ... [b]."""
+    weights: Literal["ema", "model"] = "ema"
+    """Averaged weights, or the last ones."""
+    decay: float | None = None
+    """Which average, if the run keeps several; the first if not given."""
+    step: int | None = None
+    """Which checkpoint of a run; the newest if not given."""
+    batch_size: Count = 64
+    """Samples at a time."""
+    device: str | None = None
+    """cuda where there is one, else cpu."""
+
+
+def main(options: Options) -> None:
+    """Restore, predict in fp32, write."""
+    out = Path(options.out)
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out {out}: name a file that ends in .safetensors.")
+    device = device_of(options.device)
+    path = find(Path(options.checkpoint), options.step, "--checkpoint")
+    run = restore(path, options.weights, options.decay, device)
+    inputs = read_inputs(Path(options.inputs), run)
+    size, parts = len(inputs["x"]), []
+    for first in range(0, size, options.batch_size):
+        rows = slice(first, first + options.batch_size)
+        parts.append(predict(run, {name: v[rows].to(device) for name, v in inputs.items()}))
+    found = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
+    weight_file.write(out, found, {})
+    console.say(f"wrote {out}: {size} predictions of {path} ({run.weights}): {', '.join(found)}")
+
+
+@torch.no_grad()
+def predict(run: Restored, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`out` [b, c_out, h, w] and, for given noise, the loss of every sample and its parts [b]."""
+    model, objective = run.config.model, run.config.objective
+    x, t, y = model.tokenize(inputs["x"]), inputs["t"], inputs["y"]
+    static = model.static(x.device)
+    if "noise" not in inputs:
+        prediction = run.model({"tokens": x, "timestep": t, "labels": y}, static)
+        return {"out": model.detokenize(prediction).contiguous()}
+    batch = Batch(
+        tokens=x,
+        labels=y,
+        sample_numbers=torch.arange(len(x), device=x.device),
+        weight=torch.ones(len(x), device=x.device),
+        total_weight=len(x),
+        channels=model.sample_shape[0],
+        static=static,
+    )
+    prepared = objective.corrupt(batch, t, model.tokenize(inputs["noise"]), y)
+    prediction = run.model(prepared.inputs, prepared.static)
+    terms = objective.terms(prediction, prepared.targets)
+    losses = {f"loss_{name}": term.mean(1) for name, term in terms.items()}
+    losses["loss"] = objective.loss(prediction, prepared.targets).mean(1)
+    return {"out": model.detokenize(prediction).contiguous(), **losses}
+
+
+def read_inputs(path: Path, run: Restored) -> dict[str, Tensor]:
+    """x, t, y and perhaps noise of a file, checked against the network."""
+    tensors = read_tensors(path, "--inputs", ("x", "t", "y"))
+    x, t, y = tensors["x"], tensors["t"], tensors["y"]
+    sample = run.config.model.sample_shape
+    if tuple(x.shape[1:]) != sample:
+        raise UserError(
+            f"--inputs {path}: x is {list(x.shape)}, but the network takes "
+            f"[b, {', '.join(map(str, sample))}]."
+        )
+    rows = len(x)
+    for name, shape in (("t", (rows,)), ("y", (rows,)), ("noise", tuple(x.shape))):
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            raise UserError(
+                f"--inputs {path}: {name} is {list(tensors[name].shape)}, but for x of "
+                f"{list(x.shape)} it must be {list(shape)}."
+            )
+    check_labels(path, "--inputs", y, run.config.model.num_classes)
+    last = run.config.objective.last_timestep if "noise" in tensors else TIMESTEPS
+    if not (t.min() >= 0 and t.max() <= last):
+        raise UserError(f"--inputs {path}: t must lie in 0 to {last}.")
+    given = {"x": x.float(), "t": t.float(), "y": y.long()}
+    return given | ({"noise": tensors["noise"].float()} if "noise" in tensors else {})

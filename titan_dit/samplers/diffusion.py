@@ -1,0 +1,70 @@
+"""Discrete diffusion run backwards, on all of its steps or on a few of them."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from titan_dit.noise_schedule import Denoiser, per_sample
+from titan_dit.samplers.base import Settings
+from titan_dit.section import UserError
+
+
+def ddpm(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
+    """Ancestral sampling with the network's own variance (arXiv:2006.11239 alg. 2).
+
+    Fewer steps than the network was trained with are spread evenly from the first to the last, and
+    the variances follow (arXiv:2102.09672 sec. 4).
+    """
+    steps = spread_with_ends(settings.steps, len(network.schedule))
+    schedule = network.schedule.respaced(steps).to(noise.device)
+    x = noise
+    for k in reversed(range(len(schedule))):
+        step = torch.full((len(x),), k, device=x.device)
+        estimate = network(x, step, schedule)
+        x = schedule.posterior_mean(estimate.clean, x, step)
+        if k > 0:
+            x = x + torch.exp(0.5 * estimate.log_variance) * settings.noise(k)
+    return x
+
+
+def ddim(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
+    """DDIM (arXiv:2010.02502 eq. 12 and 16): with eta 0 no noise is added on the way."""
+    steps = spread_from_start(settings.steps, len(network.schedule))
+    schedule = network.schedule.respaced(steps)
+    alpha_bar = [1.0, *schedule.alpha_bar.tolist()]
+    schedule = schedule.to(noise.device)
+    x = noise
+    for k in reversed(range(len(schedule))):
+        now, before = alpha_bar[k + 1], alpha_bar[k]
+        step = torch.full((len(x),), k, device=x.device)
+        clean = network(x, step, schedule).clean
+        signal, sigma = (per_sample(t, step, x) for t in (schedule.signal, schedule.sigma))
+        direction = (x - signal * clean) / sigma
+        added = settings.eta * ((1 - before) / (1 - now) * (1 - now / before)) ** 0.5
+        x = before**0.5 * clean + max(0.0, 1 - before - added**2) ** 0.5 * direction
+        if k > 0 and added > 0:
+            x = x + added * settings.noise(k)
+    return x
+
+
+def spread_with_ends(count: int, total: int) -> list[int]:
+    """`count` of `total` steps, evenly spaced, the first and the last among them."""
+    check_count(count, total)
+    return [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
+
+
+def spread_from_start(count: int, total: int) -> list[int]:
+    """`count` of `total` steps at a fixed distance, from the first on: 0, 100, ... 900."""
+    check_count(count, total)
+    return [i * total // count for i in range(count)]
+
+
+def check_count(count: int, total: int) -> None:
+    """No more steps back than there are."""
+    if count > total:
+        raise UserError(
+            f"[sampling] steps={count}: the network was trained with {total} steps. Set at most "
+            f"steps = {total}."
+        )

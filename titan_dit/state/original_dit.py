@@ -1,0 +1,211 @@
+"""Weights of the original DiT (facebookresearch/DiT) to ours and back, bit for bit.
+
+Three tensors differ by more than their names: the patch convolution's kernel [hidden, c, p, p] is
+our linear layer's (p, p, c); the rows of qkv are [3, heads, head_dim] there and [heads, 3,
+head_dim] here; `pos_embed` is a constant that we compute and do not keep.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from titan_dit.models.dit import SIZES, DiTConfig
+from titan_dit.section import UserError
+
+PATCH, POSITIONS = "x_embedder.proj.weight", "pos_embed"
+OUTER = {
+    "embed.patch": "x_embedder.proj",
+    "embed.timestep.up": "t_embedder.mlp.0",
+    "embed.timestep.down": "t_embedder.mlp.2",
+    "head.modulation": "final_layer.adaLN_modulation.1",
+    "head.out": "final_layer.linear",
+}
+TABLE = {"embed.label.table.weight": "y_embedder.embedding_table.weight"}
+INNER = {
+    "modulation": "adaLN_modulation.1",
+    "attn.qkv": "attn.qkv",
+    "attn.out": "attn.proj",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
+BLOCK = re.compile(r"blocks\.(\d+)\.")
+POSITIONS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Original:
+    """What a state dict of the original DiT is a network of."""
+
+    model: DiTConfig
+    output_channels: int
+
+    @property
+    def learn_sigma(self) -> bool:
+        """Whether the network predicts a variance behind the noise."""
+        return self.output_channels == 2 * self.model.channels
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of the original, by its original name."""
+        with torch.device("meta"):
+            ours = dict(self.model.build(self.output_channels).named_parameters())
+        shapes = {theirs: tuple(ours[name].shape) for name, theirs in self.names().items()}
+        hidden, _, _, patch = self.model.shape
+        shapes[PATCH] = (hidden, self.model.channels, patch, patch)
+        return shapes | {POSITIONS: (1, self.model.token_shape[0], hidden)}
+
+    def names(self) -> dict[str, str]:
+        """Our name of every parameter -> the original's."""
+        pairs = dict(OUTER)
+        for layer in range(self.model.shape[1]):
+            pairs |= {f"blocks.{layer}.{k}": f"blocks.{layer}.{v}" for k, v in INNER.items()}
+        kinds = ("weight", "bias")
+        return TABLE | {f"{k}.{kind}": f"{v}.{kind}" for k, v in pairs.items() for kind in kinds}
+
+    def to_ours(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The original's tensors as our parameters, fp32; UserError where they do not fit."""
+        check(tensors, self.shapes())
+        check_positions(tensors[POSITIONS], self.model)
+        ours = {}
+        for name, theirs in self.names().items():
+            tensor = tensors[theirs].float()
+            if theirs == PATCH:
+                tensor = tensor.permute(0, 2, 3, 1).flatten(1)
+            elif ".attn.qkv." in name:
+                tensor = exchange(tensor, 3, self.model.shape[2])
+            ours[name] = tensor.contiguous()
+        return ours
+
+    def to_original(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our parameters under the original's names and in its layout, `pos_embed` included."""
+        if self.model.qk_norm:
+            raise UserError("[model] qk_norm=true: the original DiT has no such layers.")
+        originals = {}
+        for name, theirs in self.names().items():
+            tensor = tensors[name]
+            if theirs == PATCH:
+                _, channels, patch, _ = self.shapes()[PATCH]
+                grid = tensor.view(-1, patch, patch, channels)
+                tensor = grid.permute(0, 3, 1, 2)
+            elif ".attn.qkv." in name:
+                tensor = exchange(tensor, self.model.shape[2], 3)
+            originals[theirs] = tensor.contiguous()
+        return originals | {POSITIONS: positions(self.model)}
+
+
+def exchange(rows: Float[Tensor, "r ..."], first: int, second: int) -> Float[Tensor, "r ..."]:
+    """Rows [first, second, head_dim] as [second, first, head_dim]."""
+    apart = rows.view(first, second, -1, *rows.shape[1:])
+    return apart.transpose(0, 1).reshape(rows.shape)
+
+
+def infer(tensors: Mapping[str, Tensor], heads: int | None) -> Original:
+    """The sizes of the network that a state dict belongs to.
+
+    `heads` is not in the tensors: None looks it up for S, B, L and XL.
+    """
+    kernel, grid = of_rank(tensors, PATCH, 4), of_rank(tensors, POSITIONS, 3)
+    table = of_rank(tensors, TABLE["embed.label.table.weight"], 2)
+    final, fc1 = (
+        of_rank(tensors, name, 2)
+        for name in ("final_layer.linear.weight", "blocks.0.mlp.fc1.weight")
+    )
+    hidden, channels, patch, _ = kernel.shape
+    side = math.isqrt(grid.shape[1])
+    if side * side != grid.shape[1]:
+        raise UserError(f"{POSITIONS} is {list(grid.shape)}: {grid.shape[1]} tokens are no square.")
+    outputs = final.shape[0] // patch**2
+    if outputs not in (channels, 2 * channels):
+        raise UserError(
+            f"final_layer.linear.weight is {list(final.shape)}: {outputs} output channels for "
+            f"{channels} of a latent; a DiT has {channels}, or {2 * channels} with learned sigma."
+        )
+    layers = len({match[1] for name in tensors if (match := BLOCK.match(name))})
+    model = DiTConfig(
+        hidden=hidden,
+        layers=layers,
+        heads=heads or heads_of(hidden, layers),
+        patch=patch,
+        mlp_ratio=fc1.shape[0] / hidden,
+        latent_size=side * patch,
+        channels=channels,
+        num_classes=table.shape[0] - 1,
+    )
+    return Original(model, outputs)
+
+
+def of_rank(tensors: Mapping[str, Tensor], name: str, ndim: int) -> Tensor:
+    """A tensor that tells sizes, or an error that names it."""
+    if name not in tensors:
+        raise UserError(
+            f"{name} is missing, so this is no DiT of facebookresearch/DiT.{some(tensors)}"
+        )
+    if tensors[name].ndim != ndim:
+        raise UserError(f"{name} is {list(tensors[name].shape)}; a DiT's has {ndim} dims.")
+    return tensors[name]
+
+
+def heads_of(hidden: int, layers: int) -> int:
+    """The heads of the named size with this width and depth."""
+    for width, depth, heads in SIZES.values():
+        if (width, depth) == (hidden, layers):
+            return heads
+    raise UserError(
+        f"hidden={hidden}, layers={layers} is none of {', '.join(SIZES)}, and the number of heads "
+        "is not in the tensors. Give it: --heads N"
+    )
+
+
+def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Every tensor there, none left over, each of its shape, all of them numbers."""
+    problems = [f"missing: {name}" for name in shapes if name not in tensors]
+    problems += [f"left over: {name}" for name in tensors if name not in shapes]
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            problems.append(f"wrong shape: {name} is {list(tensor.shape)}, not {list(shape)}")
+        elif not tensor.is_floating_point() or not tensor.isfinite().all():
+            problems.append(f"not finite numbers: {name} ({tensor.dtype})")
+    if problems:
+        raise UserError("the weights do not fit a DiT:\n  " + "\n  ".join(first(problems, 12)))
+
+
+def check_positions(found: Float[Tensor, "1 n d"], model: DiTConfig) -> None:
+    """Other positions than the fixed ones would be lost."""
+    difference = (found.float() - positions(model)).abs().max().item()
+    if difference > POSITIONS_TOLERANCE:
+        raise UserError(
+            f"{POSITIONS} differs from the fixed sin-cos table by {difference:.2g}: learned "
+            "positions are not supported."
+        )
+
+
+def positions(model: DiTConfig) -> Float[Tensor, "1 n d"]:
+    """`pos_embed` as the original computes it, in fp64, so that its bits come back."""
+    hidden, _, _, patch = model.shape
+    side = model.latent_size // patch
+    omega = np.arange(hidden // 4, dtype=np.float64) / (hidden / 4)
+    angles = np.outer(np.arange(side, dtype=np.float64), 1 / 10000**omega)
+    line = torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles)), 1)).float()
+    column = line.expand(side, side, -1)
+    return torch.cat((column, column.transpose(0, 1)), -1).reshape(1, side * side, hidden)
+
+
+def some(names: Iterable[str]) -> str:
+    """A few of the names that there are instead."""
+    listed = first(list(names), 4)
+    return f" It holds {', '.join(listed)}." if listed else " It holds no tensors."
+
+
+def first(lines: list[str], most: int) -> list[str]:
+    """The first lines, and how many more there are."""
+    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
