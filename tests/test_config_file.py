@@ -377,14 +377,24 @@ def test_changes_names_old_and_new_values_one_by_one(load):
     assert list(changes(old, old)) == []
 
 
-def test_samplers_are_found_by_name():
+def test_samplers_are_found_by_name_and_objective():
+    from titan_dit.samplers.diffusion import ddim, ddpm
     from titan_dit.samplers.ode import euler, heun
 
-    assert (sampler("euler"), sampler("heun")) == (euler, heun)
+    flow = [sampler(name, "rectified_flow") for name in ("euler", "heun", "auto")]
+    assert flow == [euler, heun, heun]
+    assert [sampler(name, "ddpm") for name in ("ddpm", "ddim", "auto")] == [ddpm, ddim, ddim]
     with pytest.raises(
         UserError, match=r"\[sampling\] sampler=.huen. is unknown. Did you mean heun"
     ):
-        sampler("huen")
+        sampler("huen", "rectified_flow")
+
+
+def test_a_sampler_of_another_objective_is_refused_with_those_that_fit():
+    with pytest.raises(
+        UserError, match=r"sampler=.heun. does not fit \[objective\] name=.ddpm.*auto, ddim, ddpm"
+    ):
+        sampler("heun", "ddpm")
 
 
 def test_the_order_of_flags_does_not_matter(load):

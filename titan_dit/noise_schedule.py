@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -124,6 +124,7 @@ class Denoised(NamedTuple):
     """Log of the variance of its law of x_k-1."""
 
 
+@runtime_checkable
 class Denoiser(Protocol):
     """A network as the samplers of discrete diffusion use it."""
 

@@ -41,7 +41,10 @@ def test_samplers_are_exact_on_a_straight_path(sampler, steps):
 @pytest.mark.parametrize(("sampler", "factor"), [(euler, 2), (heun, 4)])
 def test_twice_the_steps_divide_the_error_by_the_samplers_order(sampler, factor):
     noise, exact = start_of_bent()
-    errors = [(sampler(bent, noise, Settings(steps)) - exact).abs().max().item() for steps in (40, 80, 160)]
+    errors = [
+        (sampler(bent, noise, Settings(steps)) - exact).abs().max().item()
+        for steps in (40, 80, 160)
+    ]
     assert errors[0] > 1e-6
     for coarse, fine in itertools.pairwise(errors):
         assert coarse / fine == pytest.approx(factor, rel=0.08)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -52,7 +54,10 @@ def ddim(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -
 def spread_with_ends(count: int, total: int) -> list[int]:
     """`count` of `total` steps, evenly spaced, the first and the last among them."""
     check_count(count, total)
-    return [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
+    stride = (total - 1) / max(1, count - 1)
+    # Summed up, not multiplied: a place half-way between two steps then falls as in the original.
+    places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)
+    return [round(place) for place in places]
 
 
 def spread_from_start(count: int, total: int) -> list[int]:

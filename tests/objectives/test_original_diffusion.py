@@ -1,0 +1,152 @@
+"""Losses and samples are those of the original DiT's diffusion, see tests/fixtures/README.md."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from titan_dit.evaluation.generate import generate
+from titan_dit.models.dit import DiTConfig
+from titan_dit.models.layers import patchify, unpatchify
+from titan_dit.objectives.base import Batch
+from titan_dit.objectives.ddpm import DDPM
+from titan_dit.samplers.base import Settings
+from titan_dit.samplers.diffusion import ddim, ddpm
+from titan_dit.state import original_dit, weight_file
+
+FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
+SPACE = load_file(FIXTURES / "ddpm_reference.safetensors")
+NETWORK = load_file(FIXTURES / "dit_reference.safetensors")
+
+
+def stand_in(x, t, channels=8):
+    """A network in latent space that is about right for standard normal data."""
+    s = (t / 1000).view(-1, 1, 1, 1)
+    a = (1 - torch.exp(-0.1 * s - 10 * s * s)).sqrt()
+    eps = a * x + 0.1 * torch.sin(2 * x.roll(1, 1))
+    return torch.cat((eps, torch.tanh(x + a)), 1)[:, :channels]
+
+
+def on_tokens(objective):
+    """The stand-in as a network of tokens with patches of two."""
+
+    def predict(tokens, timestep):
+        return patchify(
+            stand_in(unpatchify(tokens, 2, 4), timestep, objective.output_channels(4)), 2
+        )
+
+    return predict
+
+
+def draw(objective, sampler, steps, eta=0.0):
+    settings = Settings(steps, eta, lambda step: patchify(SPACE["fresh"][step], 2))
+    process = objective.process(on_tokens(objective), 4)
+    return unpatchify(sampler(process, patchify(SPACE["z"], 2), settings), 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "sampler", "steps", "eta"),
+    [
+        ("ancestral_25", DDPM(), ddpm, 25, 0),
+        ("ancestral_7", DDPM(), ddpm, 7, 0),
+        ("cosine_ancestral_25", DDPM(schedule="cosine"), ddpm, 25, 0),
+        ("x_ancestral_25", DDPM(prediction="x"), ddpm, 25, 0),
+        ("fixed_ancestral_25", DDPM(learn_sigma=False), ddpm, 25, 0),
+        ("ddim_25", DDPM(), ddim, 25, 0),
+        ("ddim_20_eta_half", DDPM(), ddim, 20, 0.5),
+    ],
+)
+def test_samples_are_those_of_the_original(name, objective, sampler, steps, eta):
+    found, expected = draw(objective, sampler, steps, eta), SPACE[name]
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def batch_of(latents):
+    rows = len(latents)
+    return Batch(
+        tokens=patchify(latents, 2),
+        labels=torch.zeros(rows, dtype=torch.int64),
+        sample_numbers=torch.arange(rows),
+        weight=torch.ones(rows),
+        total_weight=rows,
+        channels=latents.shape[1],
+    )
+
+
+def terms(objective, latents, noise, t, network):
+    """Every part of the loss and their sum, per sample."""
+    labels = torch.zeros(len(t), dtype=torch.int64)
+    prepared = objective.corrupt(batch_of(latents), t.float(), patchify(noise, 2), labels)
+    prediction = network(prepared.inputs["tokens"], prepared.inputs["timestep"])
+    found = dict(objective.terms(prediction, prepared.targets))
+    found["loss"] = objective.loss(prediction, prepared.targets)
+    return {name: term.mean(1) for name, term in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [("linear", DDPM()), ("cosine", DDPM(schedule="cosine")), ("x", DDPM(prediction="x"))],
+)
+def test_the_loss_and_its_parts_are_those_of_the_original(name, objective):
+    found = terms(objective, SPACE["x0"], SPACE["noise"], SPACE["t"], on_tokens(objective))
+    for part in ("mse", "vb", "loss"):
+        torch.testing.assert_close(found[part], SPACE[f"{name}_{part}"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """The original's network, read from its file."""
+    state_dicts, metadata = weight_file.read(FIXTURES / "dit_reference.safetensors")
+    original = original_dit.infer(state_dicts["model"], int(metadata["num_heads"]))
+    model = original.model.build(original.output_channels)
+    model.load_state_dict(original.to_ours(state_dicts["model"]))
+    return original.model, model
+
+
+def call(imported, labels):
+    config, model = imported
+    static = config.static(torch.device("cpu"))
+
+    def network(tokens, timestep):
+        inputs = {"tokens": tokens, "timestep": timestep, "labels": labels}
+        with torch.no_grad():
+            return model(inputs, static)
+
+    return network
+
+
+def test_the_imported_network_predicts_what_the_original_does(imported):
+    assert imported[0] == DiTConfig(
+        hidden=48, layers=2, heads=4, patch=2, latent_size=8, channels=4, num_classes=10
+    )
+    network = call(imported, NETWORK["io.y"])
+    found = network(patchify(NETWORK["io.x"], 2), NETWORK["io.t"].float())
+    expected = NETWORK["io.out"]
+    found = imported[0].detokenize(found)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_the_imported_network_has_the_losses_of_the_original(imported):
+    network = call(imported, NETWORK["io.y"])
+    found = terms(DDPM(), NETWORK["io.x"], NETWORK["io.noise"], NETWORK["io.t"], network)
+    for part in ("mse", "vb", "loss"):
+        torch.testing.assert_close(found[part], NETWORK[f"io.loss_{part}"], rtol=1e-5, atol=1e-6)
+
+
+def test_ddim_through_the_imported_network_ends_where_the_original_ends(imported):
+    config, model = imported
+    with torch.no_grad():
+        found = generate(
+            model,
+            DDPM(),
+            config,
+            NETWORK["io.y"],
+            torch.arange(5),
+            seed=0,
+            sampler=ddim,
+            steps=10,
+            noise=config.tokenize(NETWORK["io.ddim_z"]),
+        )
+    expected = NETWORK["io.ddim10"]
+    assert (config.detokenize(found) - expected).abs().max() < 1e-5 * expected.abs().max()
