@@ -21,8 +21,15 @@ LAYOUTS = {
 MICROBATCHES = [None, 2, 1]
 
 
-def loss_and_gradients(world, layout, microbatch_size=None, cursor=0, bug=None):
-    config = tiny_config(parallel=layout, training={"microbatch_size": microbatch_size})
+DDPM = {"name": "ddpm", "min_snr_gamma": 5.0}
+
+
+def loss_and_gradients(world, layout, microbatch_size=None, cursor=0, bug=None, objective=None):
+    config = tiny_config(
+        parallel=layout,
+        training={"microbatch_size": microbatch_size},
+        objective=objective or {},
+    )
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
     trainer.cursor = cursor
@@ -37,7 +44,8 @@ def all_layouts(world):
         for size in MICROBATCHES:
             results[json.dumps([layout, size])] = loss_and_gradients(world, layout, size)
     # A batch across the end of the epoch, its rows from two permutations.
-    results["across epochs"] = loss_and_gradients(world, {}, cursor=1790)
+    results["end"] = loss_and_gradients(world, {}, cursor=1790)
+    results["ddpm"] = loss_and_gradients(world, LAYOUTS[world.size][1], 2, objective=DDPM)
     return results
 
 
@@ -51,15 +59,16 @@ def one_process(world):
     return {
         "start": loss_and_gradients(world, {}),
         "end": loss_and_gradients(world, {}, cursor=1790),
+        "ddpm": loss_and_gradients(world, {}, objective=DDPM),
     }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_layout_gives_the_loss_and_gradients_of_one_process(num_ranks, reference):
     for results in on_ranks(num_ranks, all_layouts):
-        assert len(results) == len(LAYOUTS[num_ranks]) * len(MICROBATCHES) + 1
+        assert len(results) == len(LAYOUTS[num_ranks]) * len(MICROBATCHES) + 2
         for case, (loss, found) in results.items():
-            expected_loss, expected = reference["end" if case == "across epochs" else "start"]
+            expected_loss, expected = reference[case if case in reference else "start"]
             assert loss == pytest.approx(expected_loss, rel=1e-6), case
             assert_same_gradients(found, expected)
 

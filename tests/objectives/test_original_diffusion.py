@@ -13,7 +13,7 @@ from titan_dit.objectives.base import Batch
 from titan_dit.objectives.ddpm import DDPM
 from titan_dit.samplers.base import Settings
 from titan_dit.samplers.diffusion import ddim, ddpm
-from titan_dit.state import original_dit, weight_file
+from titan_dit.state import original_weights, weight_file
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 SPACE = load_file(FIXTURES / "ddpm_reference.safetensors")
@@ -98,7 +98,7 @@ def test_the_loss_and_its_parts_are_those_of_the_original(name, objective):
 def imported():
     """The original's network, read from its file."""
     state_dicts, metadata = weight_file.read(FIXTURES / "dit_reference.safetensors")
-    original = original_dit.infer(state_dicts["model"], int(metadata["num_heads"]))
+    original = original_weights.infer(state_dicts["model"], int(metadata["num_heads"]))
     model = original.model.build(original.output_channels)
     model.load_state_dict(original.to_ours(state_dicts["model"]))
     return original.model, model

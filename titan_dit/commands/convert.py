@@ -15,7 +15,7 @@ from titan_dit.commands.restore import find, restore
 from titan_dit.data.base import DataFacts
 from titan_dit.observe import console
 from titan_dit.section import Bound, Count, Finite, Section, UserError
-from titan_dit.state import checkpoint, original_dit, weight_file
+from titan_dit.state import checkpoint, original_weights, weight_file
 
 EMA_DECAY = "0.9999"  # The original's.
 
@@ -60,7 +60,7 @@ def read_original(source: Path, target: Path, options: Options) -> None:
     state_dicts, metadata = weight_file.read(source)
     heads = options.heads or known_heads(metadata)
     try:
-        original = original_dit.infer(state_dicts["ema"], heads)
+        original = original_weights.infer(state_dicts["ema"], heads)
         ema = original.to_ours(state_dicts["ema"])
         # Most files hold one state dict: it is converted, and checked, once.
         is_one = state_dicts["model"] is state_dicts["ema"]
@@ -80,7 +80,7 @@ def known_heads(metadata: dict[str, str]) -> int | None:
     return int(told) if told.isdecimal() and int(told) > 0 else None
 
 
-def record_of(original: original_dit.Original, scale: float) -> dict[str, Any]:
+def record_of(original: original_weights.Original, scale: float) -> dict[str, Any]:
     """The plain values of the checkpoint: those of a run that has not trained yet."""
     model = original.model
     shape = {key: getattr(model, key) for key in ("latent_size", "channels", "num_classes")}
@@ -113,7 +113,7 @@ def write_original(source: Path, target: Path, options: Options) -> None:
         find(source, options.step, "--from"), options.weights, options.decay, torch.device("cpu")
     )
     outputs = run.config.objective.output_channels(run.config.model.channels)
-    original = original_dit.Original(run.config.model, outputs)
+    original = original_weights.Original(run.config.model, outputs)
     ours = {name: p.detach() for name, p in run.model.named_parameters()}
     hidden, layers, heads, patch = original.model.shape
     metadata = {
@@ -134,7 +134,7 @@ def write_original(source: Path, target: Path, options: Options) -> None:
     console.say(f"wrote   {target}: {describe(original, ours)}")
 
 
-def describe(original: original_dit.Original, tensors: dict[str, Tensor]) -> str:
+def describe(original: original_weights.Original, tensors: dict[str, Tensor]) -> str:
     """One line on a network."""
     model = original.model
     size = model.size or "hidden {}, layers {}, heads {}, patch {}".format(*model.shape)

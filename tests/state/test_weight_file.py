@@ -1,0 +1,110 @@
+import argparse
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from titan_dit.section import UserError
+from titan_dit.state.weight_file import read, write
+
+A = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+B = {"a.weight": torch.zeros(2, 3), "b": torch.zeros(2)}
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[k], expected[k]) for k in found
+    )
+
+
+def refused(path):
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
+def test_what_is_written_is_read(tmp_path, suffix):
+    path = tmp_path / "new" / f"weights{suffix}"
+    write(path, A, {"num_heads": "3"})
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    state_dicts, metadata = read(path)
+    assert same(state_dicts["ema"], A)
+    assert state_dicts["model"] is state_dicts["ema"]
+    assert metadata.get("num_heads") == ("3" if suffix == ".safetensors" else None)
+    assert path.stat().st_mode & 0o044
+
+
+def test_a_training_checkpoint_of_the_original_holds_both(tmp_path):
+    """As its train.py writes it, the arguments of the command line included."""
+    arguments = argparse.Namespace(model="DiT-XL/2", global_seed=0)
+    torch.save({"ema": A, "model": B, "opt": {"state": {}}, "args": arguments}, tmp_path / "a.pt")
+    state_dicts, _ = read(tmp_path / "a.pt")
+    assert same(state_dicts["ema"], A)
+    assert same(state_dicts["model"], B)
+
+
+@pytest.mark.parametrize(("key", "other"), [("ema", "model"), ("model", "ema")])
+def test_one_state_dict_stands_for_both(tmp_path, key, other):
+    torch.save({key: A}, tmp_path / "a.pt")
+    state_dicts, _ = read(tmp_path / "a.pt")
+    assert same(state_dicts[key], A)
+    assert state_dicts[other] is state_dicts[key]
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_what_wrappers_put_before_the_names_is_taken_off(tmp_path, wrapper):
+    torch.save({wrapper + name: tensor for name, tensor in A.items()}, tmp_path / "a.pt")
+    assert same(read(tmp_path / "a.pt")[0]["model"], A)
+
+
+def test_prefixes_in_a_safetensors_file_name_the_state_dicts(tmp_path):
+    tensors = {f"model.{k}": v for k, v in B.items()} | {f"ema.{k}": v for k, v in A.items()}
+    save_file(tensors | {"io.x": torch.ones(1)}, tmp_path / "a.safetensors")
+    state_dicts, _ = read(tmp_path / "a.safetensors")
+    assert same(state_dicts["ema"], A)
+    assert same(state_dicts["model"], B)
+
+
+class Evil:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize(
+    "save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))]
+)
+def test_a_file_that_would_execute_code_is_refused_and_does_not(tmp_path, save):
+    target = tmp_path / "executed"
+    save({"model": A, "extra": Evil(target)}, tmp_path / "evil.pt")
+    assert "could execute code, so it was not loaded" in refused(tmp_path / "evil.pt")
+    assert not target.exists()
+    pickle.loads(pickle.dumps(Evil(target)))
+    assert target.exists()  # It would have.
+
+
+def test_damaged_and_foreign_files_are_named(tmp_path):
+    torch.save(A, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    for name, content in {"cut.pt": whole[:-200], "empty.pt": b"", "text.pt": b"hello"}.items():
+        (tmp_path / name).write_bytes(content)
+        refused(tmp_path / name)
+    for name, content in {"cut.safetensors": b"\x10" * 20, "empty.safetensors": b""}.items():
+        (tmp_path / name).write_bytes(content)
+        assert "not a readable safetensors file" in refused(tmp_path / name)
+    torch.save([1, 2], tmp_path / "list.pt")
+    assert "holds a list" in refused(tmp_path / "list.pt")
+    torch.save({"a": 3}, tmp_path / "values.pt")
+    assert "a is a int" in refused(tmp_path / "values.pt")
+    torch.save({"ema": [1]}, tmp_path / "nested.pt")
+    assert "ema is a list" in refused(tmp_path / "nested.pt")
+    assert "no such file" in refused(tmp_path / "missing.pt")
+    assert ".pt, .pth, .safetensors" in refused(tmp_path / "weights.bin")
