@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import wheelhouse
@@ -20,7 +21,10 @@ import wheelhouse
 HOLDS = """A step of all contenders: forward, backward, AdamW and one EMA of the weights, on a batch
 that lies on the device; fp32 weights, moments and averages, matrix products in bf16.
 plain: autocast, torch's default AdamW, the EMA parameter by parameter.
-ours: FSDP2 on one rank, random numbers by sample number, gradient clipping, fused AdamW and EMA."""
+ours: FSDP2 on one rank, random numbers by sample number, gradient clipping, fused AdamW and EMA.
+FLOPs: our model's flops_per_sample, for all. MFU: of the data sheet's dense bf16 peak. of GEMM: of
+the product measured here. Peak: allocated in the timed steps. First step: of the first round, with
+compilation (short where the compiler finds its results of an earlier run)."""
 
 FULL = {"size": "XL/2", "cells": ["32:256", "64:32"], "gemm": 8192, "copy": 2**30}
 TINY = {"size": None, "cells": ["8:4", "16:2"], "gemm": 64, "copy": 2**16}
@@ -40,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="timed steps per round")
     parser.add_argument("--budget-s", type=float, default=480, help="begin nothing after this")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, any device")
+    parser.add_argument("--wheels", type=Path, default=wheelhouse.FOLDER, help="see wheelhouse.py")
     parser.add_argument("--out", help="JSON, written anew after every measurement")
     options = parser.parse_args()
     scale = TINY if options.tiny else FULL
@@ -104,13 +109,18 @@ def run(options: argparse.Namespace, began: float) -> None:
     # The list grows, so every writing holds what is measured by then.
     more = {"step": HOLDS, "ceilings": ceilings, "measured": measured}
     plan = Plan(options.rounds, options.warmup, options.steps, options.budget_s, began)
+
+    def save() -> None:
+        if options.out:
+            write(title, summary(cells, names, measured, ceilings), options.out, **more)
+
+    save()
     with runtime.start(device.type) as world:
         place = Place(world.device, Mesh(AxisSizes(), device.type), meter)
         for row in measure(cells, names, place, plan):
             measured.append(row)
             print(json.dumps(row), flush=True)
-            if options.out:
-                write(title, summary(cells, names, measured, ceilings), options.out, **more)
+            save()
         meter.release()
     print(f"\n{title}\n{HOLDS}\n")
     finish(title, summary(cells, names, measured, ceilings), options.out, **more)
@@ -122,7 +132,7 @@ def main() -> None:
     """Look for what is needed, then run."""
     began = time.monotonic()
     options = parse()
-    wheelhouse.use()
+    wheelhouse.use(options.wheels)
     if complaint := wheelhouse.complaint():
         sys.exit(f"benchmarks/gpu.py: {complaint}")
     import torch

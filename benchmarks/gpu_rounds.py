@@ -153,7 +153,7 @@ def attempt(name: str, cell: Cell, place: Place, plan: Plan) -> Row:
         if "out of memory" in str(error).lower():
             return {"result": "out of memory"}
         traceback.print_exc(file=sys.stderr)
-        return {"result": f"failed: {type(error).__name__}"}
+        return {"result": f"failed: {type(error).__name__}", "error": str(error)[:1000]}
 
 
 def measure(cells: Sequence[Cell], names: Sequence[str], place: Place, plan: Plan) -> Iterator[Row]:

@@ -17,7 +17,7 @@ NEEDED = ("torch", "jaxtyping", "wadler_lindig")
 """What models, objectives, parallel and state import, and what that imports in its turn."""
 
 
-def use(folder: Path = FOLDER) -> None:
+def use(folder: Path) -> None:
     """Put this checkout first on sys.path, and before it every wheel of the folder."""
     for path in (ROOT, *sorted(folder.glob("*.whl"))):
         sys.path.insert(0, str(path))
