@@ -1,14 +1,15 @@
 """DiT and its training step written the plain way: what the benchmarks compare against.
 
 The network of arXiv:2212.09748 as its paper and its public code describe it: a convolution as patch
-embedding, a position buffer, timm-style attention and MLP, SiLU inside every modulation; eager,
-with torch's own AdamW at its defaults. No tricks, no bugs.
+embedding, a position buffer, timm-style attention and MLP, SiLU inside every modulation; with
+torch's own AdamW at its defaults. No tricks, no bugs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,7 @@ class Block(nn.Module):
 class PlainDiT(nn.Module):
     """Latents [b, c, h, w], t in [0, 1] and labels to a prediction of the same shape."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, output_channels: int) -> None:
         super().__init__()
         dim, layers, heads, patch = config.shape
         self.patch_size, self.null = patch, config.num_classes
@@ -74,7 +75,7 @@ class PlainDiT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads, config.ffn) for _ in range(layers))
         self.norm = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
-        self.out = nn.Linear(dim, patch * patch * config.channels)
+        self.out = nn.Linear(dim, patch * patch * output_channels)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Embed, blocks, unpatchify."""
@@ -92,22 +93,74 @@ class PlainDiT(nn.Module):
         return torch.einsum("nhwpqc->nchpwq", x).reshape(x.shape[0], -1, side * p, side * p)
 
 
-def make_step(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
-    """A training step of rectified flow, in the order of a plain training script."""
-    model = PlainDiT(config).to(device)
+class Learn(Protocol):
+    """What the network is taught: the counterpart of titan_dit's objectives."""
+
+    def output_channels(self, channels: int) -> int:
+        """Channels that the network predicts."""
+        ...
+
+    def loss(self, model: PlainDiT, latents: Tensor, labels: Tensor) -> Tensor:
+        """Draw what is random, ask the network, compare."""
+        ...
+
+
+class RectifiedFlow:
+    """The velocity on the straight path from data to noise, t logit-normal."""
+
+    def output_channels(self, channels: int) -> int:
+        """A velocity for every channel."""
+        return channels
+
+    def loss(self, model: PlainDiT, latents: Tensor, labels: Tensor) -> Tensor:
+        """Mean squared error of the velocity; a tenth of the labels are dropped."""
+        batch, device = len(latents), latents.device
+        t = torch.sigmoid(torch.randn(batch, device=device))
+        noise = torch.randn_like(latents)
+        x = (1 - t.view(-1, 1, 1, 1)) * latents + t.view(-1, 1, 1, 1) * noise
+        y = torch.where(torch.rand(batch, device=device) < 0.1, model.null, labels)
+        return F.mse_loss(model(x, t, y), noise - latents)
+
+
+@torch.no_grad()
+def update_ema(averages: dict[str, Tensor], model: nn.Module, decay: float = 0.9999) -> None:
+    """Move every average towards its parameter, one after the other."""
+    for name, parameter in model.named_parameters():
+        averages[name].mul_(decay).add_(parameter, alpha=1 - decay)
+
+
+def training_step(
+    model: PlainDiT,
+    config: DiTConfig,
+    batch: int,
+    learn: Learn,
+    *,
+    autocast: torch.dtype | None = None,
+    ema: bool = False,
+) -> Callable[[], Tensor]:
+    """A training step in the order of a plain training script, on one batch that stays."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    named = model.named_parameters() if ema else ()
+    averages = {name: parameter.detach().clone() for name, parameter in named}
+    device = model.positions.device
     latents = torch.randn(batch, *config.sample_shape, device=device)
     labels = torch.randint(0, config.num_classes, (batch,), device=device)
 
     def step() -> Tensor:
-        t = torch.sigmoid(torch.randn(batch, device=device))
-        noise = torch.randn_like(latents)
-        x = (1 - t.view(-1, 1, 1, 1)) * latents + t.view(-1, 1, 1, 1) * noise
-        y = torch.where(torch.rand(batch, device=device) < 0.1, config.num_classes, labels)
-        loss = F.mse_loss(model(x, t, y), noise - latents)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            loss = learn.loss(model, latents, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if ema:
+            update_ema(averages, model)
         return loss.detach()
 
     return step
+
+
+def make_step(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
+    """A training step of rectified flow in fp32, without an average of the weights."""
+    learn = RectifiedFlow()
+    model = PlainDiT(config, learn.output_channels(config.channels)).to(device)
+    return training_step(model, config, batch, learn)

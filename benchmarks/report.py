@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -23,20 +25,50 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@functools.cache
 def place() -> dict[str, Any]:
-    """Commit, device and versions."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    """Commit, device and versions, as they were when first asked for."""
     cuda = torch.cuda.is_available()
-    return {
+    where = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {cpu_name()}",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    return where | {"cuda": torch.version.cuda, **nvidia_smi()} if cuda else where
+
+
+def commit() -> str:
+    """The commit of this checkout, or TITAN_DIT_COMMIT where only its files were copied."""
+    git = ["git", "-C", str(ROOT)]
+    found = answer(*git, "rev-parse", "--short", "HEAD")
+    if not found:
+        return os.environ.get("TITAN_DIT_COMMIT", "unknown")
+    return found + ("+changes" if answer(*git, "status", "--porcelain") else "")
+
+
+def nvidia_smi() -> dict[str, str]:
+    """Driver, highest clock and power limit of the GPU in use, where nvidia-smi tells them."""
+    keys = {
+        "driver": "driver_version",
+        "max SM clock": "clocks.max.sm",
+        "power limit": "power.limit",
+    }
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    query = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(keys.values())}"]
+    values = answer(*query, "--format=csv,noheader").split(", ")
+    return dict(zip(keys, values, strict=True)) if len(values) == len(keys) else {}
+
+
+def answer(*command: str) -> str:
+    """What a command prints; nothing where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 def cpu_name() -> str:
@@ -47,13 +79,20 @@ def cpu_name() -> str:
     return f"{len(found)} cores of {found[0]}" if found else platform.processor()
 
 
-def finish(name: str, rows: Sequence[Mapping[str, Any]], out: str | None) -> None:
-    """Print the table and where it was measured; write both as JSON if asked to."""
-    where = place()
+def write(name: str, rows: Sequence[Mapping[str, Any]], out: str, **more: Any) -> None:
+    """Write the rows and where they were measured as JSON: the whole file, or none of it."""
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"benchmark": name, **place(), **more, "rows": list(rows)}, indent=2)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text + "\n")
+    draft.replace(path)
+
+
+def finish(name: str, rows: Sequence[Mapping[str, Any]], out: str | None, **more: Any) -> None:
+    """Print the table and where it was measured; write both, and `more`, as JSON if asked to."""
     print(table(rows))
-    print(", ".join(f"{key} {value}" for key, value in where.items()))
+    print(", ".join(f"{key} {value}" for key, value in place().items()))
     if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"benchmark": name, **where, "rows": list(rows)}, indent=2)
-        Path(out).write_text(text + "\n")
+        write(name, rows, out, **more)
         print(f"wrote {out}")

@@ -2,8 +2,8 @@
 
 Every contender makes a step from (model config, batch, device); the steps are taken in turn in one
 process, so that a machine that slows down slows down all of them. CPU time is the honest figure on
-a shared machine; ratios are medians of the ratios turn by turn. A contender of your own:
-`--contenders plain ours mymodule:make_step`.
+a shared machine; ratios are medians of the ratios turn by turn. A contender of your own, from a
+module in the current folder or on PYTHONPATH: `--contenders plain ours mymodule:make_step`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from ours import resident_batch
 from plain_dit import make_step as plain
 from report import finish
 from torch import Tensor
 
 from titan_dit.config import CompileConfig, OptimizerConfig
 from titan_dit.models.dit import DiTConfig
-from titan_dit.objectives.base import Batch
 from titan_dit.objectives.rectified_flow import RectifiedFlow
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.init import initialize
@@ -43,16 +45,7 @@ def ours(
     initialize(model, model.init_laws(), 0, device)
     executor = LocalExecutor(model, objective.loss, None)
     optimizer = build_optimizer(model.parameters(), OptimizerConfig())
-    latents = torch.randn(batch, *config.sample_shape, device=device)
-    data = Batch(
-        tokens=config.tokenize(latents),
-        labels=torch.randint(0, config.num_classes, (batch,), device=device),
-        sample_numbers=torch.arange(batch, device=device),
-        weight=torch.ones(batch, device=device),
-        total_weight=batch,
-        channels=config.channels,
-        static=config.static(device),
-    )
+    data = resident_batch(config, batch, device)
     never = torch.zeros((), dtype=torch.bool, device=device)
 
     def step() -> Tensor:
@@ -94,6 +87,10 @@ def find(name: str) -> MakeStep:
     if name in CONTENDERS:
         return CONTENDERS[name]
     module, _, function = name.partition(":")
+    if not function:
+        known = ", ".join(CONTENDERS)
+        raise SystemExit(f"--contenders: {name} is none of {known} and no module:function.")
+    sys.path.append(str(Path.cwd()))
     found: MakeStep = getattr(importlib.import_module(module), function)
     return found
 
