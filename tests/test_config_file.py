@@ -407,3 +407,15 @@ def test_the_order_of_flags_does_not_matter(load):
 
 def test_a_number_too_large_for_a_float_is_refused(refused):
     assert "[optimizer] lr" in refused("--optimizer.lr", "1" + "0" * 400)
+
+
+def test_a_flag_that_chooses_another_objective_drops_what_the_file_says_of_the_old_one(load):
+    assert load().objective.timesteps == "logit_normal"
+    other = load("--objective.name", "ddpm", "--objective.prediction", "v").objective
+    assert (other.name, other.prediction, other.label_dropout) == ("ddpm", "v", 0.1)
+    assert load("--objective.name", "rectified_flow") == load()
+
+
+def test_a_key_of_another_objective_is_still_refused_among_the_flags(refused):
+    message = refused("--objective.name", "ddpm", "--objective.shift", "2")
+    assert "[objective] shift: unknown key" in message

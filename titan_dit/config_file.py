@@ -28,13 +28,21 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig[Any, Any, Any]
     for section in CHOSEN_BY_NAME:
         # First of all: the name decides what the other keys of the section are.
         if chosen := flags.pop(f"{section}.name", None):
-            tables.setdefault(section, {})["name"] = " ".join(chosen)
+            tables[section] = renamed(section, tables.get(section, {}), " ".join(chosen), variant)
     for key, texts in flags.items():
         section, name = key.split(".", 1)
         value = flag_value(section, name, texts, tables, variant)
         tables.setdefault(section, {})[name] = value
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
     return build(tables, variant)
+
+
+def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) -> dict[str, Any]:
+    """A file's section under a name that a flag chose: keys of the old one alone are left out."""
+    if table.get("name") == name:
+        return table
+    known = hints_of(variant(section, name))
+    return {key: value for key, value in table.items() if key in known} | {"name": name}
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:

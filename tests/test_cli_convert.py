@@ -1,0 +1,220 @@
+"""Weights of the original DiT from the command line: in, compared, trained, sampled, out again."""
+
+import sys
+from pathlib import Path
+
+import commands
+import pytest
+import torch
+from commands import metrics, sample, train
+from safetensors.torch import load_file, save_file
+
+from titan_dit.commands import convert, predict
+from titan_dit.commands.restore import find, restore
+from titan_dit.section import UserError
+
+FIXTURE = Path(__file__).resolve().parent / "fixtures" / "dit_reference.safetensors"
+NUMBERS = load_file(FIXTURE)
+STATE = {k.removeprefix("model."): v for k, v in NUMBERS.items() if k.startswith("model.")}
+CPU = torch.device("cpu")
+
+
+def titan_dit(*words, cwd):
+    return commands.run([sys.executable, "-m", "titan_dit", *words], cwd)
+
+
+def done_well(done):
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """`imported`: the fixture as a checkpoint, its samples in the network's own units."""
+    cwd = tmp_path_factory.mktemp("converted")
+    save_file(STATE, cwd / "original.safetensors")
+    flags = ("--from", "original.safetensors", "--to", "imported", "--heads", 4, "--scale", 1)
+    done = done_well(titan_dit("convert", *flags, cwd=cwd))
+    assert "hidden 48, layers 2, heads 4, patch 2" in done.stdout
+    assert "4x8x8, 10 classes, learned sigma" in done.stdout
+    assert done.stderr == ""
+    return cwd
+
+
+def predicted(cwd, **inputs):
+    save_file(inputs, cwd / "in.safetensors")
+    flags = ("--checkpoint", "imported", "--inputs", "in.safetensors", "--out", "out.safetensors")
+    done_well(titan_dit("predict", *flags, "--batch-size", 3, cwd=cwd))
+    return load_file(cwd / "out.safetensors")
+
+
+def close(found, expected):
+    return (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_the_network_predicts_what_the_original_does(converted):
+    found = predicted(converted, x=NUMBERS["io.x"], t=NUMBERS["io.t"], y=NUMBERS["io.y"])
+    assert set(found) == {"out"}
+    assert close(found["out"], NUMBERS["io.out"])
+
+
+def test_its_losses_are_those_of_the_original(converted):
+    inputs = {name: NUMBERS[f"io.{name}"] for name in ("x", "t", "y", "noise")}
+    found = predicted(converted, **inputs)
+    for ours, theirs in (("loss_mse", "mse"), ("loss_vb", "vb"), ("loss", "loss")):
+        assert close(found[ours], NUMBERS[f"io.loss_{theirs}"]), ours
+
+
+def test_ddim_ends_where_the_original_ends(converted):
+    save_file(
+        {"noise": NUMBERS["io.ddim_z"], "labels": NUMBERS["io.y"]}, converted / "z.safetensors"
+    )
+    flags = ("--noise", "z.safetensors", "--sampler", "ddim", "--steps", 10, "--cfg-scale", 1)
+    done_well(
+        sample(
+            "--run", "imported", "--out", "s.safetensors", *flags, "--batch-size", 2, cwd=converted
+        )
+    )
+    drawn = load_file(converted / "s.safetensors")
+    assert close(drawn["samples"], NUMBERS["io.ddim10"])
+    assert drawn["labels"].tolist() == [0, 8, 4, 0, -1]
+
+
+def test_every_bit_comes_back_in_the_originals_names(converted):
+    for name in ("back.safetensors", "back.pt"):
+        done_well(titan_dit("convert", "--from", "imported", "--to", name, cwd=converted))
+    back = load_file(converted / "back.safetensors")
+    pickled = torch.load(converted / "back.pt", weights_only=True)
+    assert back.keys() == pickled.keys() == STATE.keys()
+    for name, tensor in STATE.items():
+        assert torch.equal(back[name], tensor)
+        assert torch.equal(pickled[name], tensor)
+    # What was written tells its own number of heads.
+    done_well(titan_dit("convert", "--from", "back.safetensors", "--to", "again", cwd=converted))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that began with imported weights, its EMA and last weights apart from the start."""
+    cwd = tmp_path_factory.mktemp("trained")
+    ema = {name: tensor if name == "pos_embed" else tensor / 2 for name, tensor in STATE.items()}
+    torch.save({"ema": ema, "model": STATE}, cwd / "original.pt")
+    done_well(
+        titan_dit("convert", "--from", "original.pt", "--to", "imported", "--heads", 4, cwd=cwd)
+    )
+    done_well(train(*START, "--training.steps", 3, cwd=cwd))
+    return cwd
+
+
+SIZES = {"hidden": 48, "layers": 2, "heads": 4, "patch": 2}
+SHAPE = {"latent_size": 8, "channels": 4, "num_classes": 10}
+START = (
+    *("--objective.name", "ddpm", "--data.name", "synthetic", "--checkpoint.resume", "imported"),
+    *(word for key, value in (SIZES | SHAPE).items() for word in (f"--model.{key}", value)),
+    *(word for key, value in SHAPE.items() for word in (f"--data.{key}", value)),
+    *("--data.count", 64, "--training.global_batch_size", 8, "--ema.decays", 0.9999),
+    *("--ema.warmup", "false", "--lr_schedule.warmup_steps", 0, "--optimizer.lr", 1e-5),
+    *("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0),
+)
+
+
+def weights_of(path, which):
+    restored = restore(path, which, None, CPU)
+    return {name: p.detach() for name, p in restored.model.named_parameters()}
+
+
+def test_training_starts_from_imported_weights_and_averages(trained):
+    imported, run = trained / "imported", trained / "outputs" / "digits"
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    last = find(run, None)
+    for which, most in (("model", 5e-5), ("ema", 1e-3)):
+        before, after = weights_of(imported, which), weights_of(last, which)
+        moved = max((after[name] - before[name]).abs().max() for name in before)
+        assert 0 < moved < most, which
+    ema, model = weights_of(imported, "ema"), weights_of(imported, "model")
+    assert torch.equal(ema["blocks.0.mlp.up.weight"] * 2, model["blocks.0.mlp.up.weight"])
+
+
+def test_a_run_from_imported_weights_resumes_like_any_other(trained):
+    done_well(train(*START, "--training.steps", 5, cwd=trained))
+    assert [row["step"] for row in metrics(trained / "outputs" / "digits")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("which", ["ema", "model"])
+def test_trained_weights_are_written_in_the_originals_names(trained, which):
+    run, name = "outputs/digits", f"{which}.safetensors"
+    done_well(titan_dit("convert", "--from", run, "--to", name, "--weights", which, cwd=trained))
+    done_well(titan_dit("convert", "--from", name, "--to", f"{which}_again", cwd=trained))
+    again = weights_of(trained / f"{which}_again", "model")
+    for key, tensor in weights_of(find(trained / run, None), which).items():
+        assert torch.equal(again[key], tensor), key
+
+
+def test_samples_of_imported_weights_are_in_the_units_of_the_autoencoder(trained):
+    flags = ("--num", 4, "--steps", 2, "--cfg-channels", 3, "--cfg-scale", 1.5)
+    done = sample("--run", "imported", "--out", "s.safetensors", *flags, cwd=trained)
+    assert "ddim, 2 steps" in done_well(done).stdout
+    drawn = load_file(trained / "s.safetensors")["samples"]
+    assert drawn.shape == (4, 4, 8, 8)
+    assert restore(trained / "imported", "ema", None, CPU).facts.scale == 0.18215
+
+
+def test_another_model_is_not_trained_from_imported_weights(trained):
+    done = train(*START, "--model.layers", 3, "--job.name", "other", cwd=trained)
+    assert done.returncode == 2
+    assert "[model] layers: 2 -> 3" in done.stderr
+
+
+BAD = {
+    "no file": (("--from", "nothing.pt", "--to", "new"), "nothing.pt: no such file"),
+    "heads": (("--from", "original.safetensors", "--to", "new"), "--heads N"),
+    "there": (("--from", "original.safetensors", "--to", "imported", "--heads", 4), "exists"),
+    "folder": (("--from", "original.safetensors", "--to", "new.pt"), "a checkpoint is a folder"),
+    "no run": (("--from", ".", "--to", "new.pt"), "--from .: no checkpoint there"),
+    "no file name": (("--from", "imported", "--to", "new"), "ends in .pt or .safetensors"),
+    "no DiT": (("--from", "z.safetensors", "--to", "new"), "is no DiT"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(case, converted, monkeypatch):
+    flags, words = BAD[case]
+    save_file({"noise": torch.ones(1)}, converted / "z.safetensors")
+    monkeypatch.chdir(converted)
+    given = dict(zip(("source", "to"), flags[1:4:2], strict=True))
+    with pytest.raises(UserError) as caught:
+        convert.main(convert.Options(**given, heads=4 if "--heads" in flags else None))
+    assert words in str(caught.value)
+    assert not list(converted.glob("new*"))
+
+
+def test_an_error_is_one_line_and_an_exit_code(converted):
+    done = titan_dit("convert", "--from", "nothing.pt", "--to", "new", cwd=converted)
+    assert done.returncode == 2
+    assert done.stderr == "error: nothing.pt: no such file.\n"
+
+
+BAD_INPUTS = {
+    "missing": ({"y": None}, "y missing"),
+    "shape": ({"x": torch.ones(2, 4, 4, 4)}, "the network takes [b, 4, 8, 8]"),
+    "rows": ({"t": torch.ones(3)}, "t is [3]"),
+    "label": ({"y": torch.tensor([11, 0])}, "whole numbers up to 10"),
+    "time": ({"t": torch.tensor([1001.0, 0.0])}, "t must lie in 0 to 1000"),
+    "step": ({"t": torch.tensor([1000.0, 0.0]), "noise": torch.ones(2, 4, 8, 8)}, "0 to 999"),
+    "noise": ({"noise": torch.ones(2, 4, 8, 4)}, "noise is [2, 4, 8, 4]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_inputs_that_do_not_fit_are_one_error(case, converted, monkeypatch):
+    change, words = BAD_INPUTS[case]
+    tensors = {"x": torch.ones(2, 4, 8, 8), "t": torch.ones(2), "y": torch.tensor([0, 1])} | change
+    save_file({k: v for k, v in tensors.items() if v is not None}, converted / "bad.safetensors")
+    monkeypatch.chdir(converted)
+    options = predict.Options(
+        checkpoint="imported", inputs="bad.safetensors", out="no.safetensors", device="cpu"
+    )
+    with pytest.raises(UserError) as caught:
+        predict.main(options)
+    assert words in str(caught.value)
+    assert not (converted / "no.safetensors").exists()
