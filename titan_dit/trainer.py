@@ -252,17 +252,16 @@ class Trainer:
         start, record = self.world.gather((start, record))[0]
         if start is None:
             return
-        # Imported weights: a run begins with them, and with an optimizer that knows nothing.
-        weights_only = record.get("weights_only", False)
+        imported = record.get("imported", False)
         if not settings.allow_changes:
             # Built anew: keys that did not exist then get their defaults, as they do now.
             before = config_file.build(record["config"], catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
-            resume.check_same_mathematics(start, configs, digests, weights_only)
+            resume.check_same_mathematics(start, configs, digests, imported)
         tensors = self.tensors()
-        if weights_only:
-            del tensors["optimizer"]
+        if imported and not checkpoint.holds(start, "optimizer"):
+            del tensors["optimizer"]  # Most files of weights are without: AdamW starts anew.
         saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
         tensors["ema"] = {k: v for k, v in self.ema.averages.items() if k in saved}
         checkpoint.load(start, tensors)

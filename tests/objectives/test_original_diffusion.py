@@ -97,10 +97,10 @@ def test_the_loss_and_its_parts_are_those_of_the_original(name, objective):
 @pytest.fixture(scope="module")
 def imported():
     """The original's network, read from its file."""
-    state_dicts, metadata = weight_file.read(FIXTURES / "dit_reference.safetensors")
-    original = original_weights.infer(state_dicts["model"], int(metadata["num_heads"]))
+    weights = weight_file.read(FIXTURES / "dit_reference.safetensors")
+    original = original_weights.infer(weights.model, int(weights.metadata["num_heads"]))
     model = original.model.build(original.output_channels)
-    model.load_state_dict(original.to_ours(state_dicts["model"]))
+    model.load_state_dict(original.to_ours(weights.model))
     return original.model, model
 
 

@@ -163,3 +163,22 @@ def test_an_exchange_of_rows_in_the_wrong_order_is_seen():
         for part in range(3):
             ours_row, their_row = (head * 3 + part) * head_dim, (part * 4 + head) * head_dim
             assert torch.equal(rows[ours_row : ours_row + 12], theirs[their_row : their_row + 12])
+
+
+def test_moments_move_with_their_weights():
+    original = infer(STATE, heads=4)
+    names = [name for name in STATE if name != "pos_embed"]
+    moments = {
+        name: {"step": torch.tensor(9), "exp_avg": STATE[name], "exp_avg_sq": STATE[name] ** 2}
+        for name in names
+    }
+    ours, weights = original.adam_to_ours(moments), original.to_ours(STATE)
+    assert ours.keys() == weights.keys()
+    for name, state in ours.items():
+        assert torch.equal(state["exp_avg"], weights[name])
+        assert torch.equal(state["exp_avg_sq"], weights[name] ** 2)
+        assert (state["step"].dtype, state["step"].shape) == (torch.float32, ())
+        assert state["step"] == 9
+    del moments["final_layer.linear.bias"]
+    with pytest.raises(UserError, match=r"missing: final_layer\.linear\.bias"):
+        original.adam_to_ours(moments)

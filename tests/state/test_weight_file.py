@@ -31,10 +31,11 @@ def test_what_is_written_is_read(tmp_path, suffix):
     path = tmp_path / "new" / f"weights{suffix}"
     write(path, A, {"num_heads": "3"})
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    state_dicts, metadata = read(path)
-    assert same(state_dicts["ema"], A)
-    assert state_dicts["model"] is state_dicts["ema"]
-    assert metadata.get("num_heads") == ("3" if suffix == ".safetensors" else None)
+    weights = read(path)
+    assert same(weights.ema, A)
+    assert weights.model is weights.ema
+    assert weights.adam is None
+    assert weights.metadata.get("num_heads") == ("3" if suffix == ".safetensors" else None)
     assert path.stat().st_mode & 0o044
 
 
@@ -42,31 +43,31 @@ def test_a_training_checkpoint_of_the_original_holds_both(tmp_path):
     """As its train.py writes it, the arguments of the command line included."""
     arguments = argparse.Namespace(model="DiT-XL/2", global_seed=0)
     torch.save({"ema": A, "model": B, "opt": {"state": {}}, "args": arguments}, tmp_path / "a.pt")
-    state_dicts, _ = read(tmp_path / "a.pt")
-    assert same(state_dicts["ema"], A)
-    assert same(state_dicts["model"], B)
+    weights = read(tmp_path / "a.pt")
+    assert same(weights.ema, A)
+    assert same(weights.model, B)
 
 
 @pytest.mark.parametrize(("key", "other"), [("ema", "model"), ("model", "ema")])
 def test_one_state_dict_stands_for_both(tmp_path, key, other):
     torch.save({key: A}, tmp_path / "a.pt")
-    state_dicts, _ = read(tmp_path / "a.pt")
-    assert same(state_dicts[key], A)
-    assert state_dicts[other] is state_dicts[key]
+    weights = read(tmp_path / "a.pt")
+    assert same(getattr(weights, key), A)
+    assert getattr(weights, other) is getattr(weights, key)
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_what_wrappers_put_before_the_names_is_taken_off(tmp_path, wrapper):
     torch.save({wrapper + name: tensor for name, tensor in A.items()}, tmp_path / "a.pt")
-    assert same(read(tmp_path / "a.pt")[0]["model"], A)
+    assert same(read(tmp_path / "a.pt").model, A)
 
 
 def test_prefixes_in_a_safetensors_file_name_the_state_dicts(tmp_path):
     tensors = {f"model.{k}": v for k, v in B.items()} | {f"ema.{k}": v for k, v in A.items()}
     save_file(tensors | {"io.x": torch.ones(1)}, tmp_path / "a.safetensors")
-    state_dicts, _ = read(tmp_path / "a.safetensors")
-    assert same(state_dicts["ema"], A)
-    assert same(state_dicts["model"], B)
+    weights = read(tmp_path / "a.safetensors")
+    assert same(weights.ema, A)
+    assert same(weights.model, B)
 
 
 class Evil:
@@ -108,3 +109,35 @@ def test_damaged_and_foreign_files_are_named(tmp_path):
     assert "ema is a list" in refused(tmp_path / "nested.pt")
     assert "no such file" in refused(tmp_path / "missing.pt")
     assert ".pt, .pth, .safetensors" in refused(tmp_path / "weights.bin")
+
+
+def adam_state(names, **changes):
+    """As AdamW(model.parameters()).state_dict() gives it; the first parameter is frozen."""
+    state = {
+        number: {"step": torch.tensor(7.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}
+        for number in range(1, len(names))
+    }
+    group = {"lr": 1e-4, "betas": (0.9, 0.999), "params": list(range(len(names)))}
+    return {"state": state, "param_groups": [group]} | changes
+
+
+def test_moments_go_by_the_names_of_their_parameters(tmp_path):
+    torch.save({"model": A, "ema": A, "opt": adam_state(A)}, tmp_path / "a.pt")
+    found = read(tmp_path / "a.pt").adam
+    assert list(found) == ["b"]
+    assert set(found["b"]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"state": {}},
+        {"state": {}, "param_groups": [{"params": [0, 1]}]},
+        {"state": {1: {"momentum": torch.ones(1)}}, "param_groups": [{"params": [0, 1]}]},
+        {"state": {}, "param_groups": [{"params": [0]}]},
+        [1, 2],
+    ],
+)
+def test_the_state_of_another_optimizer_is_left(tmp_path, state):
+    torch.save({"model": A, "opt": state}, tmp_path / "a.pt")
+    assert read(tmp_path / "a.pt").adam is None

@@ -57,26 +57,29 @@ def read_original(source: Path, target: Path, options: Options) -> None:
         raise UserError(f"--to {target}: a checkpoint is a folder; name one, such as dit_xl2.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Name a new folder, or delete it.")
-    state_dicts, metadata = weight_file.read(source)
-    heads = options.heads or known_heads(metadata)
+    weights = weight_file.read(source)
     try:
-        original = original_weights.infer(state_dicts["ema"], heads)
-        ema = original.to_ours(state_dicts["ema"])
+        original = original_weights.infer(weights.ema, options.heads or known_heads(weights))
+        ema = original.to_ours(weights.ema)
         # Most files hold one state dict: it is converted, and checked, once.
-        is_one = state_dicts["model"] is state_dicts["ema"]
-        model = ema if is_one else original.to_ours(state_dicts["model"])
+        model = ema if weights.model is weights.ema else original.to_ours(weights.model)
+        adam = original.adam_to_ours(weights.adam) if weights.adam else None
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
-    checkpoint.write(
-        target, {"model": model, "ema": {EMA_DECAY: ema}}, record_of(original, options.scale)
-    )
+    tensors: dict[str, Any] = {"model": model, "ema": {EMA_DECAY: ema}}
+    if adam:
+        tensors["optimizer"] = adam
+    checkpoint.write(target, tensors, record_of(original, options.scale))
     console.say(f"read    {source}: {describe(original, ema)}")
+    if adam:
+        steps = next(iter(adam.values()))["step"].item()
+        console.say(f"        and AdamW's moments after {steps:,.0f} steps")
     console.say(f"wrote   {target}. Train on with --checkpoint.resume {target}")
 
 
-def known_heads(metadata: dict[str, str]) -> int | None:
+def known_heads(weights: weight_file.Weights) -> int | None:
     """The heads that a file's metadata tells, as `write_original` leaves them."""
-    told = metadata.get("num_heads", "")
+    told = weights.metadata.get("num_heads", "")
     return int(told) if told.isdecimal() and int(told) > 0 else None
 
 
@@ -98,7 +101,7 @@ def record_of(original: original_weights.Original, scale: float) -> dict[str, An
         "step": 0,
         "cursor": 0,
         "nan_steps": 0,
-        "weights_only": True,
+        "imported": True,
         "config": config_file.to_tables(config_file.build(tables, catalog.variant)),
         "data": facts.as_json(),
         "versions": {"titan_dit": __version__, "torch": torch.__version__},

@@ -143,6 +143,12 @@ def load(path: Path, tensors: Tensors) -> None:
         state_dict_loader.load(dict(tensors), checkpoint_id=path, no_dist=not dist.is_initialized())
 
 
+def holds(path: Path, part: str) -> bool:
+    """Whether a checkpoint has tensors under a top-level name, such as "optimizer"."""
+    saved = filesystem.FileSystemReader(path).read_metadata().state_dict_metadata
+    return any(name.startswith(f"{part}.") for name in saved)
+
+
 def verify(path: Path) -> None:
     """Compare every file with the manifest's bytes and digest; the ranks share the work."""
     files = sorted(read_record(path)["files"].items())

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ INNER = {
 }
 BLOCK = re.compile(r"blocks\.(\d+)\.")
 POSITIONS_TOLERANCE = 1e-4
+
+Moments: TypeAlias = dict[str, dict[str, Tensor]]
+"""AdamW's `exp_avg`, `exp_avg_sq` and `step` of every parameter."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,10 @@ class Original:
         """The original's tensors as our parameters, fp32; UserError where they do not fit."""
         check(tensors, self.shapes())
         check_positions(tensors[POSITIONS], self.model)
+        return self.moved(tensors)
+
+    def moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the original's shapes under our names and in our layout, fp32."""
         ours = {}
         for name, theirs in self.names().items():
             tensor = tensors[theirs].float()
@@ -81,6 +89,19 @@ class Original:
             elif ".attn.qkv." in name:
                 tensor = exchange(tensor, 3, self.model.shape[2])
             ours[name] = tensor.contiguous()
+        return ours
+
+    def adam_to_ours(self, moments: Moments) -> Moments:
+        """The original's AdamW state as ours; raises UserError where it does not fit."""
+        shapes = {name: shape for name, shape in self.shapes().items() if name != POSITIONS}
+        ours: Moments = {name: {} for name in self.names()}
+        for key in ("exp_avg", "exp_avg_sq"):
+            tensors = {name: state[key] for name, state in moments.items()}
+            check(tensors, shapes)
+            for name, tensor in self.moved(tensors).items():
+                ours[name][key] = tensor
+        for name, theirs in self.names().items():
+            ours[name]["step"] = moments[theirs]["step"].float().reshape(())
         return ours
 
     def to_original(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -56,15 +56,15 @@ def check_same_mathematics(
     path: Path,
     configs: tuple[Tables, Tables],
     data_digests: tuple[str, str],
-    weights_only: bool = False,
+    imported: bool = False,
 ) -> None:
     """Refuse to go on with another model, objective, dataset, seed, batch or optimizer.
 
-    Both pairs: (of the checkpoint, of now). With `weights_only` the checkpoint is no run's, and
-    the model alone must be the same.
+    Both pairs: (of the checkpoint, of now). `imported` weights are of no run: the model alone must
+    be the same.
     """
     changed = list(changes(*configs))
-    if weights_only:
+    if imported:
         changed = [change for change in changed if change.startswith("[model]")]
     elif data_digests[0] != data_digests[1]:
         changed.append("[data]: its contents are not those that the checkpoint was trained on")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,23 @@ from titan_dit.section import UserError
 SUFFIXES = (".pt", ".pth", ".safetensors")
 WRAPPERS = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before every name."""
+ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
-StateDicts = dict[str, dict[str, Tensor]]
+
+@dataclass(frozen=True)
+class Weights:
+    """What a file holds."""
+
+    ema: dict[str, Tensor]
+    model: dict[str, Tensor]
+    """Last weights; the same dict as `ema` where the file has but one."""
+    adam: dict[str, dict[str, Tensor]] | None
+    """AdamW's state by parameter, where the file has one that belongs to `model`."""
+    metadata: dict[str, str]
 
 
-def read(path: Path) -> tuple[StateDicts, dict[str, str]]:
-    """The state dicts of a file, "ema" and "model" or the one there is as both, and its metadata.
+def read(path: Path) -> Weights:
+    """The weights of a file: a state dict, or some under "ema" and "model", and "opt".
 
     Raises UserError for what is no such file, or would execute code when loaded.
     """
@@ -38,7 +51,24 @@ def read(path: Path) -> tuple[StateDicts, dict[str, str]]:
     if not found:
         found = {"model": unwrap(content, str(path))}
     either = found.get("ema") or found["model"]
-    return {"ema": either, "model": found.get("model") or either}, metadata
+    model = found.get("model") or either
+    return Weights(either, model, adam_of(content.get("opt"), model), metadata)
+
+
+def adam_of(state: Any, model: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
+    """A state dict of AdamW, which numbers the parameters in the order of the model's names.
+
+    None for any other: it may be of another optimizer, or of a part of the parameters.
+    """
+    try:
+        (group,) = state["param_groups"]
+        named = dict(zip(group["params"], model, strict=True))
+        return {
+            named[number]: {key: torch.as_tensor(entry[key]) for key in ADAM_KEYS}
+            for number, entry in state["state"].items()
+        } or None
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def read_safetensors(path: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
@@ -63,7 +93,8 @@ def read_pickle(path: Path) -> Mapping[str, Any]:
     """What torch.load gives with weights_only: tensors and plain values, nothing is executed."""
     try:
         # DiT's own train.py keeps its argparse.Namespace beside the weights: plain values as well.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = " ".join(str(error).split())[:300]
