@@ -1,0 +1,70 @@
+"""The commands of docs/official-dit.md, as they stand there, for a DiT that is really an S/8."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import torch
+from commands import ROOT, environment
+from safetensors.torch import load_file, save_file
+
+from titan_dit.models.dit import DiTConfig
+from titan_dit.state.original_weights import Original, positions
+
+CONFIG = DiTConfig(size="S/8", latent_size=32, channels=4, num_classes=1000)
+SMALLER = {
+    "titan_dit sample": "--steps 2",
+    "titan_dit.train": (
+        "--model.size S/8 --compile.enabled false --training.steps 2 --checkpoint.every 1 "
+        "--training.global_batch_size 4 --training.microbatch_size 4 --sampling.every 0"
+    ),
+}
+
+
+def make_inputs(folder):
+    """What someone who comes from the original has."""
+    torch.manual_seed(0)
+    shapes = Original(CONFIG, 8).shapes()
+    state = {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+    state["pos_embed"] = positions(CONFIG)
+    torch.save(state, folder / "DiT-XL-2-256x256.pt")
+    inputs = {
+        "x": torch.randn(2, 4, 32, 32),
+        "t": torch.tensor([3, 900]),
+        "y": torch.tensor([1, 2]),
+    }
+    save_file(inputs, folder / "in.safetensors")
+    for name, shape in (("features", (1, 4, 32, 32)), ("labels", (1,))):
+        (folder / "imagenet256" / f"imagenet256_{name}").mkdir(parents=True)
+        for number in range(1000):
+            is_label = name == "labels"
+            value = np.array([number]) if is_label else np.random.randn(*shape).astype("float32")
+            np.save(folder / "imagenet256" / f"imagenet256_{name}" / f"{number}.npy", value)
+
+
+def test_the_way_from_the_original_dit_works_as_written(tmp_path):
+    make_inputs(tmp_path)
+    page = (ROOT / "docs" / "official-dit.md").read_text()
+    commands = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).splitlines()
+    assert len(commands) == 8
+    for command in commands:
+        here = command.replace("NGPU=8 ./run_train.sh", "python -m titan_dit.train")
+        here = re.sub("^python", sys.executable, here)
+        here += "".join(f" {flags}" for part, flags in SMALLER.items() if part in here)
+        done = subprocess.run(
+            here.split(),
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    assert load_file(tmp_path / "out.safetensors")["out"].shape == (2, 8, 32, 32)
+    drawn = load_file(tmp_path / "samples.safetensors")
+    assert drawn["labels"].tolist() == [207, 360, 387, 974, 88, 979, 417, 279]
+    assert drawn["samples"].isfinite().all()
+    trained = torch.load(tmp_path / "dit_xl2_trained.pt", weights_only=True)
+    assert trained.keys() == torch.load(tmp_path / "DiT-XL-2-256x256.pt", weights_only=True).keys()
+    assert (tmp_path / "outputs" / "dit_xl2_tuned" / "checkpoints" / "step-00000002").is_dir()
