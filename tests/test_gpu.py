@@ -23,12 +23,13 @@ def test_random_numbers_are_those_of_the_cpu():
     torch.testing.assert_close(noise, here.normal("noise", (64, 16)), rtol=1e-5, atol=1e-5)
 
 
-def three_steps(world, device_type, poisoned):
+def three_steps(world, device_type, poisoned, objective):
     """Three steps of fp32 training, the second of them with a NaN if `poisoned`."""
     from titan_dit.parallel.runtime import World
     from titan_dit.trainer import Trainer
 
-    trainer = Trainer(tiny_config(), World(world.rank, world.size, torch.device(device_type)))
+    config = tiny_config(objective={"name": objective})
+    trainer = Trainer(config, World(world.rank, world.size, torch.device(device_type)))
     randomize_on(trainer)
     batches, losses, weights = trainer.batches(), [], []
     for trainer.step in (1, 2, 3):
@@ -50,17 +51,18 @@ def randomize_on(trainer):
             p.copy_(moved[name])
 
 
-def run_on(device_type, poisoned=False):
+def run_on(device_type, poisoned=False, objective="rectified_flow"):
     if device_type == "cuda":
         from titan_dit.parallel import runtime
 
         with runtime.start("cuda") as world:
-            return three_steps(world, "cuda", poisoned)
-    return on_ranks(1, three_steps, "cpu", poisoned)[0]
+            return three_steps(world, "cuda", poisoned, objective)
+    return on_ranks(1, three_steps, "cpu", poisoned, objective)[0]
 
 
-def test_training_gives_the_losses_of_the_cpu():
-    found, expected = run_on("cuda")[0], run_on("cpu")[0]
+@pytest.mark.parametrize("objective", ["rectified_flow", "ddpm"])
+def test_training_gives_the_losses_of_the_cpu(objective):
+    found, expected = (run_on(device, objective=objective)[0] for device in ("cuda", "cpu"))
     assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -69,3 +71,26 @@ def test_a_nan_is_skipped_by_the_fused_optimizer():
     assert nan_steps == 1
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(second[name], third[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", ["ddim", "ddpm"])
+def test_diffusion_draws_the_samples_of_the_cpu(name):
+    """The tables of the schedule and the noise of every step on the device."""
+    from titan_dit import catalog
+    from titan_dit.evaluation.generate import generate
+
+    config = tiny_config(objective={"name": "ddpm"})
+    model = config.model.build(config.objective.output_channels(1))
+    randomize(dict(model.named_parameters()))
+    drawn = []
+    for device in ("cpu", "cuda"):
+        numbers = torch.arange(4, device=device)
+        settings = {"seed": 0, "steps": 10, "eta": 0.5, "cfg_scale": 2.0}
+        sampler = catalog.sampler(name, "ddpm")
+        with torch.no_grad():
+            tokens = generate(
+                model.to(device), config.objective, config.model, numbers, numbers, sampler=sampler,
+                **settings,
+            )  # fmt: skip
+        drawn.append(tokens.cpu())
+    torch.testing.assert_close(drawn[1], drawn[0], rtol=1e-3, atol=1e-3)

@@ -8,6 +8,8 @@ from titan_dit.noise_schedule import named
 from titan_dit.objectives.base import NO_LABEL
 from titan_dit.objectives.ddpm import DDPM, by_channel
 from titan_dit.rng import SampleRNG
+from titan_dit.samplers.base import Settings
+from titan_dit.samplers.diffusion import ddim, ddpm
 from titan_dit.section import UserError
 
 KINDS = ["eps", "v", "x"]
@@ -121,6 +123,33 @@ def test_the_same_network_has_the_same_weighted_error_of_x_0_whatever_it_predict
         )
     if gamma is not None:
         torch.testing.assert_close(found["eps"], found["v"], rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["v", "x"])
+@pytest.mark.parametrize("sampler", [ddpm, ddim])
+def test_the_same_network_draws_the_same_samples_whatever_it_predicts(kind, sampler):
+    tables, noise = named("linear", 1000), torch.randn(2, 4, 12)
+
+    def predicts_noise(x, timestep):
+        values = by_channel(x, 3) * (timestep.view(-1, 1, 1, 1) / 1000).sqrt()
+        return torch.cat((values, torch.tanh(by_channel(x, 3))), -1).flatten(2)
+
+    def predicts_other(x, timestep):
+        pixels = by_channel(predicts_noise(x, timestep), 6).double()
+        eps, spread = pixels[..., :3], pixels[..., 3:]
+        alpha_bar = tables.alpha_bar[timestep.long()].view(-1, 1, 1, 1)
+        signal, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+        clean = (by_channel(x, 3) - sigma * eps) / signal
+        values = {"x": clean, "v": signal * eps - sigma * clean}[kind]
+        return torch.cat((values, spread), -1).flatten(2).float()
+
+    def fresh(step):
+        return torch.randn(noise.shape, generator=torch.Generator().manual_seed(step))
+
+    settings = Settings(20, 0.3, fresh)
+    expected = sampler(DDPM().process(predicts_noise, 3), noise, settings)
+    found = sampler(DDPM(prediction=kind).process(predicts_other, 3), noise, settings)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 def test_the_bound_teaches_the_variance_and_the_error_the_prediction():
