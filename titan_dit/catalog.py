@@ -13,6 +13,9 @@ from titan_dit.config_file import nearest
 from titan_dit.section import Section, UserError, show
 
 if TYPE_CHECKING:  # Reading a config must not import torch before it has to.
+    from collections.abc import Callable
+
+    from titan_dit.parallel.tensor import TensorPlan
     from titan_dit.samplers.base import Sampler
 
 SECTIONS = {
@@ -43,6 +46,12 @@ SAMPLERS = {
 }
 
 
+# Model -> how it is cut along the tensor-parallel axis.
+TENSOR_PLANS = {
+    "dit": "titan_dit.parallel.plans.dit:plan",
+}
+
+
 def variant(section: str, name: str) -> type[Section]:
     """The dataclass that reads [section] when its name is `name`."""
     found: type[Section] = look_up(SECTIONS[section], f"[{section}] name", name)
@@ -58,6 +67,12 @@ def sampler(name: str, objective: str, where: str = "[sampling] sampler") -> Sam
             f"Valid: auto, {', '.join(table)}."
         )
     found: Sampler = look_up(table, where, next(iter(table)) if name == "auto" else name)
+    return found
+
+
+def tensor_plan(model: str) -> Callable[[bool], TensorPlan]:
+    """The tensor-parallel plan of a model: a function of whether tokens are sharded too."""
+    found: Callable[[bool], TensorPlan] = look_up(TENSOR_PLANS, "[model] name", model)
     return found
 
 

@@ -44,11 +44,13 @@ class ParallelConfig(Section):
     dp_shard: Annotated[int, Bound(least=-1)] = -1
     """Ranks that share one copy of the parameters (FSDP2); -1 takes the remaining ranks."""
     tp: Count = 1
-    """Tensor-parallel ranks. This version runs 1."""
+    """Tensor-parallel ranks: heads and MLP of every block are cut over them."""
     cp: Count = 1
     """Context-parallel ranks. This version runs 1."""
     pp: Count = 1
     """Pipeline-parallel ranks. This version runs 1."""
+    sequence_parallel: bool = True
+    """With tp above 1: shard the tokens between blocks as well (arXiv:2205.05198)."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free the gathered parameters between forward and backward: always, never, or as FSDP2 does
     by itself (auto: all but the outermost group)."""

@@ -63,7 +63,8 @@ class Trainer:
         with torch.device("meta"):
             channels = config.model.sample_shape[0]
             model = config.model.build(config.objective.output_channels(channels))
-        parallelize(model, self.mesh, config.parallel, config.precision, config.compile)
+        plan = catalog.tensor_plan(config.model.name)
+        parallelize(model, self.mesh, plan, config.parallel, config.precision, config.compile)
         initialize(model, model.init_laws(), config.job.seed, world.device)
         self.num_tokens = config.model.token_shape[0]
         self.flops_per_sample = model.flops_per_sample(self.num_tokens)
@@ -147,7 +148,7 @@ class Trainer:
 
     def report(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Write a line of metrics; the only place where the host waits for the device."""
-        values = (self.mesh.sum_over_data(loss), grad_norm, self.nan_steps, self.nan_steps_in_a_row)
+        values = (self.mesh.sum_loss(loss), grad_norm, self.nan_steps, self.nan_steps_in_a_row)
         loss_value, norm_value, nan_steps, in_a_row = torch.stack(values).tolist()
         step_ms, data_wait_ms = self.meter.read()
         rate = self.config.training.global_batch_size / step_ms * 1e3

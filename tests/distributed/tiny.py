@@ -64,7 +64,7 @@ def gradients(trainer):
     found = {name: whole(p.grad) for name, p in trainer.parameters.items()}
     for parameter in trainer.parameters.values():
         parameter.grad = None
-    return trainer.mesh.sum_over_data(loss).item(), found
+    return trainer.mesh.sum_loss(loss).item(), found
 
 
 def torch_rng(trainer, batch):

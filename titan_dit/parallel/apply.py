@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from titan_dit.config import CompileConfig, ParallelConfig, PrecisionConfig
 from titan_dit.models.base import Model
-from titan_dit.parallel import fsdp
+from titan_dit.parallel import fsdp, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
+from titan_dit.parallel.tensor import TensorPlan
 
 
 def parallelize(
     model: Model,
     mesh: Mesh,
+    plan: Callable[[bool], TensorPlan],
     parallel: ParallelConfig,
     precision: PrecisionConfig,
     compilation: CompileConfig,
 ) -> None:
-    """Compile, then shard. Later axes take their place in this list."""
+    """Cut, compile, shard. Later axes take their place in this list."""
+    if mesh.sizes.tp > 1:
+        tensor.shard(model, mesh.tp, plan(parallel.sequence_parallel))
     compile_blocks(model, compilation)
     fsdp.shard(model, mesh.fsdp, parallel, precision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -50,24 +49,15 @@ def solve(config: ParallelConfig, world_size: int) -> AxisSizes:
     if fill and not fits:
         raise UserError(
             f"[parallel] {factors} does not divide the {world_size} ranks started. "
-            f"Launch a multiple of {others} ranks, or change the sizes.{unsupported(sizes)}"
+            f"Launch a multiple of {others} ranks, or change the sizes."
         )
     if (product := math.prod(sizes.values())) != world_size:
         fix = f"Set dp_shard = {world_size // others} or launch" if fits else "Launch"
         raise UserError(
             f"[parallel] {factors} = {product} ranks, but {world_size} {were} started. "
-            f"{fix} {product} ranks.{unsupported(sizes)}"
+            f"{fix} {product} ranks."
         )
-    if missing := unsupported(sizes):
-        raise UserError(f"[parallel] {factors}.{missing}")
     return AxisSizes(**sizes)
-
-
-def unsupported(sizes: Mapping[str, int]) -> str:
-    """A sentence about the axes that this version cannot use, if any is asked for."""
-    above = [axis for axis in ("pp", "cp", "tp") if sizes[axis] > 1]
-    fix = " and ".join(f"{axis} = 1" for axis in above)
-    return f" This version uses dp_shard and dp_replicate only: set {fix}." if above else ""
 
 
 def check_batch(training: TrainingConfig, sizes: AxisSizes) -> None:
@@ -95,6 +85,8 @@ class Mesh:
         )
         # Kept: asking for a flattened mesh by its name again is deprecated.
         self.data = self.whole["dp_replicate", "dp_shard"]._flatten("data")
+        self.shard = self.whole["dp_shard", "cp"]._flatten("shard")
+        self.loss = self.whole["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
 
     @property
     def data_rank(self) -> int:
@@ -103,15 +95,23 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """Where parameters are sharded; 2D (replicate, shard) for HSDP."""
-        if self.sizes.dp_replicate > 1:
-            return self.whole["dp_replicate", "dp_shard"]
-        return self.whole["dp_shard"]
+        """Where parameters are sharded; 2D (replicate, shard) for HSDP.
 
-    def sum_over_data(self, value: Tensor) -> Tensor:
-        """Sum of a plain tensor over the ranks that read different samples."""
+        The ranks of one sample's parts (cp) share parameters as those of different samples do.
+        """
+        if self.sizes.dp_replicate > 1:
+            return self.whole["dp_replicate", "shard"]
+        return self.shard
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """The tensor-parallel ranks of this rank's model shard."""
+        return self.whole["tp"]
+
+    def sum_loss(self, value: Tensor) -> Tensor:
+        """Sum of the ranks' shares of the loss: over samples, parts of samples and stages."""
         total = value.detach().clone()
-        dist.all_reduce(total, group=self.data.get_group())
+        dist.all_reduce(total, group=self.loss.get_group())
         return total
 
     def gather_over_data(self, rows: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""How each model is cut along the tensor-parallel axis: data, one file per model."""

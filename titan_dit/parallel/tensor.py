@@ -1,0 +1,150 @@
+"""Tensor and sequence parallelism: a plan of styles by submodule name, applied from outside.
+
+Between blocks the stream stays plain local tensors, but for the condition: it is wrapped once as a
+replicated DTensor, so that the gradients of all blocks add up before they are reduced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+
+from titan_dit.models.base import Model, Stream
+
+Styles = Mapping[str, ParallelStyle]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How a model is cut along the tensor-parallel axis."""
+
+    stream: tuple[Shard | Replicate | None, ...]
+    """How each tensor of the stream lies between blocks: a local part of it, whole as a DTensor
+    whose gradients add up before they are reduced, or (None) whole as it is."""
+    embed: Styles
+    block: Styles
+    head: Styles
+
+
+def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
+    """Cut a model on the meta device; `enter` and `leave` then go round what runs its blocks."""
+    parts = [(model.embed, plan.embed), (model.head, plan.head)]
+    parts += [(block, plan.block) for block in model.blocks.values()]
+    for part, styles in parts:
+        if part is not None:
+            names = dict(part.named_modules())
+            # A style for a submodule that this configuration lacks, such as a norm, is left out.
+            present = {k: v for k, v in styles.items() if any(True for _ in names[k].parameters())}
+            parallelize_module(part, mesh, present)
+    if model.embed is not None:
+        model.embed.register_forward_hook(lambda _, __, out: enter(out, mesh, plan))
+    if model.head is not None:
+        model.head.register_forward_pre_hook(
+            lambda _, args: (leave(args[0], mesh, plan), *args[1:])
+        )
+
+
+def enter(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
+    """Whole plain tensors to what flows between blocks."""
+    entered = []
+    for tensor, placement in zip(stream, plan.stream, strict=True):
+        if isinstance(placement, Shard):
+            tensor = split(tensor, mesh, placement.dim)
+        elif isinstance(placement, Replicate):
+            tensor = DTensor.from_local(tensor, mesh, [placement], run_check=False)
+        entered.append(tensor)
+    return tuple(entered)
+
+
+def leave(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
+    """The inverse of `enter`."""
+    left = []
+    for tensor, placement in zip(stream, plan.stream, strict=True):
+        if isinstance(placement, Shard):
+            tensor = join(tensor, mesh, placement.dim)
+        elif isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        left.append(tensor)
+    return tuple(left)
+
+
+def split(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """This rank's part of a whole tensor; backward gathers the parts' gradients."""
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(dim)]).to_local()
+
+
+def join(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """The whole tensor of every rank's part; backward keeps this rank's part of the gradient."""
+    part = DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False)
+    # Every rank goes on with the same tensor and comes back with the same gradient.
+    return part.redistribute(placements=[Replicate()]).to_local()
+
+
+class ModulationColwise(ColwiseParallel):
+    """A column-parallel linear whose whole output every rank applies to its own tokens.
+
+    With sharded tokens a rank's gradient is that of its tokens alone: a part of a sum.
+    """
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        super().__init__(output_layouts=Replicate(), use_local_output=False)
+        self.gradient = Partial() if sequence_parallel else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        gradient = [self.gradient]
+        module.register_forward_hook(lambda _, __, out: out.to_local(grad_placements=gradient))
+        return module
+
+
+class Whole(ParallelStyle):
+    """Parameters whole on every rank, as DTensors; inputs and outputs are plain and equal."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def wrap(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(
+                DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs
+            )
+
+        def unwrap(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, None, wrap, unwrap)
+
+
+class HeadNorm(ParallelStyle):
+    """A norm with one weight for all heads, of which a rank holds some: [b, heads, n, head_dim]."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def wrap(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in inputs)
+
+        def unwrap(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        distributed = distribute_module(module, device_mesh, None, wrap, unwrap)
+        for parameter in distributed.parameters():
+            parameter.register_post_accumulate_grad_hook(sum_over_ranks)
+        return distributed
+
+
+@torch.no_grad()
+def sum_over_ranks(parameter: Tensor) -> None:
+    """Every rank has the gradient of its own heads: make it that of all."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+        parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
