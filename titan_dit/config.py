@@ -57,6 +57,27 @@ class ParallelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Section):
+    """What the ranks along pp do, and in which order. Without effect where pp is 1."""
+
+    section = "pipeline"
+
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ] = "1f1b"
+    """Order of forward and backward passes."""
+    virtual_stages: Count = 1
+    """Stages per rank, for the interleaved schedules; V schedules (zbv, dualpipev) hold two."""
+    split: tuple[Count, ...] = ()
+    """Layers of each stage; empty balances them, embed and head counted as cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
     """How long, how many samples a step, and how a step is taken."""
 
@@ -225,6 +246,7 @@ class JobConfig(Generic[ModelT, ObjectiveT, DataT]):
     objective: ObjectiveT
     data: DataT
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     training: TrainingConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -238,7 +260,17 @@ class JobConfig(Generic[ModelT, ObjectiveT, DataT]):
 
 
 FREE_ON_RESUME = frozenset(
-    {"job.name", "job.dir", "parallel", "compile", "checkpoint", "faults", "metrics", "sampling"}
+    {
+        "job.name",
+        "job.dir",
+        "parallel",
+        "pipeline",
+        "compile",
+        "checkpoint",
+        "faults",
+        "metrics",
+        "sampling",
+    }
     | {"training.steps", "training.microbatch_size", "training.deterministic"}
     # The dataset itself is compared by its digest; it may move, and be read differently.
     | {"data.name", "data.path", "data.workers", "data.verify"}

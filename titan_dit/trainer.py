@@ -26,13 +26,10 @@ from titan_dit.observe.metrics import (
     finite_or_none,
     peak_gib,
 )
-from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.gradients import clip_norm
-from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh, check_batch, solve
 from titan_dit.parallel.runtime import World, set_deterministic
-from titan_dit.pipeline.base import Executor
-from titan_dit.pipeline.local import LocalExecutor
+from titan_dit.pipeline.build import build
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint, resume
@@ -60,19 +57,12 @@ class Trainer:
         check_fits(self.source.facts, config.model.sample_shape, config.model.num_classes)
 
         self.mesh = Mesh(sizes, world.device.type)
-        with torch.device("meta"):
-            channels = config.model.sample_shape[0]
-            model = config.model.build(config.objective.output_channels(channels))
         plan = catalog.tensor_plan(config.model.name)
-        parallelize(model, self.mesh, plan, config.parallel, config.precision, config.compile)
-        initialize(model, model.init_laws(), config.job.seed, world.device)
+        built = build(config, self.mesh, plan, world.device)
+        self.executor, self.parameters = built.executor, built.parameters
         self.num_tokens = config.model.token_shape[0]
-        self.flops_per_sample = model.flops_per_sample(self.num_tokens)
-        self.executor: Executor = LocalExecutor(
-            model, config.objective.loss, config.training.microbatch_size
-        )
+        self.flops_per_sample = built.flops_per_sample
 
-        self.parameters = dict(model.named_parameters())
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema)
         self.plan = BatchPlan(config.training.global_batch_size)

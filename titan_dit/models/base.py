@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -36,15 +36,24 @@ class Model(nn.Module):
     tied: Mapping[str, str] = {}
     """Parameters that are one: {"head.weight": "embed.weight"}."""
 
-    def forward(self, inputs: Mapping[str, Tensor], static: Static) -> Tensor:
-        """Inputs of `embed` to a prediction for every token; the whole network on one stage."""
-        assert self.embed is not None
-        assert self.head is not None
-        stream = self.embed(inputs, static)
+    def forward(self, given: Mapping[str, Tensor] | Stream, static: Static) -> Tensor | Stream:
+        """Inputs of `embed` to a prediction for every token.
+
+        A pipeline stage is given the stream where it has no `embed`, and gives it on where it has
+        no `head`.
+        """
+        stream: Any = given if self.embed is None else self.embed(given, static)
         for block in self.blocks.values():
             stream = block(stream, static)
-        prediction: Tensor = self.head(stream, static)
-        return prediction
+        out: Tensor | Stream = stream if self.head is None else self.head(stream, static)
+        return out
+
+    def cut(self, layers: range, *, is_first: bool, is_last: bool) -> None:
+        """Keep the part of one pipeline stage; names stay those of the whole network."""
+        kept = {key: block for key, block in self.blocks.items() if int(key) in layers}
+        self.blocks = nn.ModuleDict(kept)
+        self.embed = self.embed if is_first else None
+        self.head = self.head if is_last else None
 
     def init_laws(self) -> dict[str, InitLaw]:
         """The law of every parameter and buffer, by name."""
@@ -70,6 +79,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        ...
+
+    @property
     def sample_shape(self) -> tuple[int, int, int]:
         """[c, h, w] of one latent."""
         ...
@@ -77,6 +91,14 @@ class ModelConfig(Protocol):
     @property
     def token_shape(self) -> tuple[int, int]:
         """[n, d] of one tokenized latent."""
+        ...
+
+    def edge_costs(self, output_channels: int) -> tuple[float, float]:
+        """What embed and head cost, in blocks: for balancing pipeline stages."""
+        ...
+
+    def stream_shapes(self, batch: int, tokens: int) -> tuple[tuple[int, ...], ...]:
+        """The shape of every tensor of the stream, whole, for so many tokens of each sample."""
         ...
 
     def build(self, output_channels: int) -> Model:

@@ -144,6 +144,25 @@ class DiTConfig(Section):
         patch = self.shape[3]
         return (self.latent_size // patch) ** 2, patch * patch * self.channels
 
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return self.shape[1]
+
+    def edge_costs(self, output_channels: int) -> tuple[float, float]:
+        """By the FLOPs of a sample, see `DiT.flops_per_sample`."""
+        h, _, _, patch = self.shape
+        n, ffn = self.token_shape[0], self.ffn
+        block = 24 * n * h * h + 12 * n * n * h + 12 * n * h * ffn + 36 * h * h
+        embed = 4 * n * h * patch**2 * self.channels + 1024 * h + 6 * h * h
+        head = 6 * n * h * patch**2 * output_channels + 12 * h * h
+        return embed / block, head / block
+
+    def stream_shapes(self, batch: int, tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Tokens and condition."""
+        hidden = self.shape[0]
+        return (batch, tokens, hidden), (batch, hidden)
+
     def build(self, output_channels: int) -> DiT:
         """The network; the objective says how many channels it predicts."""
         return DiT(self, output_channels)

@@ -104,6 +104,11 @@ class Mesh:
         return self.shard
 
     @property
+    def pp(self) -> DeviceMesh:
+        """The ranks that hold the stages of this rank's pipeline."""
+        return self.whole["pp"]
+
+    @property
     def tp(self) -> DeviceMesh:
         """The tensor-parallel ranks of this rank's model shard."""
         return self.whole["tp"]

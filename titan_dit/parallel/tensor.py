@@ -51,34 +51,58 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
             parallelize_module(part, mesh, present)
     if model.embed is not None:
         model.embed.register_forward_hook(lambda _, __, out: enter(out, mesh, plan))
+    else:  # A later pipeline stage: what the stage before sends is local already.
+        model.register_forward_pre_hook(lambda _, args: (wrap(args[0], mesh, plan), *args[1:]))
     if model.head is not None:
         model.head.register_forward_pre_hook(
             lambda _, args: (leave(args[0], mesh, plan), *args[1:])
         )
+    else:
+        model.register_forward_hook(lambda _, __, out: unwrap(out))
+
+
+def local_shapes(
+    shapes: tuple[tuple[int, ...], ...], plan: TensorPlan, num_ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    """The shapes of one rank's stream, from those of the whole."""
+    return tuple(
+        tuple(size // num_ranks if dim == placement.dim else size for dim, size in enumerate(shape))
+        if isinstance(placement, Shard)
+        else shape
+        for shape, placement in zip(shapes, plan.stream, strict=True)
+    )
 
 
 def enter(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
     """Whole plain tensors to what flows between blocks."""
-    entered = []
-    for tensor, placement in zip(stream, plan.stream, strict=True):
-        if isinstance(placement, Shard):
-            tensor = split(tensor, mesh, placement.dim)
-        elif isinstance(placement, Replicate):
-            tensor = DTensor.from_local(tensor, mesh, [placement], run_check=False)
-        entered.append(tensor)
-    return tuple(entered)
+    local = tuple(
+        split(tensor, mesh, placement.dim) if isinstance(placement, Shard) else tensor
+        for tensor, placement in zip(stream, plan.stream, strict=True)
+    )
+    return wrap(local, mesh, plan)
 
 
 def leave(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
     """The inverse of `enter`."""
-    left = []
-    for tensor, placement in zip(stream, plan.stream, strict=True):
-        if isinstance(placement, Shard):
-            tensor = join(tensor, mesh, placement.dim)
-        elif isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        left.append(tensor)
-    return tuple(left)
+    return tuple(
+        join(tensor, mesh, placement.dim) if isinstance(placement, Shard) else tensor
+        for tensor, placement in zip(unwrap(stream), plan.stream, strict=True)
+    )
+
+
+def wrap(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
+    """Make DTensors of what is whole, so that its gradients add up before they are reduced."""
+    return tuple(
+        DTensor.from_local(tensor, mesh, [placement], run_check=False)
+        if isinstance(placement, Replicate)
+        else tensor
+        for tensor, placement in zip(stream, plan.stream, strict=True)
+    )
+
+
+def unwrap(stream: Stream) -> Stream:
+    """Plain tensors again."""
+    return tuple(t.to_local() if isinstance(t, DTensor) else t for t in stream)
 
 
 def split(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
@@ -115,30 +139,30 @@ class Whole(ParallelStyle):
     """Parameters whole on every rank, as DTensors; inputs and outputs are plain and equal."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def wrap(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        def distribute(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             return tuple(
                 DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs
             )
 
-        def unwrap(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        def localize(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, None, wrap, unwrap)
+        return distribute_module(module, device_mesh, None, distribute, localize)
 
 
 class HeadNorm(ParallelStyle):
     """A norm with one weight for all heads, of which a rank holds some: [b, heads, n, head_dim]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def wrap(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        def distribute(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             return tuple(DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in inputs)
 
-        def unwrap(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        def localize(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local()
 
-        distributed = distribute_module(module, device_mesh, None, wrap, unwrap)
+        distributed = distribute_module(module, device_mesh, None, distribute, localize)
         for parameter in distributed.parameters():
-            parameter.register_post_accumulate_grad_hook(sum_over_ranks)
+            parameter.register_post_accumulate_grad_hook(sum_over_ranks)  # type: ignore[no-untyped-call]
         return distributed
 
 

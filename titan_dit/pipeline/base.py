@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from titan_dit.objectives.base import Prepared
+
+TokenLoss: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""(prediction, targets) -> loss per token [b, n]: `Objective.loss`."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What one microbatch looks like between stages: tensors on the meta device."""
+
+    tokens: tuple[Tensor, ...]
+    """What the first stage is given."""
+    stream: tuple[Tensor, ...]
+    prediction: tuple[Tensor, ...]
 
 
 class Executor(Protocol):
@@ -16,7 +30,8 @@ class Executor(Protocol):
     def step(self, prepared: Prepared) -> Tensor:
         """Forward and backward over the rank's whole share; gradients stay on the parameters.
 
-        Returns this rank's share of the loss, a scalar; the loss is their sum over data ranks.
+        Returns this rank's share of the loss, a scalar; the loss is their sum over all ranks that
+        hold different samples, different tokens of a sample, or different stages.
         """
         ...
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
-
-TokenLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""(prediction, targets) -> loss per token [b, n]: `Objective.loss`."""
+from titan_dit.pipeline.base import TokenLoss
 
 
 class LocalExecutor:
