@@ -31,7 +31,10 @@ def shard(
         # The timestep must stay fp32; the model casts its tokens itself.
         cast_forward_inputs=False,
     )
-    reshard = RESHARD[parallel.reshard_after_forward]
+    # Between stages many microbatches are under way: gathering for each would cost too much, and
+    # under a split backward torch loses gradients.
+    pipelined = parallel.pp > 1
+    reshard = False if pipelined else RESHARD[parallel.reshard_after_forward]
     blocks = model.get_submodule("blocks")
     for part in (*blocks.children(), model):
         sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -1,0 +1,143 @@
+"""Proof that an order computes every gradient once and never comes to a standstill."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from titan_dit.schedules.action import Action, Kind, Order
+
+
+def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
+    """Raise ValueError, naming the first fault, unless the order is right.
+
+    Right means: each stage lives on one rank; it takes every microbatch forward once and backward
+    once (in full, or input and weight gradient); it takes them in sequence, because torch's runtime
+    matches losses to microbatches by it; all ranks come to the end, each waiting for its next
+    input before it does anything else; and a rank uses the messages of another in the sequence in
+    which that sends them, so that one channel per pair and direction is enough.
+    """
+    _check_places(order, num_stages)
+    _check_counts(order, num_stages, num_microbatches)
+    _check_sequence(order)
+    _check_channels(order, execution(order))
+
+
+def needs(action: Action, num_stages: int) -> Iterator[Action]:
+    """What must be done before an action; a backward is named by its BACKWARD_INPUT."""
+    kind, stage, _ = action
+    if kind is Kind.FORWARD:
+        if stage > 0:
+            yield action._replace(stage=stage - 1)
+    elif kind is Kind.BACKWARD_WEIGHT:
+        yield action._replace(kind=Kind.BACKWARD_INPUT)
+    else:
+        yield action._replace(kind=Kind.FORWARD)
+        if stage < num_stages - 1:
+            yield action._replace(kind=Kind.BACKWARD_INPUT, stage=stage + 1)
+
+
+def made_by(action: Action) -> Action:
+    """What others wait for: a full backward makes the input gradient too."""
+    return action._replace(kind=Kind.BACKWARD_INPUT) if action.kind is Kind.BACKWARD else action
+
+
+def num_stages_of(order: Order) -> int:
+    """The number of stages an order speaks of."""
+    return 1 + max(action.stage for actions in order for action in actions)
+
+
+def execution(order: Order) -> list[tuple[int, Action]]:
+    """All actions with their ranks, in a sequence in which every input comes before its use.
+
+    Messages are buffered by the receiver. Raises ValueError where the ranks wait for each other;
+    whether they do depends on the order alone and not on how long anything takes.
+    """
+    num_stages = num_stages_of(order)
+    sequence: list[tuple[int, Action]] = []
+    done: set[Action] = set()
+    position = [0] * len(order)
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(order):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                if not done.issuperset(needs(action, num_stages)):
+                    break
+                done.add(made_by(action))
+                sequence.append((rank, action))
+                position[rank] += 1
+                progress = True
+    stuck = [
+        f"rank {rank} at {actions[position[rank]]}"
+        for rank, actions in enumerate(order)
+        if position[rank] < len(actions)
+    ]
+    if stuck:
+        raise ValueError(f"Deadlock: these wait for what never comes: {', '.join(stuck)}.")
+    return sequence
+
+
+def _check_places(order: Order, num_stages: int) -> None:
+    ranks: defaultdict[int, set[int]] = defaultdict(set)
+    for rank, actions in enumerate(order):
+        for action in actions:
+            ranks[action.stage].add(rank)
+    if set(ranks) != set(range(num_stages)):
+        raise ValueError(f"The order has stages {sorted(ranks)}, not 0 to {num_stages - 1}.")
+    for stage, places in ranks.items():
+        if len(places) > 1:
+            raise ValueError(f"Stage {stage} is on several ranks: {sorted(places)}.")
+
+
+def _check_counts(order: Order, num_stages: int, num_microbatches: int) -> None:
+    counts = Counter(action for actions in order for action in actions)
+    for stage in range(num_stages):
+        for microbatch in range(num_microbatches):
+            forward, full, inputs, weights = (
+                counts.pop(Action(kind, stage, microbatch), 0) for kind in Kind
+            )
+            if forward != 1 or (full, inputs, weights) not in ((1, 0, 0), (0, 1, 1)):
+                raise ValueError(
+                    f"Stage {stage} has microbatch {microbatch} forward {forward} times, backward "
+                    f"{full} times in full, {inputs} times for inputs, {weights} for weights."
+                )
+    if counts:
+        raise ValueError(f"There are only {num_microbatches} microbatches, not {min(counts)}.")
+
+
+def _check_sequence(order: Order) -> None:
+    latest: dict[tuple[bool, int], Action] = {}
+    for actions in order:
+        for action in actions:
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                continue
+            key = (action.kind is Kind.FORWARD, action.stage)
+            if key in latest and latest[key].microbatch > action.microbatch:
+                raise ValueError(f"{action} comes after {latest[key]}.")
+            latest[key] = action
+
+
+def _check_channels(order: Order, sequence: list[tuple[int, Action]]) -> None:
+    """Compare what each pair of ranks sends with what it uses, forward and backward apart."""
+    num_stages = num_stages_of(order)
+    rank_of = {action.stage: rank for rank, action in sequence}
+    channel_of: dict[Action, tuple[int, int, Kind]] = {}
+    for rank, action in sequence:
+        for message in needs(action, num_stages):
+            if (source := rank_of[message.stage]) != rank:
+                channel_of[message] = source, rank, message.kind
+    sent: defaultdict[tuple[int, int, Kind], list[Action]] = defaultdict(list)
+    for _, action in sequence:
+        if (message := made_by(action)) in channel_of:
+            sent[channel_of[message]].append(message)
+    next_of = {channel: iter(messages) for channel, messages in sent.items()}
+    # A dict keeps the sequence in which its keys came: that of the messages' use.
+    for message, channel in channel_of.items():
+        if (earlier := next(next_of[channel])) != message:
+            source, target, _ = channel
+            raise ValueError(
+                f"Rank {target} uses {message} of rank {source} before {earlier}, which was sent "
+                "earlier."
+            )
