@@ -34,6 +34,7 @@ class LatentFolder(Source):
         manifest = read_folder_manifest(path)
         scale = agreed("scale", scale, manifest["scale"], 1.0, path)
         shift = agreed("shift", shift, manifest["shift"], 0.0, path)
+        self.origin: str | None = manifest["source"]
         self.listing = list_folder(path)
         if self.listing.kind == "images":
             raise UserError(

@@ -88,13 +88,13 @@ class LatentShards(Source):
 
     def __init__(self, path: Path, verify: bool = False) -> None:
         self.path = path
-        manifest = read_manifest(path)
+        self.manifest = manifest = read_manifest(path)
         self.shards = [self._open_shard(entry, manifest, verify) for entry in manifest["shards"]]
         self.ends = list(itertools.accumulate(len(labels) for _, labels in self.shards))
         self.dtype = DTYPES[manifest["dtype"]]
         # numpy copies one small row several times faster than torch does.
         self._mapped = [latents.numpy() for latents, _ in self.shards]
-        self._labels = torch.cat([labels for _, labels in self.shards])
+        self.labels = torch.cat([labels for _, labels in self.shards])
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
         self.facts = DataFacts(
@@ -129,7 +129,7 @@ class LatentShards(Source):
         out = latents.numpy()
         for i, (number, row) in enumerate(zip(shard.tolist(), within.tolist(), strict=True)):
             out[i] = self._mapped[number][row]
-        return Samples(latents, self._labels[torch.from_numpy(at)])
+        return Samples(latents, self.labels[torch.from_numpy(at)])
 
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
