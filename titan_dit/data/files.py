@@ -55,7 +55,7 @@ def read_label(path: Path) -> int:
     if label.numel() != 1 or label.is_complex():
         raise BadFileError(f"holds {list(label.shape)} values, not one label")
     value = label.item()
-    if value != int(value) or value < 0:
+    if not value >= 0 or value == float("inf") or value != int(value):
         raise BadFileError(f"holds {value}, not a class number of 0 or above")
     return int(value)
 

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -217,25 +216,19 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
 
 
 def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
-    """The labels of a pair: many small files, read by several threads."""
+    """The labels of a pair, about 20 s for a million; threads would wait for each other."""
     if len(paths) > MANY_LABELS and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(
             f"reading {len(paths):,} label files in {paths[0].parent}; shards, made by `python -m "
             "titan_dit data pack`, open at once\n"
         )
-
-    def read(part: list[Path]) -> list[int]:
-        labels = []
-        for path in part:
-            try:
-                labels.append(read_label(path))
-            except BadFileError as error:
-                raise UserError(f"[data] {path}: {error}. Mend or replace the file.") from None
-        return labels
-
-    parts = [paths[first : first + 4096] for first in range(0, len(paths), 4096)]
-    with ThreadPoolExecutor(8) as pool:
-        return torch.tensor([label for part in pool.map(read, parts) for label in part])
+    labels = []
+    for path in paths:
+        try:
+            labels.append(read_label(path))
+        except BadFileError as error:
+            raise UserError(f"[data] {path}: {error}. Mend or replace the file.") from None
+    return torch.tensor(labels)
 
 
 def entries(root: Path) -> tuple[list[str], list[str]]:

@@ -102,7 +102,7 @@ def load(
         shares = iter(loader)
     for share in shares:
         if isinstance(share, UserError):
-            raise share
+            break
         stored = share.to(device)
         rng = SampleRNG(seed, stored.sample_numbers)
         latents = to_model_units(stored.latents, source.facts, channels, rng)
@@ -115,3 +115,6 @@ def load(
             channels=channels,
             static=static,
         )
+    # Only an error ends the loop. The workers end here: the frames of the error would keep them.
+    del shares, loader
+    raise share
