@@ -102,11 +102,12 @@ def list_folder(
     `num_classes` says that the data is a part: classes may be missing. `classes` are the names of
     the class folders in the order of their labels.
     """
-    layout, manifest = layout_of(root), read_folder_manifest(root)
-    num_classes = num_classes or manifest["num_classes"]
-    classes = classes or manifest["classes"]
+    layout = layout_of(root)
     if layout == "shards":
         raise UserError(f"[data] path={root}: these are shards, packed already.")
+    manifest = read_folder_manifest(root)
+    num_classes = num_classes or manifest["num_classes"]
+    classes = classes or manifest["classes"]
     return (list_classes if layout == "classes" else list_pair)(root, num_classes, classes)
 
 
