@@ -10,6 +10,8 @@ from commands import metrics, run, train
 from folders_of_files import class_folders, files_in, latents_of, pair, pictures, save
 from PIL import Image
 
+from titan_dit.commands import data_pack
+
 MODEL = ("--model.hidden", 32, "--model.layers", 1, "--model.channels", 4, "--model.num_classes", 3)
 RUN = ("--training.global_batch_size", 8, "--training.steps", 4, "--checkpoint.every", 2)
 RUN += ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
@@ -165,3 +167,17 @@ def test_help_lists_the_commands_of_a_group(tmp_path):
         assert "data pack" in said
         assert "data show" in said
     assert "Positional" not in succeeded(data("show", "--help", cwd=tmp_path))
+
+
+def test_progress_is_a_line_every_ten_seconds_with_the_time_left(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(data_pack.time, "monotonic", lambda: now)
+    line = data_pack.ProgressLine(3000)
+    for second in range(31):
+        now = float(second)
+        line(1000 + 50 * second, second // 20)  # An earlier run did the first thousand.
+    assert capsys.readouterr().err.splitlines() == [
+        "1,500/3,000  50 files/s  ETA 0:30",
+        "2,000/3,000  50 files/s  ETA 0:20  dropped 1",
+        "2,500/3,000  50 files/s  ETA 0:10  dropped 1",
+    ]

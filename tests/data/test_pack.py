@@ -269,6 +269,9 @@ def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(
     shard.write_bytes(shard.read_bytes()[:-1])
     record = output / "out-00004.json"
     record.write_text(record.read_text().replace('"plan": "', '"plan": "x'))
+    other = bytearray((output / "out-00004.safetensors").read_bytes())
+    other[-200] ^= 1  # Other contents of the same size.
+    (output / "out-00004.safetensors").write_bytes(other)
     (output / "out-00005.json").write_text("{")
     (output / "out-00006.safetensors").unlink()
     (output / "out-00007.safetensors.partial").write_bytes(b"half")
