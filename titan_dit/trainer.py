@@ -14,6 +14,7 @@ from titan_dit.config import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.data.units import scale_hint
 from titan_dit.evaluation.generate import generate, preview_labels
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Batch, Objective
@@ -293,6 +294,8 @@ class Trainer:
             f"output  {self.folder}",
         ):
             self.say(line)
+        if self.world.is_main and (hint := scale_hint(self.source, config.model.sample_shape[0])):
+            self.say(hint)
 
     def say(self, line: str) -> None:
         """Tell the person at the console, once."""
