@@ -238,6 +238,8 @@ class JobConfig(Generic[ModelT, ObjectiveT, DataT]):
 FREE_ON_RESUME = frozenset(
     {"job.name", "job.dir", "parallel", "compile", "checkpoint", "faults", "metrics", "sampling"}
     | {"training.steps", "training.microbatch_size", "training.deterministic"}
+    # The numbers that a size stands for are compared one by one.
+    | {"model.size"}
     # The dataset itself is compared by its digest; it may move, and be read differently.
     | {"data.name", "data.path", "data.workers", "data.verify"}
 )

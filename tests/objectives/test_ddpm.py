@@ -6,6 +6,7 @@ from test_rectified_flow import batch_of
 
 from titan_dit.noise_schedule import named
 from titan_dit.objectives.base import NO_LABEL
+from titan_dit.objectives.bound import bits_per_value
 from titan_dit.objectives.ddpm import DDPM, by_channel
 from titan_dit.rng import SampleRNG
 from titan_dit.samplers.base import Settings
@@ -69,6 +70,34 @@ def test_every_step_is_drawn_equally_often(steps):
 def test_labels_are_dropped_in_their_share():
     labels = prepare(DDPM(label_dropout=0.25), torch.arange(20_000)).inputs["labels"]
     assert (labels == NO_LABEL).double().mean().item() == pytest.approx(0.25, abs=0.012)
+
+
+def test_dropping_labels_does_not_depend_on_the_step():
+    """One stream for both would train without labels at some steps only."""
+    prepared = prepare(DDPM(label_dropout=0.5), torch.arange(20_000))
+    dropped = prepared.inputs["labels"] == NO_LABEL
+    low = prepared.targets["step"] < 500
+    assert dropped[low].double().mean().item() == pytest.approx(0.5, abs=0.02)
+    assert dropped[~low].double().mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_bound_has_no_min_snr_weight_and_no_weight_by_the_number_of_steps():
+    targets = prepare(DDPM(), torch.arange(16)).targets
+    prediction = torch.randn(16, 6, 12)
+    plain, weighted = (DDPM(min_snr_gamma=g).terms(prediction, targets) for g in (None, 5.0))
+    assert torch.equal(plain["vb"], weighted["vb"])
+    assert not torch.equal(plain["mse"], weighted["mse"])
+    few = DDPM(steps=400)
+    targets = prepare(few, torch.arange(16)).targets
+    values, spread = few.split(prediction, 3)
+    tables, step = few.tables(CPU), targets["step"]
+    signal, sigma = (t[step].view(-1, 1, 1, 1) for t in (tables.signal, tables.sigma))
+    noisy = signal * targets["clean"] + sigma * targets["noise"]
+    bits = bits_per_value(
+        targets["clean"], noisy, step, few.clean(values, noisy, step, tables),
+        few.log_variance(spread, step, tables), tables,
+    )  # fmt: skip
+    torch.testing.assert_close(few.terms(prediction, targets)["vb"], bits.mean((2, 3)))
 
 
 def test_a_draw_depends_on_seed_and_sample_number_alone():

@@ -50,6 +50,11 @@ class DDPM(Section):
         """Steps count from 0."""
         return self.steps - 1
 
+    @property
+    def most_sampling_steps(self) -> int:
+        """Each step back once."""
+        return self.steps
+
     def output_channels(self, channels: int) -> int:
         """The prediction, and behind it the variance if it is learned."""
         return 2 * channels if self.learn_sigma else channels

@@ -74,6 +74,5 @@ def check_count(count: int, total: int) -> None:
     """No more steps back than there are."""
     if count > total:
         raise UserError(
-            f"[sampling] steps={count}: the network was trained with {total} steps. Set at most "
-            f"steps = {total}."
+            f"steps={count}: the network is trained with {total} steps. Set at most {total}."
         )
