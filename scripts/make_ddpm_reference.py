@@ -36,9 +36,9 @@ def draw(
     """A sampling loop from `z`, the noise of step k being `fresh[k]`."""
     diffusion = create_diffusion(respacing, **kind)
     channels = 8 if kind.get("learn_sigma", True) else 4
-    steps = iter(range(diffusion.num_timesteps - 1, -1, -1))
+    drawn = [fresh[k] for k in reversed(range(diffusion.num_timesteps))]
     more = {} if eta is None else {"eta": eta}
-    with mock.patch.object(torch, "randn_like", lambda _: fresh[next(steps)]):
+    with mock.patch.object(torch, "randn_like", side_effect=drawn):
         samples: Tensor = getattr(diffusion, loop)(
             partial(stand_in, channels=channels),
             SHAPE,
