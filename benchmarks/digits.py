@@ -53,8 +53,8 @@ def judge(run: Path) -> dict[str, object]:
     subprocess.run([str(word) for word in command], check=True, stdout=sys.stderr, cwd=ROOT)
     drawn = load_file(out)
     digits = Digits().open()
-    real = torch.stack([digits[i].latent for i in range(len(digits))]).flatten(1).numpy()
-    real_labels = [digits[i].label for i in range(len(digits))]
+    whole = digits.read(range(len(digits)))
+    real, real_labels = whole.latents.float().flatten(1).numpy(), whole.labels.numpy()
     samples, labels = drawn["samples"].flatten(1).numpy(), drawn["labels"].numpy()
 
     classifier = KNeighborsClassifier(3).fit(real, real_labels)

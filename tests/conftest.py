@@ -6,11 +6,13 @@ from jaxtyping import install_import_hook
 install_import_hook(
     [
         "titan_dit.rng",
+        "titan_dit.noise_schedule",
         "titan_dit.models",
         "titan_dit.objectives",
         "titan_dit.samplers",
         "titan_dit.data",
         "titan_dit.evaluation",
+        "titan_dit.state.original_weights",
         "titan_dit.observe.images",
     ],
     # As for mypy, an int will do where a float is wanted.

@@ -1,5 +1,9 @@
 """Weights of the original DiT from the command line: in, compared, trained, sampled, out again."""
 
+import json
+import os
+import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,8 +14,10 @@ from commands import metrics, sample, train
 from safetensors.torch import load_file, save_file
 
 from titan_dit.commands import convert, predict
+from titan_dit.commands import sample as sampling
 from titan_dit.commands.restore import find, restore
 from titan_dit.section import UserError
+from titan_dit.state import checkpoint
 
 FIXTURE = Path(__file__).resolve().parent / "fixtures" / "dit_reference.safetensors"
 NUMBERS = load_file(FIXTURE)
@@ -66,9 +72,8 @@ def test_its_losses_are_those_of_the_original(converted):
 
 
 def test_ddim_ends_where_the_original_ends(converted):
-    save_file(
-        {"noise": NUMBERS["io.ddim_z"], "labels": NUMBERS["io.y"]}, converted / "z.safetensors"
-    )
+    labels = NUMBERS["io.y"].to(torch.uint8)
+    save_file({"noise": NUMBERS["io.ddim_z"], "labels": labels}, converted / "z.safetensors")
     flags = ("--noise", "z.safetensors", "--sampler", "ddim", "--steps", 10, "--cfg-scale", 1)
     done_well(
         sample(
@@ -82,7 +87,7 @@ def test_ddim_ends_where_the_original_ends(converted):
 
 def test_every_bit_comes_back_in_the_originals_names(converted):
     for name in ("back.safetensors", "back.pt"):
-        done_well(titan_dit("convert", "--from", "imported", "--to", name, cwd=converted))
+        convert.main(convert.Options(source=str(converted / "imported"), to=str(converted / name)))
     back = load_file(converted / "back.safetensors")
     pickled = torch.load(converted / "back.pt", weights_only=True)
     assert back.keys() == pickled.keys() == STATE.keys()
@@ -90,7 +95,75 @@ def test_every_bit_comes_back_in_the_originals_names(converted):
         assert torch.equal(back[name], tensor)
         assert torch.equal(pickled[name], tensor)
     # What was written tells its own number of heads.
-    done_well(titan_dit("convert", "--from", "back.safetensors", "--to", "again", cwd=converted))
+    source, target = (str(converted / name) for name in ("back.safetensors", "again"))
+    convert.main(convert.Options(source=source, to=target))
+    # Nothing is overwritten, in either direction.
+    for one, other in ((source, target), (target, source)):
+        with pytest.raises(UserError, match="exists"):
+            convert.main(convert.Options(source=one, to=other))
+
+
+def converted_again(cwd, name, **flags):
+    """The objective of what is written as `name` and read again."""
+    run, file, back = (str(cwd / part) for part in (name, f"{name}.safetensors", f"{name}_back"))
+    convert.main(convert.Options(source=run, to=file))
+    convert.main(convert.Options(source=file, to=back, **flags))
+    return restore(find(Path(back), None), "ema", None, CPU).config.objective
+
+
+def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
+    flags = {"heads": 4, "prediction": "v", "schedule": "cosine"}
+    source = str(converted / "original.safetensors")
+    convert.main(convert.Options(source=source, to=str(converted / "v"), **flags))
+    assert "the original's sample.py expects" not in capsys.readouterr().out
+    objective = converted_again(converted, "v")
+    assert "trained for ddpm cosine v: the original's sample.py expects" in capsys.readouterr().out
+    assert (objective.prediction, objective.schedule) == ("v", "cosine")
+    assert converted_again(converted, "v_back", prediction="x").prediction == "x"
+
+
+def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):
+    rows = torch.arange(32).view(4, 8)[:, :4].flatten()
+    state = {k: v[rows] if k.startswith("final_layer.linear") else v for k, v in STATE.items()}
+    save_file(state, converted / "fixed.safetensors")
+    source, target = str(converted / "fixed.safetensors"), str(converted / "fixed")
+    convert.main(convert.Options(source=source, to=target, heads=4))
+    assert not restore(Path(target), "ema", None, CPU).config.objective.learn_sigma
+    out = str(converted / "fixed_samples.safetensors")
+    sampling.main(sampling.Options(run=target, out=out, num=2, steps=3, sampler="ddpm"))
+    assert load_file(out)["samples"].isfinite().all()
+
+
+def test_moments_that_do_not_fit_are_left_out_in_words(converted, capsys):
+    whole = adam_state()
+    whole["state"].pop(next(iter(whole["state"])))
+    torch.save({"model": STATE, "opt": whole}, converted / "part.pt")
+    target = str(converted / "part")
+    convert.main(convert.Options(source=str(converted / "part.pt"), to=target, heads=4))
+    assert "AdamW state is left out" in capsys.readouterr().out
+    assert not checkpoint.holds(Path(target), "optimizer")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def test_nothing_hidden_in_a_checkpoint_is_executed(converted, monkeypatch):
+    monkeypatch.chdir(converted)
+    shutil.copytree("imported", "evil")
+    (converted / "evil" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    record = checkpoint.read_record(Path("imported"))
+    record["files"][".metadata"] = checkpoint.describe(Path("evil/.metadata"))
+    record = {"format": checkpoint.FORMAT, **record}
+    record["digest"] = checkpoint.digest_of(record)
+    (converted / "evil" / "manifest.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"it asks for posix\.mkdir. Nothing of it was loaded"):
+        convert.main(convert.Options(source="evil", to="evil.pt"))
+    with pytest.raises(UserError, match="no plain metadata"):
+        checkpoint.holds(Path("evil"), "model")
+    assert not (converted / "executed").exists()
+    assert not (converted / "evil.pt").exists()
 
 
 def adam_state():
@@ -174,10 +247,30 @@ def test_samples_of_imported_weights_are_in_the_units_of_the_autoencoder(trained
     assert restore(trained / "imported", "ema", None, CPU).facts.scale == 0.18215
 
 
+def test_an_average_that_would_be_forgotten_is_not_begun_with(trained):
+    done = train(*START, "--ema.warmup", "true", "--job.name", "warm", cwd=trained)
+    assert done.returncode == 2
+    assert "--ema.warmup false" in done.stderr
+
+
+def test_every_average_begins_at_the_imported_one(trained):
+    flags = ("--ema.decays", 0.5, 0.9, "--training.steps", 1, "--optimizer.lr", 1e-30)
+    done_well(train(*START, *flags, "--job.name", "two", cwd=trained))
+    expected = weights_of(trained / "imported", "ema")["blocks.0.mlp.up.weight"]
+    path, model = find(trained / "outputs" / "two", None), weights_of(trained / "imported", "model")
+    for decay in (0.5, 0.9):
+        found = dict(restore(path, "ema", decay, CPU).model.named_parameters())
+        moved = torch.lerp(model["blocks.0.mlp.up.weight"], expected, decay)
+        torch.testing.assert_close(found["blocks.0.mlp.up.weight"].detach(), moved)
+
+
 def test_another_model_is_not_trained_from_imported_weights(trained):
     done = train(*START, "--model.layers", 3, "--job.name", "other", cwd=trained)
     assert done.returncode == 2
     assert "[model] layers: 2 -> 3" in done.stderr
+    done = train(*START, "--objective.prediction", "v", "--job.name", "other", cwd=trained)
+    assert done.returncode == 2
+    assert '[objective] prediction: "eps" -> "v"' in done.stderr
 
 
 BAD = {
@@ -187,6 +280,8 @@ BAD = {
     "folder": (("--from", "original.safetensors", "--to", "new.pt"), "a checkpoint is a folder"),
     "no run": (("--from", ".", "--to", "new.pt"), "--from .: no checkpoint there"),
     "no file name": (("--from", "imported", "--to", "new"), "ends in .pt or .safetensors"),
+    "reading flag": (("--from", "imported", "--to", "new.pt", "--heads", 4), "no use in writing"),
+    "writing flag": (("--from", "z.safetensors", "--to", "new", "--step", 4), "no use in reading"),
     "no DiT": (("--from", "z.safetensors", "--to", "new"), "is no DiT"),
 }
 
@@ -196,9 +291,13 @@ def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(case, converte
     flags, words = BAD[case]
     save_file({"noise": torch.ones(1)}, converted / "z.safetensors")
     monkeypatch.chdir(converted)
-    given = dict(zip(("source", "to"), flags[1:4:2], strict=True))
+    names = {"--from": "source", "--to": "to"}
+    given = {
+        names.get(flag, flag[2:]): value
+        for flag, value in zip(flags[::2], flags[1::2], strict=True)
+    }
     with pytest.raises(UserError) as caught:
-        convert.main(convert.Options(**given, heads=4 if "--heads" in flags else None))
+        convert.main(convert.Options(**given))
     assert words in str(caught.value)
     assert not list(converted.glob("new*"))
 
@@ -214,8 +313,9 @@ BAD_INPUTS = {
     "shape": ({"x": torch.ones(2, 4, 4, 4)}, "the network takes [b, 4, 8, 8]"),
     "rows": ({"t": torch.ones(3)}, "t is [3]"),
     "label": ({"y": torch.tensor([11, 0])}, "whole numbers up to 10"),
-    "time": ({"t": torch.tensor([1001.0, 0.0])}, "t must lie in 0 to 1000"),
+    "time": ({"t": torch.tensor([1000.0, 0.0])}, "t must lie in 0 to 999"),
     "step": ({"t": torch.tensor([1000.0, 0.0]), "noise": torch.ones(2, 4, 8, 8)}, "0 to 999"),
+    "fraction": ({"t": torch.tensor([3.5, 0]), "noise": torch.ones(2, 4, 8, 8)}, "whole steps"),
     "noise": ({"noise": torch.ones(2, 4, 8, 4)}, "noise is [2, 4, 8, 4]"),
 }
 

@@ -84,6 +84,9 @@ def test_every_recipe_takes_steps():
 
 
 def test_recipes_of_one_family_differ_only_where_they_mean_to():
-    s, b = load("dit_s2"), load("dit_b2")
-    same = dataclasses.replace(b, job=s.job, model=s.model)
-    assert same == s
+    s, xl = load("dit_s2"), load("dit_xl2_256")
+    for name in ("dit_b2", "dit_l2"):
+        other = load(name)
+        assert dataclasses.replace(other, job=s.job, model=s.model) == s
+    assert dataclasses.replace(xl, job=s.job, model=s.model, training=s.training) == s
+    assert dataclasses.replace(xl.training, steps=s.training.steps) == s.training

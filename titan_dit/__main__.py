@@ -6,40 +6,59 @@ import importlib
 import sys
 
 from titan_dit import failure
-from titan_dit.section import UserError
+from titan_dit.section import Section, UserError, hints_of
 
-# Each is a file in titan_dit/commands with a dataclass `Options` and a function `main(options)`.
+# Each is a file in titan_dit/commands with a dataclass `Options` and a function `main(options)`;
+# a name of two words has an underscore there.
 COMMANDS = {
     "sample": "draw samples from a trained run",
     "convert": "weights of the original DiT to a checkpoint, and back",
     "predict": "run a network on given inputs",
+    "data pack": "turn a folder of latents or pictures into shards",
+    "data show": "say and draw what a dataset holds",
 }
 
 
 def main() -> None:
     """Find the command, read its flags, run it."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name in ("-h", "--help"):
-        listed = "\n".join(f"  {command:10}{what}" for command, what in COMMANDS.items())
+    words = sys.argv[1:] or ["--help"]
+    length = 2 if " ".join(words[:2]) in COMMANDS else 1
+    name = " ".join(words[:length])
+    group = {command: what for command, what in COMMANDS.items() if command.split()[0] == name}
+    asks_for_help = words[-1] in ("-h", "--help") and len(words) <= (2 if group else 1)
+    if name not in COMMANDS and asks_for_help:
+        listed = "\n".join(f"  {command:12}{what}" for command, what in (group or COMMANDS).items())
         sys.stdout.write(
             f"python -m titan_dit COMMAND\n\n{listed}\n\nEach explains itself with --help. "
             "Training: ./run_train.sh --config FILE\n"
         )
         return
     if name not in COMMANDS:
-        raise UserError(f"{name}: no such command. There is: {', '.join(COMMANDS)}.")
+        there = f"There is: {', '.join(group or COMMANDS)}."
+        raise UserError(f"{' '.join(words[:2] if group else words[:1])}: no such command. {there}")
 
     import tyro
 
-    command = importlib.import_module(f"titan_dit.commands.{name}")
+    command = importlib.import_module(f"titan_dit.commands.{name.replace(' ', '_')}")
     command.main(
         tyro.cli(
             command.Options,
             prog=f"python -m titan_dit {name}",
-            args=sys.argv[2:],
+            args=as_python(words[length:], command.Options),
             config=(tyro.conf.FlagConversionOff,),
         )
     )
+
+
+def as_python(words: list[str], options: type[Section]) -> list[str]:
+    """Booleans are written as in TOML; tyro knows Python's."""
+    switches = {
+        f"--{name}".replace("_", "-") for name, kind in hints_of(options).items() if kind is bool
+    }
+    return [
+        word.capitalize() if before.replace("_", "-") in switches else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
 
 
 if __name__ == "__main__":

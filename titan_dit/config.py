@@ -272,6 +272,8 @@ FREE_ON_RESUME = frozenset(
         "sampling",
     }
     | {"training.steps", "training.microbatch_size", "training.deterministic"}
+    # The numbers that a size stands for are compared one by one.
+    | {"model.size"}
     # The dataset itself is compared by its digest; it may move, and be read differently.
     | {"data.name", "data.path", "data.workers", "data.verify"}
 )

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 ScheduleName = Literal["linear", "cosine"]
 
 
-@dataclass(frozen=True, eq=False)
-class NoiseSchedule:
-    """Tables over the steps; computed in fp64, kept in fp32 but for `alpha_bar`."""
+class Tables(NamedTuple):
+    """What follows from a schedule, one fp32 entry per step, on one device."""
 
-    alpha_bar: Float64[Tensor, " T"]
-    """Share of the data's variance in x_k: the product of 1 - beta up to step k (eq. 4)."""
-    timesteps: Int64[Tensor, " T"]
+    timestep: Float[Tensor, " T"]
     """The network's timestep of each step: k itself, or k before respacing."""
     signal: Float[Tensor, " T"]
     sigma: Float[Tensor, " T"]
@@ -41,19 +39,6 @@ class NoiseSchedule:
     posterior_log_variance: Float[Tensor, " T"]
     """Log of that law's variance; at step 0, where it is 0, the value of step 1."""
 
-    def __len__(self) -> int:
-        """Number of steps."""
-        return len(self.timesteps)
-
-    def to(self, device: torch.device) -> NoiseSchedule:
-        """The tables on a device; kept there, so that a training step copies nothing."""
-        return move(self, device)
-
-    def respaced(self, steps: Sequence[int]) -> NoiseSchedule:
-        """The schedule of the chosen steps alone: the same alpha_bar at each of them."""
-        chosen = torch.tensor(steps, device=self.timesteps.device)
-        return make(self.alpha_bar[chosen], self.timesteps[chosen])
-
     def posterior_mean(
         self,
         clean: Float[Tensor, "b ..."],
@@ -63,6 +48,53 @@ class NoiseSchedule:
         """The mean of q(x_k-1 | x_k, x_0) (eq. 7)."""
         from_clean = per_sample(self.posterior_from_clean, step, clean)
         return from_clean * clean + per_sample(self.posterior_from_noisy, step, noisy) * noisy
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """The noise levels of T steps, in fp64 on the host."""
+
+    alpha_bar: tuple[float, ...]
+    """Share of the data's variance in x_k: the product of 1 - beta up to step k (eq. 4)."""
+    timesteps: tuple[int, ...]
+    """The network's timestep of each step."""
+
+    def __len__(self) -> int:
+        """Number of steps."""
+        return len(self.timesteps)
+
+    def respaced(self, steps: Sequence[int]) -> NoiseSchedule:
+        """The schedule of the chosen steps alone: the same alpha_bar at each of them."""
+        return NoiseSchedule(
+            tuple(self.alpha_bar[k] for k in steps), tuple(self.timesteps[k] for k in steps)
+        )
+
+    def tables(self, device: torch.device) -> Tables:
+        """The tables on a device: one small copy, which waits for nothing."""
+        return Tables(*torch.from_numpy(self._rows).to(device, non_blocking=True).unbind())
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        # An array, not a tensor: a tensor would belong to the mode (fake, meta) that it was first
+        # asked for in.
+        alpha_bar = np.array(self.alpha_bar)
+        before = np.concatenate(([1.0], alpha_bar[:-1]))
+        alpha = alpha_bar / before
+        beta = 1 - alpha
+        variance = beta * (1 - before) / (1 - alpha_bar)
+        # The last step back adds no noise; its variance is 0, but its log is asked for.
+        variance[0] = variance[1] if len(variance) > 1 else beta[0]
+        rows = {
+            "timestep": np.array(self.timesteps, dtype=np.float64),
+            "signal": np.sqrt(alpha_bar),
+            "sigma": np.sqrt(1 - alpha_bar),
+            "snr": alpha_bar / (1 - alpha_bar),
+            "log_beta": np.log(beta),
+            "posterior_from_clean": beta * np.sqrt(before) / (1 - alpha_bar),
+            "posterior_from_noisy": (1 - before) * np.sqrt(alpha) / (1 - alpha_bar),
+            "posterior_log_variance": np.log(variance),
+        }
+        return np.stack([rows[name] for name in Tables._fields]).astype(np.float32)
 
 
 def per_sample(
@@ -78,45 +110,16 @@ def named(name: ScheduleName, steps: int) -> NoiseSchedule:
     if name == "linear":
         # Ends for 1000 steps; another number of them covers the same range of noise.
         scale = 1000 / steps
-        beta = torch.linspace(scale * 1e-4, scale * 0.02, steps, dtype=torch.float64)
+        beta = np.linspace(scale * 1e-4, scale * 0.02, steps)
     else:
-        edges = torch.arange(steps + 1, dtype=torch.float64) / steps
-        level = torch.cos((edges + 0.008) / 1.008 * math.pi / 2) ** 2
-        beta = (1 - level[1:] / level[:-1]).clamp(max=0.999)
-    return make((1 - beta).cumprod(0), torch.arange(steps))
-
-
-def make(alpha_bar: Float64[Tensor, " T"], timesteps: Int64[Tensor, " T"]) -> NoiseSchedule:
-    """Every table of the steps with the given alpha_bar."""
-    before = torch.cat((alpha_bar.new_ones(1), alpha_bar[:-1]))
-    alpha = alpha_bar / before
-    beta = 1 - alpha
-    variance = beta * (1 - before) / (1 - alpha_bar)
-    # The last step back adds no noise; its variance is 0, but its log is asked for.
-    variance[0] = variance[1] if len(variance) > 1 else beta[0]
-    return NoiseSchedule(
-        alpha_bar=alpha_bar,
-        timesteps=timesteps,
-        signal=alpha_bar.sqrt().float(),
-        sigma=(1 - alpha_bar).sqrt().float(),
-        snr=(alpha_bar / (1 - alpha_bar)).float(),
-        log_beta=beta.log().float(),
-        posterior_from_clean=(beta * before.sqrt() / (1 - alpha_bar)).float(),
-        posterior_from_noisy=((1 - before) * alpha.sqrt() / (1 - alpha_bar)).float(),
-        posterior_log_variance=variance.log().float(),
-    )
-
-
-@lru_cache(maxsize=8)
-def move(schedule: NoiseSchedule, device: torch.device) -> NoiseSchedule:
-    """See `NoiseSchedule.to`."""
-    return replace(
-        schedule, **{f.name: getattr(schedule, f.name).to(device) for f in fields(schedule)}
-    )
+        edges = np.arange(steps + 1) / steps
+        level = np.cos((edges + 0.008) / 1.008 * math.pi / 2) ** 2
+        beta = np.minimum(1 - level[1:] / level[:-1], 0.999)
+    return NoiseSchedule(tuple(np.cumprod(1 - beta).tolist()), tuple(range(steps)))
 
 
 class Denoised(NamedTuple):
-    """What the network says of x_k."""
+    """What a network says of x_k."""
 
     clean: Float[Tensor, "b n d"]
     """Its estimate of x_0."""
@@ -126,11 +129,13 @@ class Denoised(NamedTuple):
 
 @runtime_checkable
 class Denoiser(Protocol):
-    """A network as the samplers of discrete diffusion use it."""
+    """What an objective of discrete diffusion makes of a network, and its samplers are given."""
 
-    schedule: NoiseSchedule
-    """What it was trained with."""
+    @property
+    def schedule(self) -> NoiseSchedule:
+        """What the network was trained with."""
+        ...
 
-    def __call__(self, x: Tensor, step: Int64[Tensor, " b"], schedule: NoiseSchedule) -> Denoised:
-        """Estimate x_0 from x at a step of `schedule`, which may be respaced."""
+    def __call__(self, x: Tensor, step: Int64[Tensor, " b"], tables: Tables) -> Denoised:
+        """Estimate x_0 from x at a step of `tables`, which may be of a respaced schedule."""
         ...

@@ -14,7 +14,8 @@ from titan_dit.config import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.evaluation.generate import generate, preview_labels
+from titan_dit.data.units import scale_hint
+from titan_dit.evaluation.generate import check_drawing, generate, preview_labels
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Batch, Objective
 from titan_dit.observe import console, flops, images
@@ -53,6 +54,13 @@ class Trainer:
         sizes = solve(config.parallel, world.size)
         check_batch(config.training, sizes)
         self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
+        check_drawing(
+            config.objective,
+            config.model,
+            config.sampling.steps if config.sampling.every else 1,
+            config.sampling.cfg_channels,
+            "[sampling] {}",
+        )
         self.source = config.data.open()
         check_fits(self.source.facts, config.model.sample_shape, config.model.num_classes)
 
@@ -243,20 +251,16 @@ class Trainer:
         start, record = self.world.gather((start, record))[0]
         if start is None:
             return
-        imported = record.get("imported", False)
         if not settings.allow_changes:
             # Built anew: keys that did not exist then get their defaults, as they do now.
             before = config_file.build(record["config"], catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
-            resume.check_same_mathematics(start, configs, digests, imported)
-        tensors = self.tensors()
-        if imported and not checkpoint.holds(start, "optimizer"):
-            del tensors["optimizer"]  # Most files of weights are without: AdamW starts anew.
-        saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
-        tensors["ema"] = {k: v for k, v in self.ema.averages.items() if k in saved}
-        checkpoint.load(start, tensors)
-        self.ema.restart(except_for=saved)
+            resume.check_same_mathematics(start, configs, digests, record.get("imported", False))
+        if record.get("imported"):
+            resume.load_imported(start, record, self.tensors(), self.ema)
+        else:
+            resume.load(start, record, self.tensors(), self.ema)
         self.step, self.cursor = record["step"], record["cursor"]
         self.nan_steps.fill_(record["nan_steps"])
         if self.world.is_main:
@@ -284,6 +288,8 @@ class Trainer:
             f"output  {self.folder}",
         ):
             self.say(line)
+        if self.world.is_main and (hint := scale_hint(self.source, config.model.sample_shape[0])):
+            self.say(hint)
 
     def say(self, line: str) -> None:
         """Tell the person at the console, once."""

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from titan_dit.data.base import DataFacts, check_fits
 from titan_dit.data.latents import Digits, Latents, LatentShards, file_digest, write_shards
 from titan_dit.data.synthetic import Synthetic
+from titan_dit.data.units import to_model_units
+from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 
 
@@ -56,7 +58,7 @@ def test_the_digits_are_those_of_scikit_learn():
     assert digits.facts.value_range == (-1, 1)
     samples = [digits[i] for i in range(1797)]
     drawn = torch.stack([sample.latent for sample in samples])
-    assert drawn.dtype == torch.float32
+    assert drawn.dtype == torch.float16
     assert torch.equal(drawn.double().flatten(1), torch.from_numpy(pixels / 8 - 1))
     assert [sample.label for sample in samples] == labels.tolist()
     assert (drawn.min(), drawn.max()) == (-1, 1)
@@ -83,11 +85,19 @@ def test_what_is_written_is_read(tmp_path, dtype, scale, shift):
     assert source.facts.value_range == (0, 255)
     for row in (9, 0, 4, 3, 8, 7, 5, 1, 2, 6, 0):
         sample = source[row]
-        assert sample.latent.dtype == torch.float32
-        expected = (latents[row].double() - shift) * scale
-        torch.testing.assert_close(sample.latent.double(), expected, rtol=1e-6, atol=1e-6)
+        assert sample.latent.dtype == dtype
+        assert torch.equal(sample.latent, latents[row])
         assert sample.label == labels[row]
-    back = source.facts.to_stored_units(torch.stack([source[i].latent for i in range(10)]))
+    rows = [9, 0, 4, 3, 8, 7, 5, 1, 2, 6, 0]
+    samples = source.read(rows)
+    assert torch.equal(samples.latents, latents[rows])
+    assert torch.equal(samples.labels, labels[rows])
+    seen = to_model_units(
+        source.read(range(10)).latents, source.facts, 2, SampleRNG(0, torch.arange(10))
+    )
+    expected = (latents.double() - shift) * scale
+    torch.testing.assert_close(seen.double(), expected, rtol=1e-6, atol=1e-6)
+    back = source.facts.to_stored_units(seen)
     # Held to the range of values that mean something.
     torch.testing.assert_close(back, latents.float().clamp(0, 255), rtol=1e-5, atol=1e-4)
 
@@ -222,6 +232,15 @@ def test_a_flipped_byte_is_found_when_verifying(folder, place):
     assert f"{folder / SECOND}: its SHA-256 is not the manifest's" in refused(folder, verify=True)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_latents_that_are_not_finite_are_not_written(tmp_path, bad):
+    latents = latents_of(torch.float16)
+    latents[6, 1, 2, 0] = bad
+    with pytest.raises(UserError, match="row 6 holds NaN or infinity"):
+        write_shards(tmp_path / "x", latents, torch.zeros(10).long(), num_classes=1, source="test")
+    assert not (tmp_path / "x").exists()
+
+
 def test_the_digits_are_always_verified(tmp_path, monkeypatch):
     from titan_dit.data import latents
 
@@ -304,6 +323,12 @@ def test_facts_survive_json():
         ((4, 8, 8), 10, "channels=4 and latent_size=8 make samples of [4, 8, 8]"),
         ((1, 16, 16), 10, "Set channels = 1, latent_size = 8"),
         ((1, 8, 8), 9, "num_classes=9 is less than the 10 classes of [data]. Set num_classes = 10"),
+        (
+            (1, 8, 8),
+            11,
+            "num_classes=11 is more than the 10 classes of [data]. Set num_classes = 10",
+        ),
+        ((1, 8, 8), 11, "data pack --num-classes 11"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_told_what_would(shape, num_classes, words):
@@ -312,8 +337,7 @@ def test_a_model_that_does_not_fit_the_data_is_told_what_would(shape, num_classe
         check_fits(facts, shape, num_classes)
     assert str(caught.value).startswith("[model] ")
     assert words in str(caught.value)
-    # More classes than the data has are no mistake.
-    check_fits(facts, (1, 8, 8), 11)
+    check_fits(facts, (1, 8, 8), 10)
 
 
 def test_synthetic_samples_are_a_function_of_their_index():

@@ -34,8 +34,8 @@ def test_a_batch_holds_the_samples_that_its_numbers_stand_for():
         for number, tokens, label in zip(
             batch.sample_numbers.tolist(), batch.tokens, batch.labels, strict=True
         ):
-            sample = source[epochs.row(number)]
-            assert torch.equal(tokens, MODEL.tokenize(sample.latent[None])[0])
+            sample = source[epochs.rows([number])[0]]
+            assert torch.equal(tokens, MODEL.tokenize(sample.latent[None].float())[0])
             assert label == sample.label
         assert torch.equal(batch.static["positions"], STATIC["positions"])
         assert batch.tokens.dtype == torch.float32

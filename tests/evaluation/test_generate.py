@@ -1,11 +1,18 @@
 import pytest
 import torch
 
-from titan_dit.evaluation.generate import generate, preview_labels, spread_labels
+from titan_dit.evaluation.generate import (
+    check_drawing,
+    generate,
+    preview_labels,
+    spread_labels,
+)
 from titan_dit.models.dit import DiTConfig
+from titan_dit.objectives.ddpm import DDPM
 from titan_dit.objectives.rectified_flow import RectifiedFlow
 from titan_dit.rng import SampleRNG
 from titan_dit.samplers.ode import euler, heun
+from titan_dit.section import UserError
 
 CONFIG = DiTConfig(hidden=16, layers=1, heads=2, patch=2, latent_size=4, channels=2, num_classes=5)
 STATIC = CONFIG.static(torch.device("cpu"))
@@ -91,6 +98,72 @@ def test_bf16_predictions_are_guided_and_integrated_in_fp32():
     velocity = unconditional.float() + 2.7 * (conditional.float() - unconditional.float())
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, noise - velocity, rtol=0, atol=1e-5)
+
+
+def guided_parts(cfg_channels):
+    """Predictions, with and without a label, and what the sampler sees of them, by channel."""
+    seen, torch_rng = [], torch.Generator().manual_seed(0)
+    parts = torch.randn(2, 1, 4, 4, 4, generator=torch_rng)  # [label, b, n, pixel, 2c]
+
+    def forward(inputs, static):
+        return parts.flatten(3).flatten(0, 1)
+
+    def sampler(process, noise, settings):
+        seen.append(process.predict(noise, torch.zeros(1)))
+        return noise
+
+    generate(
+        forward, DDPM(), CONFIG, torch.tensor([1]), torch.tensor([0]), seed=0, sampler=sampler,
+        steps=1, cfg_scale=3.0, cfg_channels=cfg_channels,
+    )  # fmt: skip
+    return parts[0], parts[1], seen[0].unflatten(-1, (4, 4))
+
+
+def test_guidance_leaves_a_learned_variance_as_predicted_with_the_label():
+    conditional, unconditional, seen = guided_parts(None)
+    guided = unconditional + 3 * (conditional - unconditional)
+    torch.testing.assert_close(seen[..., :2], guided[..., :2])
+    assert torch.equal(seen[..., 2:], conditional[..., 2:])
+
+
+def test_the_first_channels_alone_can_be_guided():
+    conditional, unconditional, seen = guided_parts(1)
+    guided = unconditional + 3 * (conditional - unconditional)
+    torch.testing.assert_close(seen[..., :1], guided[..., :1])
+    assert torch.equal(seen[..., 1:], conditional[..., 1:])
+
+
+def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
+    def sampler(process, noise, settings):
+        assert (settings.steps, settings.eta) == (7, 0.25)
+        drawn = [noise, *(settings.noise(step) for step in range(3))]
+        for i, first in enumerate(drawn):
+            for second in drawn[:i]:
+                assert (first - second).abs().max() > 0.5
+        assert torch.equal(settings.noise(1), drawn[2])
+        return noise
+
+    generate(
+        network(), RectifiedFlow(), CONFIG, torch.tensor([1]), torch.tensor([0]), seed=0,
+        sampler=sampler, steps=7, eta=0.25,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("objective", "steps", "cfg_channels", "words"),
+    [
+        (DDPM(steps=100), 101, None, "[sampling] steps=101: the network is trained with 100"),
+        (DDPM(), 25, 3, "[sampling] cfg_channels=3: a latent has 2 channels"),
+        (RectifiedFlow(), 5000, None, None),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_it_is_tried(objective, steps, cfg_channels, words):
+    if words is None:
+        check_drawing(objective, CONFIG, steps, cfg_channels, "[sampling] {}")
+        return
+    with pytest.raises(UserError) as caught:
+        check_drawing(objective, CONFIG, steps, cfg_channels, "[sampling] {}")
+    assert str(caught.value).startswith(words)
 
 
 @pytest.mark.parametrize(

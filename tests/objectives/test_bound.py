@@ -7,7 +7,7 @@ from torch.distributions import Normal, kl_divergence
 from titan_dit.noise_schedule import named
 from titan_dit.objectives.bound import bits_per_value, gaussian_kl, log_likelihood, normal_cdf
 
-TABLES = named("linear", 1000)
+TABLES = named("linear", 1000).tables(torch.device("cpu"))
 
 
 def test_the_divergence_is_that_of_two_normal_laws():

@@ -6,6 +6,7 @@ from test_rectified_flow import batch_of
 
 from titan_dit.noise_schedule import named
 from titan_dit.objectives.base import NO_LABEL
+from titan_dit.objectives.bound import bits_per_value
 from titan_dit.objectives.ddpm import DDPM, by_channel
 from titan_dit.rng import SampleRNG
 from titan_dit.samplers.base import Settings
@@ -27,7 +28,7 @@ def prepare(objective, numbers, seed=0):
 
 def exact(objective, targets):
     """The prediction, by channel, of a network that knows the sample and its noise."""
-    tables, step = named(objective.schedule, objective.steps), targets["step"]
+    tables, step = objective.tables(CPU), targets["step"]
     signal, sigma = (t[step].view(-1, 1, 1, 1) for t in (tables.signal, tables.sigma))
     return {
         "eps": targets["noise"],
@@ -43,13 +44,13 @@ def with_variance(values, spread):
 
 def test_inputs_are_the_sample_and_its_noise_at_the_level_of_the_step():
     numbers = torch.arange(40, 72)
-    objective, tables = DDPM(label_dropout=0.0), named("linear", 1000)
+    objective, alpha_bars = DDPM(label_dropout=0.0), named("linear", 1000).alpha_bar
     prepared = prepare(objective, numbers)
     clean, noise, step = (prepared.targets[name] for name in ("clean", "noise", "step"))
     assert torch.equal(clean.flatten(2), batch(numbers).tokens)
-    alpha_bar = tables.alpha_bar[step].view(-1, 1, 1, 1)
+    alpha_bar = torch.tensor(alpha_bars)[step].view(-1, 1, 1, 1)
     expected = alpha_bar.sqrt() * clean + (1 - alpha_bar).sqrt() * noise
-    torch.testing.assert_close(prepared.inputs["tokens"].double(), expected.flatten(2))
+    torch.testing.assert_close(prepared.inputs["tokens"], expected.flatten(2), check_dtype=False)
     assert torch.equal(prepared.inputs["timestep"], step.float())
     assert torch.equal(prepared.inputs["labels"], numbers % 7)
     assert prepared.total_tokens == 32 * 6
@@ -69,6 +70,34 @@ def test_every_step_is_drawn_equally_often(steps):
 def test_labels_are_dropped_in_their_share():
     labels = prepare(DDPM(label_dropout=0.25), torch.arange(20_000)).inputs["labels"]
     assert (labels == NO_LABEL).double().mean().item() == pytest.approx(0.25, abs=0.012)
+
+
+def test_dropping_labels_does_not_depend_on_the_step():
+    """One stream for both would train without labels at some steps only."""
+    prepared = prepare(DDPM(label_dropout=0.5), torch.arange(20_000))
+    dropped = prepared.inputs["labels"] == NO_LABEL
+    low = prepared.targets["step"] < 500
+    assert dropped[low].double().mean().item() == pytest.approx(0.5, abs=0.02)
+    assert dropped[~low].double().mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_bound_has_no_min_snr_weight_and_no_weight_by_the_number_of_steps():
+    targets = prepare(DDPM(), torch.arange(16)).targets
+    prediction = torch.randn(16, 6, 12)
+    plain, weighted = (DDPM(min_snr_gamma=g).terms(prediction, targets) for g in (None, 5.0))
+    assert torch.equal(plain["vb"], weighted["vb"])
+    assert not torch.equal(plain["mse"], weighted["mse"])
+    few = DDPM(steps=400)
+    targets = prepare(few, torch.arange(16)).targets
+    values, spread = few.split(prediction, 3)
+    tables, step = few.tables(CPU), targets["step"]
+    signal, sigma = (t[step].view(-1, 1, 1, 1) for t in (tables.signal, tables.sigma))
+    noisy = signal * targets["clean"] + sigma * targets["noise"]
+    bits = bits_per_value(
+        targets["clean"], noisy, step, few.clean(values, noisy, step, tables),
+        few.log_variance(spread, step, tables), tables,
+    )  # fmt: skip
+    torch.testing.assert_close(few.terms(prediction, targets)["vb"], bits.mean((2, 3)))
 
 
 def test_a_draw_depends_on_seed_and_sample_number_alone():
@@ -128,7 +157,8 @@ def test_the_same_network_has_the_same_weighted_error_of_x_0_whatever_it_predict
 @pytest.mark.parametrize("kind", ["v", "x"])
 @pytest.mark.parametrize("sampler", [ddpm, ddim])
 def test_the_same_network_draws_the_same_samples_whatever_it_predicts(kind, sampler):
-    tables, noise = named("linear", 1000), torch.randn(2, 4, 12)
+    alpha_bars = torch.tensor(named("linear", 1000).alpha_bar, dtype=torch.float64)
+    noise = torch.randn(2, 4, 12)
 
     def predicts_noise(x, timestep):
         values = by_channel(x, 3) * (timestep.view(-1, 1, 1, 1) / 1000).sqrt()
@@ -137,7 +167,7 @@ def test_the_same_network_draws_the_same_samples_whatever_it_predicts(kind, samp
     def predicts_other(x, timestep):
         pixels = by_channel(predicts_noise(x, timestep), 6).double()
         eps, spread = pixels[..., :3], pixels[..., 3:]
-        alpha_bar = tables.alpha_bar[timestep.long()].view(-1, 1, 1, 1)
+        alpha_bar = alpha_bars[timestep.long()].view(-1, 1, 1, 1)
         signal, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
         clean = (by_channel(x, 3) - sigma * eps) / signal
         values = {"x": clean, "v": signal * eps - sigma * clean}[kind]
@@ -169,7 +199,7 @@ def test_the_bound_teaches_the_variance_and_the_error_the_prediction():
 
 
 def test_the_variance_lies_between_the_posterior_and_beta():
-    objective, tables = DDPM(), named("linear", 1000)
+    objective, tables = DDPM(), named("linear", 1000).tables(CPU)
     step = torch.tensor([0, 1, 500, 999])
     for spread, expected in (
         (-1.0, tables.posterior_log_variance[step]),
@@ -211,7 +241,7 @@ def test_losses_are_taken_in_fp32():
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("steps", 10, "at least 50"),
+        ("steps", 10, "at least 25"),
         ("min_snr_gamma", 0.0, "above 0"),
         ("label_dropout", 1.5, "at most 1"),
     ],

@@ -99,9 +99,9 @@ def imported():
     """The original's network, read from its file."""
     weights = weight_file.read(FIXTURES / "dit_reference.safetensors")
     original = original_weights.infer(weights.model, int(weights.metadata["num_heads"]))
-    model = original.model.build(original.output_channels)
+    model = original.config.build(original.output_channels)
     model.load_state_dict(original.to_ours(weights.model))
-    return original.model, model
+    return original.config, model
 
 
 def call(imported, labels):

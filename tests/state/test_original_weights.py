@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,9 @@ def test_the_named_sizes_are_recognised(size):
         shapes = Original(config, 8).shapes()
         state = {name: torch.empty(shape) for name, shape in shapes.items()}
     found = infer(state, heads=None)
-    assert found.model == config
-    assert found.model.shape == (hidden, layers, heads, 4)
-    assert found.model.size == f"{size}/4"
+    assert found.config == dataclasses.replace(config, size=None)
+    assert found.config.shape == (hidden, layers, heads, 4)
+    assert original_weights.name_of(found.config) == f"{size}/4"
 
 
 def test_other_sizes_need_the_number_of_heads():
@@ -84,13 +85,15 @@ def test_whatever_does_not_fit_is_named():
     state = dict(STATE) | {"blocks.0.attn.extra": torch.ones(1)}
     del state["blocks.1.mlp.fc2.bias"]
     state["t_embedder.mlp.0.weight"] = torch.ones(48, 255)
-    state["final_layer.linear.bias"] = torch.full((32,), float("nan"))
+    state["final_layer.linear.bias"] = torch.cat((torch.ones(31), torch.tensor([float("nan")])))
+    state["x_embedder.proj.bias"] = torch.ones(48, dtype=torch.int32)
     message = refused(state)
     for line in (
         "missing: blocks.1.mlp.fc2.bias",
         "left over: blocks.0.attn.extra",
         "wrong shape: t_embedder.mlp.0.weight is [48, 255], not [48, 256]",
-        "not finite numbers: final_layer.linear.bias",
+        "NaN or infinity in final_layer.linear.bias",
+        "no floating-point numbers: x_embedder.proj.bias is torch.int32",
     ):
         assert line in message
 
@@ -112,13 +115,24 @@ def test_what_is_no_dit_is_said_to_be_none(name):
     assert f"{name} is [5]; a DiT's has" in refused(dict(STATE) | {name: torch.ones(5)})
 
 
+def test_a_kernel_of_nothing_is_no_dit():
+    for shape in ((0, 4, 2, 2), (48, 4, 0, 0)):
+        message = refused(dict(STATE) | {"x_embedder.proj.weight": torch.ones(shape)})
+        assert "none of them 0" in message
+
+
+def test_a_prefix_of_all_names_is_told():
+    message = refused({f"net.{name}": tensor for name, tensor in STATE.items()})
+    assert "all names begin with net.:" in message
+
+
 def test_an_empty_state_dict_is_no_dit():
     assert "It holds no tensors" in refused({})
 
 
 def test_learned_positions_are_refused():
     assert "learned positions are not supported" in refused(
-        dict(STATE) | {"pos_embed": STATE["pos_embed"] + 0.01}
+        dict(STATE) | {"pos_embed": STATE["pos_embed"] + 5e-4}
     )
     assert "15 tokens are no square" in refused(
         dict(STATE) | {"pos_embed": STATE["pos_embed"][:, :15]}
@@ -130,8 +144,9 @@ def test_other_output_channels_are_refused():
     assert "12 output channels for 4 of a latent" in refused(dict(STATE) | wide)
 
 
-def test_half_precision_weights_become_fp32():
-    half = {k: v.half() if k != "pos_embed" else v for k, v in STATE.items()}
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_other_precision_become_fp32(dtype):
+    half = {k: v.to(dtype) for k, v in STATE.items()}
     ours = infer(half, heads=4).to_ours(half)
     assert all(tensor.dtype == torch.float32 for tensor in ours.values())
     assert torch.equal(ours["head.out.bias"], half["final_layer.linear.bias"].float())
@@ -153,8 +168,8 @@ def test_a_network_the_original_does_not_have_is_not_written():
         Original(config, 8).to_original(dict(model.named_parameters()))
 
 
-def test_an_exchange_of_rows_in_the_wrong_order_is_seen():
-    """The test above would not: there and back, any exchange gives the same bits."""
+def test_the_rows_of_qkv_are_those_of_each_head():
+    """There and back, any exchange of rows would give the same bits."""
     original = infer(STATE, heads=4)
     rows = original.to_ours(STATE)["blocks.0.attn.qkv.weight"]
     theirs = STATE["blocks.0.attn.qkv.weight"]

@@ -1,4 +1,5 @@
 import argparse
+import contextlib
 import os
 import pickle
 
@@ -7,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from titan_dit.section import UserError
-from titan_dit.state.weight_file import read, write
+from titan_dit.state.tensor_file import write_tensors
+from titan_dit.state.weight_file import read
 
 A = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
 B = {"a.weight": torch.zeros(2, 3), "b": torch.zeros(2)}
@@ -29,14 +31,15 @@ def refused(path):
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
 def test_what_is_written_is_read(tmp_path, suffix):
     path = tmp_path / "new" / f"weights{suffix}"
-    write(path, A, {"num_heads": "3"})
+    write_tensors(path, A, {"num_heads": "3"})
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     weights = read(path)
     assert same(weights.ema, A)
     assert weights.model is weights.ema
     assert weights.adam is None
     assert weights.metadata.get("num_heads") == ("3" if suffix == ".safetensors" else None)
-    assert path.stat().st_mode & 0o044
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_training_checkpoint_of_the_original_holds_both(tmp_path):
@@ -57,9 +60,26 @@ def test_one_state_dict_stands_for_both(tmp_path, key, other):
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_what_wrappers_put_before_the_names_is_taken_off(tmp_path, wrapper):
+def test_what_wrappers_put_into_the_names_is_taken_off(tmp_path, wrapper):
     torch.save({wrapper + name: tensor for name, tensor in A.items()}, tmp_path / "a.pt")
     assert same(read(tmp_path / "a.pt").model, A)
+    torch.save({"a._orig_mod.weight": A["a.weight"], "b": A["b"]}, tmp_path / "blocks.pt")
+    assert same(read(tmp_path / "blocks.pt").model, A)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    write_tensors(tmp_path / "a.pt", A)
+    before = (tmp_path / "a.pt").read_bytes()
+
+    def full(tensors, file):
+        file.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"a\.pt cannot be written: No space left on device"):
+        write_tensors(tmp_path / "a.pt", B)
+    assert (tmp_path / "a.pt").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
 def test_prefixes_in_a_safetensors_file_name_the_state_dicts(tmp_path):
@@ -86,7 +106,9 @@ class Evil:
 def test_a_file_that_would_execute_code_is_refused_and_does_not(tmp_path, save):
     target = tmp_path / "executed"
     save({"model": A, "extra": Evil(target)}, tmp_path / "evil.pt")
-    assert "could execute code, so it was not loaded" in refused(tmp_path / "evil.pt")
+    message = refused(tmp_path / "evil.pt")
+    assert "can execute code, so it was not loaded" in message
+    assert "weights_only" not in message  # torch's own advice is to switch it off.
     assert not target.exists()
     pickle.loads(pickle.dumps(Evil(target)))
     assert target.exists()  # It would have.
@@ -104,9 +126,15 @@ def test_damaged_and_foreign_files_are_named(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     assert "holds a list" in refused(tmp_path / "list.pt")
     torch.save({"a": 3}, tmp_path / "values.pt")
-    assert "a is a int" in refused(tmp_path / "values.pt")
+    assert "a is no plain tensor" in refused(tmp_path / "values.pt")
+    torch.save({"a": torch.ones(2, 2).to_sparse()}, tmp_path / "sparse.pt")
+    assert "a is no plain tensor" in refused(tmp_path / "sparse.pt")
     torch.save({"ema": [1]}, tmp_path / "nested.pt")
     assert "ema is a list" in refused(tmp_path / "nested.pt")
+    torch.save({"ema": {}}, tmp_path / "hollow.pt")
+    assert "ema is empty" in refused(tmp_path / "hollow.pt")
+    torch.save({"state_dict": A}, tmp_path / "deeper.pt")
+    assert 'torch.save(content["state_dict"], FILE)' in refused(tmp_path / "deeper.pt")
     assert "no such file" in refused(tmp_path / "missing.pt")
     assert ".pt, .pth, .safetensors" in refused(tmp_path / "weights.bin")
 
@@ -141,3 +169,16 @@ def test_moments_go_by_the_names_of_their_parameters(tmp_path):
 def test_the_state_of_another_optimizer_is_left(tmp_path, state):
     torch.save({"model": A, "opt": state}, tmp_path / "a.pt")
     assert read(tmp_path / "a.pt").adam is None
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_a_file_cut_off_anywhere_or_with_a_flipped_byte_is_refused_or_read(tmp_path, new_format):
+    torch.save(A, tmp_path / "a.pt", _use_new_zipfile_serialization=new_format)
+    whole = (tmp_path / "a.pt").read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    for place in torch.randint(0, len(whole), (150,), generator=generator).tolist():
+        flipped = bytes([whole[place] ^ 0xFF])
+        for damaged in (whole[:place], whole[:place] + flipped + whole[place + 1 :]):
+            (tmp_path / "a.pt").write_bytes(damaged)
+            with contextlib.suppress(UserError):
+                read(tmp_path / "a.pt")

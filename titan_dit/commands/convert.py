@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,10 +16,15 @@ from titan_dit import __version__, catalog, config_file
 from titan_dit.commands.restore import find, restore
 from titan_dit.data.base import DataFacts
 from titan_dit.observe import console
-from titan_dit.section import Bound, Count, Finite, Section, UserError
+from titan_dit.section import Bound, Count, Finite, Section, UserError, conform
 from titan_dit.state import checkpoint, original_weights, weight_file
+from titan_dit.state.original_weights import Original
+from titan_dit.state.tensor_file import write_tensors
 
 EMA_DECAY = "0.9999"  # The original's.
+SCALE = 0.18215
+OBJECTIVE = "titan_dit.objective"
+"""Key of a .safetensors file's metadata: what the weights were trained for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,50 +38,84 @@ class Options(Section):
     to: str
     """DIR of the new checkpoint; or FILE.pt or FILE.safetensors in the original's names."""
     heads: Count | None = None
-    """Attention heads of the original's network, where it is none of S, B, L and XL."""
-    scale: Annotated[Finite, Bound(above=0)] = 0.18215
-    """The network's latents are the autoencoder's times this."""
-    weights: Literal["ema", "model"] = "ema"
-    """Which weights to write out: averaged, or the last ones."""
+    """Reading: attention heads of the network, where it is none of S, B, L and XL."""
+    scale: Annotated[Finite, Bound(above=0)] | None = None
+    """Reading: the network's latents are the autoencoder's times this. Unset: 0.18215."""
+    prediction: Literal["eps", "v", "x"] | None = None
+    """Reading: what the network predicts. Unset: the noise, eps, as the original's does."""
+    schedule: Literal["linear", "cosine"] | None = None
+    """Reading: the noise schedule. Unset: linear, as the original's."""
+    weights: Literal["ema", "model"] | None = None
+    """Writing: averaged weights, or the last ones. Unset: averaged."""
     decay: float | None = None
-    """Which average, if the run keeps several; the first if not given."""
+    """Writing: which average, if the run keeps several; the first if not given."""
     step: int | None = None
-    """Which checkpoint of a run to write out; the newest if not given."""
+    """Writing: which checkpoint of a run; the newest if not given."""
+
+
+READING, WRITING = ("heads", "scale", "prediction", "schedule"), ("weights", "decay", "step")
 
 
 def main(options: Options) -> None:
     """The kind of --from decides the direction."""
     source, target = Path(options.source), Path(options.to)
-    if source.is_dir():
-        write_original(source, target, options)
-    else:
-        read_original(source, target, options)
+    writes = source.is_dir()
+    for name in READING if writes else WRITING:
+        if getattr(options, name) is not None:
+            kind, use = ("folder", "writing") if writes else ("file", "reading")
+            raise UserError(f"--{name} has no use in {use}, as --from {source} is a {kind}.")
+    if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"--to {target} exists. Choose another name, or delete it.")
+    (write_original if writes else read_original)(source, target, options)
 
 
 def read_original(source: Path, target: Path, options: Options) -> None:
     """A file of the original's to a checkpoint."""
     if target.suffix in weight_file.SUFFIXES:
         raise UserError(f"--to {target}: a checkpoint is a folder; name one, such as dit_xl2.")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"--to {target} exists. Name a new folder, or delete it.")
     weights = weight_file.read(source)
     try:
         original = original_weights.infer(weights.ema, options.heads or known_heads(weights))
         ema = original.to_ours(weights.ema)
         # Most files hold one state dict: it is converted, and checked, once.
         model = ema if weights.model is weights.ema else original.to_ours(weights.model)
-        adam = original.adam_to_ours(weights.adam) if weights.adam else None
+        objective = objective_of(weights, original, options)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
     tensors: dict[str, Any] = {"model": model, "ema": {EMA_DECAY: ema}}
-    if adam:
-        tensors["optimizer"] = adam
-    checkpoint.write(target, tensors, record_of(original, options.scale))
     console.say(f"read    {source}: {describe(original, ema)}")
-    if adam:
-        steps = next(iter(adam.values()))["step"].item()
-        console.say(f"        and AdamW's moments after {steps:,.0f} steps")
+    console.say(f"        trained for {', '.join(f'{k} {v}' for k, v in objective.items())}")
+    if wide := {str(t.dtype)[6:] for t in weights.ema.values()} - {"float32"}:
+        console.say(f"        {', '.join(sorted(wide))} became float32")
+    add_moments(tensors, weights, original)
+    save(target, tensors, record_of(original, objective, options.scale or SCALE))
     console.say(f"wrote   {target}. Train on with --checkpoint.resume {target}")
+
+
+def add_moments(tensors: dict[str, Any], weights: weight_file.Weights, original: Original) -> None:
+    """AdamW's moments, where the file has them and they fit."""
+    if weights.adam is None:
+        return
+    try:
+        tensors["optimizer"] = original.adam_to_ours(weights.adam)
+    except UserError as error:
+        reason = " ".join(str(error).split())
+        console.say(f"        its AdamW state is left out, training on starts a new one: {reason}")
+        return
+    steps = next(iter(tensors["optimizer"].values()))["step"].item()
+    console.say(f"        and AdamW's moments after {steps:,.0f} steps")
+
+
+def save(target: Path, tensors: dict[str, Any], record: dict[str, Any]) -> None:
+    """Write the checkpoint; nothing is left of one that cannot be written."""
+    aside = target.with_name(f"{target.resolve().name}{checkpoint.PARTIAL}")
+    if aside.exists():
+        raise UserError(f"--to {target}: {aside} is in the way. Move it, or choose another name.")
+    try:
+        checkpoint.write(target.with_name(target.resolve().name), tensors, record)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"--to {target} cannot be written: {str(error).splitlines()[0]}") from None
 
 
 def known_heads(weights: weight_file.Weights) -> int | None:
@@ -83,20 +124,42 @@ def known_heads(weights: weight_file.Weights) -> int | None:
     return int(told) if told.isdecimal() and int(told) > 0 else None
 
 
-def record_of(original: original_weights.Original, scale: float) -> dict[str, Any]:
+def objective_of(
+    weights: weight_file.Weights, original: Original, options: Options
+) -> dict[str, Any]:
+    """What the network was trained for: as the file says, as the flags say, as the original."""
+    try:
+        told: dict[str, Any] = json.loads(weights.metadata.get(OBJECTIVE, "{}"))
+        if told:
+            catalog.variant("objective", conform(told.get("name"), str, "name"))
+    except (json.JSONDecodeError, AttributeError, UserError) as error:
+        raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
+    table: dict[str, Any] = {"name": "ddpm", "schedule": "linear", "prediction": "eps"} | told
+    for name in ("schedule", "prediction"):
+        if (value := getattr(options, name)) is not None:
+            table[name] = value
+    if table["name"] == "ddpm":
+        table["learn_sigma"] = original.learn_sigma
+        return table
+    return {key: value for key, value in table.items() if key not in ("schedule", "prediction")}
+
+
+def record_of(original: Original, objective: dict[str, Any], scale: float) -> dict[str, Any]:
     """The plain values of the checkpoint: those of a run that has not trained yet."""
-    model = original.model
-    shape = {key: getattr(model, key) for key in ("latent_size", "channels", "num_classes")}
+    config = original.config
+    shape = {key: getattr(config, key) for key in ("latent_size", "channels", "num_classes")}
+    sizes = {key: getattr(config, key) for key in ("hidden", "layers", "heads", "patch")}
     tables: config_file.Tables = {
-        "model": {"name": "dit", "heads": model.shape[2], "mlp_ratio": model.mlp_ratio, **shape}
-        | {key: getattr(model, key) for key in ("hidden", "layers", "patch")},
-        "objective": {"name": "ddpm", "learn_sigma": original.learn_sigma},
+        "model": {"name": "dit", "mlp_ratio": config.mlp_ratio, **sizes, **shape},
+        "objective": objective,
         # A checkpoint says what run it is of. Of the training of these weights nothing is known.
         "data": {"name": "synthetic", **shape},
         "training": {"steps": 1, "global_batch_size": 1},
         "ema": {"decays": [float(EMA_DECAY)], "warmup": False},
     }
-    facts = DataFacts(shape=model.sample_shape, count=0, num_classes=model.num_classes, scale=scale)
+    facts = DataFacts(
+        shape=config.sample_shape, count=0, num_classes=config.num_classes, scale=scale
+    )
     return {
         "step": 0,
         "cursor": 0,
@@ -112,38 +175,41 @@ def write_original(source: Path, target: Path, options: Options) -> None:
     """A checkpoint to a file in the original's names."""
     if target.suffix not in weight_file.SUFFIXES:
         raise UserError(f"--to {target}: name a file that ends in .pt or .safetensors.")
-    run = restore(
-        find(source, options.step, "--from"), options.weights, options.decay, torch.device("cpu")
-    )
-    outputs = run.config.objective.output_channels(run.config.model.channels)
-    original = original_weights.Original(run.config.model, outputs)
+    path = find(source, options.step, "--from")
+    run = restore(path, options.weights or "ema", options.decay, torch.device("cpu"))
+    config, objective = run.config.model, run.config.objective
+    original = Original(config, objective.output_channels(config.channels))
     ours = {name: p.detach() for name, p in run.model.named_parameters()}
-    hidden, layers, heads, patch = original.model.shape
+    hidden, layers, heads, patch = config.shape
     metadata = {
         "format": "pt",
-        "input_size": original.model.latent_size,
-        "patch_size": patch,
-        "in_channels": original.model.channels,
-        "hidden_size": hidden,
-        "depth": layers,
-        "num_heads": heads,
-        "num_classes": original.model.num_classes,
-        "learn_sigma": original.learn_sigma,
+        "input_size": str(config.latent_size),
+        "patch_size": str(patch),
+        "in_channels": str(config.channels),
+        "hidden_size": str(hidden),
+        "depth": str(layers),
+        "num_heads": str(heads),
+        "num_classes": str(config.num_classes),
+        "learn_sigma": str(original.learn_sigma),
+        OBJECTIVE: json.dumps({"name": objective.name, **asdict(objective)}),
     }
-    weight_file.write(
-        target, original.to_original(ours), {key: str(value) for key, value in metadata.items()}
-    )
+    write_tensors(target, original.to_original(ours), metadata)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
     console.say(f"wrote   {target}: {describe(original, ours)}")
+    trained_for = (objective.name, *(asdict(objective).get(k) for k in ("schedule", "prediction")))
+    if trained_for != ("ddpm", "linear", "eps"):
+        told = " ".join(str(part) for part in trained_for if part)
+        console.say(f"note    trained for {told}: the original's sample.py expects ddpm linear eps")
 
 
-def describe(original: original_weights.Original, tensors: dict[str, Tensor]) -> str:
+def describe(original: Original, tensors: dict[str, Tensor]) -> str:
     """One line on a network."""
-    model = original.model
-    size = model.size or "hidden {}, layers {}, heads {}, patch {}".format(*model.shape)
+    config = original.config
+    name = original_weights.name_of(config)
+    size = name or "hidden {}, layers {}, heads {}, patch {}".format(*config.shape)
     count = sum(tensor.numel() for tensor in tensors.values())
     sigma = "learned sigma" if original.learn_sigma else "no learned sigma"
     return (
-        f"{size}, {count:,} parameters, {model.channels}x{model.latent_size}x{model.latent_size}, "
-        f"{model.num_classes} classes, {sigma}"
+        f"{size}, {count:,} parameters, {config.channels}x{config.latent_size}x"
+        f"{config.latent_size}, {config.num_classes} classes, {sigma}"
     )

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from titan_dit.commands.restore import Restored, device_of, find, restore
-from titan_dit.commands.tensor_file import check_labels, read_tensors
-from titan_dit.objectives.base import TIMESTEPS, Batch
+from titan_dit.objectives.base import Batch
 from titan_dit.observe import console
 from titan_dit.section import Count, Section, UserError
-from titan_dit.state import weight_file
+from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,7 @@ class Options(Section):
     checkpoint: str
     """A checkpoint, or a run directory for its newest one."""
     inputs: str
-    """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0 to 1000, as the original counts) and
+    """FILE.safetensors with `x` [b, c, h, w], `t` [b] (from 0, as the original counts) and
     `y` [b] (labels; the number of classes, or -1, stands for none). With `noise` like x, x is the
     clean latents and the network is given what the objective makes of the two at t."""
     out: str
@@ -58,7 +57,7 @@ def main(options: Options) -> None:
         rows = slice(first, first + options.batch_size)
         parts.append(predict(run, {name: v[rows].to(device) for name, v in inputs.items()}))
     found = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
-    weight_file.write(out, found, {})
+    write_tensors(out, found)
     console.say(f"wrote {out}: {size} predictions of {path} ({run.weights}): {', '.join(found)}")
 
 
@@ -81,6 +80,8 @@ def predict(run: Restored, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         static=static,
     )
     prepared = objective.corrupt(batch, t, model.tokenize(inputs["noise"]), y)
+    if not torch.equal(prepared.inputs["timestep"], t):
+        raise UserError("--inputs: with noise, t must hold whole steps of the diffusion.")
     prediction = run.model(prepared.inputs, prepared.static)
     terms = objective.terms(prediction, prepared.targets)
     losses = {f"loss_{name}": term.mean(1) for name, term in terms.items()}
@@ -106,7 +107,7 @@ def read_inputs(path: Path, run: Restored) -> dict[str, Tensor]:
                 f"{list(x.shape)} it must be {list(shape)}."
             )
     check_labels(path, "--inputs", y, run.config.model.num_classes)
-    last = run.config.objective.last_timestep if "noise" in tensors else TIMESTEPS
+    last = run.config.objective.last_timestep
     if not (t.min() >= 0 and t.max() <= last):
         raise UserError(f"--inputs {path}: t must lie in 0 to {last}.")
     given = {"x": x.float(), "t": t.float(), "y": y.long()}

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from titan_dit import catalog
 from titan_dit.commands.restore import Restored, device_of, find, restore
-from titan_dit.commands.tensor_file import check_labels, read_tensors
-from titan_dit.evaluation.generate import generate, spread_labels
+from titan_dit.evaluation.generate import check_drawing, generate, spread_labels
 from titan_dit.models.base import ModelConfig
 from titan_dit.observe import console, images
 from titan_dit.samplers.base import Sampler
 from titan_dit.section import Bound, Count, Fraction, NonNegative, Section, UserError
-from titan_dit.state import weight_file
+from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +72,9 @@ def main(options: Options) -> None:
     path = find(Path(options.run), options.step)
     run = restore(path, options.weights, options.decay, device)
     sampler = catalog.sampler(options.sampler, run.config.objective.name, "--sampler")
+    check_drawing(
+        run.config.objective, run.config.model, options.steps, options.cfg_channels, "--{}"
+    )
     labels = labels_of(options.labels, options.num, run.config.model.num_classes)
     noise = None
     if options.noise is not None:
@@ -86,7 +88,7 @@ def main(options: Options) -> None:
     if out.suffix == ".png":
         images.draw_grid(out, samples, labels.tolist(), run.facts.value_range)
     else:
-        weight_file.write(out, {"samples": samples.contiguous(), "labels": labels}, {})
+        write_tensors(out, {"samples": samples.contiguous(), "labels": labels})
     console.say(f"wrote {out}")
 
 
@@ -115,6 +117,7 @@ def read_noise(
             f"network takes [n, {', '.join(map(str, model.sample_shape))}] and [n]."
         )
     check_labels(path, "--noise", labels, model.num_classes)
+    labels = labels.long()
     return noise.float(), labels.where(labels < model.num_classes, -1)
 
 

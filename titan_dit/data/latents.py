@@ -7,54 +7,66 @@ source, the count, and for each shard its count, bytes and SHA-256.
 
 from __future__ import annotations
 
-import bisect
-import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int64, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titan_dit.data.base import DataConfig, DataFacts, Sample
-from titan_dit.section import Count, Finite, UserError, conform
+from titan_dit.data import listing
+from titan_dit.data.base import DataConfig, DataFacts, Sample, Samples, Source
+from titan_dit.data.folders import LatentFolder
+from titan_dit.data.manifest import (
+    FORMAT,
+    MANIFEST,
+    agreed,
+    digest_of,
+    file_digest,
+    read_manifest,
+    write_json,
+)
+from titan_dit.section import Finite, UserError
 
-FORMAT = "titan_dit.latents/1"
-MANIFEST = "manifest.json"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
-MANIFEST_KEYS = {
-    "source": str,
-    "shape": tuple[Count, ...],
-    "dtype": Literal["float16", "float32", "uint8"],
-    "count": Count,
-    "num_classes": Count,
-    "scale": Finite,
-    "shift": Finite,
-    "value_range": tuple[Finite, ...] | None,
-}
-SHARD_KEYS = {"file": str, "count": Count, "bytes": Count, "sha256": str}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latents(DataConfig):
-    """Latents on disk, packed into shards."""
+    """Latents on disk: shards, a folder per class, or the features and labels of fast-DiT."""
 
     name = "latents"
 
     path: str
-    """Folder that holds manifest.json."""
+    """Folder of the dataset; what lies in it decides how it is read."""
+    scale: Finite | None = None
+    """The model sees (stored - shift) * scale. Unset takes the manifest's, else 1."""
+    shift: Finite | None = None
+    """Unset takes the manifest's, else 0."""
     verify: bool = False
     """Read every shard at the start and compare its SHA-256 with the manifest's."""
 
-    def open(self) -> LatentShards:
-        """Map the shards."""
-        return LatentShards(Path(self.path), verify=self.verify)
+    def open(self) -> Source:
+        """Map the shards, or list the files."""
+        return open_latents(Path(self.path), self.scale, self.shift, self.verify)
+
+
+def open_latents(
+    path: Path, scale: float | None = None, shift: float | None = None, verify: bool = False
+) -> Source:
+    """The dataset in a folder, whichever way it is stored."""
+    if listing.layout_of(path) == "shards":
+        source = LatentShards(path, verify=verify)
+        agreed("scale", scale, source.facts.scale, 1.0, path)
+        agreed("shift", shift, source.facts.shift, 0.0, path)
+        return source
+    return LatentFolder(path, scale, shift)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +80,7 @@ class Digits(DataConfig):
         return LatentShards(Path(__file__).parent / "digits", verify=True)
 
 
-class LatentShards:
+class LatentShards(Source):
     """The samples of a folder of shards.
 
     Opening maps the files and reads the labels; latents are read when they are asked for.
@@ -76,35 +88,48 @@ class LatentShards:
 
     def __init__(self, path: Path, verify: bool = False) -> None:
         self.path = path
-        manifest = read_manifest(path)
+        self.manifest = manifest = read_manifest(path)
         self.shards = [self._open_shard(entry, manifest, verify) for entry in manifest["shards"]]
         self.ends = list(itertools.accumulate(len(labels) for _, labels in self.shards))
+        self.dtype = DTYPES[manifest["dtype"]]
+        # numpy copies one small row several times faster than torch does.
+        self._mapped = [latents.numpy() for latents, _ in self.shards]
+        self.labels = torch.cat([labels for _, labels in self.shards])
+        scale, shift = manifest["scale"], manifest["shift"]
+        units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
         self.facts = DataFacts(
             shape=manifest["shape"],
             count=self.ends[-1],
             num_classes=manifest["num_classes"],
-            scale=manifest["scale"],
-            shift=manifest["shift"],
+            class_names=manifest["classes"] or (),
+            scale=scale,
+            shift=shift,
             value_range=manifest["value_range"],
-            digest=digest_of([entry["sha256"] for entry in manifest["shards"]]),
+            digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
 
-    def __len__(self) -> int:
-        """Number of samples over all shards."""
-        return self.facts.count
+    def __reduce__(self) -> tuple[type[LatentShards], tuple[Path]]:
+        """To a process that was not forked: it maps the files anew instead of being sent them."""
+        return LatentShards, (self.path,)
 
     def __getitem__(self, index: int) -> Sample:
         """Read one sample; shards are numbered on in the manifest's order."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        shard = bisect.bisect_right(self.ends, index)
-        latents, labels = self.shards[shard]
-        row = index - (self.ends[shard - 1] if shard else 0)
-        # Always a copy: the mapped file must not change under its next reader.
-        latent = latents[row].to(torch.float32, copy=True)
-        if (self.facts.scale, self.facts.shift) != (1.0, 0.0):
-            latent = (latent - self.facts.shift) * self.facts.scale
-        return Sample(latent, int(labels[row]))
+        samples = self.read([index])
+        return Sample(samples.latents[0], int(samples.labels[0]))
+
+    def read(self, rows: Sequence[int]) -> Samples:
+        """Gather rows of any shards; always a copy, the mapped files stay as they are."""
+        at = np.asarray(rows, dtype=np.int64)
+        outside = at[(at < 0) | (at >= len(self))]
+        if len(outside):
+            raise IndexError(f"sample {outside[0]} of {len(self)}")
+        shard = np.searchsorted(self.ends, at, side="right")
+        within = at - np.array([0, *self.ends])[shard]
+        latents = torch.empty(len(at), *self.facts.shape, dtype=self.dtype)
+        out = latents.numpy()
+        for i, (number, row) in enumerate(zip(shard.tolist(), within.tolist(), strict=True)):
+            out[i] = self._mapped[number][row]
+        return Samples(latents, self.labels[torch.from_numpy(at)])
 
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
@@ -153,47 +178,6 @@ def check_labels(labels: Tensor, count: int, num_classes: int, path: Path) -> No
         )
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a dataset folder, its keys and simple types checked."""
-    file = path / MANIFEST
-    if not file.is_file():
-        raise UserError(f"[data] path={path}: there is no {MANIFEST}. Give the folder that has it.")
-    try:
-        manifest = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"[data] {file} is not valid JSON: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UserError(f'[data] {file}: it lacks "format": "{FORMAT}", so it is no such dataset.')
-    manifest = conform_keys(manifest, MANIFEST_KEYS, str(file))
-    if not isinstance(manifest.get("shards"), list) or len(manifest["shape"]) != 3:
-        raise UserError(f"[data] {file}: shape must be [c, h, w], and shards a list.")
-    if manifest["value_range"] is not None and len(manifest["value_range"]) != 2:
-        raise UserError(f"[data] {file}: value_range must hold two numbers.")
-    if manifest["scale"] == 0:
-        raise UserError(f"[data] {file}: scale=0 would make every latent the same.")
-    manifest["shards"] = [
-        conform_keys(entry, SHARD_KEYS, f"{file} shards[{number}]")
-        for number, entry in enumerate(manifest["shards"])
-    ]
-    counted = sum(entry["count"] for entry in manifest["shards"])
-    if counted != manifest["count"] or not counted:
-        raise UserError(
-            f"[data] {file}: count={manifest['count']}, but its shards hold {counted} samples."
-        )
-    return manifest
-
-
-def conform_keys(values: Any, hints: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check the types of the keys that are known; the others are kept as they are."""
-    if not isinstance(values, dict):
-        raise UserError(f"[data] {where} must be a table of {', '.join(hints)}.")
-    optional = {"value_range"}
-    if missing := [key for key in hints if key not in values and key not in optional]:
-        raise UserError(f"[data] {where}: {', '.join(missing)} missing.")
-    checked = {k: conform(values.get(k), hint, f"[data] {where}: {k}") for k, hint in hints.items()}
-    return values | checked
-
-
 def write_shards(
     path: Path,
     latents: Shaped[Tensor, "n c h w"],
@@ -210,6 +194,9 @@ def write_shards(
     """Write a dataset; the manifest comes last, so that an unfinished one is never opened."""
     if latents.dtype not in DTYPES.values():
         raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(DTYPES)}.")
+    if not (finite := latents.flatten(1).isfinite().all(1)).all():
+        row = int((~finite).nonzero()[0])
+        raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Leave such rows out.")
     path.mkdir(parents=True, exist_ok=True)
     (path / MANIFEST).unlink(missing_ok=True)
     shards = []
@@ -235,15 +222,4 @@ def write_shards(
         "value_range": value_range,
         "shards": shards,
     }
-    (path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digest_of(parts: Sequence[str]) -> str:
-    """One digest of several."""
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    write_json(path / MANIFEST, manifest)

@@ -6,10 +6,11 @@ own, so a run resumes exactly on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from titan_dit.rng import permutation
@@ -34,10 +35,15 @@ class EpochOrder:
     seed: int
     num_rows: int
 
-    def row(self, sample_number: int) -> int:
-        """Epoch n // N, place n % N in that epoch's permutation."""
-        epoch, place = divmod(sample_number, self.num_rows)
-        return int(epoch_permutation(self.seed, epoch, self.num_rows)[place])
+    def rows(self, sample_numbers: Sequence[int]) -> list[int]:
+        """Of each: epoch n // N, place n % N in that epoch's permutation."""
+        numbers = torch.tensor(sample_numbers)
+        epochs, places = numbers // self.num_rows, numbers % self.num_rows
+        rows = torch.empty_like(numbers)
+        for epoch in set(epochs.tolist()):
+            inside = epochs == epoch
+            rows[inside] = epoch_permutation(self.seed, epoch, self.num_rows)[places[inside]]
+        return rows.tolist()
 
 
 @lru_cache(maxsize=2)  # A batch can lie across the end of an epoch.
@@ -61,4 +67,4 @@ class RankOrder:
             numbers, cursor = self.plan(cursor)
             share = len(numbers) // self.num_ranks
             mine = numbers[self.rank * share : (self.rank + 1) * share]
-            yield [(number, self.epochs.row(number)) for number in mine]
+            yield list(zip(mine, self.epochs.rows(mine), strict=True))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_dit.data.base import DataConfig, DataFacts, Sample
+from titan_dit.data.base import DataConfig, DataFacts, Sample, Source
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Count
 
@@ -28,7 +28,7 @@ class Synthetic(DataConfig):
         return SyntheticLatents(self)
 
 
-class SyntheticLatents:
+class SyntheticLatents(Source):
     """Sample i is a pure function of i."""
 
     def __init__(self, config: Synthetic) -> None:
@@ -38,10 +38,6 @@ class SyntheticLatents:
             num_classes=config.num_classes,
             digest=f"synthetic/{config.channels}x{config.latent_size}/{config.count}",
         )
-
-    def __len__(self) -> int:
-        """Samples per epoch."""
-        return self.facts.count
 
     def __getitem__(self, index: int) -> Sample:
         """Draw sample `index`."""

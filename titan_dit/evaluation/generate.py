@@ -13,6 +13,7 @@ from titan_dit.objectives.base import Objective
 from titan_dit.rng import SampleRNG
 from titan_dit.samplers.base import Sampler, Settings
 from titan_dit.samplers.guidance import guided, scales
+from titan_dit.section import UserError
 
 Forward = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """(inputs, static) -> prediction: `Executor.predict`, or the network itself."""
@@ -28,6 +29,23 @@ def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
     """Labels for a small grid: at most ten classes, so that each is seen several times."""
     shown = max(1, min(10, num_classes, num // 4))
     return spread_labels(num, list(range(shown)))
+
+
+def check_drawing(
+    objective: Objective, model: ModelConfig, steps: int, cfg_channels: int | None, where: str
+) -> None:
+    """Refuse what no sample can be drawn with; `where` is how keys are written, "[sampling] {}"."""
+    most, channels = objective.most_sampling_steps, model.sample_shape[0]
+    if most is not None and steps > most:
+        raise UserError(
+            f"{where.format('steps')}={steps}: the network is trained with {most} steps. Set at "
+            f"most {most}."
+        )
+    if cfg_channels is not None and cfg_channels > channels:
+        key = where.format("cfg_channels" if "[" in where else "cfg-channels")
+        raise UserError(
+            f"{key}={cfg_channels}: a latent has {channels} channels. Set at most {channels}."
+        )
 
 
 def generate(

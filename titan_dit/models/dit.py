@@ -84,9 +84,6 @@ class DiTConfig(Section):
                 object.__setattr__(self, key, self._named(key))
         elif missing := [k for k, v in explicit.items() if v is None]:
             raise UserError(f'[model] {", ".join(missing)} missing. Set them, or size = "XL/2".')
-        else:
-            # One network, one config: the same sizes one by one are the same model on resume.
-            object.__setattr__(self, "size", name_of(*self.shape))
         self._check_divisibility()
 
     def _named(self, key: str) -> int:
@@ -179,12 +176,6 @@ class DiTConfig(Section):
         """The positions of the square grid of tokens."""
         side = self.latent_size // self.shape[3]
         return {"positions": grid_positions(side, side, device)}
-
-
-def name_of(hidden: int, layers: int, heads: int, patch: int) -> str | None:
-    """The named size with these numbers, if there is one."""
-    names = [name for name, sizes in SIZES.items() if sizes == (hidden, layers, heads)]
-    return f"{names[0]}/{patch}" if names and patch in PATCHES else None
 
 
 class Embed(nn.Module):

@@ -17,7 +17,8 @@ from titan_dit.rng import SampleRNG
 
 NO_LABEL = -1
 TIMESTEPS = 1000
-"""The network's unit of time: it is given t * TIMESTEPS, as the original DiT counts steps."""
+"""The network's unit of time where time is continuous: it is given t * TIMESTEPS, so that its
+sinusoids see the range of the original DiT's steps."""
 
 Predict: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(noisy tokens [b, n, d], timestep [b] in the network's unit) -> prediction [b, n, d_out]."""
@@ -93,6 +94,11 @@ class Objective(Protocol):
     @property
     def last_timestep(self) -> int:
         """The noisiest timestep, in the network's unit; the cleanest is 0."""
+        ...
+
+    @property
+    def most_sampling_steps(self) -> int | None:
+        """The most steps that its samplers can take; None for any number."""
         ...
 
     def output_channels(self, channels: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.noise_schedule import NoiseSchedule, per_sample
+from titan_dit.noise_schedule import Tables, per_sample
 
 HALF_BIN = 1 / 255
 """Half the distance of two grey levels of an 8-bit picture in [-1, 1]."""
@@ -20,7 +20,7 @@ def bits_per_value(
     step: Int64[Tensor, " b"],
     estimate: Float[Tensor, "b ..."],
     log_variance: Float[Tensor, "b ..."],
-    tables: NoiseSchedule,
+    tables: Tables,
 ) -> Float[Tensor, "b ..."]:
     """The bound's term of each sample's step, for every value of the sample.
 

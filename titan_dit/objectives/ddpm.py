@@ -16,7 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit import noise_schedule
-from titan_dit.noise_schedule import Denoised, NoiseSchedule, ScheduleName, per_sample
+from titan_dit.noise_schedule import Denoised, NoiseSchedule, ScheduleName, Tables, per_sample
 from titan_dit.objectives.base import NO_LABEL, Batch, Predict, Prepared
 from titan_dit.objectives.bound import bits_per_value
 from titan_dit.rng import SampleRNG
@@ -32,8 +32,8 @@ class DDPM(Section):
 
     schedule: ScheduleName = "linear"
     """linear, or cosine."""
-    steps: Annotated[int, Bound(least=50, most=100_000)] = 1000
-    """Steps of the diffusion, T."""
+    steps: Annotated[int, Bound(least=25, most=100_000)] = 1000
+    """Steps of the diffusion, T; above 20, as the last beta of the linear schedule is 20 / T."""
     prediction: Literal["eps", "v", "x"] = "eps"
     """What the network predicts: the noise, v = signal noise - sigma x_0 (arXiv:2202.00512
     app. D), or x_0."""
@@ -50,13 +50,18 @@ class DDPM(Section):
         """Steps count from 0."""
         return self.steps - 1
 
+    @property
+    def most_sampling_steps(self) -> int:
+        """Each step back once."""
+        return self.steps
+
     def output_channels(self, channels: int) -> int:
         """The prediction, and behind it the variance if it is learned."""
         return 2 * channels if self.learn_sigma else channels
 
-    def tables(self, device: torch.device) -> NoiseSchedule:
-        """The noise schedule, on a device."""
-        return noise_schedule.named(self.schedule, self.steps).to(device)
+    def tables(self, device: torch.device) -> Tables:
+        """What follows from the noise schedule, on a device."""
+        return noise_schedule.named(self.schedule, self.steps).tables(device)
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Draw the step, noise and label dropout by sample number."""
@@ -78,7 +83,7 @@ class DDPM(Section):
         signal = per_sample(tables.signal, step, noise)
         noisy = signal * batch.tokens + per_sample(tables.sigma, step, noise) * noise
         return Prepared(
-            inputs={"tokens": noisy, "timestep": timestep, "labels": labels},
+            inputs={"tokens": noisy, "timestep": step.float(), "labels": labels},
             static=batch.static,
             targets={
                 "clean": by_channel(batch.tokens, batch.channels),
@@ -124,7 +129,10 @@ class DDPM(Section):
         return pixels[..., :channels], pixels[..., channels:]
 
     def weight(self, snr: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Weight of the squared error of what is predicted: the error of x_0 is SNR times less."""
+        """min(SNR, gamma) for x_0, that over SNR for eps and over SNR + 1 for v.
+
+        All three weight the error of x_0 alike (arXiv:2303.09556 sec. 3.4).
+        """
         if self.min_snr_gamma is None:
             return torch.ones_like(snr)
         per_clean = snr.clamp(max=self.min_snr_gamma)
@@ -135,7 +143,7 @@ class DDPM(Section):
         values: Float[Tensor, "b n p c"],
         noisy: Float[Tensor, "b n p c"],
         step: Int64[Tensor, " b"],
-        tables: NoiseSchedule,
+        tables: Tables,
     ) -> Float[Tensor, "b n p c"]:
         """The x_0 that a prediction stands for."""
         signal, sigma = (per_sample(t, step, noisy) for t in (tables.signal, tables.sigma))
@@ -144,7 +152,7 @@ class DDPM(Section):
         return values if self.prediction == "x" else signal * noisy - sigma * values
 
     def log_variance(
-        self, spread: Float[Tensor, "b n p _"], step: Int64[Tensor, " b"], tables: NoiseSchedule
+        self, spread: Float[Tensor, "b n p _"], step: Int64[Tensor, " b"], tables: Tables
     ) -> Float[Tensor, "b n p _"]:
         """-1 is the variance of the posterior, 1 is beta, between them the logs are mixed.
 
@@ -173,16 +181,16 @@ class Reverse:
         return noise_schedule.named(self.objective.schedule, self.objective.steps)
 
     def __call__(
-        self, x: Float[Tensor, "b n d"], step: Int64[Tensor, " b"], schedule: NoiseSchedule
+        self, x: Float[Tensor, "b n d"], step: Int64[Tensor, " b"], tables: Tables
     ) -> Denoised:
-        """The network's estimate of x_0 and its variance at a step of `schedule`."""
-        prediction = self.predict(x, schedule.timesteps[step].float())
+        """The network's estimate of x_0 and its variance at a step of `tables`."""
+        prediction = self.predict(x, tables.timestep[step])
         noisy = by_channel(x, self.channels)
         values, spread = self.objective.split(prediction, self.channels)
         if not self.objective.learn_sigma:
             spread = torch.ones_like(values)
-        clean = self.objective.clean(values, noisy, step, schedule)
-        log_variance = self.objective.log_variance(spread, step, schedule)
+        clean = self.objective.clean(values, noisy, step, tables)
+        log_variance = self.objective.log_variance(spread, step, tables)
         return Denoised(clean.flatten(2), log_variance.flatten(2))
 
 

@@ -25,6 +25,7 @@ class RectifiedFlow(Section):
     section = "objective"
     name = "rectified_flow"
     last_timestep = TIMESTEPS
+    most_sampling_steps = None
 
     timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
     """Distribution of t before the shift (arXiv:2403.03206 sec. 3.1)."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.noise_schedule import Denoiser, per_sample
+from titan_dit.noise_schedule import Denoiser
 from titan_dit.samplers.base import Settings
 from titan_dit.section import UserError
 
@@ -20,12 +20,12 @@ def ddpm(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -
     the variances follow (arXiv:2102.09672 sec. 4).
     """
     steps = spread_with_ends(settings.steps, len(network.schedule))
-    schedule = network.schedule.respaced(steps).to(noise.device)
-    x = noise
+    schedule = network.schedule.respaced(steps)
+    tables, x = schedule.tables(noise.device), noise
     for k in reversed(range(len(schedule))):
         step = torch.full((len(x),), k, device=x.device)
-        estimate = network(x, step, schedule)
-        x = schedule.posterior_mean(estimate.clean, x, step)
+        estimate = network(x, step, tables)
+        x = tables.posterior_mean(estimate.clean, x, step)
         if k > 0:
             x = x + torch.exp(0.5 * estimate.log_variance) * settings.noise(k)
     return x
@@ -35,15 +35,12 @@ def ddim(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -
     """DDIM (arXiv:2010.02502 eq. 12 and 16): with eta 0 no noise is added on the way."""
     steps = spread_from_start(settings.steps, len(network.schedule))
     schedule = network.schedule.respaced(steps)
-    alpha_bar = [1.0, *schedule.alpha_bar.tolist()]
-    schedule = schedule.to(noise.device)
-    x = noise
+    tables, x = schedule.tables(noise.device), noise
     for k in reversed(range(len(schedule))):
-        now, before = alpha_bar[k + 1], alpha_bar[k]
+        now, before = schedule.alpha_bar[k], schedule.alpha_bar[k - 1] if k > 0 else 1.0
         step = torch.full((len(x),), k, device=x.device)
-        clean = network(x, step, schedule).clean
-        signal, sigma = (per_sample(t, step, x) for t in (schedule.signal, schedule.sigma))
-        direction = (x - signal * clean) / sigma
+        clean = network(x, step, tables).clean
+        direction = (x - now**0.5 * clean) / (1 - now) ** 0.5
         added = settings.eta * ((1 - before) / (1 - now) * (1 - now / before)) ** 0.5
         x = before**0.5 * clean + max(0.0, 1 - before - added**2) ** 0.5 * direction
         if k > 0 and added > 0:
@@ -61,8 +58,15 @@ def spread_with_ends(count: int, total: int) -> list[int]:
 
 
 def spread_from_start(count: int, total: int) -> list[int]:
-    """`count` of `total` steps at a fixed distance, from the first on: 0, 100, ... 900."""
+    """`count` of `total` steps at a fixed distance, from the first on: 0, 100, ... 900.
+
+    The smallest distance that gives `count`, as the original's "ddim10"; where none does, the
+    distances differ by one.
+    """
     check_count(count, total)
+    for stride in range(1, total + 1):
+        if len(range(0, total, stride)) == count:
+            return list(range(0, total, stride))
     return [i * total // count for i in range(count)]
 
 
@@ -70,6 +74,5 @@ def check_count(count: int, total: int) -> None:
     """No more steps back than there are."""
     if count > total:
         raise UserError(
-            f"[sampling] steps={count}: the network was trained with {total} steps. Set at most "
-            f"steps = {total}."
+            f"steps={count}: the network is trained with {total} steps. Set at most {total}."
         )

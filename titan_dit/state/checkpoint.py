@@ -19,10 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_dit.section import UserError
+from titan_dit.state.reader import Reader
 
 FORMAT = "titan_dit.checkpoint/1"
 MANIFEST = "manifest.json"
@@ -127,7 +128,7 @@ def load(path: Path, tensors: Tensors) -> None:
     is missing or a shape differs; `tensors` are untouched then.
     """
     verify(path)
-    saved = filesystem.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = Reader(path).read_metadata().state_dict_metadata
     for name, tensor in flatten(tensors):
         entry = saved.get(name)
         if not isinstance(entry, TensorStorageMetadata):
@@ -140,12 +141,14 @@ def load(path: Path, tensors: Tensors) -> None:
     with warnings.catch_warnings():
         # Said whenever one process loads without a process group, which is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
-        state_dict_loader.load(dict(tensors), checkpoint_id=path, no_dist=not dist.is_initialized())
+        state_dict_loader.load(
+            dict(tensors), storage_reader=Reader(path), no_dist=not dist.is_initialized()
+        )
 
 
 def holds(path: Path, part: str) -> bool:
     """Whether a checkpoint has tensors under a top-level name, such as "optimizer"."""
-    saved = filesystem.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = Reader(path).read_metadata().state_dict_metadata
     return any(name.startswith(f"{part}.") for name in saved)
 
 

@@ -38,6 +38,13 @@ class EMA:
                 torch._foreach_copy_(local(average), local(self.parameters))
 
     @torch.no_grad()
+    def spread(self) -> None:
+        """Set every average to the first one."""
+        averages = [local(average) for average in self.averages.values()]
+        for average in averages[1:]:
+            torch._foreach_copy_(average, averages[0])
+
+    @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
         """Move every average towards the weights; where `skip` is true, not at all."""
         if step % self.config.every:

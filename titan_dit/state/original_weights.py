@@ -38,7 +38,8 @@ INNER = {
     "mlp.down": "mlp.fc2",
 }
 BLOCK = re.compile(r"blocks\.(\d+)\.")
-POSITIONS_TOLERANCE = 1e-4
+ROUNDING = 1e-4
+"""How far positions may be from ours, as other libraries' sines round differently."""
 
 Moments: TypeAlias = dict[str, dict[str, Tensor]]
 """AdamW's `exp_avg`, `exp_avg_sq` and `step` of every parameter."""
@@ -48,27 +49,27 @@ Moments: TypeAlias = dict[str, dict[str, Tensor]]
 class Original:
     """What a state dict of the original DiT is a network of."""
 
-    model: DiTConfig
+    config: DiTConfig
     output_channels: int
 
     @property
     def learn_sigma(self) -> bool:
         """Whether the network predicts a variance behind the noise."""
-        return self.output_channels == 2 * self.model.channels
+        return self.output_channels == 2 * self.config.channels
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the original, by its original name."""
         with torch.device("meta"):
-            ours = dict(self.model.build(self.output_channels).named_parameters())
+            ours = dict(self.config.build(self.output_channels).named_parameters())
         shapes = {theirs: tuple(ours[name].shape) for name, theirs in self.names().items()}
-        hidden, _, _, patch = self.model.shape
-        shapes[PATCH] = (hidden, self.model.channels, patch, patch)
-        return shapes | {POSITIONS: (1, self.model.token_shape[0], hidden)}
+        hidden, _, _, patch = self.config.shape
+        shapes[PATCH] = (hidden, self.config.channels, patch, patch)
+        return shapes | {POSITIONS: (1, self.config.token_shape[0], hidden)}
 
     def names(self) -> dict[str, str]:
         """Our name of every parameter -> the original's."""
         pairs = dict(OUTER)
-        for layer in range(self.model.shape[1]):
+        for layer in range(self.config.shape[1]):
             pairs |= {f"blocks.{layer}.{k}": f"blocks.{layer}.{v}" for k, v in INNER.items()}
         kinds = ("weight", "bias")
         return TABLE | {f"{k}.{kind}": f"{v}.{kind}" for k, v in pairs.items() for kind in kinds}
@@ -76,7 +77,7 @@ class Original:
     def to_ours(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The original's tensors as our parameters, fp32; UserError where they do not fit."""
         check(tensors, self.shapes())
-        check_positions(tensors[POSITIONS], self.model)
+        check_positions(tensors[POSITIONS], self.config)
         return self.moved(tensors)
 
     def moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -87,7 +88,7 @@ class Original:
             if theirs == PATCH:
                 tensor = tensor.permute(0, 2, 3, 1).flatten(1)
             elif ".attn.qkv." in name:
-                tensor = exchange(tensor, 3, self.model.shape[2])
+                tensor = exchange(tensor, 3, self.config.shape[2])
             ours[name] = tensor.contiguous()
         return ours
 
@@ -97,7 +98,7 @@ class Original:
         ours: Moments = {name: {} for name in self.names()}
         for key in ("exp_avg", "exp_avg_sq"):
             tensors = {name: state[key] for name, state in moments.items()}
-            check(tensors, shapes)
+            check(tensors, shapes, f"AdamW's {key} does")
             for name, tensor in self.moved(tensors).items():
                 ours[name][key] = tensor
         for name, theirs in self.names().items():
@@ -106,7 +107,7 @@ class Original:
 
     def to_original(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Our parameters under the original's names and in its layout, `pos_embed` included."""
-        if self.model.qk_norm:
+        if self.config.qk_norm:
             raise UserError("[model] qk_norm=true: the original DiT has no such layers.")
         originals = {}
         for name, theirs in self.names().items():
@@ -116,9 +117,9 @@ class Original:
                 grid = tensor.view(-1, patch, patch, channels)
                 tensor = grid.permute(0, 3, 1, 2)
             elif ".attn.qkv." in name:
-                tensor = exchange(tensor, self.model.shape[2], 3)
+                tensor = exchange(tensor, self.config.shape[2], 3)
             originals[theirs] = tensor.contiguous()
-        return originals | {POSITIONS: positions(self.model)}
+        return originals | {POSITIONS: positions(self.config)}
 
 
 def exchange(rows: Float[Tensor, "r ..."], first: int, second: int) -> Float[Tensor, "r ..."]:
@@ -165,12 +166,24 @@ def infer(tensors: Mapping[str, Tensor], heads: int | None) -> Original:
 def of_rank(tensors: Mapping[str, Tensor], name: str, ndim: int) -> Tensor:
     """A tensor that tells sizes, or an error that names it."""
     if name not in tensors:
+        if prefixed := next((other for other in tensors if other.endswith(f".{name}")), None):
+            prefix = prefixed.removesuffix(name)
+            raise UserError(f"all names begin with {prefix}: save the weights without it.")
         raise UserError(
             f"{name} is missing, so this is no DiT of facebookresearch/DiT.{some(tensors)}"
         )
-    if tensors[name].ndim != ndim:
-        raise UserError(f"{name} is {list(tensors[name].shape)}; a DiT's has {ndim} dims.")
+    if tensors[name].ndim != ndim or not tensors[name].numel():
+        shape = list(tensors[name].shape)
+        raise UserError(f"{name} is {shape}; a DiT's has {ndim} dims, none of them 0.")
     return tensors[name]
+
+
+def name_of(config: DiTConfig) -> str | None:
+    """The name of the published size that a network has, if it has one."""
+    for name, sizes in SIZES.items():
+        if sizes == config.shape[:3]:
+            return f"{name}/{config.shape[3]}"
+    return None
 
 
 def heads_of(hidden: int, layers: int) -> int:
@@ -184,7 +197,11 @@ def heads_of(hidden: int, layers: int) -> int:
     )
 
 
-def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    what: str = "the weights do",
+) -> None:
     """Every tensor there, none left over, each of its shape, all of them numbers."""
     problems = [f"missing: {name}" for name in shapes if name not in tensors]
     problems += [f"left over: {name}" for name in tensors if name not in shapes]
@@ -194,16 +211,19 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) 
             continue
         if tuple(tensor.shape) != shape:
             problems.append(f"wrong shape: {name} is {list(tensor.shape)}, not {list(shape)}")
-        elif not tensor.is_floating_point() or not tensor.isfinite().all():
-            problems.append(f"not finite numbers: {name} ({tensor.dtype})")
+        elif not tensor.is_floating_point():
+            problems.append(f"no floating-point numbers: {name} is {tensor.dtype}")
+        elif not tensor.isfinite().all():
+            problems.append(f"NaN or infinity in {name}")
     if problems:
-        raise UserError("the weights do not fit a DiT:\n  " + "\n  ".join(first(problems, 12)))
+        raise UserError(f"{what} not fit a DiT:\n  " + "\n  ".join(first(problems, 12)))
 
 
 def check_positions(found: Float[Tensor, "1 n d"], model: DiTConfig) -> None:
     """Other positions than the fixed ones would be lost."""
     difference = (found.float() - positions(model)).abs().max().item()
-    if difference > POSITIONS_TOLERANCE:
+    # Weights in half precision have their positions rounded too.
+    if difference > max(ROUNDING, torch.finfo(found.dtype).eps):
         raise UserError(
             f"{POSITIONS} differs from the fixed sin-cos table by {difference:.2g}: learned "
             "positions are not supported."

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from titan_dit.config_file import Tables, changes
 from titan_dit.section import UserError
-from titan_dit.state.checkpoint import Checkpoints, read_record, step_of
+from titan_dit.state import checkpoint
+from titan_dit.state.checkpoint import Checkpoints, Tensors, read_record, step_of
+from titan_dit.state.ema import EMA
+
+WHAT_WEIGHTS_ARE = ("name", "prediction", "schedule", "steps", "learn_sigma")
+"""Keys of [objective] that say what a network predicts."""
 
 
 def starting_point(checkpoints: Checkpoints, resume: str) -> Path | None:
@@ -60,12 +67,13 @@ def check_same_mathematics(
 ) -> None:
     """Refuse to go on with another model, objective, dataset, seed, batch or optimizer.
 
-    Both pairs: (of the checkpoint, of now). `imported` weights are of no run: the model alone must
-    be the same.
+    Both pairs: (of the checkpoint, of now). `imported` weights are of no run: what they are and
+    predict must be the same, and nothing else.
     """
     changed = list(changes(*configs))
     if imported:
-        changed = [change for change in changed if change.startswith("[model]")]
+        kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
+        changed = [change for change in changed if change.startswith(kept)]
     elif data_digests[0] != data_digests[1]:
         changed.append("[data]: its contents are not those that the checkpoint was trained on")
     if changed:
@@ -75,3 +83,31 @@ def check_same_mathematics(
             + "\nUndo the change, start a new run with --job.name, or insist with "
             "--checkpoint.allow_changes true."
         )
+
+
+def load(path: Path, record: Mapping[str, Any], tensors: Tensors, ema: EMA) -> None:
+    """Fill a run's tensors from its checkpoint; averages that it lacks begin at the weights."""
+    saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
+    kept = {decay: average for decay, average in ema.averages.items() if decay in saved}
+    checkpoint.load(path, {**tensors, "ema": kept})
+    ema.restart(except_for=saved)
+
+
+def load_imported(path: Path, record: Mapping[str, Any], tensors: Tensors, ema: EMA) -> None:
+    """Fill a new run's tensors from imported weights; every average begins at the imported one.
+
+    Most files of weights are without AdamW's moments: it starts anew then.
+    """
+    if ema.averages and ema.config.warmup:
+        raise UserError(
+            f"[ema] warmup=true would forget the average that {path} brings within a few steps. "
+            "Set --ema.warmup false."
+        )
+    (saved,) = (str(decay) for decay in record["config"]["ema"]["decays"])
+    wanted = {**tensors, "ema": {}}
+    if ema.averages:
+        wanted["ema"] = {saved: next(iter(ema.averages.values()))}
+    if not checkpoint.holds(path, "optimizer"):
+        del wanted["optimizer"]
+    checkpoint.load(path, wanted)
+    ema.spread()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_dit.section import UserError
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
-WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before every name."""
 ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -50,25 +48,12 @@ def read(path: Path) -> Weights:
     found = {name: unwrap(part, f"{path}: {name}") for name, part in parts.items()}
     if not found:
         found = {"model": unwrap(content, str(path))}
-    either = found.get("ema") or found["model"]
-    model = found.get("model") or either
-    return Weights(either, model, adam_of(content.get("opt"), model), metadata)
-
-
-def adam_of(state: Any, model: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
-    """A state dict of AdamW, which numbers the parameters in the order of the model's names.
-
-    None for any other: it may be of another optimizer, or of a part of the parameters.
-    """
-    try:
-        (group,) = state["param_groups"]
-        named = dict(zip(group["params"], model, strict=True))
-        return {
-            named[number]: {key: torch.as_tensor(entry[key]) for key in ADAM_KEYS}
-            for number, entry in state["state"].items()
-        } or None
-    except (KeyError, TypeError, ValueError):
-        return None
+    ema, model = found.get("ema"), found.get("model")
+    if ema is None or model is None:
+        ema = model = ema or model
+    assert ema is not None
+    assert model is not None
+    return Weights(ema, model, adam_of(content.get("opt"), model), metadata)
 
 
 def read_safetensors(path: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
@@ -94,42 +79,53 @@ def read_pickle(path: Path) -> Mapping[str, Any]:
     try:
         # DiT's own train.py keeps its argparse.Namespace beside the weights: plain values as well.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            warnings.simplefilter("ignore")  # On pickle protocols and kinds; what it is, we say.
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = " ".join(str(error).split())[:300]
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = f"it asks for {asked[1]}, and l" if asked else "it is no plain pickle; l"
         raise UserError(
-            f"{path}: not a file of plain weights. Loading it could execute code, so it was not "
-            f"loaded. Save a state dict alone: torch.save(model.state_dict(), FILE). ({reason})"
+            f"{path}: not a file of plain weights: {why}oading such a file can execute code, so it "
+            "was not loaded. Save the state dict alone: torch.save(model.state_dict(), FILE)."
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: damaged, or not written by torch.save ({error}).") from None
+    except Exception as error:  # torch.load raises whatever the damage leads to.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{path}: damaged, or not written by torch.save ({reason}).") from None
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: holds a {type(content).__name__}, not a state dict.")
     return content
 
 
 def unwrap(state: Any, where: str) -> dict[str, Tensor]:
-    """A state dict without wrappers' prefixes; everything in it must be a tensor."""
+    """A state dict without what DistributedDataParallel and torch.compile put into names."""
     if not isinstance(state, Mapping):
         raise UserError(f"{where} is a {type(state).__name__}, not a state dict.")
+    if not state:
+        raise UserError(f"{where} is empty.")
     tensors = {}
     for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise UserError(f"{where}: {name} is a {type(value).__name__}, so it is no state dict.")
-        for wrapper in WRAPPERS:
-            name = str(name).removeprefix(wrapper)
-        tensors[name] = value
+        if isinstance(value, Mapping):
+            raise UserError(
+                f"{where}: there is more under {name}. If the weights lie there, save them alone: "
+                f'torch.save(content["{name}"], FILE).'
+            )
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+            raise UserError(f"{where}: {name} is no plain tensor, so this is no state dict.")
+        tensors[str(name).removeprefix("module.").replace("_orig_mod.", "")] = value
     return tensors
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a state dict; the file appears whole or not at all."""
-    aside = path.with_name(path.name + ".partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        save_file(dict(tensors), aside, metadata=dict(metadata))
-        aside.chmod(0o644)  # safetensors writes 0600, which locks out the rest of the team.
-    else:
-        torch.save(dict(tensors), aside)
-    aside.replace(path)
+def adam_of(state: Any, model: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
+    """A state dict of AdamW, which numbers the parameters in the order of the model's names.
+
+    None for any other: it may be of another optimizer, or of a part of the parameters.
+    """
+    try:
+        (group,) = state["param_groups"]
+        named = dict(zip(group["params"], model, strict=True))
+        return {
+            named[number]: {key: torch.as_tensor(entry[key]) for key in ADAM_KEYS}
+            for number, entry in state["state"].items()
+        } or None
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return None

@@ -1,0 +1,167 @@
+"""Samples per second of the loader beside one .npy per sample: `python benchmarks/loader.py`.
+
+The contenders read the same latents from temporary folders: a torch Dataset over the features and
+labels of fast-DiT with the default collation, this loader on shards, and this loader on those
+files themselves. They take turns in one run, with and without a worker; ratios are medians of the
+ratios turn by turn. What is counted is batches ready for a step: for this loader float tokens on
+the device, for the Dataset float latents. Files come from the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from report import finish
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from titan_dit.data import loader
+from titan_dit.data.latents import Latents, write_shards
+from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.models.dit import DiTConfig
+
+NUM_CLASSES = 10
+
+
+class NpyPerSample(Dataset[tuple[Tensor, Tensor]]):
+    """What fast-DiT trains from: features/i.npy [1, c, h, w] and labels/i.npy [1]."""
+
+    def __init__(self, root: Path, count: int) -> None:
+        self.root, self.count = root, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        latent = np.load(self.root / "features" / f"{index}.npy")
+        label = np.load(self.root / "labels" / f"{index}.npy")
+        return torch.from_numpy(latent), torch.from_numpy(label)
+
+
+def make_datasets(root: Path, count: int, shape: tuple[int, int, int]) -> None:
+    """The same float16 latents as .npy files and as shards."""
+    latents = torch.randn(count, *shape, generator=torch.Generator().manual_seed(0)).half()
+    labels = torch.arange(count) % NUM_CLASSES
+    for name in ("features", "labels"):
+        (root / "files" / name).mkdir(parents=True)
+    for i in range(count):
+        np.save(root / "files" / "features" / f"{i}.npy", latents[i][None].numpy())
+        np.save(root / "files" / "labels" / f"{i}.npy", labels[i][None].numpy())
+    write_shards(
+        root / "shards",
+        latents,
+        labels,
+        num_classes=NUM_CLASSES,
+        source="random",
+        shard_size=-(-count // 4),
+    )
+
+
+def plain(root: Path, count: int, batch: int, workers: int) -> Iterator[Any]:
+    """Endless shuffled batches of the plain Dataset, as floats."""
+    batches = DataLoader(
+        NpyPerSample(root / "files", count),
+        batch_size=batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    while True:
+        for latents, labels in batches:
+            yield latents.squeeze(1).float(), labels.squeeze(1)
+
+
+def ours(path: Path, model: DiTConfig, batch: int, workers: int) -> Iterator[Any]:
+    """Endless batches of this loader."""
+    source = Latents(path=str(path)).open()
+    order = RankOrder(BatchPlan(batch), EpochOrder(0, len(source)), 0, 1)
+    return loader.load(source, order, 0, model, torch.device("cpu"), seed=0, workers=workers)
+
+
+def measure(
+    contenders: dict[str, Callable[[], Iterator[Any]]], num_batches: int, batch: int, turns: int
+) -> dict[str, list[float]]:
+    """Samples per second, turn by turn; a contender's workers are there in its own turn only."""
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            batches = contenders[name]()
+            # Workers run ahead by four batches at most; those are not to be had for nothing.
+            for _ in itertools.islice(batches, 6):
+                pass
+            began = time.perf_counter()
+            for _ in itertools.islice(batches, num_batches):
+                pass
+            rates[name].append(num_batches * batch / (time.perf_counter() - began))
+            del batches
+    return rates
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=4096)
+    parser.add_argument("--channels", type=int, default=4)
+    parser.add_argument("--latent-size", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=24, help="per contender and turn")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # One thread a process for everyone: what a worker has, too.
+    shape = (options.channels, options.latent_size, options.latent_size)
+    model = DiTConfig(
+        hidden=8,
+        layers=1,
+        heads=1,
+        patch=2,
+        latent_size=options.latent_size,
+        channels=options.channels,
+        num_classes=NUM_CLASSES,
+    )
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make_datasets(root, options.count, shape)
+        for workers in (0, 1):
+            rates = measure(
+                {
+                    "one .npy per sample": lambda w=workers: plain(
+                        root, options.count, options.batch, w
+                    ),
+                    "shards": lambda w=workers: ours(root / "shards", model, options.batch, w),
+                    "the same .npy files, this loader": lambda w=workers: ours(
+                        root / "files", model, options.batch, w
+                    ),
+                },
+                options.batches,
+                options.batch,
+                options.turns,
+            )
+            base = rates["one .npy per sample"]
+            for name, turns in rates.items():
+                ratios = [mine / other for mine, other in zip(turns, base, strict=True)]
+                rows.append(
+                    {
+                        "reads": name,
+                        "workers": workers,
+                        "samples/s": f"{statistics.median(turns):,.0f}",
+                        "/ one .npy per sample": f"{statistics.median(ratios):.1f}",
+                    }
+                )
+    finish(f"loader {options.count} x {list(shape)} batch {options.batch}", rows, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from folders_of_files import class_folders, pair, pictures, save
+
+from titan_dit.data import listing
+from titan_dit.data.latents import write_shards
+from titan_dit.data.listing import Names, layout_of, list_folder, natural
+from titan_dit.section import UserError
+
+
+def refused(root, **how):
+    with pytest.raises(UserError) as caught:
+        list_folder(root, **how)
+    assert str(caught.value).startswith("[data] ")
+    assert str(root) in str(caught.value)
+    return str(caught.value)
+
+
+def shards(root):
+    zeros = torch.zeros(2, 4, 8, 8)
+    write_shards(root, zeros, torch.zeros(2).long(), num_classes=1, source="test")
+
+
+def test_numbers_are_labels_and_files_come_in_natural_order(tmp_path):
+    class_folders(tmp_path, each=12)
+    (tmp_path / "0001" / ".hidden").touch()
+    found = list_folder(tmp_path)
+    assert (found.layout, found.kind, found.num_classes) == ("classes", "latents", 3)
+    assert list(found.names)[:12] == [f"0000/{i}.npy" for i in range(12)]
+    assert found.labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12
+    assert found.class_names == ()
+
+
+def test_names_are_numbered_in_sorted_order_or_as_the_manifest_lists_them(tmp_path):
+    class_folders(tmp_path, classes=("dog", "cat", "emu"), each=1)
+    found = list_folder(tmp_path)
+    assert found.class_names == ("cat", "dog", "emu")
+    assert list(found.names) == ["cat/0.npy", "dog/0.npy", "emu/0.npy"]
+    manifest = {"format": "titan_dit.folder/1", "classes": ["emu", "cat", "dog"]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    found = list_folder(tmp_path)
+    assert found.class_names == ("emu", "cat", "dog")
+    assert list(found.names) == ["emu/0.npy", "cat/0.npy", "dog/0.npy"]
+    assert found.labels.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("prefix", ["", "imagenet256_"])
+def test_the_features_and_labels_of_fast_dit_are_one_dataset(tmp_path, prefix):
+    _, labels = pair(tmp_path, prefix)
+    found = list_folder(tmp_path)
+    assert (found.layout, found.num_classes) == ("pair", 3)
+    assert list(found.names) == [f"{prefix}features/{i}.npy" for i in range(12)]
+    assert torch.equal(found.labels, labels)
+
+
+def stray(root):
+    (root / "README.txt").touch()
+
+
+def gap(root):
+    class_folders(root, classes=("0000", "0001", "0004"))
+
+
+def twice(root):
+    class_folders(root, classes=("0", "00", "1"))
+
+
+def empty(root):
+    class_folders(root)
+    (root / "0003").mkdir()
+
+
+def deep(root):
+    class_folders(root)
+    save(root / "0001" / "more" / "0.npy", torch.zeros(4, 8, 8))
+
+
+def other_file(root):
+    class_folders(root)
+    (root / "0001" / "notes.txt").touch()
+
+
+def same_stem(root):
+    class_folders(root)
+    save(root / "0001" / "0.pt", torch.zeros(4, 8, 8))
+
+
+def mixed_kinds(root):
+    class_folders(root)
+    pictures(root, classes=("0003",))
+
+
+def beside(root):
+    class_folders(root)
+    stray(root)
+
+
+def loose(root):
+    save(root / "0.npy", torch.zeros(4, 8, 8))
+
+
+def lone_feature(root):
+    pair(root)
+    (root / "labels" / "3.npy").unlink()
+
+
+def lone_label(root):
+    pair(root)
+    (root / "features" / "3.npy").unlink()
+
+
+def no_labels(root):
+    pair(root)
+    (root / "labels").rename(root.parent / "labels")
+
+
+def bad_label(root):
+    pair(root)
+    np.save(root / "labels" / "5.npy", np.array([-2]))
+
+
+def cut_label(root):
+    pair(root)
+    (root / "labels" / "5.npy").write_bytes(b"\x93NUMPY")
+
+
+def label_gap(root):
+    pair(root)
+    np.save(root / "labels" / "5.npy", np.array([900]))
+
+
+def pair_and_classes(root):
+    pair(root)
+    class_folders(root)
+
+
+def two_pairs(root):
+    pair(root, "a_")
+    pair(root, "b_")
+
+
+def shards_and_classes(root):
+    shards(root)
+    class_folders(root)
+
+
+def shards_and_pair(root):
+    shards(root)
+    pair(root)
+
+
+BAD = {
+    gap: ("nothing of 2 classes: 2, 3", "Add them", "--num-classes"),
+    twice: ("0 and 00 are both class 0",),
+    empty: ("nothing in the class folders 0003",),
+    deep: ("0001: more is neither a latent",),
+    other_file: ("0001: notes.txt is neither",),
+    same_stem: ("0001: 0.npy and 0.pt would be one sample twice",),
+    mixed_kinds: ("latents (0000/0.npy) and images (0003/0.png): two datasets in one folder",),
+    beside: ("README.txt lies beside the class folders",),
+    loose: ("no manifest.json", "0.npy lies directly in it"),
+    lone_feature: ("features/3.npy has no file of its name in labels",),
+    lone_label: ("labels/3.npy has no file of its name in features",),
+    no_labels: ("there is features, but no labels",),
+    bad_label: ("labels/5.npy: holds -2, not a class number",),
+    cut_label: ("labels/5.npy: not a readable .npy file",),
+    label_gap: ("nothing of 897 classes: 3, 4, 5, 6 and 893 more",),
+    pair_and_classes: ("the pair features and labels and the class folders 0000, 0001, 0002",),
+    two_pairs: ("the pair a_features and a_labels and the pair b_features and b_labels",),
+    shards_and_classes: ("the shards of manifest.json and the class folders 0000", "two datasets"),
+    shards_and_pair: ("the pair features and labels and the shards of manifest.json",),
+}
+
+
+@pytest.mark.parametrize("make", BAD)
+def test_a_folder_that_is_no_dataset_is_told_why(tmp_path, make):
+    (tmp_path / "set").mkdir()
+    make(tmp_path / "set")
+    message = refused(tmp_path / "set")
+    for words in BAD[make]:
+        assert words in message
+
+
+def test_a_picture_of_a_dataset_beside_its_shards_is_no_dataset(tmp_path):
+    shards(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "how.txt").touch()
+    assert layout_of(tmp_path) == "shards"
+
+
+def test_who_says_how_many_classes_there_are_may_lack_some(tmp_path):
+    class_folders(tmp_path / "numbers", classes=("0000", "0004"))
+    found = list_folder(tmp_path / "numbers", num_classes=10)
+    assert (found.num_classes, found.labels.unique().tolist()) == (10, [0, 4])
+    pair(tmp_path / "pair")
+    np.save(tmp_path / "pair" / "labels" / "5.npy", np.array([7]))
+    assert list_folder(tmp_path / "pair", num_classes=8).num_classes == 8
+    assert "num_classes=7, but there are 8 classes" in refused(tmp_path / "pair", num_classes=7)
+    class_folders(tmp_path / "names", classes=("a", "c"))
+    found = list_folder(tmp_path / "names", num_classes=3, classes=("a", "b", "c"))
+    assert (found.num_classes, found.labels.unique().tolist()) == (3, [0, 2])
+
+
+def test_the_classes_of_a_list_and_the_folders_must_be_the_same(tmp_path):
+    class_folders(tmp_path, classes=("a", "b"))
+    assert "nothing of 1 classes: c" in refused(tmp_path, classes=("a", "b", "c"))
+    message = refused(tmp_path, classes=("a", "x"))
+    assert "the folders b are none of the 2 classes" in message
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        ({"scal": 1}, "unknown key scal"),
+        ({"scale": "x"}, "scale"),
+        ({"scale": 0}, "scale=0"),
+        ({"classes": ["a", "a"]}, "'a' twice"),
+        ({"format": "titan_dit.folder/2"}, "titan_dit.folder/1"),
+    ],
+)
+def test_a_manifest_with_mistakes_is_refused(tmp_path, manifest, words):
+    class_folders(tmp_path)
+    text = json.dumps({"format": "titan_dit.folder/1"} | manifest)
+    (tmp_path / "manifest.json").write_text(text)
+    assert words in refused(tmp_path)
+
+
+def test_many_names_are_kept_in_one_block_in_natural_order():
+    names = Names(["a/10.npy", "ü/2.npy", "b/\udcff.npy"])
+    assert list(names) == ["a/10.npy", "ü/2.npy", "b/\udcff.npy"]
+    with pytest.raises(IndexError):
+        names[3]
+    assert sorted(["10.npy", "9.npy", "a2b10", "a2b9", "2.npy"], key=natural) == [
+        *("2.npy", "9.npy", "10.npy", "a2b9", "a2b10")
+    ]
+
+
+def test_many_labels_are_announced_and_read_quickly(tmp_path, monkeypatch, capsys):
+    pair(tmp_path, count=3)
+    paths = [tmp_path / "labels" / f"{i % 3}.npy" for i in range(listing.MANY_LABELS + 1)]
+    began = time.perf_counter()
+    labels = listing.read_labels(paths)
+    assert time.perf_counter() - began < 20
+    assert torch.equal(labels, torch.arange(len(paths)) % 3)
+    assert "reading 20,001 label files" in capsys.readouterr().err

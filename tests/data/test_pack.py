@@ -1,0 +1,412 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import commands
+import numpy as np
+import pytest
+import torch
+from folders_of_files import class_folders, files_in, latents_of, pair, pictures, save
+from PIL import Image
+
+from titan_dit.data import pack
+from titan_dit.data.images import center_crop, read_image
+from titan_dit.data.latents import LatentShards, write_shards
+from titan_dit.data.listing import list_folder
+from titan_dit.section import UserError
+
+
+def packed(source, output, workers=1, **how):
+    """Pack; what was dropped, None if nothing was left to do."""
+    return pack.pack(pack.make_plan(source, output, **how), output, workers, lambda *_: None)
+
+
+def refused(action):
+    with pytest.raises(UserError) as caught:
+        action()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".pt", ".safetensors"])
+def test_class_folders_become_shards(tmp_path, suffix):
+    latents, labels = class_folders(tmp_path / "in", suffix)
+    how = {"scale": 0.5, "shift": 0.25, "text": "a vae"}
+    assert packed(tmp_path / "in", tmp_path / "out", shard_size=5, **how) == []
+    names = [f"out-0000{i}.safetensors" for i in range(3)]
+    assert sorted(files_in(tmp_path / "out")) == ["manifest.json", *names]
+    source = LatentShards(tmp_path / "out", verify=True)
+    assert source.manifest["source"] == "a vae"
+    assert (source.facts.scale, source.facts.shift) == (0.5, 0.25)
+    samples = source.read(range(12))
+    assert torch.equal(samples.latents, latents.half())
+    assert torch.equal(samples.labels, labels)
+    assert (tmp_path / "out" / names[0]).stat().st_mode & 0o444 == 0o444
+
+
+def test_the_pair_of_fast_dit_becomes_shards_of_either_precision(tmp_path):
+    latents, labels = pair(tmp_path / "in")
+    packed(tmp_path / "in", tmp_path / "out", dtype="float32")
+    samples = LatentShards(tmp_path / "out", verify=True).read(range(12))
+    assert torch.equal(samples.latents, latents)
+    assert torch.equal(samples.labels, labels)
+
+
+def test_names_of_classes_and_units_go_from_the_manifest_into_the_shards(tmp_path):
+    class_folders(tmp_path / "in", classes=("b", "a"))
+    manifest = {"format": "titan_dit.folder/1", "scale": 0.5, "source": "x", "classes": ["b", "a"]}
+    (tmp_path / "in" / "manifest.json").write_text(json.dumps(manifest))
+    packed(tmp_path / "in", tmp_path / "out")
+    source = LatentShards(tmp_path / "out")
+    assert source.facts.class_names == ("b", "a")
+    assert (source.facts.scale, source.manifest["source"]) == (0.5, "x")
+    assert "scale=0.1, but" in refused(lambda: packed(tmp_path / "in", tmp_path / "b", scale=0.1))
+
+
+def test_a_part_of_the_classes_is_packed_for_a_model_of_all(tmp_path):
+    class_folders(tmp_path / "in", classes=("0003", "0007"))
+    packed(tmp_path / "in", tmp_path / "out", num_classes=1000)
+    source = LatentShards(tmp_path / "out")
+    assert source.facts.num_classes == 1000
+    assert source.labels.unique().tolist() == [3, 7]
+
+
+def spoil(root):
+    """One file of every fault; what the drop report must say of each."""
+    nan = latents_of(1)[0]
+    nan[1, 2, 3] = float("nan")
+    save(root / "0000" / "1.npy", nan)
+    save(root / "0000" / "2.npy", torch.zeros(4, 8, 9))
+    (root / "0001" / "0.npy").write_bytes(b"")
+    (root / "0001" / "3.npy").write_bytes((root / "0001" / "2.npy").read_bytes()[:-8])
+    save(root / "0002" / "0.npy", torch.full((4, 8, 8), 1e5))
+    save(root / "0002" / "1.npy", torch.zeros(4, 8, 8, dtype=torch.int64))
+    return {
+        "0000/1.npy": "holds NaN or infinity",
+        "0000/2.npy": "shape [4, 8, 9], not [4, 8, 8] as the others",
+        "0001/0.npy": "empty file",
+        "0001/3.npy": "not a readable .npy file: damaged, or cut off",
+        "0002/0.npy": "not finite in float16: above 65504. Pack with --dtype float32",
+        "0002/1.npy": "holds torch.int64, not floating-point numbers",
+    }
+
+
+def test_bad_files_are_left_out_and_each_is_in_the_report(tmp_path):
+    latents, labels = class_folders(tmp_path / "in", each=6)
+    wanted = spoil(tmp_path / "in")
+    plan = pack.make_plan(tmp_path / "in", tmp_path / "out", shard_size=4)
+    dropped = pack.pack(plan, tmp_path / "out", 1, lambda *_: None)
+    report = json.loads((tmp_path / "out" / "dropped.json").read_text())
+    assert {entry["file"]: entry["reason"] for entry in report} == wanted
+    kept = [i for i in range(18) if i not in {row for row, _ in dropped}]
+    assert len(kept) == 12
+    samples = LatentShards(tmp_path / "out", verify=True).read(range(12))
+    assert torch.equal(samples.latents, latents[kept].half())
+    assert torch.equal(samples.labels, labels[kept])
+    assert pack.classes_without_samples(plan, dropped) == []
+
+
+def test_a_chunk_without_any_good_file_makes_no_shard_and_an_emptied_class_is_known(tmp_path):
+    class_folders(tmp_path / "in")
+    for i in range(4):
+        save(tmp_path / "in" / "0001" / f"{i}.npy", torch.zeros(4, 4, 4))
+    plan = pack.make_plan(tmp_path / "in", tmp_path / "out", shard_size=4)
+    dropped = pack.pack(plan, tmp_path / "out", 1, lambda *_: None)
+    names = [entry["file"] for entry in LatentShards(tmp_path / "out").manifest["shards"]]
+    assert names == ["out-00000.safetensors", "out-00002.safetensors"]
+    assert pack.classes_without_samples(plan, dropped) == [1]
+
+
+def test_if_nothing_can_be_packed_nothing_is_left(tmp_path, monkeypatch):
+    class_folders(tmp_path / "in")
+    for path in (tmp_path / "in").rglob("*.npy"):
+        path.write_bytes(b"x" * 50)
+    message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
+    assert "none of 12 files" in message
+    assert f"{tmp_path / 'in' / '0000' / '0.npy'}: not a readable .npy file" in message
+    # As if the files that were looked at had been good.
+    monkeypatch.setattr(pack, "shape_of_most", lambda *_: (4, 8, 8))
+    message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", shard_size=5))
+    assert "not one of the 12 files can be packed" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_shape_is_that_of_most_files(tmp_path):
+    class_folders(tmp_path / "in")
+    for i in range(3):
+        save(tmp_path / "in" / "0000" / f"{i}.npy", torch.zeros(4, 4, 4))
+    assert len(packed(tmp_path / "in", tmp_path / "out")) == 3
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """120 files in 20 chunks, six of them bad, and what one worker makes of them."""
+    root = tmp_path_factory.mktemp("faulty")
+    class_folders(root / "in", each=40)
+    spoil(root / "in")
+    packed(root / "in", root / "one" / "out", shard_size=6)
+    return root
+
+
+def test_any_number_of_workers_writes_the_same_bytes(faulty):
+    packed(faulty / "in", faulty / "three" / "out", workers=3, shard_size=6)
+    assert files_in(faulty / "three") == files_in(faulty / "one")
+
+
+def test_what_is_packed_is_not_packed_again(faulty):
+    before = {p: p.stat().st_mtime_ns for p in (faulty / "one" / "out").iterdir()}
+    assert packed(faulty / "in", faulty / "one" / "out", shard_size=6) is None
+    assert {p: p.stat().st_mtime_ns for p in (faulty / "one" / "out").iterdir()} == before
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from titan_dit.data import pack, shard_job
+
+read = shard_job.read_latent
+def slowly(*args):
+    time.sleep(0.02)
+    return read(*args)
+shard_job.read_latent = slowly
+
+if __name__ == "__main__":
+    source, output, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    plan = pack.make_plan(source, output, shard_size=6)
+    print(pack.pack(plan, output, workers, lambda *_: None) is not None)
+"""
+
+
+def start_slowly(faulty, output, workers):
+    """A process, and processes of its own, that take 2.4 s of reading."""
+    script = faulty / "slow.py"
+    script.write_text(SLOW)
+    return subprocess.Popen(
+        [sys.executable, script, faulty / "in", output, str(workers)],
+        env=commands.environment(),
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_for_shards(process, output, num):
+    deadline = time.monotonic() + 60
+    while len(list(output.glob("out-*.json"))) < num:
+        assert process.poll() is None, "the machine was too fast"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("whom", ["everyone", "the parent"])
+def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(faulty, whom, tmp_path):
+    output = tmp_path / "out"
+    process = start_slowly(faulty, output, 2)
+    wait_for_shards(process, output, 5)
+    if whom == "everyone":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+    assert not (output / "manifest.json").exists()
+    deadline = time.monotonic() + 10  # The workers follow their parent.
+    while whom == "the parent" and alive(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(UserError, match=r"no manifest.json"):
+        LatentShards(output)
+    finished = {p: p.stat().st_mtime_ns for p in output.glob("out-*.safetensors")}
+    assert 5 <= len(finished) < 20
+    dropped = packed(faulty / "in", output, workers=1, shard_size=6)
+    assert len(dropped) == 6
+    assert files_in(output) == files_in(faulty / "one" / "out")
+    vouched = sum(p.stat().st_mtime_ns == before for p, before in finished.items())
+    assert vouched >= 5  # These were kept.
+
+
+def alive(group):
+    """Whether a process of the group is left (a zombie is not)."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
+    script = faulty / "dying.py"
+    script.write_text(
+        SLOW.replace("time.sleep(0.02)", "'0002' in str(args[0]) and os._exit(9)").replace(
+            "import sys", "import os, sys"
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, script, faulty / "in", tmp_path / "out", "2"],
+        env=commands.environment() | {"PYTHONPATH": f"{commands.ROOT}:{faulty}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "a worker failed (exit code 9)" in done.stderr
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert list((tmp_path / "out").glob("out-*.json"))
+
+
+def test_a_killed_worker_is_an_error_in_words():
+    assert "a worker was killed (signal 9): not enough memory?" in str(pack.worker_error(-9, ""))
+    assert str(pack.worker_error(1, "disk full")) == "[data pack] disk full"
+
+
+def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(
+    faulty, tmp_path, monkeypatch
+):
+    output = tmp_path / "out"
+    monkeypatch.setattr(pack, "write_all", lambda *_: None)  # As if killed before the manifest.
+    packed(faulty / "in", output, shard_size=6)
+    monkeypatch.undo()
+    shard = output / "out-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    record = output / "out-00004.json"
+    record.write_text(record.read_text().replace('"plan": "', '"plan": "x'))
+    other = bytearray((output / "out-00004.safetensors").read_bytes())
+    other[-200] ^= 1  # Other contents of the same size.
+    (output / "out-00004.safetensors").write_bytes(other)
+    (output / "out-00005.json").write_text("{")
+    (output / "out-00006.safetensors").unlink()
+    (output / "out-00007.safetensors.partial").write_bytes(b"half")
+    packed(faulty / "in", output, shard_size=6)
+    assert files_in(output) == files_in(faulty / "one" / "out")
+
+
+def leftover(output):
+    output.mkdir()
+    (output / "pack.json").write_text('{"plan": "another"}')
+
+
+def a_dataset(output):
+    write_shards(output, latents_of(2), torch.zeros(2).long(), num_classes=1, source="test")
+
+
+def unclaimed(output):
+    output.mkdir()
+    (output / "out-00000.safetensors").touch()
+
+
+def a_users_file(output):
+    output.mkdir()
+    (output / "thesis.tex").touch()
+
+
+def a_file(output):
+    output.touch()
+
+
+PLACES = {
+    leftover: "holds what is left of packing other files",
+    a_dataset: "holds another dataset. Delete it or choose another --output",
+    unclaimed: "holds shards without a manifest.json",
+    a_users_file: "is not empty: there is thesis.tex",
+    a_file: "is a file",
+}
+
+
+@pytest.mark.parametrize("make", PLACES)
+def test_a_place_that_is_taken_is_refused_and_left_alone(tmp_path, make):
+    class_folders(tmp_path / "in")
+    make(tmp_path / "out")
+    before = files_in(tmp_path)
+    assert PLACES[make] in refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
+    assert files_in(tmp_path) == before
+
+
+def test_shards_are_not_put_into_their_own_input(tmp_path):
+    class_folders(tmp_path / "in")
+    assert "lies in the input" in refused(lambda: packed(tmp_path / "in", tmp_path / "in" / "out"))
+    packed(tmp_path / "in", tmp_path / "out")
+    assert "packed already" in refused(lambda: packed(tmp_path / "out", tmp_path / "again"))
+
+
+def test_two_processes_do_not_pack_into_one_folder(tmp_path):
+    class_folders(tmp_path / "in")
+    plan = pack.make_plan(tmp_path / "in", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    with pack.claimed(tmp_path / "out", plan.digest()):
+        message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
+    assert "another process is packing" in message
+
+
+def test_pictures_become_pixels(tmp_path):
+    pictures(tmp_path / "in")
+    assert packed(tmp_path / "in", tmp_path / "out") == []
+    source = LatentShards(tmp_path / "out", verify=True)
+    assert source.facts.shape == (3, 10, 12)
+    assert (source.facts.scale, source.facts.shift) == (1 / 127.5, 127.5)
+    assert source.facts.value_range == (0, 255)
+    assert source.facts.class_names == ("cat", "dog")
+    assert source.dtype == torch.uint8
+    pixels = np.asarray(Image.open(tmp_path / "in" / "dog" / "2.png"))
+    assert torch.equal(source[5].latent, torch.from_numpy(pixels.copy()).permute(2, 0, 1))
+
+
+def test_grey_pictures_have_one_channel_unless_others_have_colour(tmp_path):
+    pictures(tmp_path / "in", mode="L")
+    packed(tmp_path / "in", tmp_path / "grey")
+    assert LatentShards(tmp_path / "grey").facts.shape == (1, 10, 12)
+    pictures(tmp_path / "in", classes=("emu",), each=20)
+    packed(tmp_path / "in", tmp_path / "both")
+    source = LatentShards(tmp_path / "both")
+    assert source.facts.shape == (3, 10, 12)
+    assert len(source) == 26
+    assert torch.equal(source[0].latent[0], source[0].latent[2])
+
+
+def test_bad_pictures_are_left_out(tmp_path):
+    pictures(tmp_path / "in", each=6)
+    (tmp_path / "in" / "cat" / "0.png").write_bytes(b"")
+    (tmp_path / "in" / "cat" / "1.png").write_bytes(b"\x89PNG and no more")
+    whole = (tmp_path / "in" / "cat" / "3.png").read_bytes()
+    (tmp_path / "in" / "cat" / "3.png").write_bytes(whole[: len(whole) // 2])
+    Image.new("RGB", (4, 4)).save(tmp_path / "in" / "dog" / "0.png")
+    reasons = [reason for _, reason in packed(tmp_path / "in", tmp_path / "out")]
+    assert reasons == [
+        "empty file",
+        *["not a readable picture: damaged, or cut off"] * 2,
+        "shape [3, 4, 4], not [3, 10, 12] as the others",
+    ]
+
+
+@pytest.mark.parametrize("size", [(90, 61), (32, 32), (40, 300), (17, 20)])
+def test_the_crop_is_the_middle_of_the_shrunk_picture(size, tmp_path):
+    ramp = np.linspace(0, 255, size[0])[None].repeat(size[1], 0).round().astype(np.uint8)
+    image = Image.fromarray(ramp)
+    cropped = np.asarray(center_crop(image, 16)).astype(float)
+    assert cropped.shape == (16, 16)
+    assert cropped[:, 7:9].mean() == pytest.approx(127.5, abs=6)  # The middle stays the middle.
+    step = np.diff(cropped.mean(0)).mean()
+    assert step == pytest.approx(255 / size[0] * min(size) / 16, rel=0.1)
+    image.save(tmp_path / "0.png")
+    assert np.array_equal(read_image(tmp_path / "0.png", 16)[0], cropped)
+
+
+def test_options_that_do_not_fit_the_input_are_refused(tmp_path):
+    pictures(tmp_path / "pictures")
+    class_folders(tmp_path / "latents")
+    out = tmp_path / "out"
+    assert "dtype=float16: pictures are stored as uint8" in refused(
+        lambda: packed(tmp_path / "pictures", out, dtype="float16")
+    )
+    assert "image_size=16" in refused(lambda: packed(tmp_path / "latents", out, image_size=16))
+    assert "num_classes=2, but there are 3" in refused(
+        lambda: packed(tmp_path / "latents", out, num_classes=2)
+    )
+
+
+def test_a_plan_is_the_same_wherever_it_is_carried_out(tmp_path):
+    for place in ("a", "b"):
+        class_folders(tmp_path / place / "in")
+    plans = [pack.make_plan(tmp_path / p / "in", tmp_path / p / "out") for p in ("a", "b")]
+    assert plans[0].digest() == plans[1].digest()
+    other = pack.make_plan(tmp_path / "a" / "in", tmp_path / "a" / "out", scale=0.5)
+    assert other.digest() != plans[0].digest()
+    assert list_folder(tmp_path / "a" / "in").names[0] == "0000/0.npy"

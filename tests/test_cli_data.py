@@ -1,0 +1,183 @@
+"""Datasets from the command line: train on every layout, resume, pack, show, refuse."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from commands import metrics, run, train
+from folders_of_files import class_folders, files_in, latents_of, pair, pictures, save
+from PIL import Image
+
+from titan_dit.commands import data_pack
+
+MODEL = ("--model.hidden", 32, "--model.layers", 1, "--model.channels", 4, "--model.num_classes", 3)
+RUN = ("--training.global_batch_size", 8, "--training.steps", 4, "--checkpoint.every", 2)
+RUN += ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
+DATA = ("--data.name", "latents", "--data.path", "set")
+
+
+def data(*words, cwd):
+    """`python -m titan_dit data ...`."""
+    return run([sys.executable, "-m", "titan_dit", "data", *words], cwd)
+
+
+def succeeded(done):
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def only_error(done):
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ")
+    return done.stderr
+
+
+def half_precision_folders(root):
+    for i, latent in enumerate(latents_of(12)):
+        save(root / f"{i % 3}" / f"{i}.pt", latent.half())
+
+
+def mean_and_std(root):
+    for i, latent in enumerate(latents_of(12)):
+        moments = torch.cat([latent, torch.full_like(latent, 0.3)])
+        save(root / ("cat", "dog", "emu")[i % 3] / f"{i}.npy", moments)
+
+
+def packed(root):
+    pair(root.parent / "raw")
+    flags = ("--input", "raw", "--output", "set", "--dtype", "float32", "--workers", 1)
+    succeeded(data("pack", *flags, cwd=root.parent))
+
+
+LAYOUTS = {
+    "class folders": half_precision_folders,
+    "safetensors": lambda root: class_folders(root, ".safetensors"),
+    "fast-DiT": lambda root: pair(root, "imagenet256_"),
+    "mean and std": mean_and_std,
+    "shards": packed,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_and_resumes(layout, tmp_path):
+    LAYOUTS[layout](tmp_path / "set")
+    workers = ("--data.workers", 1 if layout == "mean and std" else 0)
+    done = train(*MODEL, *RUN, *DATA, *workers, cwd=tmp_path)
+    assert "12 samples, 3 classes" in succeeded(done)
+    assert done.stderr == ""
+    folder = tmp_path / "outputs" / "digits"
+    whole = metrics(folder)
+    assert len(whole) == 4
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    # Read by another number of processes, from another place.
+    (tmp_path / "set").rename(tmp_path / "moved")
+    done = train(*MODEL, *RUN, *DATA[:3], "moved", "--data.workers", 0, cwd=tmp_path)
+    assert "resumed from outputs/digits/checkpoints/step-00000002" in succeeded(done)
+    assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in whole]
+
+
+def test_unscaled_latents_get_one_line_of_advice_and_another_scale_does_not_resume(tmp_path):
+    for i, latent in enumerate(latents_of(12)):
+        save(tmp_path / "set" / f"{i % 3}" / f"{i}.npy", latent * 5)
+    done = train(*MODEL, *RUN, *DATA, cwd=tmp_path)
+    hints = [line for line in succeeded(done).splitlines() if line.startswith("hint")]
+    assert len(hints) == 1
+    assert "is it missing?" in hints[0]
+    done = train(*MODEL, *RUN, *DATA, "--data.scale", 0.2, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "[data] scale: None -> 0.2" in done.stderr
+
+
+def test_packing_reports_and_showing_draws(tmp_path):
+    pictures(tmp_path / "animals", each=4)
+    (tmp_path / "animals" / "cat" / "2.png").write_bytes(b"")
+    flags = ("--input", "animals", "--output", "shards", "--image-size", 8, "--source", "a zoo")
+    said = succeeded(data("pack", *flags, cwd=tmp_path))
+    assert "packing 8 files of 2 classes into 1 shards of uint8 [3, 8, 8]" in said
+    assert "dropped 1: empty file" in said
+    assert "every one is named in shards/dropped.json" in said
+    assert "wrote 7 samples to shards" in said
+    before = files_in(tmp_path / "shards")
+    assert "packed already" in succeeded(data("pack", *flags, cwd=tmp_path))
+    assert files_in(tmp_path / "shards") == before
+
+    said = succeeded(data("show", "shards", "--num", 4, "--verify", "true", cwd=tmp_path))
+    for words in ("[3, 8, 8]", "uint8", "a zoo", "127.5", "2 (cat, dog)", "smallest cat with 3"):
+        assert words in said
+    assert "verified 1 shards" in said
+    assert "channel 2: mean" in said
+    assert Image.open(tmp_path / "shards.png").width > 8
+
+    shard = tmp_path / "shards" / "shards-00000.safetensors"
+    spoiled = bytearray(shard.read_bytes())
+    spoiled[-1] ^= 1
+    shard.write_bytes(spoiled)
+    message = only_error(data("show", "shards", "--verify", "true", cwd=tmp_path))
+    assert "its SHA-256 is not the manifest's" in message
+
+
+def test_showing_a_folder_of_means_and_stds_says_so(tmp_path):
+    mean_and_std(tmp_path / "set")
+    said = succeeded(data("show", "set", "--out", "pictures/few.png", cwd=tmp_path))
+    assert "the 8 channels look like a mean and a std of 4" in said
+    assert "3 (cat, dog, emu)" in said
+    assert (tmp_path / "pictures" / "few.png").is_file()
+
+
+BAD = {
+    "no input": (("pack", "--input", "no", "--output", "out"), "path=no: no such folder"),
+    "no dataset": (("show", "empty"), "path=empty: there is no manifest.json"),
+    "classes": (
+        ("pack", "--input", "set", "--output", "out", "--classes", "list.txt"),
+        "the folders 0001, 0002 are none of the 1 classes",
+    ),
+    "dtype": (("pack", "--input", "set", "--output", "out", "--scale", "0"), "scale=0"),
+    "command": (("unpack",), "data unpack: no such command. There is: data pack, data show."),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_one_line_and_nothing_is_written(case, tmp_path):
+    class_folders(tmp_path / "set")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "list.txt").write_text("0000\n")
+    before = files_in(tmp_path)
+    words, wanted = BAD[case]
+    assert wanted in only_error(data(*words, cwd=tmp_path))
+    assert files_in(tmp_path) == before
+
+
+def test_a_model_of_other_classes_is_told_how_to_fit(tmp_path):
+    class_folders(tmp_path / "set")
+    flags = (*MODEL[:-1], 1000, *RUN, *DATA)
+    message = only_error(train(*flags, cwd=tmp_path))
+    assert "num_classes=1000 is more than the 3 classes of [data]. Set num_classes = 3." in message
+    assert "data pack --num-classes 1000" in message
+    manifest = {"format": "titan_dit.folder/1", "num_classes": 1000}
+    (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
+    succeeded(train(*flags, cwd=tmp_path))
+
+
+def test_help_lists_the_commands_of_a_group(tmp_path):
+    for words in ((), ("--help",)):
+        said = succeeded(data(*words, cwd=tmp_path)) if words else data(cwd=tmp_path).stderr
+        assert "data pack" in said
+        assert "data show" in said
+    assert "Positional" not in succeeded(data("show", "--help", cwd=tmp_path))
+
+
+def test_progress_is_a_line_every_ten_seconds_with_the_time_left(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(data_pack.time, "monotonic", lambda: now)
+    line = data_pack.ProgressLine(3000)
+    for second in range(31):
+        now = float(second)
+        line(1000 + 50 * second, second // 20)  # An earlier run did the first thousand.
+    assert capsys.readouterr().err.splitlines() == [
+        "1,500/3,000  50 files/s  ETA 0:30",
+        "2,000/3,000  50 files/s  ETA 0:20  dropped 1",
+        "2,500/3,000  50 files/s  ETA 0:10  dropped 1",
+    ]

@@ -1,0 +1,120 @@
+"""`python -m titan_dit data pack`: a folder of latents or pictures into shards."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from titan_dit.data import pack
+from titan_dit.data.listing import few
+from titan_dit.observe import console
+from titan_dit.section import Count, Finite, Section, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Turn a folder per class, or fast-DiT's features and labels, into shards."""
+
+    section = "data pack"
+
+    input: str
+    """Folder of latents (.npy, .pt, .safetensors) or, for pixel models, of pictures."""
+    output: str
+    """New folder for the shards; its name is theirs. Packing goes on where it was stopped."""
+    workers: Count = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
+    """Processes; they change no byte of the result."""
+    dtype: Literal["float16", "float32"] | None = None
+    """Format of stored latents, float16 if not given. Pictures are uint8."""
+    scale: Finite | None = None
+    """The model sees (stored - shift) * scale. Default: the input's manifest, else 1; for pictures
+    1/127.5."""
+    shift: Finite | None = None
+    """Default: the input's manifest, else 0; for pictures 127.5."""
+    num_classes: Count | None = None
+    """Classes of the whole dataset, where the input lacks some. Default: as found."""
+    classes: str | None = None
+    """Text file with the names of the class folders, one a line, in the order of the labels."""
+    image_size: Count | None = None
+    """Resize and crop pictures to squares of so many pixels, as ADM and DiT do."""
+    source: str | None = None
+    """What the manifest says of where the data is from."""
+    shard_size: Count | None = None
+    """Samples per shard. Default: 128 MiB of them."""
+
+
+def main(options: Options) -> None:
+    """Plan, pack, sum up."""
+    source, output = Path(options.input), Path(options.output)
+    plan = pack.make_plan(
+        source,
+        output,
+        dtype=options.dtype,
+        scale=options.scale,
+        shift=options.shift,
+        num_classes=options.num_classes,
+        classes=read_classes(options.classes),
+        image_size=options.image_size,
+        shard_size=options.shard_size,
+        text=options.source,
+    )
+    total = len(plan.listing.names)
+    console.say(
+        f"packing {total:,} files of {plan.listing.num_classes:,} classes into {plan.num_chunks:,} "
+        f"shards of {plan.dtype} {list(plan.shape)}, {options.workers} workers"
+    )
+    dropped = pack.pack(plan, output, options.workers, ProgressLine(total))
+    if dropped is None:
+        console.say(f"{output} is packed already")
+        return
+    for reason, count in Counter(reason for _, reason in dropped).most_common():
+        console.say(f"dropped {count:,}: {reason}")
+    if dropped:
+        console.say(f"every one is named in {output / pack.DROPPED}")
+    if emptied := pack.classes_without_samples(plan, dropped):
+        console.say(f"warning: no sample is left of the classes {few(emptied)}")
+    console.say(f"wrote {total - len(dropped):,} samples to {output}")
+
+
+def read_classes(path: str | None) -> tuple[str, ...] | None:
+    """The class names of a text file, one a line."""
+    if path is None:
+        return None
+    names = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if not names or twice:
+        fault = f"{twice[0]} stands there twice" if twice else "no class is named there"
+        raise UserError(
+            f"[data pack] classes={path}: {fault}. Write every class once, a line each."
+        )
+    return tuple(names)
+
+
+class ProgressLine:
+    """Files done, rate and time left, on stderr: a line on a terminal, one every 10 s elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.on_terminal = total, sys.stderr.isatty()
+        self.every = 1.0 if self.on_terminal else 10.0
+        self.began = self.written = time.monotonic()
+        self.first: int | None = None
+
+    def __call__(self, done: int, dropped: int) -> None:
+        """Write the line if it is time."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = done  # What an earlier run did says nothing about this one's pace.
+        last = done == self.total and self.on_terminal
+        if now - self.written < self.every and not last:
+            return
+        self.written = now
+        rate = max(done - self.first, 1e-9) / max(now - self.began, 1e-9)
+        left = console.duration((self.total - done) / rate) if done > self.first else "?"
+        line = f"{done:,}/{self.total:,}  {console.count(rate)} files/s  ETA {left}"
+        line += f"  dropped {dropped:,}" if dropped else ""
+        sys.stderr.write(f"\r\033[K{line}" + "\n" * last if self.on_terminal else line + "\n")
+        sys.stderr.flush()

@@ -1,0 +1,110 @@
+"""`python -m titan_dit data show DIR`: what a dataset says of itself, and a few samples drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from jaxtyping import Shaped
+from torch import Tensor
+
+from titan_dit.data.base import DataFacts, Source
+from titan_dit.data.folders import LatentFolder
+from titan_dit.data.latents import LatentShards, open_latents
+from titan_dit.data.listing import few
+from titan_dit.data.units import to_model_units
+from titan_dit.observe import console, images
+from titan_dit.rng import SampleRNG
+from titan_dit.section import Count, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Print what a dataset holds and draw a few of its samples."""
+
+    section = "data show"
+
+    path: Annotated[str, tyro.conf.Positional]
+    """Folder of shards, of a folder per class, or of features and labels."""
+    num: Count = 16
+    """How many samples to read and draw, from all over the dataset."""
+    out: str | None = None
+    """The picture; NAME.png in the current folder if not given."""
+    verify: bool = False
+    """Read every shard and compare its SHA-256 with the manifest's."""
+
+
+def main(options: Options) -> None:
+    """Print, then draw."""
+    path = Path(options.path)
+    source = open_latents(path, verify=options.verify)
+    num = min(options.num, len(source))
+    samples = source.read([i * len(source) // num for i in range(num)])
+    facts = source.facts
+    mean_and_std = looks_like_mean_and_std(samples.latents, facts)
+    for name, value in describe(source).items():
+        console.say(f"{name:9}{value}")
+    if options.verify and isinstance(source, LatentShards):
+        console.say(f"verified {len(source.shards)} shards: their digests are the manifest's")
+    channels = facts.shape[0] // 2 if mean_and_std else facts.shape[0]
+    if mean_and_std:
+        console.say(f"the {2 * channels} channels look like a mean and a std of {channels}")
+    latents = to_model_units(samples.latents, facts, channels, SampleRNG(0, torch.arange(num)))
+    console.say(f"{num} samples, as the model sees them:")
+    for channel in range(min(channels, 16)):
+        values = latents[:, channel]
+        console.say(f"  channel {channel}: mean {values.mean():+.3f}, std {values.std():.3f}")
+    out = Path(options.out or f"{path.resolve().name}.png")
+    shown = samples.latents[:, :channels].float()
+    images.draw_grid(out, shown, samples.labels.tolist(), facts.value_range)
+    console.say(f"drew {out}")
+
+
+def describe(source: Source) -> dict[str, object]:
+    """What is known of a dataset, in the words of its manifest."""
+    facts, about = source.facts, {}
+    if isinstance(source, LatentShards):
+        labels = source.labels
+        about = {"format": source.manifest["format"], "dtype": source.manifest["dtype"]}
+        origin = source.manifest["source"]
+        size = sum(entry["bytes"] for entry in source.manifest["shards"])
+    else:
+        assert isinstance(source, LatentFolder)
+        labels = source.listing.labels
+        layout = {"classes": "a folder per class", "pair": "features and labels"}
+        about = {"format": layout[source.listing.layout], "dtype": str(source.dtype)[6:]}
+        origin = source.origin or "not said"
+        size = sum(source.path_of(row).stat().st_size for row in range(len(source)))
+    return {
+        **about,
+        "shape": list(facts.shape),
+        "count": f"{facts.count:,}",
+        "classes": sizes_of_classes(labels, facts),
+        "scale": f"{facts.scale:g}",
+        "shift": f"{facts.shift:g}",
+        "source": origin,
+        "bytes": f"{size:,}",
+        "digest": facts.digest,
+    }
+
+
+def sizes_of_classes(labels: Tensor, facts: DataFacts) -> str:
+    """How many classes, what they are called, the smallest and the largest."""
+    sizes = labels.bincount(minlength=facts.num_classes)
+    names = facts.class_names
+    ends = [
+        f"{word} {names[at] if at < len(names) else at} with {int(sizes[at]):,}"
+        for word, at in (("smallest", int(sizes.argmin())), ("largest", int(sizes.argmax())))
+    ]
+    named = f" ({few(names)})" if names else ""
+    return f"{facts.num_classes:,}{named}, {', '.join(ends)}"
+
+
+def looks_like_mean_and_std(stored: Shaped[Tensor, "b k h w"], facts: DataFacts) -> bool:
+    """Whether the second half of the channels could be a std: nothing of it is below 0."""
+    half = facts.shape[0] // 2
+    whole = facts.shape[0] % 2 == 0 and facts.value_range is None
+    return whole and bool((stored[:, half:] >= 0).all())

@@ -1,0 +1,146 @@
+"""One latent file into a tensor, or the reason why it is none. Nothing in it is ever executed."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+LATENT_SUFFIXES = (".npy", ".pt", ".safetensors")
+NPY_MAGIC = b"\x93NUMPY"
+DAMAGED = "not a readable {} file: damaged, or cut off"
+
+
+class BadFileError(Exception):
+    """Why a file is no sample, in words that leave out its path: whoever reads it says that."""
+
+
+def read_latent(path: Path, shape: tuple[int, ...] | None = None) -> Float[Tensor, "c h w"]:
+    """[c, h, w] or [1, c, h, w], finite; float16 stays, other floats become float32.
+
+    With `shape`, any other one is refused.
+    """
+    latent = read_tensor(path)
+    if latent.ndim == 4 and len(latent) == 1:
+        latent = latent[0]
+    if latent.ndim != 3:
+        raise BadFileError(f"shape {list(latent.shape)}, not [c, h, w]")
+    if shape is not None and tuple(latent.shape) != shape:
+        raise BadFileError(f"shape {list(latent.shape)}, not {list(shape)} as the others")
+    if not latent.numel():
+        raise BadFileError("holds no values")
+    if not latent.is_floating_point():
+        raise BadFileError(f"holds {latent.dtype}, not floating-point numbers")
+    if latent.dtype != torch.float16:
+        latent = latent.float()
+    # numpy: a third of torch's time on an array this small.
+    if not np.isfinite(latent.numpy()).all():
+        raise BadFileError("holds NaN or infinity")
+    return latent
+
+
+def read_label(path: Path) -> int:
+    """The one whole number of a label file."""
+    label = read_tensor(path)
+    if label.numel() != 1 or label.is_complex():
+        raise BadFileError(f"holds {list(label.shape)} values, not one label")
+    value = label.item()
+    if not value >= 0 or value == float("inf") or value != int(value):
+        raise BadFileError(f"holds {value}, not a class number of 0 or above")
+    return int(value)
+
+
+def read_tensor(path: Path) -> Tensor:
+    """The one tensor of a file."""
+    with path.open("rb", buffering=0) as file:
+        data = bytearray(path.stat().st_size)
+        file.readinto(data)
+    if not data:
+        raise BadFileError("empty file")
+    if path.suffix == ".npy":
+        return read_npy(data)
+    return read_pt(data) if path.suffix == ".pt" else read_safetensors(path)
+
+
+def read_npy(data: bytearray) -> Tensor:
+    """The array in the bytes of a .npy file, without a copy where the byte order is ours."""
+    wide = data[6:7] != b"\x01"  # Version 2 has four bytes of length, version 1 two.
+    start = 12 if wide else 10
+    start += int.from_bytes(data[8:start], "little")
+    if data[:6] != NPY_MAGIC or len(data) < start:
+        raise BadFileError(DAMAGED.format(".npy"))
+    shape, fortran_order, dtype = npy_header(bytes(data[:start]))
+    if dtype.hasobject:
+        raise BadFileError("holds pickled objects, whose loading could run code")
+    if dtype.kind not in "fiub" or dtype.itemsize > 8:
+        raise BadFileError(f"holds {dtype}, not floating-point numbers")
+    if len(data) != start + math.prod(shape) * dtype.itemsize:
+        raise BadFileError(DAMAGED.format(".npy"))
+    array = np.frombuffer(data, dtype, offset=start)
+    array = array.reshape(shape, order="F" if fortran_order else "C")
+    return torch.from_numpy(np.ascontiguousarray(array, dtype.newbyteorder("=")).reshape(shape))
+
+
+@lru_cache(maxsize=64)  # One header serves a dataset; to parse it costs more than to read.
+def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether the first axis runs fastest, and dtype."""
+    file = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
+    except (ValueError, KeyError) as error:
+        raise BadFileError(DAMAGED.format(".npy")) from error
+    return found
+
+
+def read_pt(data: bytearray) -> Tensor:
+    """A .pt file of one tensor, read with weights_only: nothing but tensors is built."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # On pickle protocols; what cannot be read is refused.
+            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BadFileError(
+            "not a .pt file of plain tensors: damaged, or it holds objects whose loading could run "
+            "code (they are never loaded)"
+        ) from error
+    except Exception as error:  # torch.load raises whatever the damage leads to.
+        raise BadFileError(DAMAGED.format(".pt")) from error
+    if isinstance(loaded, dict):
+        loaded = only(loaded)
+    if not isinstance(loaded, Tensor) or loaded.layout != torch.strided or loaded.is_quantized:
+        raise BadFileError(f"holds a {type(loaded).__name__}, not a tensor")
+    return loaded.detach()
+
+
+def read_safetensors(path: Path) -> Tensor:
+    """The tensor `latent` of a .safetensors file, or the only one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(only(dict.fromkeys(file.keys()), give_key=True))
+    except SafetensorError as error:
+        raise BadFileError(DAMAGED.format(".safetensors")) from error
+    return tensor
+
+
+def only(table: dict[Any, Any], give_key: bool = False) -> Any:
+    """The entry `latent`, or the only one."""
+    key = "latent" if "latent" in table else next(iter(table), None)
+    if not table or (key != "latent" and len(table) != 1):
+        names = ", ".join(sorted(map(str, table))[:4])
+        raise BadFileError(f'holds {len(table)} entries ({names}), none of them "latent"')
+    return key if give_key else table[key]

@@ -1,0 +1,112 @@
+"""Latents read where they are, one file per sample, without packing them first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from titan_dit.data.base import DataFacts, Sample, Samples, Source
+from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.listing import Listing, list_folder
+from titan_dit.data.manifest import agreed, read_folder_manifest
+from titan_dit.section import UserError
+
+REMEDY = (
+    "Mend or replace the file, or pack the folder: `python -m titan_dit data pack` leaves such "
+    "files out and lists them."
+)
+
+
+class LatentFolder(Source):
+    """The samples of a folder per class, or of a pair of features and labels.
+
+    Opening lists the files and looks at one of each of up to 32 classes; every file is checked when
+    its turn comes.
+    """
+
+    def __init__(self, path: Path, scale: float | None = None, shift: float | None = None) -> None:
+        manifest = read_folder_manifest(path)
+        scale = agreed("scale", scale, manifest["scale"], 1.0, path)
+        shift = agreed("shift", shift, manifest["shift"], 0.0, path)
+        self.origin: str | None = manifest["source"]
+        self.listing = list_folder(path)
+        if self.listing.kind == "images":
+            raise UserError(
+                f"[data] path={path} holds pictures ({self.listing.names[0]}). Pack them first: "
+                f"`python -m titan_dit data pack --input {path} --output DIR`."
+            )
+        self.shape, self.dtype = self._probe()
+        self.facts = DataFacts(
+            shape=self.shape,
+            count=len(self.listing.names),
+            num_classes=self.listing.num_classes,
+            class_names=self.listing.class_names,
+            scale=scale,
+            shift=shift,
+            digest=digest_of_listing(self.listing, f"{self.shape} {scale} {shift}"),
+        )
+
+    def __getitem__(self, index: int) -> Sample:
+        """Read one file."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        latent = self._read(index, self.shape)
+        if latent.dtype != self.dtype and self.dtype == torch.float16:
+            raise UserError(
+                f"[data] {self.path_of(index)}: holds float32 where the first files hold float16. "
+                f"{REMEDY.replace('leaves such files out and lists them', 'makes them all alike')}"
+            )
+        return Sample(latent.to(self.dtype), int(self.listing.labels[index]))
+
+    def read(self, rows: Sequence[int]) -> Samples:
+        """Read the files of these rows."""
+        latents = torch.empty(len(rows), *self.shape, dtype=self.dtype)
+        out = latents.numpy()
+        for i, row in enumerate(rows):
+            out[i] = self[row].latent.numpy()
+        return Samples(latents, self.listing.labels[torch.tensor(rows)])
+
+    def path_of(self, index: int) -> Path:
+        """The file of a sample."""
+        return self.listing.root / self.listing.names[index]
+
+    def _read(self, index: int, shape: tuple[int, ...] | None) -> Float[Tensor, "c h w"]:
+        try:
+            return read_latent(self.path_of(index), shape)
+        except BadFileError as error:
+            raise UserError(f"[data] {self.path_of(index)}: {error}. {REMEDY}") from None
+        except OSError as error:
+            raise UserError(f"[data] {error}") from None
+
+    def _probe(self, most: int = 32) -> tuple[tuple[int, int, int], torch.dtype]:
+        """The one shape, and the dtype, of a file of each of up to `most` classes."""
+        firsts = np.unique(self.listing.labels.numpy(), return_index=True)[1]
+        rows = firsts[:: -(-len(firsts) // most)].tolist()
+        latents = [self._read(row, None) for row in rows]
+        shape = tuple(latents[0].shape)
+        for row, latent in zip(rows, latents, strict=True):
+            if tuple(latent.shape) != shape:
+                raise UserError(
+                    f"[data] {self.path_of(row)}: shape {list(latent.shape)}, but "
+                    f"{self.path_of(rows[0])} has {list(shape)}. {REMEDY}"
+                )
+        half = all(latent.dtype == torch.float16 for latent in latents)
+        c, h, w = shape
+        return (c, h, w), torch.float16 if half else torch.float32
+
+
+def digest_of_listing(listing: Listing, units: str) -> str:
+    """Tells folders apart by their names, labels, shape and units; reading all would take hours.
+
+    Packing gives a digest of the contents.
+    """
+    sha = hashlib.sha256(f"{listing.layout} {listing.num_classes} {units}\n".encode())
+    sha.update(listing.names.ends.tobytes() + listing.names.block)
+    sha.update(listing.labels.numpy().tobytes())
+    return sha.hexdigest()

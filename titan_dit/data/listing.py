@@ -1,0 +1,327 @@
+"""What lies in a folder: which layout, which files, in which order, with which labels.
+
+Two layouts beside shards: a folder per class, and fast-DiT's pair of folders `features` and
+`labels` (or `NAME_features` and `NAME_labels`) with equally named files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from titan_dit.data.files import LATENT_SUFFIXES, BadFileError, read_label
+from titan_dit.data.manifest import FORMAT, MANIFEST, read_folder_manifest, read_json
+from titan_dit.section import UserError
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+Layout = Literal["shards", "pair", "classes"]
+KINDS = dict.fromkeys(LATENT_SUFFIXES, "latents") | dict.fromkeys(IMAGE_SUFFIXES, "images")
+MANY_LABELS = 20_000
+
+
+class Names(Sequence[str]):
+    """Paths below a folder, a million of them in one block of bytes.
+
+    As str objects they would take twice the memory, in every worker: reading an object writes its
+    reference count, and so copies its page.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        encoded = [os.fsencode(name) for name in names]
+        self.ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+        self.block = b"".join(encoded)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]
+        """Name number `index`."""
+        return os.fsdecode(self.block[self.ends[index] : self.ends[index + 1]])
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a dataset that is not packed; their order numbers the samples."""
+
+    root: Path
+    layout: Layout
+    kind: str
+    """latents or images."""
+    names: Names
+    """Paths of the files below `root`."""
+    labels: Int64[Tensor, " n"]
+    num_classes: int
+    class_names: tuple[str, ...]
+    """In label order; empty where the classes are numbers."""
+
+
+def layout_of(root: Path) -> Layout:
+    """How the dataset in a folder is stored; two in one folder are refused."""
+    if not root.is_dir():
+        raise UserError(f"[data] path={root}: no such folder, so there is no {MANIFEST} in it.")
+    folders, files = entries(root)
+    pairs = pairs_of(root, folders)
+    others = [name for name in folders if not any(name in pair for pair in pairs)]
+    found = [f"the pair {' and '.join(pair)}" for pair in pairs]
+    if read_json(root).get("format") == FORMAT:
+        others = [name for name in others if holds_samples(root / name)]
+        found.append(f"the shards of {MANIFEST}")
+    if others:
+        found.append(f"the class folders {few(others)}")
+    if len(found) > 1:
+        raise UserError(
+            f"[data] path={root} holds {' and '.join(found)}: two datasets in one folder. Give "
+            "each a folder of its own."
+        )
+    if not found:
+        beside = f" {few(files)} lies directly in it." if files else ""
+        raise UserError(
+            f"[data] path={root}: there is no {MANIFEST} of shards, no folder per class and no "
+            f"features beside labels.{beside} Give the folder that has one of them."
+        )
+    return "classes" if others else "pair" if pairs else "shards"
+
+
+def list_folder(
+    root: Path, num_classes: int | None = None, classes: Sequence[str] | None = None
+) -> Listing:
+    """List a folder that is no shards. What is not given, its manifest may say.
+
+    `num_classes` says that the data is a part: classes may be missing. `classes` are the names of
+    the class folders in the order of their labels.
+    """
+    layout = layout_of(root)
+    if layout == "shards":
+        raise UserError(f"[data] path={root}: these are shards, packed already.")
+    manifest = read_folder_manifest(root)
+    num_classes = num_classes or manifest["num_classes"]
+    classes = classes or manifest["classes"]
+    return (list_classes if layout == "classes" else list_pair)(root, num_classes, classes)
+
+
+def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | None) -> Listing:
+    """A folder per class: numbers are the labels, other names are numbered in sorted order."""
+    folders, beside = entries(root)
+    if beside := [name for name in beside if name != MANIFEST]:
+        raise UserError(
+            f"[data] path={root}: {few(beside)} lies beside the class folders, so its class is not "
+            "known. Move it away, or into the folder of its class."
+        )
+    numbers = number_classes(root, folders, classes, gaps=num_classes is not None)
+    names: list[str] = []
+    labels: list[int] = []
+    kinds: dict[str, str] = {}
+    empty = []
+    for folder in sorted(folders, key=numbers.__getitem__):
+        files = list_files(root / folder, kinds)
+        if not files:
+            empty.append(folder)
+        names += [f"{folder}/{file}" for file in files]
+        labels += [numbers[folder]] * len(files)
+    if empty:
+        raise UserError(
+            f"[data] path={root}: nothing in the class folders {few(empty)}. Fill or delete them."
+        )
+    if len(kinds) > 1:
+        (kind, first), (other, second) = kinds.items()
+        raise UserError(
+            f"[data] path={root} holds {kind} ({first}) and {other} ({second}): two datasets in "
+            "one folder. Give each a folder of its own."
+        )
+    found = max(len(classes or ()), labels[-1] + 1)
+    by_name = classes is not None or not all(name.isdecimal() for name in folders)
+    return Listing(
+        root,
+        "classes",
+        next(iter(kinds)),
+        Names(names),
+        torch.tensor(labels),
+        enough_classes(root, found, num_classes),
+        tuple(classes or sorted(folders)) if by_name else (),
+    )
+
+
+def number_classes(
+    root: Path, folders: list[str], classes: Sequence[str] | None, gaps: bool
+) -> dict[str, int]:
+    """The label of every class folder; with `gaps`, there may be labels without a folder."""
+    if classes is not None:
+        if unknown := sorted(set(folders) - set(classes)):
+            raise UserError(
+                f"[data] path={root}: the folders {few(unknown)} are none of the {len(classes)} "
+                "classes that are listed. Add them to the list, or move them away."
+            )
+        numbers = {name: label for label, name in enumerate(classes) if name in set(folders)}
+        missing = [name for name in classes if name not in numbers]
+    elif all(name.isdecimal() for name in folders):
+        numbers = {name: int(name) for name in folders}
+        by_label = sorted(folders, key=int)
+        for name, after in pairwise(by_label):
+            if int(name) == int(after):
+                raise UserError(
+                    f"[data] path={root}: the folders {name} and {after} are both class "
+                    f"{int(name)}. Join them."
+                )
+        missing = [str(label) for label in missing_below(numbers.values())]
+    else:
+        numbers, missing = {name: label for label, name in enumerate(sorted(folders))}, []
+    if missing and not gaps:
+        raise missing_error(root, missing)
+    return numbers
+
+
+def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None) -> Listing:
+    """fast-DiT's features and labels: file i of the one is the latent, of the other the class."""
+    features, label_folder = pairs_of(root, entries(root)[0])[0]
+    files, label_files = list_files(root / features, {}), list_files(root / label_folder, {})
+    label_of = {Path(name).stem: name for name in label_files}
+    stems = {Path(name).stem for name in files}
+    lone = [name for name in files if Path(name).stem not in label_of]
+    lone_labels = [name for name in label_files if Path(name).stem not in stems]
+    for folder, names, other in (
+        (features, lone, label_folder),
+        (label_folder, lone_labels, features),
+    ):
+        if names:
+            raise UserError(
+                f"[data] path={root}: {few([f'{folder}/{name}' for name in names])} has no file of "
+                f"its name in {other}. Complete the pairs, or move it away."
+            )
+    if not files:
+        raise UserError(f"[data] path={root}: {features} is empty.")
+    labels = read_labels([root / label_folder / label_of[Path(name).stem] for name in files])
+    missing = missing_below(labels.tolist())
+    if missing and num_classes is None and classes is None:
+        raise missing_error(root, missing)
+    found = max(len(classes or ()), int(labels.max()) + 1)
+    if classes is not None and found > len(classes):
+        raise UserError(
+            f"[data] path={root}: there is a label {found - 1}, but {len(classes)} classes are "
+            "listed. Complete the list."
+        )
+    paths = Names(f"{features}/{name}" for name in files)
+    num = enough_classes(root, found, num_classes)
+    return Listing(root, "pair", "latents", paths, labels, num, tuple(classes or ()))
+
+
+def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
+    """The labels of a pair, about 20 s for a million; threads would wait for each other."""
+    if len(paths) > MANY_LABELS and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(
+            f"reading {len(paths):,} label files in {paths[0].parent}; shards, made by `python -m "
+            "titan_dit data pack`, open at once\n"
+        )
+    labels = []
+    for path in paths:
+        try:
+            labels.append(read_label(path))
+        except BadFileError as error:
+            raise UserError(f"[data] {path}: {error}. Mend or replace the file.") from None
+    return torch.tensor(labels)
+
+
+def entries(root: Path) -> tuple[list[str], list[str]]:
+    """Names of the folders and of the files in a folder, sorted; hidden ones are left out."""
+    with os.scandir(root) as found:
+        visible = [(entry.is_dir(), entry.name) for entry in found if entry.name[0] != "."]
+    visible.sort()
+    return [name for is_dir, name in visible if is_dir], [
+        name for is_dir, name in visible if not is_dir
+    ]
+
+
+def list_files(folder: Path, kinds: dict[str, str]) -> list[str]:
+    """The sample files of a folder in natural order; `kinds` gains a first file of each kind."""
+    folders, files = entries(folder)
+    strange = [*folders, *(name for name in files if suffix_of(name) not in KINDS)]
+    if strange:
+        raise UserError(
+            f"[data] {folder}: {few(strange)} is neither a latent ({', '.join(LATENT_SUFFIXES)}) "
+            f"nor a picture ({', '.join(IMAGE_SUFFIXES)}). Move it away."
+        )
+    suffixes = {suffix_of(name): name for name in reversed(files)}
+    for suffix, name in suffixes.items():
+        kinds.setdefault(KINDS[suffix], f"{folder.name}/{name}")
+    if len(suffixes) > 1:
+        first: dict[str, str] = {}
+        for name in files:
+            stem = os.path.splitext(name)[0]  # noqa: PTH122 - a Path for each is slow.
+            if (other := first.setdefault(stem, name)) != name:
+                raise UserError(
+                    f"[data] {folder}: {other} and {name} would be one sample twice. Keep one."
+                )
+    return sorted(files, key=natural)
+
+
+def suffix_of(name: str) -> str:
+    """The end of a file's name, in small letters."""
+    return name[name.rfind(".") :].lower()
+
+
+def natural(name: str) -> tuple[list[str | int], str]:
+    """A sort key that puts 2.npy before 10.npy."""
+    parts: list[str | int] = list(re.split(r"(\d+)", name))
+    parts[1::2] = map(int, parts[1::2])
+    return parts, name
+
+
+def pairs_of(root: Path, folders: list[str]) -> list[tuple[str, str]]:
+    """The folders of features and of labels that belong together."""
+    pairs = []
+    for name in folders:
+        for half, other in (("features", "labels"), ("labels", "features")):
+            if name == half or name.endswith(f"_{half}"):
+                partner = name.removesuffix(half) + other
+                if partner not in folders:
+                    raise UserError(f"[data] path={root}: there is {name}, but no {partner}.")
+                if half == "features":
+                    pairs.append((name, partner))
+    return pairs
+
+
+def holds_samples(folder: Path) -> bool:
+    """Whether a file of a known kind lies in a folder."""
+    return any(suffix_of(name) in KINDS for name in entries(folder)[1])
+
+
+def missing_below(labels: Iterable[int]) -> list[int]:
+    """The classes below the highest that do not occur."""
+    found = set(labels)
+    return [label for label in range(max(found)) if label not in found]
+
+
+def missing_error(root: Path, missing: Sequence[int | str]) -> UserError:
+    """No samples of some classes."""
+    return UserError(
+        f"[data] path={root}: there is nothing of {len(missing)} classes: {few(missing)}. Add "
+        "them. If they are meant to be missing, say how many classes there are: "
+        f'"num_classes" in {MANIFEST}, or `data pack --num-classes`.'
+    )
+
+
+def enough_classes(root: Path, found: int, num_classes: int | None) -> int:
+    """The number of classes, which must not be less than what was found."""
+    if num_classes is not None and found > num_classes:
+        raise UserError(
+            f"[data] path={root}: num_classes={num_classes}, but there are {found} classes (0 to "
+            f"{found - 1}). Set it to {found}, or move the others away."
+        )
+    return num_classes or found
+
+
+def few(names: Sequence[object], num: int = 4) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(str(name) for name in names[:num])
+    return shown if len(names) <= num else f"{shown} and {len(names) - num:,} more"

@@ -1,0 +1,161 @@
+"""manifest.json: what a folder of shards, or a folder of latent files, says about itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from titan_dit.section import Count, Finite, UserError, conform
+
+FORMAT = "titan_dit.latents/1"
+FOLDER_FORMAT = "titan_dit.folder/1"
+MANIFEST = "manifest.json"
+MANIFEST_KEYS = {
+    "source": str,
+    "shape": tuple[Count, ...],
+    "dtype": Literal["float16", "float32", "uint8"],
+    "count": Count,
+    "num_classes": Count,
+    "classes": tuple[str, ...] | None,
+    "scale": Finite,
+    "shift": Finite,
+    "value_range": tuple[Finite, ...] | None,
+}
+SHARD_KEYS = {"file": str, "count": Count, "bytes": Count, "sha256": str}
+FOLDER_KEYS = {
+    "format": str,
+    "source": str | None,
+    "classes": tuple[str, ...] | None,
+    "num_classes": Count | None,
+    "scale": Finite | None,
+    "shift": Finite | None,
+}
+OPTIONAL = {"value_range", "classes"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The table in `path`/manifest.json, unchecked; empty where there is none."""
+    file = path / MANIFEST
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"[data] {file} is not valid JSON: {error}") from None
+    if not isinstance(values, dict) or values.get("format") not in (FORMAT, FOLDER_FORMAT):
+        raise UserError(
+            f'[data] {file}: it lacks "format": "{FORMAT}" (shards) or "{FOLDER_FORMAT}" (a '
+            "folder of latent files), so it is no such dataset."
+        )
+    return values
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a folder of shards, its keys and simple types checked."""
+    file = path / MANIFEST
+    manifest = read_json(path)
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"[data] path={path}: there is no {MANIFEST} of shards ({FORMAT}).")
+    manifest = conform_keys(manifest, MANIFEST_KEYS, str(file))
+    if not isinstance(manifest.get("shards"), list) or len(manifest["shape"]) != 3:
+        raise UserError(f"[data] {file}: shape must be [c, h, w], and shards a list.")
+    if manifest["value_range"] is not None and len(manifest["value_range"]) != 2:
+        raise UserError(f"[data] {file}: value_range must hold two numbers.")
+    if manifest["scale"] == 0:
+        raise UserError(f"[data] {file}: scale=0 would make every latent the same.")
+    names = manifest["classes"]
+    if names and len(names) != manifest["num_classes"]:
+        raise UserError(
+            f"[data] {file}: classes holds {len(names)} names, but num_classes="
+            f"{manifest['num_classes']}."
+        )
+    manifest["shards"] = [
+        conform_keys(entry, SHARD_KEYS, f"{file} shards[{number}]")
+        for number, entry in enumerate(manifest["shards"])
+    ]
+    counted = sum(entry["count"] for entry in manifest["shards"])
+    if counted != manifest["count"] or not counted:
+        raise UserError(
+            f"[data] {file}: count={manifest['count']}, but its shards hold {counted} samples."
+        )
+    return manifest
+
+
+def read_folder_manifest(path: Path) -> dict[str, Any]:
+    """The optional manifest of a folder of latent files: every key, None where it is not set."""
+    values, file = read_json(path), path / MANIFEST
+    if unknown := sorted(values.keys() - FOLDER_KEYS.keys()):
+        raise UserError(
+            f"[data] {file}: unknown key {unknown[0]}. Valid: {', '.join(FOLDER_KEYS)}."
+        )
+    checked = {
+        key: conform(values.get(key), hint, f"[data] {file}: {key}")
+        for key, hint in FOLDER_KEYS.items()
+        if key != "format"
+    }
+    names = checked["classes"]
+    if names and len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"[data] {file}: classes names {twice!r} twice.")
+    if checked["scale"] == 0:
+        raise UserError(f"[data] {file}: scale=0 would make every latent the same.")
+    return checked
+
+
+def conform_keys(values: Any, hints: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the types of the keys that are known; the others are kept as they are."""
+    if not isinstance(values, dict):
+        raise UserError(f"[data] {where} must be a table of {', '.join(hints)}.")
+    if missing := [key for key in hints if key not in values and key not in OPTIONAL]:
+        raise UserError(f"[data] {where}: {', '.join(missing)} missing.")
+    checked = {k: conform(values.get(k), hint, f"[data] {where}: {k}") for k, hint in hints.items()}
+    return values | checked
+
+
+def agreed(
+    key: str, wanted: float | None, stated: float | None, default: float, path: Path
+) -> float:
+    """`scale` or `shift`: what the manifest states; a config that says otherwise is refused."""
+    if wanted is not None and stated is not None and wanted != stated:
+        raise UserError(
+            f"[data] {key}={wanted}, but {path / MANIFEST} says {key}={stated}. Remove the key "
+            "from [data], or correct the manifest."
+        )
+    if key == "scale" and wanted == 0:
+        raise UserError("[data] scale=0 would make every latent the same.")
+    return next(value for value in (wanted, stated, default) if value is not None)
+
+
+def write_json(file: Path, values: Any) -> None:
+    """Durably, and whole or not at all."""
+    aside = file.with_name(file.name + ".partial")
+    with aside.open("w") as opened:
+        opened.write(json.dumps(values, indent=2) + "\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+    aside.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(parts: Sequence[str]) -> str:
+    """One digest of several."""
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,0 +1,317 @@
+"""Folders of latent files, or of pictures, into shards: several processes, restarted at will.
+
+The listing is cut into fixed chunks, one shard each, so that neither the number of workers nor a
+restart changes a byte. The manifest comes last: without it a folder is no dataset. Until then
+`pack.json` says what is being made there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import multiprocessing
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from safetensors import SafetensorError
+from torch import Tensor
+
+from titan_dit.data import shard_job
+from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.images import read_image
+from titan_dit.data.listing import Listing, list_folder
+from titan_dit.data.manifest import (
+    FORMAT,
+    MANIFEST,
+    agreed,
+    read_folder_manifest,
+    read_json,
+    write_json,
+)
+from titan_dit.data.shard_job import DTYPES, Plan, Record, pack_chunk, read_record
+from titan_dit.section import UserError
+
+CLAIM, DROPPED = "pack.json", "dropped.json"
+SHARD_BYTES = 128 << 20
+OURS = r"-\d{5,}\.(safetensors|json)"
+Progress = Callable[[int, int], None]
+"""Told (files done, of them dropped), often."""
+
+
+def make_plan(
+    source: Path,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    scale: float | None = None,
+    shift: float | None = None,
+    num_classes: int | None = None,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+    shard_size: int | None = None,
+    text: str | None = None,
+) -> Plan:
+    """Look at a folder and decide what its shards will be."""
+    listing, stated = list_folder(source, num_classes, classes), read_folder_manifest(source)
+    pictures = listing.kind == "images"
+    if pictures and dtype:
+        raise UserError(f"[data pack] dtype={dtype}: pictures are stored as uint8. Leave it out.")
+    if image_size and not pictures:
+        raise UserError(
+            f"[data pack] image_size={image_size}: {source} holds latents, no pictures."
+        )
+    dtype = "uint8" if pictures else dtype or "float16"
+    shape = shape_of_most(listing, image_size)
+    about = {
+        "source": text or stated["source"] or f"packed from {source.resolve().name}",
+        "num_classes": listing.num_classes,
+        **({"classes": list(listing.class_names)} if listing.class_names else {}),
+        "scale": agreed("scale", scale, stated["scale"], 1 / 127.5 if pictures else 1.0, source),
+        "shift": agreed("shift", shift, stated["shift"], 127.5 if pictures else 0.0, source),
+        "value_range": [0.0, 255.0] if pictures else None,
+    }
+    bytes_each = math.prod(shape) * DTYPES[dtype].itemsize
+    size = shard_size or max(1, SHARD_BYTES // bytes_each)
+    return Plan(listing, output.resolve().name, shape, dtype, size, image_size, about)
+
+
+def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tuple[int, int, int]:
+    """The shape that most have, of up to `num` files from all over the listing."""
+    num = min(num, len(listing.names))
+    shapes: Counter[tuple[int, int, int]] = Counter()
+    first_error = ""
+    for row in (i * len(listing.names) // num for i in range(num)):
+        path = listing.root / listing.names[row]
+        try:
+            c, h, w = read_sample(listing, path, image_size).shape
+            shapes[c, h, w] += 1
+        except BadFileError as error:
+            first_error = first_error or f"{path}: {error}"
+    if not shapes:
+        raise UserError(
+            f"[data pack] none of {num} files from all over {listing.root} can be packed; the "
+            f"first is {first_error}."
+        )
+    return shapes.most_common(1)[0][0]
+
+
+def read_sample(listing: Listing, path: Path, image_size: int | None) -> Shaped[Tensor, "c h w"]:
+    """A file of the listing, of whatever shape it is."""
+    return read_image(path, image_size) if listing.kind == "images" else read_latent(path)
+
+
+def pack(
+    plan: Plan, output: Path, workers: int, progress: Progress
+) -> list[tuple[int, str]] | None:
+    """Write the shards and the manifest; what was left out, or None if all was done before."""
+    check_place(plan, output)
+    digest = plan.digest()
+    if read_json(output).get("plan") == digest:
+        clean(plan, output)
+        return None
+    output.mkdir(parents=True, exist_ok=True)
+    with claimed(output, digest):
+        finished = find_finished(plan, output, digest)
+        todo = [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
+        done = sum(len(plan.rows(chunk)) for chunk in finished)
+        dropped = sum(len(record.dropped) for record in finished.values())
+
+        def tell(newly_done: int, newly_dropped: int) -> None:
+            progress(done + newly_done, dropped + newly_dropped)
+
+        if min(workers, len(todo)) > 1:
+            run_workers(plan, output, todo, min(workers, len(todo)), tell)
+        else:
+            pack_here(plan, output, todo, tell)
+        records = list(find_finished(plan, output, digest).values())
+        if len(records) != plan.num_chunks:
+            raise UserError(f"[data pack] {output} was changed by someone else. Start again.")
+        if not any(record.count for record in records):
+            clean(plan, output, all_of_it=True)
+            row, reason = records[0].dropped[0]
+            raise UserError(
+                f"[data pack] not one of the {len(plan.listing.names):,} files can be packed; the "
+                f"first is {plan.listing.root / plan.listing.names[row]}: {reason}. Nothing was "
+                "written."
+            )
+        write_all(plan, output, digest, records)
+    return [drop for record in records for drop in record.dropped]
+
+
+def check_place(plan: Plan, output: Path) -> None:
+    """Refuse a place where something else lies, or the input itself."""
+    root = plan.listing.root.resolve()
+    if output.resolve() == root or root in output.resolve().parents:
+        raise UserError(
+            f"[data pack] output={output} lies in the input {plan.listing.root}: the shards would "
+            "be part of it. Choose another --output."
+        )
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"[data pack] output={output} is a file. Choose another --output.")
+    stated = read_json(output)
+    if stated and stated.get("plan") != plan.digest():
+        raise UserError(
+            f"[data pack] output={output} holds another dataset. Delete it or choose another "
+            "--output."
+        )
+    known = rf"({re.escape(plan.name)}{OURS}|{CLAIM}|{DROPPED}|{MANIFEST})(\.partial)?"
+    strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
+    if strange:
+        raise UserError(
+            f"[data pack] output={output} is not empty: there is {sorted(strange)[0]}. Choose "
+            "another --output."
+        )
+    if any(output.glob(f"{plan.name}-*")) and not stated and not (output / CLAIM).is_file():
+        raise UserError(
+            f"[data pack] output={output} holds shards without a {MANIFEST}, of unknown origin. "
+            "Delete it or choose another --output."
+        )
+
+
+@contextmanager
+def claimed(output: Path, digest: str) -> Iterator[None]:
+    """Hold `pack.json`, made for this plan and no other, while the folder is written."""
+    claim = output / CLAIM
+    if not claim.is_file():
+        write_json(claim, {"plan": digest})
+    with claim.open() as file:
+        if digest not in file.read():
+            raise UserError(
+                f"[data pack] output={output} holds what is left of packing other files, or in "
+                "another way. Delete it or choose another --output."
+            )
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"[data pack] another process is packing into {output}.") from None
+        except OSError:
+            pass  # A file system without locks.
+        yield
+
+
+def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, Record]:
+    """The chunks that are done, whatever run did them."""
+    found = {}
+    for chunk in range(plan.num_chunks):
+        record = read_record(output, f"{plan.name}-{chunk:05d}")
+        if record and record.plan == digest:
+            found[chunk] = record
+    return found
+
+
+def pack_here(plan: Plan, output: Path, todo: list[int], progress: Progress) -> None:
+    """Pack the chunks of `todo` in this process."""
+    digest, counts = plan.digest(), [0, 0]
+
+    def tell(done: int, dropped: int) -> None:
+        counts[0] += done
+        counts[1] += dropped
+        progress(*counts)
+
+    try:
+        for chunk in todo:
+            pack_chunk(plan, digest, output, chunk, tell)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"[data pack] {error}") from None
+
+
+def run_workers(
+    plan: Plan, output: Path, todo: list[int], workers: int, progress: Progress
+) -> None:
+    """Pack the chunks of `todo`, worker i every `workers`th of them."""
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
+    shared = context.RawArray("q", 2 * workers)
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    processes = [
+        context.Process(
+            target=shard_job.work,
+            args=(plan, output, todo[i::workers], shared, i, pipes[i][1]),
+            daemon=True,
+        )
+        for i in range(workers)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        running = dict(zip(processes, (receiver for receiver, _ in pipes), strict=True))
+        while running:
+            wait([process.sentinel for process in running], timeout=0.5)
+            progress(sum(shared[::2]), sum(shared[1::2]))
+            for process in [process for process in running if not process.is_alive()]:
+                errors = running.pop(process)
+                if process.exitcode:
+                    raise worker_error(process.exitcode, errors.recv() if errors.poll() else "")
+    finally:
+        for process in processes:
+            if process.pid:
+                process.kill()
+                process.join()
+
+
+def worker_error(exit_code: int, message: str) -> Exception:
+    """What a worker said before it ended, or that it could not say anything."""
+    if message:
+        return UserError(f"[data pack] {message}")
+    if exit_code < 0:
+        return UserError(
+            f"[data pack] a worker was killed (signal {-exit_code}): not enough memory? The same "
+            "command goes on from here; --workers takes fewer of them."
+        )
+    return RuntimeError(f"a worker failed (exit code {exit_code}), see above")
+
+
+def write_all(plan: Plan, output: Path, digest: str, records: list[Record]) -> None:
+    """The drop report and, last of all, the manifest; then the records are not needed any more."""
+    names = plan.listing.names
+    dropped = [
+        {"file": names[row], "reason": reason}
+        for record in records
+        for row, reason in record.dropped
+    ]
+    if dropped:
+        write_json(output / DROPPED, dropped)
+    keys = ("file", "count", "bytes", "sha256")
+    shards = [{key: getattr(record, key) for key in keys} for record in records if record.file]
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        **plan.about,
+        "shape": list(plan.shape),
+        "dtype": plan.dtype,
+        "count": sum(record.count for record in records),
+        "dropped": len(dropped),
+        "plan": digest,
+        "shards": shards,
+    }
+    write_json(output / MANIFEST, manifest)
+    clean(plan, output)
+
+
+def clean(plan: Plan, output: Path, all_of_it: bool = False) -> None:
+    """Remove what is there for a restart only; with `all_of_it` the shards and the folder too."""
+    endings = "json|safetensors" if all_of_it else "json"
+    leftover = rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}"
+    # Shards that nobody claims would be refused: pack.json goes last.
+    for path in sorted(output.iterdir(), key=lambda path: path.name == CLAIM):
+        if re.fullmatch(leftover, path.name):
+            path.unlink()
+    if all_of_it:
+        with suppress(OSError):  # Something of the user's is in it.
+            output.rmdir()
+
+
+def classes_without_samples(plan: Plan, dropped: list[tuple[int, str]]) -> list[int]:
+    """The classes of which every file was dropped."""
+    labels = plan.listing.labels
+    lost = torch.bincount(labels[[row for row, _ in dropped]], minlength=plan.listing.num_classes)
+    had = torch.bincount(labels, minlength=plan.listing.num_classes)
+    emptied: list[int] = ((had == lost) & (had > 0)).nonzero().flatten().tolist()
+    return emptied

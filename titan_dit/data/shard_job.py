@@ -1,0 +1,173 @@
+"""A worker's part of packing: chunks of a listing into shards, each whole or not there at all.
+
+A chunk is written aside, renamed, and then vouched for by a record `NAME-00000.json`: its count,
+bytes, SHA-256 and what was left out. A chunk without a record is packed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.images import read_image
+from titan_dit.data.listing import Listing
+from titan_dit.data.manifest import file_digest, sync_folder, write_json
+
+DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides what is written, and nothing else: not how many workers, not where."""
+
+    listing: Listing
+    name: str
+    """What the files are called: NAME-00000.safetensors."""
+    shape: tuple[int, int, int]
+    dtype: str
+    shard_size: int
+    """Files of the listing per shard, before any is left out."""
+    image_size: int | None
+    about: dict[str, Any]
+    """What else the manifest will say: source, num_classes, classes, scale, shift, value_range."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Shards, if no chunk turns out empty."""
+        return -(-len(self.listing.names) // self.shard_size)
+
+    def rows(self, chunk: int) -> range:
+        """The files of a chunk, by their place in the listing."""
+        first = chunk * self.shard_size
+        return range(first, min(first + self.shard_size, len(self.listing.names)))
+
+    def digest(self) -> str:
+        """Equal for equal plans, wherever input and output lie."""
+        listing = self.listing
+        parts = (self.name, self.shape, self.dtype, self.shard_size, self.image_size, listing.kind)
+        sha = hashlib.sha256(json.dumps([*parts, self.about], sort_keys=True).encode())
+        sha.update(listing.names.ends.tobytes() + listing.names.block)
+        sha.update(listing.labels.numpy().tobytes())
+        return sha.hexdigest()
+
+    def read(self, row: int) -> Shaped[Tensor, "c h w"]:
+        """One sample in the dtype of the shards; a BadFileError says why there is none."""
+        path = self.listing.root / self.listing.names[row]
+        if self.listing.kind == "images":
+            return read_image(path, self.image_size, self.shape)
+        latent = read_latent(path, self.shape)
+        packed = latent.to(DTYPES[self.dtype])
+        if self.dtype == "float16" and packed.isinf().any():
+            raise BadFileError("not finite in float16: above 65504. Pack with --dtype float32")
+        return packed
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of a chunk. `file` is empty if nothing of it was fit to be packed."""
+
+    plan: str
+    file: str
+    count: int
+    bytes: int
+    sha256: str
+    dropped: list[tuple[int, str]]
+    """(place in the listing, reason)."""
+
+
+def pack_chunk(
+    plan: Plan, digest: str, output: Path, chunk: int, tell: Callable[[int, int], None]
+) -> None:
+    """Read a chunk, write its shard, vouch for it; `tell` is given (more done, more dropped)."""
+    rows = plan.rows(chunk)
+    dropped: list[tuple[int, str]] = []
+    latents = torch.empty(len(rows), *plan.shape, dtype=DTYPES[plan.dtype])
+    kept: list[int] = []
+    for row in rows:
+        try:
+            latents[len(kept)] = plan.read(row)
+            kept.append(row)
+        except BadFileError as error:
+            dropped.append((row, str(error)))
+            tell(0, 1)
+        tell(1, 0)
+    stem = f"{plan.name}-{chunk:05d}"
+    record = Record(digest, "", 0, 0, "", dropped)
+    if kept:
+        file = output / f"{stem}.safetensors"
+        aside = file.with_name(file.name + ".partial")
+        labels = plan.listing.labels[torch.tensor(kept)]
+        save_file({"latent": latents[: len(kept)], "label": labels}, aside)
+        aside.chmod(0o644)  # safetensors writes 0600, which locks out the rest of the team.
+        with aside.open("rb") as opened:
+            os.fsync(opened.fileno())
+        size, sha = aside.stat().st_size, file_digest(aside)
+        aside.replace(file)
+        sync_folder(output)
+        record = Record(digest, file.name, len(kept), size, sha, dropped)
+    write_json(output / f"{stem}.json", asdict(record))
+
+
+def read_record(output: Path, stem: str) -> Record | None:
+    """The record of a finished chunk whose shard is there in full; None otherwise."""
+    try:
+        values: dict[str, Any] = json.loads((output / f"{stem}.json").read_text())
+        values["dropped"] = [(int(row), str(why)) for row, why in values["dropped"]]
+        record = Record(**values)
+        whole = not record.file or (output / record.file).stat().st_size == record.bytes
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return record if whole else None
+
+
+def work(
+    plan: Plan,
+    output: Path,
+    chunks: list[int],
+    counts: Any,
+    place: int,
+    errors: Connection,
+) -> None:
+    """The life of a worker process: its chunks one after another, its counts in shared memory.
+
+    An error is sent to the parent in words; without a parent the worker ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+
+    def tell(done: int, dropped: int) -> None:
+        counts[2 * place] += done
+        counts[2 * place + 1] += dropped
+
+    try:
+        digest = plan.digest()
+        for chunk in chunks:
+            pack_chunk(plan, digest, output, chunk, tell)
+    except (OSError, SafetensorError) as error:  # A full disk is either.
+        errors.send(str(error))
+        raise SystemExit(1) from None
+
+
+def end_with_parent() -> None:
+    """Wait for the parent's end, however it comes, and follow it."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
