@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from titan_dit.parallel.attention_kernels import Kernel, accumulator, suitable
-from titan_dit.parallel.exchange import Peers
+from titan_dit.parallel.exchange import Exchange, Peers
 
 
 def ring_attention(
@@ -24,7 +24,7 @@ def ring_attention(
     Each rank sends 2 (c-1)/c of b n h elements forward and as many backward, where b n h counts
     all tokens; and backward as many again in fp32, the gradients of keys and values.
     """
-    result: Tensor = _RingAttention.apply(q, k, v, peers, kernel or suitable(q))  # type: ignore[no-untyped-call]
+    result: Tensor = _RingAttention.apply(q, k, v, peers, kernel)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -33,18 +33,28 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | None
     ) -> Tensor:
-        out, lse = travel_forward(q, k, v, peers, kernel)
+        if isinstance(peers, Exchange) and kernel is None:
+            ring = peers.group, peers.rank, peers.size
+            out, lse = ring_forward(q, k, v, *ring)
+        else:
+            out, lse = travel_forward(q, k, v, peers, kernel or suitable(q))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.peers, ctx.kernel = peers, kernel  # type: ignore[attr-defined]
-        return out
+        result: Tensor = out
+        return result
 
     @staticmethod
     def backward(ctx: FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         peers, kernel = ctx.peers, ctx.kernel  # type: ignore[attr-defined]
-        return *travel_backward(dout, q, k, v, out, lse, peers, kernel), None, None
+        if isinstance(peers, Exchange) and kernel is None:
+            ring = peers.group, peers.rank, peers.size
+            dq, dkv = ring_backward(dout, q, k, v, out, lse, *ring)
+        else:
+            dq, dkv = travel_backward(dout, q, k, v, out, lse, peers, kernel or suitable(q))
+        return dq, dkv[0], dkv[1], None, None
 
 
 def travel_forward(
@@ -84,8 +94,8 @@ def travel_backward(
     lse: Tensor,
     peers: Peers,
     kernel: Kernel,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV for the output and log-sum-exp over ALL keys.
+) -> tuple[Tensor, Tensor]:
+    """Give dq and, stacked, dk and dv; `out` and `lse` are those over ALL keys.
 
     Keys and values go round once more, c - 1 rotations; their gradients follow one turn behind
     and take the last rotation home. This rank's own share of them never leaves it, so that they
@@ -112,5 +122,62 @@ def travel_backward(
         following = peers.send(dkv)
     if following is not None:
         home = home + peers.arrive(following)
-    dk, dv = home.to(q.dtype).unbind(0)
-    return dq.to(q.dtype), dk, dv
+    return dq.to(q.dtype), home.to(q.dtype)
+
+
+# To torch.compile the rings of real ranks are one operator each. Were they traced, it would find
+# that backward sends the same keys and values round again, keep those of all ranks from forward
+# instead (c times the memory), and move the sends behind the kernels that they should overlap.
+
+
+@torch.library.custom_op("titan_dit::ring_forward", mutates_args=())
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """`travel_forward` over a process group."""
+    out, lse = travel_forward(q, k, v, Exchange(group, rank, size), suitable(q))
+    return _by_token(out), lse.contiguous()
+
+
+@torch.library.custom_op("titan_dit::ring_backward", mutates_args=())
+def ring_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    rank: int,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    """`travel_backward` over a process group."""
+    peers = Exchange(group, rank, size)
+    dq, dkv = travel_backward(dout, q, k, v, out, lse, peers, suitable(q))
+    return _by_token(dq), dkv.contiguous()
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """Laid out as [b, n, heads, d], as the layers around attention read and write it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@ring_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
+    return _by_token(torch.empty_like(q)), lse
+
+
+@ring_backward.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    rank: int,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    return _by_token(torch.empty_like(q)), k.new_empty(2, *k.shape)
