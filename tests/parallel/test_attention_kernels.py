@@ -11,7 +11,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def inputs(dtype, device="cpu", n=10, m=7, d=8, sharpness=1.0):
-    """dout, q [2, 3, n, d] and k, v [2, 3, m, d], transposed views as the model makes them."""
+    """d_out, q [2, 3, n, d] and k, v [2, 3, m, d], transposed views as the model makes them."""
     generator = torch.Generator().manual_seed(0)
     drawn = [
         torch.randn(2, tokens, 3, d, generator=generator, dtype=torch.float64).transpose(1, 2)
@@ -21,20 +21,20 @@ def inputs(dtype, device="cpu", n=10, m=7, d=8, sharpness=1.0):
     return [x.to(device, dtype) for x in drawn]
 
 
-def reference(dout, q, k, v):
+def reference(d_out, q, k, v):
     """out, lse, dq, dk, dv by autograd, in fp64."""
-    dout, q, k, v = (x.double().detach().requires_grad_() for x in (dout, q, k, v))
+    d_out, q, k, v = (x.double().detach().requires_grad_() for x in (d_out, q, k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     out = scores.softmax(-1) @ v
-    return out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, k, v), dout)
+    return out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, k, v), d_out)
 
 
-def run(kernel, dout, q, k, v):
+def run(kernel, d_out, q, k, v):
     scale = 1 / math.sqrt(q.shape[-1])
     out, lse = kernel.forward(q, k, v, scale)
     assert out.dtype == q.dtype
     assert lse.dtype == attention_kernels.accumulator(q.dtype)
-    gradients = kernel.backward(dout, q, k, v, out, lse, scale)
+    gradients = kernel.backward(d_out, q, k, v, out, lse, scale)
     assert [g.dtype for g in gradients] == [q.dtype] * 3
     return out, lse, *gradients
 
@@ -61,11 +61,11 @@ def test_a_kernel_gives_attention_its_log_sum_exp_and_its_gradients(kernel, dtyp
 
 @pytest.mark.parametrize("kernel", [CPU, MATH], ids=["cpu", "math"])
 def test_blocks_share_the_whole_gradient_when_given_the_whole_statistics(kernel):
-    dout, q, k, v = inputs(torch.float64, m=8, sharpness=5.0)
-    out, lse, *gradients = reference(dout, q, k, v)
+    d_out, q, k, v = inputs(torch.float64, m=8, sharpness=5.0)
+    out, lse, *gradients = reference(d_out, q, k, v)
     scale = 1 / math.sqrt(q.shape[-1])
     blocks = [
-        kernel.backward(dout, q, k[:, :, part], v[:, :, part], out, lse, scale)
+        kernel.backward(d_out, q, k[:, :, part], v[:, :, part], out, lse, scale)
         for part in (slice(0, 3), slice(3, 8))
     ]
     dqs, dks, dvs = zip(*blocks, strict=True)
@@ -75,14 +75,14 @@ def test_blocks_share_the_whole_gradient_when_given_the_whole_statistics(kernel)
 
 @pytest.mark.parametrize("kernel", [CPU, MATH], ids=["cpu", "math"])
 def test_strides_change_nothing(kernel):
-    dout, q, k, v = inputs(torch.float32, m=10)
-    expected = run(kernel, *(x.contiguous() for x in (dout, q, k, v)))
+    d_out, q, k, v = inputs(torch.float32, m=10)
+    expected = run(kernel, *(x.contiguous() for x in (d_out, q, k, v)))
     # Of a fused projection, channels that are not next to each other, an expanded gradient.
     fused = torch.stack((q, k, v), 3).transpose(1, 2).contiguous().transpose(1, 2).unbind(3)
-    columns = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (dout, q, k, v)]
-    for arguments in ((dout, *fused), columns):
+    columns = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (d_out, q, k, v)]
+    for arguments in ((d_out, *fused), columns):
         torch.testing.assert_close(run(kernel, *arguments), expected, rtol=1e-6, atol=1e-6)
-    ones = torch.ones(()).expand_as(dout)
+    ones = torch.ones(()).expand_as(d_out)
     torch.testing.assert_close(
         run(kernel, ones, q, k, v), run(kernel, ones.contiguous(), q, k, v), rtol=0, atol=0
     )
@@ -141,6 +141,6 @@ def test_a_gpu_kernel_gives_attention_its_log_sum_exp_and_its_gradients(name, dt
 @pytest.mark.gpu
 @needs_gpu
 def test_a_gpu_kernel_agrees_with_what_torch_chooses():
-    dout, q, k, v = inputs(torch.bfloat16, "cuda", 64, 64, 64)
-    found, *_ = run(suitable(q), dout, q, k, v)
+    d_out, q, k, v = inputs(torch.bfloat16, "cuda", 64, 64, 64)
+    found, *_ = run(suitable(q), d_out, q, k, v)
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))

@@ -26,7 +26,7 @@ Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Ten
 Backward: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
 ]
-"""(dout, q, k, v, out, lse, scale) -> dq, dk, dv in the dtype of q."""
+"""(d_out, q, k, v, out, lse, scale) -> dq, dk, dv in the dtype of q."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
 
 
 def _math_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     exact, dtype = accumulator(q.dtype), q.dtype
-    dout, q, k, v, out = (x.to(exact) for x in (dout, q, k, v, out))
+    d_out, q, k, v, out = (x.to(exact) for x in (d_out, q, k, v, out))
     p = (scale * (q @ k.transpose(-1, -2)) - lse[..., None]).exp()
-    ds = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
-    dq, dk, dv = scale * (ds @ k), scale * (ds.transpose(-1, -2) @ q), p.transpose(-1, -2) @ dout
+    ds = p * (d_out @ v.transpose(-1, -2) - (d_out * out).sum(-1, keepdim=True))
+    dq, dk, dv = scale * (ds @ k), scale * (ds.transpose(-1, -2) @ q), p.transpose(-1, -2) @ d_out
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
@@ -84,12 +84,12 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor,
 
 
 def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Returns (dq, dk, dv).
-    dout, q, k, v, out = _rows(dout, q, k, v, out)
+    d_out, q, k, v, out = _rows(d_out, q, k, v, out)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, False, scale=scale
+        d_out, q, k, v, out, lse, 0.0, False, scale=scale
     )
     return dq, dk, dv
 
@@ -106,16 +106,16 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 
 
 def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     # cum_seq_q and cum_seq_k are for ragged batches: without them the batch is dense. The random
     # state is read with dropout only. Reads lse as [b, heads, n], whatever its strides.
     d, n, m = q.shape[-1], q.shape[2], k.shape[2]
-    dout, q, k, v, out = _padded(dout, q, k, v, out)
+    d_out, q, k, v, out = _padded(d_out, q, k, v, out)
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty((), dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, n, m, 0.0, False, state, unused,
+        d_out, q, k, v, out, lse.contiguous(), None, None, n, m, 0.0, False, state, unused,
         scale=scale,
     )  # fmt: skip
     return dq[..., :d], dk[..., :d], dv[..., :d]
@@ -137,16 +137,16 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
 
 
 def _efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Returns (dq, dk, dv, dbias). Reads `out` as if it were laid out as [b, n, heads, d].
     d = q.shape[-1]
-    dout, q, k, v, out = _padded(dout, q, k, v, out)
+    d_out, q, k, v, out = _padded(d_out, q, k, v, out)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf")).contiguous()
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # read with dropout only
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], False,
+        d_out, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], False,
         scale=scale,
     )  # fmt: skip
     return dq[..., :d], dk[..., :d], dv[..., :d]

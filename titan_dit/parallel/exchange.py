@@ -1,8 +1,8 @@
-"""Tensors sent between the ranks of one group, in ways that torch.compile can trace.
+"""Tensors sent between the ranks of one group.
 
-Functional collectives rather than `batch_isend_irecv`: those break the graph. The only file that
-calls them (torch.ops._c10d_functional), which are not public; theirs is one signature from
-torch 2.11 to 2.13, but that 2.13 takes a process group for a name too.
+Functional collectives, whose results are waited for apart and which torch.compile can trace. The
+only file that calls them (torch.ops._c10d_functional), which are not public. They take the group's
+name in torch 2.11 and 2.13 alike.
 """
 
 from __future__ import annotations

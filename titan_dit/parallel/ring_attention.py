@@ -46,14 +46,14 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         peers, kernel = ctx.peers, ctx.kernel  # type: ignore[attr-defined]
         if isinstance(peers, Exchange) and kernel is None:
             ring = peers.group, peers.rank, peers.size
-            dq, dkv = ring_backward(dout, q, k, v, out, lse, *ring)
+            dq, dkv = ring_backward(d_out, q, k, v, out, lse, *ring)
         else:
-            dq, dkv = travel_backward(dout, q, k, v, out, lse, peers, kernel or suitable(q))
+            dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, kernel or suitable(q))
         return dq, dkv[0], dkv[1], None, None
 
 
@@ -86,7 +86,7 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[T
 
 
 def travel_backward(
-    dout: Tensor,
+    d_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -105,7 +105,7 @@ def travel_backward(
     exact = accumulator(q.dtype)
 
     def block(moving: Tensor) -> tuple[Tensor, Tensor]:
-        dq, dk, dv = kernel.backward(dout, q, moving[0], moving[1], out, lse, scale)
+        dq, dk, dv = kernel.backward(d_out, q, moving[0], moving[1], out, lse, scale)
         return dq.to(exact), torch.stack((dk, dv)).to(exact)
 
     moving = torch.stack((k, v))
@@ -141,7 +141,7 @@ def ring_forward(
 
 @torch.library.custom_op("titan_dit::ring_backward", mutates_args=())
 def ring_backward(
-    dout: Tensor,
+    d_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -153,7 +153,7 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor]:
     """`travel_backward` over a process group."""
     peers = Exchange(group, rank, size)
-    dq, dkv = travel_backward(dout, q, k, v, out, lse, peers, suitable(q))
+    dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, suitable(q))
     return _by_token(dq), dkv.contiguous()
 
 
@@ -170,7 +170,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int) -> tupl
 
 @ring_backward.register_fake
 def _(
-    dout: Tensor,
+    d_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
