@@ -116,6 +116,17 @@ def test_a_gpu_takes_flash_for_half_precision_where_it_is_made_for_it(
     assert suitable(OnGPU) is kernel
 
 
+@pytest.mark.parametrize(("kernel", "dtype"), [(FLASH, torch.bfloat16), (EFFICIENT, torch.float32)])
+@pytest.mark.parametrize("d", [12, 64])
+def test_this_torch_takes_the_arguments_of_the_gpu_kernels(kernel, dtype, d):
+    # Without a GPU: on the meta device an operator checks its arguments and tells its shapes.
+    d_out, q, k, v = inputs(dtype, "meta", n=33, m=40, d=d)
+    out, lse, *gradients = run(kernel, d_out, q, k, v)
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(
