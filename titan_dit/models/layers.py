@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +132,10 @@ class Attention(nn.Module):
     The rows of `qkv` are [heads, 3, head_dim]: a column shard holds whole heads.
     """
 
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """q, k, v [b, heads, n, head_dim] to the same shape. A layout in which a rank holds only some
+    of the tokens puts its own in place."""
+
     def __init__(self, hidden: int, heads: int, qk_norm: bool) -> None:
         super().__init__()
         self.head_dim = hidden // heads
@@ -138,13 +143,14 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.out = Linear(hidden, hidden)
+        self.attend = F.scaled_dot_product_attention
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
         """Attend over the n tokens."""
         # Split before transposing: the three gradients then join in the order of `qkv` in one copy.
         split = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
         q, k, v = (part.transpose(1, 2) for part in split)  # each [b, heads, n, head_dim]
-        y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        y = self.attend(self.q_norm(q), self.k_norm(k), v)
         attended: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return attended
 

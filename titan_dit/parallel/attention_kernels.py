@@ -1,0 +1,170 @@
+"""Attention of queries over one block of keys, with what is needed to join blocks.
+
+Forward gives the softmax's log-sum-exp beside the output. Backward takes the output and the
+log-sum-exp of ALL blocks: a block's dQ, dK and dV are then its exact share of the whole gradient
+(FlashAttention-2, arXiv:2307.08691, sec. 3.1.2 and algorithm 2):
+
+    P = exp(scale Q K^T - lse),  dV = P^T dO,  dS = P * (dO V^T - rowsum(dO * O)),
+    dQ = scale dS K,  dK = scale dS^T Q
+
+The only file that calls torch's attention kernels by name, which are not public. The schemas of
+those used here are the same in torch 2.11 and 2.13. Shapes: [b, heads, n, d]; lse [b, heads, n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(q, k, v, scale) -> out in the dtype of q, lse in fp32 (fp64 for fp64)."""
+Backward: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
+]
+"""(d_out, q, k, v, out, lse, scale) -> dq, dk, dv in the dtype of q."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A forward and the backward that belongs to it."""
+
+    forward: Forward
+    backward: Backward
+
+
+def suitable(q: Tensor) -> Kernel:
+    """The fastest kernel for these queries."""
+    if q.device.type == "cpu":
+        return CPU
+    if q.device.type != "cuda" or q.dtype == torch.float64:
+        return MATH
+    # The flash kernels are made for half precision, for Ampere and later.
+    if q.dtype != torch.float32 and q.shape[-1] <= 256:
+        major, _ = torch.cuda.get_device_capability(q.device)
+        return FLASH if major >= 8 else EFFICIENT
+    return EFFICIENT
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums over blocks are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    exact = accumulator(q.dtype)
+    q, k, v, dtype = q.to(exact), k.to(exact), v.to(exact), q.dtype
+    scores = scale * (q @ k.transpose(-1, -2))
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ v).to(dtype), lse
+
+
+def _math_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    exact, dtype = accumulator(q.dtype), q.dtype
+    d_out, q, k, v, out = (x.to(exact) for x in (d_out, q, k, v, out))
+    p = (scale * (q @ k.transpose(-1, -2)) - lse[..., None]).exp()
+    ds = p * (d_out @ v.transpose(-1, -2) - (d_out * out).sum(-1, keepdim=True))
+    dq, dk, dv = scale * (ds @ k), scale * (ds.transpose(-1, -2) @ q), p.transpose(-1, -2) @ d_out
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    # Takes fp64, fp32, bf16 and fp16, any d. Returns (out, lse), lse laid out as [b, n, heads].
+    q, k, v = _rows(q, k, v)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, scale=scale
+    )
+    return out, lse
+
+
+def _cpu_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Returns (dq, dk, dv).
+    d_out, q, k, v, out = _rows(d_out, q, k, v, out)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        d_out, q, k, v, out, lse, 0.0, False, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    # Takes bf16 and fp16, d a multiple of 8 up to 256. Returns (out, lse, cum_seq_q, cum_seq_k,
+    # max_q, max_k, rng_state, unused, debug_mask); lse is fp32, natural, of the scaled scores.
+    d = q.shape[-1]
+    q, k, v = _padded(q, k, v)
+    result = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, False, False, scale=scale
+    )
+    return result[0][..., :d], result[1]
+
+
+def _flash_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # cum_seq_q and cum_seq_k are for ragged batches: without them the batch is dense. The random
+    # state is read with dropout only. Reads lse as [b, heads, n], whatever its strides.
+    d, n, m = q.shape[-1], q.shape[2], k.shape[2]
+    d_out, q, k, v, out = _padded(d_out, q, k, v, out)
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty((), dtype=torch.uint64, device=q.device)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        d_out, q, k, v, out, lse.contiguous(), None, None, n, m, 0.0, False, state, unused,
+        scale=scale,
+    )  # fmt: skip
+    return dq[..., :d], dk[..., :d], dv[..., :d]
+
+
+LSE_ALIGNMENT = 32
+"""The efficient kernels keep the log-sum-exp of a whole number of such rows."""
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    # Takes fp32, bf16 and fp16. Returns (out, lse, philox_seed, philox_offset); lse is fp32, its
+    # rows padded to LSE_ALIGNMENT with infinity.
+    d, n = q.shape[-1], q.shape[2]
+    q, k, v = _padded(q, k, v)
+    result = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, False, scale=scale
+    )
+    return result[0][..., :d], result[1][..., :n]
+
+
+def _efficient_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Returns (dq, dk, dv, dbias). Reads `out` as if it were laid out as [b, n, heads, d].
+    d = q.shape[-1]
+    d_out, q, k, v, out = _padded(d_out, q, k, v, out)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf")).contiguous()
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # read with dropout only
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        d_out, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], False,
+        scale=scale,
+    )  # fmt: skip
+    return dq[..., :d], dk[..., :d], dv[..., :d]
+
+
+def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """With the channels next to each other: the kernels take any other strides."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _padded(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """`_rows` with zero channels up to a multiple of 8; they change no product."""
+    missing = -tensors[0].shape[-1] % 8
+    return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else _rows(*tensors)
+
+
+MATH = Kernel(_math_forward, _math_backward)
+"""Plain matrix products with the n x n scores in memory: for fp64 on a GPU and as a check."""
+CPU = Kernel(_cpu_forward, _cpu_backward)
+FLASH = Kernel(_flash_forward, _flash_backward)
+EFFICIENT = Kernel(_efficient_forward, _efficient_backward)

@@ -1,0 +1,98 @@
+"""Tensors sent between the ranks of one group.
+
+Functional collectives, whose results are waited for apart and which torch.compile can trace. The
+only file that calls them (torch.ops._c10d_functional), which are not public. They take the group's
+name in torch 2.11 and 2.13 alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # what compiling needs to know of the operators
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+class Peers(Protocol):
+    """Ranks in a ring, as context parallelism needs them. Messages hold the batch in dim 1."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def send(self, message: Tensor) -> Tensor:
+        """Start sending to the next rank; what comes from the previous one, for `arrive`.
+
+        The message must not be written to before that.
+        """
+        ...
+
+    def arrive(self, incoming: Tensor) -> Tensor:
+        """Wait for what `send` has announced. On a GPU the stream waits, not the host."""
+        ...
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Send parts[i] to rank i; rank j's part becomes [j] of the result. Differentiable."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Peers that are the ranks of a process group."""
+
+    group: str
+    """Its name: unlike the group itself it can be copied and compiled."""
+    rank: int
+    size: int
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup) -> Exchange:
+        """The ranks of `group`."""
+        return cls(str(group.group_name), dist.get_rank(group), group.size())
+
+    def send(self, message: Tensor) -> Tensor:
+        """See `Peers.send`. An all-to-all in which everyone has something for the next rank only.
+
+        Sends and receives are then posted together, whatever the backend.
+        """
+        to, of = [0] * self.size, [0] * self.size
+        to[(self.rank + 1) % self.size] = of[(self.rank - 1) % self.size] = message.shape[0]
+        return _start(message.contiguous(), of, to, self.group)
+
+    def arrive(self, incoming: Tensor) -> Tensor:
+        """See `Peers.arrive`."""
+        return _wait(incoming)
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """See `Peers.all_to_all`."""
+        result: Tensor = _AllToAll.apply(parts, self.size, self.group)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part j of rank i becomes part i of rank j: its own inverse and its own transpose."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, parts: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group  # type: ignore[attr-defined]
+        return _wait(_start(parts.contiguous(), [1] * size, [1] * size, group))
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        size, group = ctx.size, ctx.group  # type: ignore[attr-defined]
+        return _wait(_start(grad.contiguous(), [1] * size, [1] * size, group)), None, None
+
+
+def _start(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    result: Tensor = torch.ops._c10d_functional.all_to_all_single(x, receive, send, group)
+    return result
+
+
+def _wait(x: Tensor) -> Tensor:
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return result

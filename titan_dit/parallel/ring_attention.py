@@ -1,0 +1,183 @@
+"""Ring attention: every rank keeps its queries, keys and values travel (arXiv:2310.01889).
+
+Bidirectional, so that all ranks have equal work whatever the slicing, and no mask is needed.
+Shapes: [b, heads, n/c, d] on each of c ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from titan_dit.parallel.attention_kernels import Kernel, accumulator, suitable
+from titan_dit.parallel.exchange import Exchange, Peers
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | None = None
+) -> Tensor:
+    """Attention of this rank's queries over the keys of all ranks, scaled by 1 / sqrt(d).
+
+    Each rank sends 2 (c-1)/c of b n h elements forward and as many backward, where b n h counts
+    all tokens; and backward as many again in fp32, the gradients of keys and values.
+    """
+    result: Tensor = _RingAttention.apply(q, k, v, peers, kernel)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RingAttention(torch.autograd.Function):
+    """Saves no more than attention on one rank does: q, k, v, out and the log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | None
+    ) -> Tensor:
+        if isinstance(peers, Exchange) and kernel is None:
+            ring = peers.group, peers.rank, peers.size
+            out, lse = ring_forward(q, k, v, *ring)
+        else:
+            out, lse = travel_forward(q, k, v, peers, kernel or suitable(q))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.peers, ctx.kernel = peers, kernel  # type: ignore[attr-defined]
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        peers, kernel = ctx.peers, ctx.kernel  # type: ignore[attr-defined]
+        if isinstance(peers, Exchange) and kernel is None:
+            ring = peers.group, peers.rank, peers.size
+            dq, dkv = ring_backward(d_out, q, k, v, out, lse, *ring)
+        else:
+            dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, kernel or suitable(q))
+        return dq, dkv[0], dkv[1], None, None
+
+
+def travel_forward(
+    q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the keys of all ranks, after c - 1 rotations."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    moving = torch.stack((k, v))
+    incoming = peers.send(moving) if peers.size > 1 else moving
+    out, lse = kernel.forward(q, moving[0], moving[1], scale)
+    out = out.to(accumulator(q.dtype))
+    for hop in range(1, peers.size):
+        moving = peers.arrive(incoming)
+        # Keys and values for the next turn travel while the kernel works on these.
+        incoming = peers.send(moving) if hop < peers.size - 1 else moving
+        out, lse = merge(out, lse, *kernel.forward(q, moving[0], moving[1], scale))
+    return out.to(q.dtype), lse
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from attention over each.
+
+    Each is weighted by its share of the softmax's sum, exp(lse - both) <= 1: no overflow. In fp32,
+    since rounding to bf16 at each of c blocks would add up.
+    """
+    both = torch.logaddexp(lse, new_lse)
+    out = out * (lse - both).exp()[..., None] + new_out * (new_lse - both).exp()[..., None]
+    return out, both
+
+
+def travel_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    peers: Peers,
+    kernel: Kernel,
+) -> tuple[Tensor, Tensor]:
+    """Give dq and, stacked, dk and dv; `out` and `lse` are those over ALL keys.
+
+    Keys and values go round once more, c - 1 rotations; their gradients follow one turn behind
+    and take the last rotation home. This rank's own share of them never leaves it, so that they
+    too need c - 1 rotations, not c.
+    """
+    scale = 1 / math.sqrt(q.shape[-1])
+    exact = accumulator(q.dtype)
+
+    def block(moving: Tensor) -> tuple[Tensor, Tensor]:
+        dq, dk, dv = kernel.backward(d_out, q, moving[0], moving[1], out, lse, scale)
+        return dq.to(exact), torch.stack((dk, dv)).to(exact)
+
+    moving = torch.stack((k, v))
+    incoming = peers.send(moving) if peers.size > 1 else moving
+    dq, home = block(moving)
+    following = None
+    for hop in range(1, peers.size):
+        moving = peers.arrive(incoming)
+        incoming = peers.send(moving) if hop < peers.size - 1 else moving
+        more, dkv = block(moving)
+        dq = dq + more
+        if following is not None:
+            dkv = dkv + peers.arrive(following)
+        following = peers.send(dkv)
+    if following is not None:
+        home = home + peers.arrive(following)
+    return dq.to(q.dtype), home.to(q.dtype)
+
+
+# To torch.compile the rings of real ranks are one operator each. Were they traced, it would find
+# that backward sends the same keys and values round again, keep those of all ranks from forward
+# instead (c times the memory), and move the sends behind the kernels that they should overlap.
+
+
+@torch.library.custom_op("titan_dit::ring_forward", mutates_args=())
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """`travel_forward` over a process group."""
+    out, lse = travel_forward(q, k, v, Exchange(group, rank, size), suitable(q))
+    return _by_token(out), lse.contiguous()
+
+
+@torch.library.custom_op("titan_dit::ring_backward", mutates_args=())
+def ring_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    rank: int,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    """`travel_backward` over a process group."""
+    peers = Exchange(group, rank, size)
+    dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, suitable(q))
+    return _by_token(dq), dkv.contiguous()
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """Laid out as [b, n, heads, d], as the layers around attention read and write it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@ring_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
+    return _by_token(torch.empty_like(q)), lse
+
+
+@ring_backward.register_fake
+def _(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    rank: int,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    return _by_token(torch.empty_like(q)), k.new_empty(2, *k.shape)

@@ -1,0 +1,35 @@
+"""Ulysses: from a slice of the tokens to a slice of the heads and back (arXiv:2309.14509)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_dit.parallel.exchange import Peers
+from titan_dit.section import UserError
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, peers: Peers) -> Tensor:
+    """Attention of this rank's queries over the keys of all ranks; [b, heads, n/c, d].
+
+    One all-to-all before and one after an attention that sees all tokens, for heads/c of the
+    heads: the bits are those of one rank. Each rank sends 8 (c-1)/c^2 of b n h elements forward
+    and backward together, where b n h counts all tokens.
+    """
+    c, heads = peers.size, q.shape[1]
+    if heads % c:
+        raise UserError(
+            f'[parallel] cp_method="ulysses" shares the heads of a rank, {heads} here, among '
+            f'cp={c} ranks. Set cp_method = "ring" or a cp that divides {heads}.'
+        )
+    # Heads by the rank that gets them: [c, b, 3, heads/c, n/c, d].
+    parts = torch.stack([torch.unflatten(x, 1, (c, -1)).movedim(1, 0) for x in (q, k, v)], dim=2)
+    whole = peers.all_to_all(parts)  # [c, ...] now by the rank that had these tokens
+    q, k, v = whole.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).unbind(0)  # each [b, heads/c, n, d]
+    out = F.scaled_dot_product_attention(q, k, v)
+    parts = peers.all_to_all(
+        torch.unflatten(out, 2, (c, -1)).movedim(2, 0)
+    )  # [c, b, heads/c, n/c, d]
+    # Laid out as [b, n/c, heads, d], which is how the output projection reads it.
+    return parts.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
