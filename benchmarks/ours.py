@@ -24,6 +24,7 @@ from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
+from titan_dit.parallel.plans.dit import plan
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.rng import SampleRNG
 from titan_dit.state.ema import EMA, local
@@ -60,7 +61,7 @@ def trainer_step(
         model = config.build(objective.output_channels(config.channels))
     parallel = ParallelConfig(reshard_after_forward=reshard)  # type: ignore[arg-type]
     precision, compilation = PrecisionConfig(dtype="bf16"), CompileConfig(enabled=compiled)
-    parallelize(model, mesh, parallel, precision, compilation)
+    parallelize(model, mesh, plan, parallel, precision, compilation)
     initialize(model, model.init_laws(), 0, device)
     parameters = dict(model.named_parameters())
     randomize(local(parameters))

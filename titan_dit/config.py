@@ -46,9 +46,12 @@ class ParallelConfig(Section):
     tp: Count = 1
     """Tensor-parallel ranks: heads and MLP of every block are cut over them."""
     cp: Count = 1
-    """Context-parallel ranks. This version runs 1."""
+    """Context-parallel ranks: every sample's tokens are sliced over them."""
+    cp_method: Literal["ring", "ulysses"] = "ring"
+    """How attention reaches the other slices: keys and values travel round (arXiv:2310.01889), or
+    heads are exchanged for tokens (arXiv:2309.14509)."""
     pp: Count = 1
-    """Pipeline-parallel ranks. This version runs 1."""
+    """Pipeline-parallel ranks: the layers are cut into stages, see [pipeline]."""
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks as well (arXiv:2205.05198)."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"

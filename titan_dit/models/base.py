@@ -93,6 +93,11 @@ class ModelConfig(Protocol):
         """[n, d] of one tokenized latent."""
         ...
 
+    @property
+    def token_dims(self) -> Mapping[str, int]:
+        """Which dim counts tokens, for every input and static tensor that has one."""
+        ...
+
     def edge_costs(self, output_channels: int) -> tuple[float, float]:
         """What embed and head cost, in blocks: for balancing pipeline stages."""
         ...

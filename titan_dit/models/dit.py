@@ -146,6 +146,11 @@ class DiTConfig(Section):
         """Number of blocks."""
         return self.shape[1]
 
+    @property
+    def token_dims(self) -> dict[str, int]:
+        """Inputs are batch first, positions are the same for all samples."""
+        return {"tokens": 1, "positions": 0}
+
     def edge_costs(self, output_channels: int) -> tuple[float, float]:
         """By the FLOPs of a sample, see `DiT.flops_per_sample`."""
         h, _, _, patch = self.shape

@@ -92,6 +92,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def token_targets(self) -> tuple[str, ...]:
+        """The targets that hold a value for every token, in dim 1."""
+        ...
+
+    @property
     def last_timestep(self) -> int:
         """The noisiest timestep, in the network's unit; the cleanest is 0."""
         ...

@@ -29,6 +29,7 @@ class DDPM(Section):
 
     section = "objective"
     name = "ddpm"
+    token_targets = ("clean", "noise")
 
     schedule: ScheduleName = "linear"
     """linear, or cosine."""

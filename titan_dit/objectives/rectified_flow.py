@@ -24,6 +24,7 @@ class RectifiedFlow(Section):
 
     section = "objective"
     name = "rectified_flow"
+    token_targets = ("velocity",)
     last_timestep = TIMESTEPS
     most_sampling_steps = None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from titan_dit.config import CompileConfig, ParallelConfig, PrecisionConfig
 from titan_dit.models.base import Model
-from titan_dit.parallel import fsdp, tensor
+from titan_dit.parallel import context, fsdp, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -20,8 +20,10 @@ def parallelize(
     precision: PrecisionConfig,
     compilation: CompileConfig,
 ) -> None:
-    """Cut, compile, shard. Later axes take their place in this list."""
+    """Cut, let attention reach other ranks' tokens, compile, shard."""
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.tp, plan(parallel.sequence_parallel))
+    if mesh.sizes.cp > 1:
+        context.apply(model, mesh.cp, parallel.cp_method)
     compile_blocks(model, compilation)
     fsdp.shard(model, mesh.fsdp, parallel, precision)

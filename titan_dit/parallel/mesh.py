@@ -109,6 +109,11 @@ class Mesh:
         return self.whole["pp"]
 
     @property
+    def cp(self) -> DeviceMesh:
+        """The ranks that hold the slices of this rank's samples."""
+        return self.whole["cp"]
+
+    @property
     def tp(self) -> DeviceMesh:
         """The tensor-parallel ranks of this rank's model shard."""
         return self.whole["tp"]

@@ -20,6 +20,7 @@ from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.pipeline.base import Executor, Shapes
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.pipeline.pipelined import PipelinedExecutor
+from titan_dit.pipeline.sliced import SlicedExecutor
 from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
 from titan_dit.schedules.layout import rank_of_stage, stages_of_rank, stages_per_rank
 from titan_dit.schedules.orders import pipeline_order
@@ -90,7 +91,22 @@ def executor_of(
     plan: Callable[[bool], TensorPlan],
     device: torch.device,
 ) -> Executor:
-    """What runs the parts: a pipeline, or the one part as it is."""
+    """What runs the parts, on all tokens or on a slice of them."""
+    inner = whole_token_executor(config, mesh, parts, plan, device)
+    if mesh.sizes.cp == 1:
+        return inner
+    targets = dict.fromkeys(config.objective.token_targets, 1)
+    return SlicedExecutor(inner, mesh.cp, {**config.model.token_dims, **targets})
+
+
+def whole_token_executor(
+    config: Config,
+    mesh: Mesh,
+    parts: dict[int, Model],
+    plan: Callable[[bool], TensorPlan],
+    device: torch.device,
+) -> Executor:
+    """A pipeline, or the one part as it is."""
     training, pipeline, pp = config.training, config.pipeline, mesh.sizes.pp
     if pp == 1:
         return LocalExecutor(parts[0], config.objective.loss, training.microbatch_size)
