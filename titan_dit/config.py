@@ -100,12 +100,12 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
-    """Number formats. Weights, optimizer, EMA and reductions stay in fp32."""
+    """Number formats. Weights, optimizer, EMA and reductions stay in fp32 (with fp64, in fp64)."""
 
     section = "precision"
 
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    """Format of activations and matrix products."""
+    dtype: Literal["fp64", "fp32", "bf16"] = "bf16"
+    """Format of activations and matrix products. fp64 is for comparing layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)

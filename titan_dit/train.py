@@ -20,9 +20,10 @@ def main() -> None:
 
     # Imported late: a mistake in the config is answered before torch.distributed is loaded.
     from titan_dit.parallel import mesh, runtime
+    from titan_dit.pipeline.checks import check_layout
 
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
-    mesh.check_batch(config.training, mesh.solve(config.parallel, runtime.started_ranks()))
+    check_layout(config, mesh.solve(config.parallel, runtime.started_ranks()))
     from titan_dit.trainer import Trainer
 
     with runtime.start() as world:

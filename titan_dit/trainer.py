@@ -28,9 +28,10 @@ from titan_dit.observe.metrics import (
     peak_gib,
 )
 from titan_dit.parallel.gradients import clip_norm
-from titan_dit.parallel.mesh import Mesh, check_batch, solve
+from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
+from titan_dit.pipeline.checks import check_layout
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint, resume
@@ -52,7 +53,7 @@ class Trainer:
         check_installed(config.metrics)
 
         sizes = solve(config.parallel, world.size)
-        check_batch(config.training, sizes)
+        check_layout(config, sizes)
         self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
         check_drawing(
             config.objective,
@@ -69,6 +70,7 @@ class Trainer:
         built = build(config, self.mesh, plan, world.device)
         self.executor, self.parameters = built.executor, built.parameters
         self.num_tokens = config.model.token_shape[0]
+        self.num_parameters = built.num_parameters
         self.flops_per_sample = built.flops_per_sample
 
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
@@ -275,12 +277,11 @@ class Trainer:
             (self.folder / "config.toml").write_text(config_file.to_toml(config))
             tables = config_file.to_tables(config)
             self.metrics = Metrics(self.folder, config.job.name, config.metrics, self.step, tables)
-        trained = sum(p.numel() for p in self.parameters.values())
         for line in (
             f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
             f"{self.world.device.type}, {config.precision.dtype}",
-            f"model   {config.model.name}: {trained:,} parameters, {self.num_tokens} tokens, "
-            f"{self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",
+            f"model   {config.model.name}: {self.num_parameters:,} parameters, {self.num_tokens} "
+            f"tokens, {self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",
             f"data    {config.data.name}: {len(self.source):,} samples, "
             f"{self.source.facts.num_classes} classes",
             f"steps   {self.step} of {config.training.steps} done, "

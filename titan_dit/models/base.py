@@ -84,6 +84,16 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def num_heads(self) -> int:
+        """Attention heads of a block."""
+        ...
+
+    @property
+    def ffn(self) -> int:
+        """Width of a block's MLP."""
+        ...
+
+    @property
     def sample_shape(self) -> tuple[int, int, int]:
         """[c, h, w] of one latent."""
         ...

@@ -147,6 +147,11 @@ class DiTConfig(Section):
         return self.shape[1]
 
     @property
+    def num_heads(self) -> int:
+        """Attention heads of a block."""
+        return self.shape[2]
+
+    @property
     def token_dims(self) -> dict[str, int]:
         """Inputs are batch first, positions are the same for all samples."""
         return {"tokens": 1, "positions": 0}

@@ -142,3 +142,8 @@ class Objective(Protocol):
     ) -> dict[str, Float[Tensor, "b n"]]:
         """The parts that `loss` is the sum of, by name."""
         ...
+
+
+def at_least_fp32(prediction: Tensor) -> Tensor:
+    """A prediction in the format that its loss is taken in."""
+    return prediction.to(torch.promote_types(prediction.dtype, torch.float32))

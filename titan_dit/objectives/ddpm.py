@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_dit import noise_schedule
 from titan_dit.noise_schedule import Denoised, NoiseSchedule, ScheduleName, Tables, per_sample
-from titan_dit.objectives.base import NO_LABEL, Batch, Predict, Prepared
+from titan_dit.objectives.base import NO_LABEL, Batch, Predict, Prepared, at_least_fp32
 from titan_dit.objectives.bound import bits_per_value
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Bound, Fraction, Positive, Section
@@ -109,7 +109,7 @@ class DDPM(Section):
         tables = self.tables(clean.device)
         signal, sigma = (per_sample(t, step, clean) for t in (tables.signal, tables.sigma))
         # fp32: squares of bf16 differences lose the digits that tell two runs apart.
-        values, spread = self.split(prediction.float(), clean.shape[-1])
+        values, spread = self.split(at_least_fp32(prediction), clean.shape[-1])
         target = {"eps": noise, "x": clean, "v": signal * noise - sigma * clean}[self.prediction]
         mse = (values - target).square().mean((2, 3)) * self.weight(tables.snr[step])[:, None]
         if not self.learn_sigma:
@@ -161,7 +161,7 @@ class DDPM(Section):
         """
         most = per_sample(tables.log_beta, step, spread)
         least = per_sample(tables.posterior_log_variance, step, spread)
-        return torch.lerp(least, most, (spread + 1) / 2)
+        return least + (spread + 1) / 2 * (most - least)
 
     def process(self, predict: Predict, channels: int) -> Reverse:
         """What the samplers of discrete diffusion are given."""

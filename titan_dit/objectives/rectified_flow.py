@@ -13,7 +13,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.objectives.base import NO_LABEL, TIMESTEPS, Batch, Predict, Prepared
+from titan_dit.objectives.base import (
+    NO_LABEL,
+    TIMESTEPS,
+    Batch,
+    Predict,
+    Prepared,
+    at_least_fp32,
+)
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Finite, Fraction, Positive, Section
 
@@ -85,7 +92,7 @@ class RectifiedFlow(Section):
     ) -> Float[Tensor, "b n"]:
         """Squared error of the velocity, mean over channels."""
         # fp32: squares of bf16 differences lose the digits that tell two runs apart.
-        return (prediction.float() - targets["velocity"]).square().mean(-1)
+        return (at_least_fp32(prediction) - targets["velocity"]).square().mean(-1)
 
     def terms(
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_dit.config import ParallelConfig, PrecisionConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 RESHARD: dict[str, bool | None] = {"auto": None, "always": True, "never": False}
 
 
@@ -27,7 +27,7 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[precision.dtype],
-        reduce_dtype=torch.float32,
+        reduce_dtype=torch.promote_types(DTYPES[precision.dtype], torch.float32),
         # The timestep must stay fp32; the model casts its tokens itself.
         cast_forward_inputs=False,
     )
@@ -35,6 +35,8 @@ def shard(
     # under a split backward torch loses gradients.
     pipelined = parallel.pp > 1
     reshard = False if pipelined else RESHARD[parallel.reshard_after_forward]
+    if precision.dtype == "fp64":
+        model.double()
     blocks = model.get_submodule("blocks")
     for part in (*blocks.children(), model):
         sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

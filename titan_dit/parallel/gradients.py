@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale gradients to a global L2 norm of at most `max_norm` (0: leave them) and return it.
 
-    The norm before clipping, a plain fp32 scalar equal on all ranks: NaN or infinite as soon as
-    one element of one gradient is. Nothing waits for the device.
+    The norm before clipping, a plain scalar equal on all ranks: NaN or infinite as soon as one
+    element of one gradient is. One all-reduce over all ranks; nothing waits for the device.
     """
-    with_grad = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norms = torch.stack(torch._foreach_norm(local)).double()
+    # What several ranks hold alike counts once; no two pipeline stages hold the same parameter.
+    shares = torch.tensor([1 / replicas(g) for g in gradients], dtype=torch.float64)
+    total = (norms.square() * shares.to(norms.device)).sum()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    norm = total.sqrt().float()
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local, factor)
     return norm
+
+
+def replicas(gradient: Tensor) -> int:
+    """Ranks that hold this very part of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    assert not any(placement.is_partial() for placement in gradient.placements)
+    sizes = gradient.device_mesh.shape
+    placed = zip(sizes, gradient.placements, strict=True)
+    return math.prod(size for size, placement in placed if isinstance(placement, Replicate))

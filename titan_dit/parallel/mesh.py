@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -99,9 +100,14 @@ class Mesh:
 
         The ranks of one sample's parts (cp) share parameters as those of different samples do.
         """
-        if self.sizes.dp_replicate > 1:
+        if self.sizes.dp_replicate == 1:
+            return self.shard
+        if self.sizes.cp == 1:
+            return self.whole["dp_replicate", "dp_shard"]
+        with warnings.catch_warnings():
+            # There is no other way yet to a mesh of a plain and a flattened axis.
+            warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.whole["dp_replicate", "shard"]
-        return self.shard
 
     @property
     def pp(self) -> DeviceMesh:
@@ -120,7 +126,8 @@ class Mesh:
 
     def sum_loss(self, value: Tensor) -> Tensor:
         """Sum of the ranks' shares of the loss: over samples, parts of samples and stages."""
-        total = value.detach().clone()
+        # fp32: ranks without a loss would not know its format.
+        total = value.detach().float().clone()
         dist.all_reduce(total, group=self.loss.get_group())
         return total
 

@@ -18,6 +18,7 @@ from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.pipeline.base import Executor, Shapes
+from titan_dit.pipeline.checks import microbatch_size, num_microbatches
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.pipeline.pipelined import PipelinedExecutor
 from titan_dit.pipeline.sliced import SlicedExecutor
@@ -35,6 +36,8 @@ class Built:
     executor: Executor
     parameters: dict[str, nn.Parameter]
     """This rank's, under the names of the whole network."""
+    num_parameters: int
+    """Of the whole network."""
     flops_per_sample: int
     """Of the whole network, forward and backward."""
 
@@ -49,13 +52,14 @@ def build(
         with torch.device("meta"):
             channels = config.model.sample_shape[0]
             model: Model = config.model.build(config.objective.output_channels(channels))
+        count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(config.model.token_shape[0])
         model.cut(stages[stage], is_first=stage == 0, is_last=stage == len(stages) - 1)
         parallelize(model, mesh, plan, config.parallel, config.precision, config.compile)
         initialize(model, model.init_laws(), config.job.seed, device)
         parts[stage] = model
     parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
-    return Built(executor_of(config, mesh, parts, plan, device), parameters, flops)
+    return Built(executor_of(config, mesh, parts, plan, device), parameters, count, flops)
 
 
 def stages_held(config: Config, mesh: Mesh) -> tuple[int, ...]:
@@ -107,11 +111,10 @@ def whole_token_executor(
     device: torch.device,
 ) -> Executor:
     """A pipeline, or the one part as it is."""
-    training, pipeline, pp = config.training, config.pipeline, mesh.sizes.pp
+    pipeline, pp = config.pipeline, mesh.sizes.pp
+    size, number = microbatch_size(config, mesh.sizes), num_microbatches(config, mesh.sizes)
     if pp == 1:
-        return LocalExecutor(parts[0], config.objective.loss, training.microbatch_size)
-    share = training.global_batch_size // mesh.sizes.data
-    size = training.microbatch_size or 1
+        return LocalExecutor(parts[0], config.objective.loss, size)
     count = pp * stages_per_rank(pipeline.schedule, pipeline.virtual_stages)
     return PipelinedExecutor(
         parts,
@@ -119,14 +122,14 @@ def whole_token_executor(
         pipeline_order(
             pipeline.schedule,
             num_ranks=pp,
-            num_microbatches=share // size,
+            num_microbatches=number,
             virtual_stages=pipeline.virtual_stages,
         ),
         [rank_of_stage(pipeline.schedule, stage, pp) for stage in range(count)],
         shapes_of(config, mesh, plan, size),
         config.objective.loss,
         size,
-        share // size,
+        number,
         device,
     )
 

@@ -1,0 +1,187 @@
+"""Every axis alone, in pairs and in mixes of three gives the loss, gradients and predictions of one
+process."""
+
+import json
+
+import pytest
+import torch
+from harness import on_ranks
+from tiny import randomize, tiny_config, torch_rng, whole
+
+from titan_dit.parallel.gradients import clip_norm
+from titan_dit.trainer import Trainer
+
+MODEL = {"layers": 8, "qk_norm": True}
+FLOW, DDPM = {}, {"name": "ddpm", "min_snr_gamma": 5.0}
+PP, TP, CP, DP = {"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2}
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+COPIES = {"dp_replicate": 2, "dp_shard": 1}
+ULYSSES = {"cp": 2, "cp_method": "ulysses"}
+PLAIN = {"tp": 2, "sequence_parallel": False}
+
+
+def schedule(name, virtual_stages=1, **more):
+    return {"schedule": name, "virtual_stages": virtual_stages, **more}
+
+
+FOLDED = schedule("interleaved_1f1b", 2)
+# [parallel], [pipeline], [objective]; every one with microbatches of 2.
+CASES = {
+    2: [
+        (DP, {}, DDPM),
+        (COPIES, {}, FLOW),
+        (TP, {}, FLOW),
+        (PLAIN, {}, DDPM),
+        (CP, {}, FLOW),
+        (ULYSSES, {}, DDPM),
+        (PP, schedule("gpipe"), FLOW),
+        (PP, schedule("1f1b", split=[3, 5]), DDPM),
+        (PP, FOLDED, FLOW),
+        (PP, schedule("interleaved_zero_bubble", 2), FLOW),
+        (PP, schedule("zbv_zero_bubble"), DDPM),
+        (PP, schedule("dualpipev"), FLOW),
+    ],
+    4: [
+        ({"tp": 4}, {}, FLOW),
+        ({"cp": 4}, {}, DDPM),
+        ({"cp": 4, "cp_method": "ulysses"}, {}, FLOW),
+        ({"pp": 4}, FOLDED, FLOW),
+        (HSDP, {}, DDPM),
+        (DP | TP, {}, FLOW),
+        (COPIES | TP, {}, FLOW),
+        (DP | CP, {}, DDPM),
+        (COPIES | ULYSSES, {}, FLOW),
+        (DP | PP, schedule("zbv_zero_bubble"), FLOW),
+        (TP | CP, {}, DDPM),
+        (TP | ULYSSES, {}, FLOW),
+        (TP | PP, schedule("dualpipev"), FLOW),
+        (PLAIN | PP, schedule("1f1b"), DDPM),
+        (CP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
+        (ULYSSES | PP, FOLDED, DDPM),
+    ],
+    8: [
+        (PP | TP | CP, FOLDED, FLOW),
+        (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), DDPM),
+        (PP | DP | TP, schedule("dualpipev"), FLOW),
+        (PP | DP | CP, schedule("1f1b"), DDPM),
+        (DP | CP | TP, {}, DDPM),
+        (COPIES | ULYSSES | TP, {}, FLOW),
+        (HSDP | TP, {}, FLOW),
+        (HSDP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
+    ],
+}
+IN_FP64 = {2: [TP, CP, PP], 4: [TP | CP, CP | PP, HSDP], 8: [PP | TP | CP, DP | CP | TP]}
+
+
+def case_config(parallel, pipeline, objective, dtype="fp32"):
+    return tiny_config(
+        model=MODEL,
+        parallel=parallel,
+        pipeline=pipeline,
+        objective=objective,
+        precision={"dtype": dtype},
+        training={"microbatch_size": 2},
+    )
+
+
+def measure(world, config):
+    """Loss, gradients, their norm and a prediction."""
+    trainer = Trainer(config, world)
+    randomize(trainer.parameters)
+    batch = next(trainer.batches())
+    prepared = config.objective.prepare(batch, torch_rng(trainer, batch))
+    # Fewer rows than microbatches divide into.
+    rows = {name: value[:3] for name, value in prepared.inputs.items()}
+    prediction = trainer.executor.predict(rows, batch.static)
+    loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
+    gradients = {name: whole(p.grad) for name, p in trainer.parameters.items()}
+    norm = clip_norm(trainer.parameters.values(), 0).item()
+    return loss, gradients, norm, prediction
+
+
+def reference(world):
+    """One process, by objective and format."""
+    kinds = [(FLOW, "fp32"), (DDPM, "fp32"), (FLOW, "fp64"), (DDPM, "fp64")]
+    return {
+        json.dumps([objective, dtype]): measure(world, case_config({}, {}, objective, dtype))
+        for objective, dtype in kinds
+    }
+
+
+def compare(found, expected):
+    """Relative errors: loss, norm, prediction, and the worst gradient with its name.
+
+    A gradient against the largest of its tensor, with a floor: that of the key bias is 0.
+    """
+    loss, gradients, norm, prediction = found
+    _, whole_gradients, whole_norm, whole_prediction = expected
+    errors = {}
+    for name, gradient in gradients.items():
+        floor = max(whole_gradients[name].abs().max().item(), 1e-3 * whole_norm)
+        errors[name] = (gradient - whole_gradients[name]).abs().max().item() / floor
+    worst = max(errors, key=errors.get)
+    return {
+        "loss": abs(loss - expected[0]) / expected[0],
+        "norm": abs(norm - whole_norm) / whole_norm,
+        "prediction": (prediction - whole_prediction).abs().max().item()
+        / whole_prediction.abs().max().item(),
+        "gradient": errors[worst],
+        "worst": worst,
+        "names": sorted(errors),
+    }
+
+
+def all_cases(world, references, sabotage=None):
+    torch.set_num_threads(1)
+    if sabotage:
+        sabotage()
+    results = {}
+    for parallel, pipeline, objective in CASES[world.size]:
+        for dtype in ("fp32", "fp64"):
+            if dtype == "fp64" and parallel not in IN_FP64[world.size]:
+                continue
+            found = measure(world, case_config(parallel, pipeline, objective, dtype))
+            expected = references[json.dumps([objective, dtype])]
+            results[json.dumps([parallel, pipeline, dtype])] = compare(found, expected)
+    return results
+
+
+@pytest.fixture(scope="module")
+def references():
+    return on_ranks(1, reference)[0]
+
+
+TOLERANCE = {"fp32": 1e-6, "fp64": 1e-9}
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
+    by_rank = on_ranks(num_ranks, all_cases, references)
+    whole_model = set(next(iter(references.values()))[1])
+    for case in by_rank[0]:
+        seen = set().union(*(results[case]["names"] for results in by_rank))
+        assert seen == whole_model, case
+        for results in by_rank:
+            found, tolerance = results[case], TOLERANCE[json.loads(case)[2]]
+            assert found["gradient"] <= tolerance, (case, found["worst"], found["gradient"])
+            # A loss is reported in fp32.
+            assert found["loss"] <= 1e-6, case
+            assert found["norm"] <= 1e-6, case
+            assert found["prediction"] <= 1e-5, case
+
+
+def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
+    axes = {"pp", "dp_replicate", "dp_shard", "cp", "tp"}
+    meshes = {
+        frozenset(axis for axis in axes if parallel.get(axis, 1) > 1)
+        for cases in CASES.values()
+        for parallel, _, _ in cases
+    }
+    assert sum(len(cases) for cases in CASES.values()) >= 24
+    assert sum(len(cases) for cases in IN_FP64.values()) == 8
+    for axis in axes:
+        assert frozenset({axis}) in meshes
+    for one in ("pp", "cp", "tp"):
+        for other in axes - {one, "dp_replicate"}:
+            assert frozenset({one, other}) in meshes, (one, other)
+    assert sum(len(mesh) >= 3 for mesh in meshes) >= 5

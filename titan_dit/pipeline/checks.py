@@ -1,0 +1,100 @@
+"""Whether a model, a batch and a schedule fit the mesh: asked before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titan_dit.config import JobConfig
+from titan_dit.models.base import ModelConfig
+from titan_dit.parallel.mesh import AxisSizes, check_batch
+from titan_dit.schedules.layout import SPLIT_BACKWARD, check_schedule, stages_per_rank
+from titan_dit.section import UserError, show
+
+
+def check_layout(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
+    """Raise a UserError that names the section, the values and a fix."""
+    check_batch(config.training, sizes)
+    check_tensor(config.model, sizes)
+    check_context(config, sizes)
+    check_pipeline(config, sizes)
+
+
+def check_tensor(model: ModelConfig, sizes: AxisSizes) -> None:
+    """Heads and the MLP's width are cut by tp."""
+    for what, count in (("heads", model.num_heads), ("MLP width", model.ffn)):
+        if count % sizes.tp:
+            raise UserError(
+                f"[parallel] tp={sizes.tp} does not divide the model's {what} of {count}. "
+                f"Set tp = {largest_divisor(model.num_heads, model.ffn, below=sizes.tp)}."
+            )
+
+
+def check_context(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
+    """Tokens are sliced by cp and, with sequence parallelism, by tp; ulysses exchanges heads."""
+    model, parallel = config.model, config.parallel
+    tokens, slices = model.token_shape[0], sizes.cp
+    if tokens % slices:
+        raise UserError(
+            f"[parallel] cp={sizes.cp} does not divide the {tokens} tokens of a sample. "
+            f"Set cp = {largest_divisor(tokens, below=sizes.cp)}."
+        )
+    if parallel.sequence_parallel and tokens // slices % sizes.tp:
+        raise UserError(
+            f"[parallel] sequence_parallel=true: {tokens // slices} tokens of a rank do not divide "
+            f"by tp={sizes.tp}. Set sequence_parallel = false, or another tp or cp."
+        )
+    heads = model.num_heads // sizes.tp
+    if parallel.cp_method == "ulysses" and heads % sizes.cp:
+        raise UserError(
+            f'[parallel] cp_method="ulysses": cp={sizes.cp} does not divide the {heads} heads of a '
+            f'rank (heads={model.num_heads}, tp={sizes.tp}). Set cp_method = "ring" or '
+            f"cp = {largest_divisor(heads, below=sizes.cp)}."
+        )
+
+
+def check_pipeline(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
+    """Stages need layers, schedules need microbatches, and some of them cannot be compiled."""
+    if sizes.pp == 1:
+        return
+    pipeline, layers = config.pipeline, config.model.num_layers
+    stages = sizes.pp * stages_per_rank(pipeline.schedule, pipeline.virtual_stages)
+    if stages > layers:
+        raise UserError(
+            f"[parallel] pp={sizes.pp} with [pipeline] schedule={show(pipeline.schedule)} makes "
+            f"{stages} stages, but the model has {layers} layers. Set a smaller pp or "
+            "virtual_stages."
+        )
+    check_schedule(
+        pipeline.schedule,
+        num_ranks=sizes.pp,
+        num_microbatches=num_microbatches(config, sizes),
+        virtual_stages=pipeline.virtual_stages,
+    )
+    if pipeline.schedule in SPLIT_BACKWARD and config.compile.enabled:
+        raise UserError(
+            f"[pipeline] schedule={show(pipeline.schedule)} splits the backward pass, which torch "
+            "cannot do with compiled blocks. Set [compile] enabled = false, or schedule = "
+            '"interleaved_1f1b".'
+        )
+    if config.parallel.reshard_after_forward == "always":
+        raise UserError(
+            '[parallel] reshard_after_forward="always" would gather the parameters anew for every '
+            f'microbatch of pp={sizes.pp}. Set "auto".'
+        )
+
+
+def microbatch_size(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> int:
+    """Samples of one forward pass on one rank; in a pipeline, 1 if unset."""
+    share = config.training.global_batch_size // sizes.data
+    return config.training.microbatch_size or (1 if sizes.pp > 1 else share)
+
+
+def num_microbatches(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> int:
+    """Forward passes of one rank in a step."""
+    share = config.training.global_batch_size // sizes.data
+    return share // microbatch_size(config, sizes)
+
+
+def largest_divisor(*numbers: int, below: int) -> int:
+    """The largest number under `below` that divides all of them."""
+    return next(n for n in range(below - 1, 0, -1) if not any(number % n for number in numbers))
