@@ -126,5 +126,5 @@ def test_ddim_takes_counts_that_no_stride_gives(count):
 
 @pytest.mark.parametrize("sampler", [ddpm, ddim])
 def test_more_steps_than_the_network_knows_are_refused(sampler):
-    with pytest.raises(UserError, match=r"steps=51: the network was trained with 50"):
+    with pytest.raises(UserError, match=r"steps=51: the network is trained with 50"):
         sampler(Arbitrary(), torch.randn(1, 2, 2), Settings(51, 0.0, fresh((1, 2, 2))))
