@@ -222,7 +222,10 @@ def test_flags_can_choose_another_dataset(load):
         (["--training.steps", "1.5"], "[training] steps=1.5 must be a whole number"),
         (["--compile.enabled", "yes"], '[compile] enabled="yes" must be true or false'),
         (["--compile.enabled", "1"], "[compile] enabled=1 must be true or false"),
-        (["--precision.dtype", "fp16"], '[precision] dtype="fp16" is not one of "fp32", "bf16"'),
+        (
+            ["--precision.dtype", "fp16"],
+            '[precision] dtype="fp16" is not one of "fp64", "fp32", "bf16"',
+        ),
         (["--optimizer.betas", "0.9"], "[optimizer] betas=[0.9] must hold two"),
         (["--optimizer.lr", "nan"], "[optimizer] lr=nan must be"),
         (["--optimizer.lr", "-1e-3"], "[optimizer] lr=-0.001 must be above 0"),

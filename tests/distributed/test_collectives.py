@@ -1,0 +1,67 @@
+"""Tensor parallelism sends what it has to, and nothing else."""
+
+import pytest
+import torch
+from harness import on_ranks
+from tiny import tiny_config, torch_rng
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_dit.trainer import Trainer
+
+OPS = torch.ops._c10d_functional
+
+
+class Elements(TorchDispatchMode):
+    """Elements that a rank sends in collectives, of large tensors and of others."""
+
+    def __init__(self, large):
+        super().__init__()
+        self.large = large
+        self.sent = {"large": 0.0, "small": 0.0}
+        self.kinds = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        packet = op.overloadpacket
+        whole = {
+            OPS.all_gather_into_tensor: lambda: out.numel(),
+            OPS.reduce_scatter_tensor: lambda: args[0].numel(),
+            OPS.all_reduce: lambda: 2 * args[0].numel(),
+        }
+        if packet in whole:
+            ranks = torch.distributed.get_world_size()
+            numel = whole[packet]()
+            kind = "large" if numel >= self.large else "small"
+            self.sent[kind] += numel * (ranks - 1) / ranks
+            self.kinds.add(str(packet))
+        return out
+
+
+BATCH, TOKENS, HIDDEN = 16, 16, 32
+
+
+def sent_per_layer(world, sequence_parallel):
+    """By two depths: what embed and head send falls out."""
+    found = []
+    for layers in (2, 6):
+        config = tiny_config(
+            model={"layers": layers},
+            parallel={"tp": world.size, "sequence_parallel": sequence_parallel},
+        )
+        trainer = Trainer(config, world)
+        batch = next(trainer.batches())
+        prepared = config.objective.prepare(batch, torch_rng(trainer, batch))
+        with Elements(large=BATCH * TOKENS * HIDDEN) as elements:
+            trainer.executor.step(prepared)
+        found.append(elements.sent)
+    return {kind: (found[1][kind] - found[0][kind]) / 4 for kind in found[0]}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_layer_sends_what_theory_says(sequence_parallel):
+    """8 (t-1)/t b s h (arXiv:2205.05198), and the 12 (t-1)/t b h of the modulation."""
+    [sent, _] = on_ranks(2, sent_per_layer, sequence_parallel)
+    assert sent["large"] == 8 * (1 / 2) * BATCH * TOKENS * HIDDEN
+    # Without sequence parallelism the gradient of the modulation is whole on every rank.
+    modulation = 12 if sequence_parallel else 6
+    assert sent["small"] == modulation * (1 / 2) * BATCH * HIDDEN
