@@ -8,7 +8,8 @@ from harness import on_ranks
 
 from titan_dit import catalog, config_file
 from titan_dit.config_file import CONFIG_DIR
-from titan_dit.parallel.mesh import check_batch, solve
+from titan_dit.parallel.mesh import solve
+from titan_dit.pipeline.checks import check_layout
 
 NAMES = sorted(path.stem for path in CONFIG_DIR.glob("*.toml"))
 # Trainable parameters, in millions: arXiv:2212.09748 counts XL/2 as 675, L/2 458, B/2 130, S/2 33.
@@ -38,9 +39,25 @@ def test_the_models_have_the_published_sizes(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_the_batch_divides_over_a_node(name, ranks):
+def test_a_recipe_fits_a_node_and_parts_of_it(name, ranks):
     config = load(name)
-    check_batch(config.training, solve(config.parallel, ranks))
+    check_layout(config, solve(config.parallel, ranks))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "flags"),
+    [
+        ("dit_xl2", 8, {}),
+        ("dit_3b", 16, {}),
+        ("dit_3b", 64, {}),
+        ("dit_3b", 32, {"model.latent_size": 512, "parallel.cp": 8}),
+        ("dit_3b", 16, {"model.latent_size": 512, "parallel.cp": 1, "parallel.pp": 8}),
+    ],
+)
+def test_the_layouts_that_a_recipe_names_fit(name, ranks, flags):
+    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    config = config_file.load(["--config", name, *words], catalog.variant)
+    check_layout(config, solve(config.parallel, ranks))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -64,6 +81,7 @@ def two_steps_of_each(world):
         shape = {"latent_size": 8, "channels": channels, "num_classes": model["num_classes"]}
         tables["data"] = {"name": "synthetic", "count": 64, **shape}
         tables["compile"] = {"enabled": False}
+        tables["parallel"] = tables["pipeline"] = {}
         tables["training"] |= {"global_batch_size": 4, "microbatch_size": 2}
         trainer = Trainer(config_file.build(tables, catalog.variant), world)
         batches = trainer.batches()
@@ -80,7 +98,9 @@ def test_every_recipe_takes_steps():
         # Predicting nothing of standard normal targets costs about 1, a velocity twice that.
         assert 0.5 < loss < 4, name
         assert 0 < grad_norm < 100, name
-        assert lr == (1e-4 if name in PUBLISHED else pytest.approx(6e-5)), name
+        warmup = load(name).lr_schedule.warmup_steps
+        peak = load(name).optimizer.lr
+        assert lr == (pytest.approx(peak * 2 / warmup) if warmup else peak), name
 
 
 def test_recipes_of_one_family_differ_only_where_they_mean_to():

@@ -173,7 +173,7 @@ def load_and_continue(world, folder, layout, steps):
     losses = []
     for trainer.step in range(5, steps + 1):
         loss, _, _ = trainer.train_step(next(batches))
-        losses.append(trainer.mesh.sum_over_data(loss).item())
+        losses.append(trainer.mesh.sum_loss(loss).item())
     return loaded, losses
 
 
