@@ -255,7 +255,7 @@ def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
 
 def test_a_killed_worker_is_an_error_in_words():
     assert "a worker was killed (signal 9): not enough memory?" in str(pack.worker_error(-9, ""))
-    assert str(pack.worker_error(1, "disk full")) == "[data pack] disk full"
+    assert str(pack.worker_error(1, "[data pack] disk full")) == "[data pack] disk full"
 
 
 def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(
@@ -275,8 +275,49 @@ def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(
     (output / "out-00005.json").write_text("{")
     (output / "out-00006.safetensors").unlink()
     (output / "out-00007.safetensors.partial").write_bytes(b"half")
+    (output / ".tmpfgFDHt").write_bytes(b"safetensors leaves such where it is killed")
     packed(faulty / "in", output, shard_size=6)
     assert files_in(output) == files_in(faulty / "one" / "out")
+
+
+def test_a_dataset_that_lost_shards_gets_those_back(faulty, tmp_path):
+    output = tmp_path / "out"
+    packed(faulty / "in", output, shard_size=6)
+    (output / "out-00003.safetensors").unlink()
+    cut = output / "out-00007.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    kept = {p: p.stat().st_mtime_ns for p in output.glob("*0[0124569].safetensors")}
+    assert len(packed(faulty / "in", output, shard_size=6)) == 6
+    assert files_in(output) == files_in(faulty / "one" / "out")
+    assert {p: p.stat().st_mtime_ns for p in kept} == kept
+    # Without the report, what was dropped is not known: those chunks are read again.
+    (output / "dropped.json").unlink()
+    (output / "out-00003.safetensors").unlink()
+    assert len(packed(faulty / "in", output, shard_size=6)) == 6
+    assert files_in(output) == files_in(faulty / "one" / "out")
+
+
+def test_inputs_that_cannot_be_opened_are_left_out(tmp_path):
+    class_folders(tmp_path / "in")
+    (tmp_path / "in" / "0001" / "2.npy").unlink()
+    (tmp_path / "in" / "0001" / "2.npy").symlink_to(tmp_path / "gone.npy")
+    assert packed(tmp_path / "in", tmp_path / "out") == [
+        (6, "cannot be opened: No such file or directory")
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_one_error_that_names_the_file(tmp_path, workers):
+    class_folders(tmp_path / "in")
+    # A folder of that name can no more be written than a file on a full disk.
+    (tmp_path / "out" / "out-00001.safetensors.partial").mkdir(parents=True)
+    plan = pack.make_plan(tmp_path / "in", tmp_path / "out", shard_size=4)
+    with pack.claimed(tmp_path / "out", plan.digest()):
+        pass
+    message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", workers, shard_size=4))
+    assert message.startswith(f"[data pack] {tmp_path}/out/out-00001.safetensors cannot be written")
+    assert "Free space" in message
+    assert "run the same command again" in message
 
 
 def leftover(output):
@@ -334,6 +375,29 @@ def test_two_processes_do_not_pack_into_one_folder(tmp_path):
     with pack.claimed(tmp_path / "out", plan.digest()):
         message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
     assert "another process is packing" in message
+
+
+def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    flock = pack.fcntl.flock
+    removed = []
+
+    def remove_first(descriptor, how):
+        if not removed:  # As if its holder finished between our open and our lock.
+            removed.append((tmp_path / "pack.json").unlink())
+        flock(descriptor, how)
+
+    monkeypatch.setattr(pack.fcntl, "flock", remove_first)
+    with pack.claimed(tmp_path, "digest"):
+        assert "digest" in (tmp_path / "pack.json").read_text()
+    assert removed
+
+
+def test_a_killed_writer_leaves_nothing_that_stops_the_next(tmp_path):
+    class_folders(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "pack.json").write_text("")  # Killed before its first line.
+    assert packed(tmp_path / "in", tmp_path / "out", shard_size=4) == []
+    assert "pack.json" not in files_in(tmp_path / "out")
 
 
 def test_pictures_become_pixels(tmp_path):

@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
-from titan_dit.data.files import BadFileError
+from titan_dit.data.files import BadFileError, read_whole
 
 
 def read_image(
@@ -21,9 +21,7 @@ def read_image(
 
     With `shape`, grey becomes RGB where that has three channels; any other difference is refused.
     """
-    data = path.read_bytes()
-    if not data:
-        raise BadFileError("empty file")
+    data = read_whole(path)
     try:
         with Image.open(io.BytesIO(data)) as image:
             grey = image.mode in ("1", "L", "LA")

@@ -13,7 +13,7 @@ from titan_dit.section import Count, Finite, UserError, conform
 
 FORMAT = "titan_dit.latents/1"
 FOLDER_FORMAT = "titan_dit.folder/1"
-MANIFEST = "manifest.json"
+MANIFEST, CLAIM = "manifest.json", "pack.json"
 MANIFEST_KEYS = {
     "source": str,
     "shape": tuple[Count, ...],
@@ -131,10 +131,15 @@ def agreed(
 
 
 def write_json(file: Path, values: Any) -> None:
+    """Values as people can read them, by `write_whole`."""
+    write_whole(file, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def write_whole(file: Path, data: bytes) -> None:
     """Durably, and whole or not at all."""
     aside = file.with_name(file.name + ".partial")
-    with aside.open("w") as opened:
-        opened.write(json.dumps(values, indent=2) + "\n")
+    with aside.open("wb") as opened:
+        opened.write(data)
         opened.flush()
         os.fsync(opened.fileno())
     aside.replace(file)
