@@ -56,10 +56,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a folder of shards, its keys and simple types checked."""
-    file = path / MANIFEST
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise UserError(f"[data] path={path}: there is no {MANIFEST} of shards ({FORMAT}).")
+    return check_manifest(manifest, path / MANIFEST)
+
+
+def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The manifest of shards, its keys, types and sums checked."""
     manifest = conform_keys(manifest, MANIFEST_KEYS, str(file))
     if not isinstance(manifest.get("shards"), list) or len(manifest["shape"]) != 3:
         raise UserError(f"[data] {file}: shape must be [c, h, w], and shards a list.")

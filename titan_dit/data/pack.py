@@ -37,6 +37,7 @@ from titan_dit.data.manifest import (
     FORMAT,
     MANIFEST,
     agreed,
+    check_manifest,
     read_folder_manifest,
     read_json,
     sync_folder,
@@ -369,6 +370,7 @@ def write_all(plan: Plan, output: Path, digest: str, records: list[Record]) -> N
         "plan": digest,
         "shards": shards,
     }
+    check_manifest(manifest, output / MANIFEST)  # What we write must be what we open.
     write_json(output / MANIFEST, manifest)
     clean(plan, output)
 
