@@ -131,6 +131,16 @@ def test_showing_a_folder_of_means_and_stds_says_so(tmp_path):
     assert (tmp_path / "pictures" / "few.png").is_file()
 
 
+def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
+    class_folders(tmp_path / "set")
+    before = files_in(tmp_path)
+    assert "lies in the dataset ." in only_error(data("show", ".", cwd=tmp_path / "set"))
+    assert "lies in the dataset" in only_error(
+        data("show", "set", "--out", "set/0001/few.png", cwd=tmp_path)
+    )
+    assert files_in(tmp_path) == before
+
+
 BAD = {
     "no input": (("pack", "--input", "no", "--output", "out"), "path=no: no such folder"),
     "no dataset": (("show", "empty"), "path=empty: there is no manifest.json"),

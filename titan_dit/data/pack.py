@@ -109,6 +109,17 @@ def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tu
             f"[data pack] none of {num} files from all over {listing.root} can be packed; the "
             f"first is {first_error}."
         )
+    sizes = {(h, w) for _, h, w in shapes}
+    if (
+        listing.kind == "images"
+        and not image_size
+        and (len(sizes) > 1 or any(h != w for h, w in sizes))
+    ):
+        found = ", ".join(f"{w}x{h}" for h, w in sorted(sizes)[:4])
+        raise UserError(
+            f"[data pack] the pictures of {listing.root} are not squares of one size ({found}). "
+            "Resize and crop them: --image-size 64, or whatever the model takes."
+        )
     return shapes.most_common(1)[0][0]
 
 
