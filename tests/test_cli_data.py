@@ -10,7 +10,9 @@ from commands import metrics, run, train
 from folders_of_files import class_folders, files_in, latents_of, pair, pictures, save
 from PIL import Image
 
-from titan_dit.commands import data_pack
+from titan_dit.__main__ import as_python
+from titan_dit.commands import data_pack, data_show
+from titan_dit.section import UserError
 
 MODEL = ("--model.hidden", 32, "--model.layers", 1, "--model.channels", 4, "--model.num_classes", 3)
 RUN = ("--training.global_batch_size", 8, "--training.steps", 4, "--checkpoint.every", 2)
@@ -101,7 +103,9 @@ def test_packing_reports_and_showing_draws(tmp_path):
     assert "every one is named in shards/dropped.json" in said
     assert "wrote 7 samples to shards" in said
     before = files_in(tmp_path / "shards")
-    assert "packed already" in succeeded(data("pack", *flags, cwd=tmp_path))
+    again = succeeded(data("pack", *flags, cwd=tmp_path))
+    assert "packed already" in again
+    assert "packed before with 1 files left out (shards/dropped.json); delete shards" in again
     assert files_in(tmp_path / "shards") == before
 
     said = succeeded(data("show", "shards", "--num", 4, "--verify", "true", cwd=tmp_path))
@@ -125,6 +129,16 @@ def test_showing_a_folder_of_means_and_stds_says_so(tmp_path):
     assert "the 8 channels look like a mean and a std of 4" in said
     assert "3 (cat, dog, emu)" in said
     assert (tmp_path / "pictures" / "few.png").is_file()
+
+
+def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
+    class_folders(tmp_path / "set")
+    before = files_in(tmp_path)
+    assert "lies in the dataset ." in only_error(data("show", ".", cwd=tmp_path / "set"))
+    assert "lies in the dataset" in only_error(
+        data("show", "set", "--out", "set/0001/few.png", cwd=tmp_path)
+    )
+    assert files_in(tmp_path) == before
 
 
 BAD = {
@@ -167,6 +181,40 @@ def test_help_lists_the_commands_of_a_group(tmp_path):
         assert "data pack" in said
         assert "data show" in said
     assert "Positional" not in succeeded(data("show", "--help", cwd=tmp_path))
+
+
+def test_reasons_are_grouped_by_kind():
+    reasons = [f"shape [3, {i}, 4], not [3, 8, 8] as the others" for i in range(39)]
+    reasons += ["empty file"] * 2 + ["holds 2 entries (a, b)", "holds 3 entries (a, b, c)"]
+    assert data_pack.summary(reasons) == [
+        "dropped 39: wrong shape, e.g. shape [3, 0, 4], not [3, 8, 8] as the others",
+        "dropped 2: empty file",
+        "dropped 2: holds entries, e.g. holds 2 entries (a, b)",
+    ]
+
+
+def test_a_list_of_classes_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "list.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(UserError, match=r"list.txt is not a text file in UTF-8"):
+        data_pack.read_classes(str(tmp_path / "list.txt"))
+
+
+def test_switches_are_written_as_in_toml():
+    for words in (["--verify", "true"], ["--verify=true"]):
+        spelled = as_python(["set", *words], data_show.Options)
+        assert "=".join(spelled[1:]) == "--verify=True"
+    assert as_python(["--out=true"], data_show.Options) == ["--out=true"]
+
+
+def test_an_open_line_of_progress_is_ended(monkeypatch, capsys):
+    monkeypatch.setattr(data_pack.sys.stderr, "isatty", lambda: True, raising=False)
+    line = data_pack.ProgressLine(10)
+    line.end()
+    assert capsys.readouterr().err == ""
+    line(10, 0)
+    line.end()
+    line.end()
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_progress_is_a_line_every_ten_seconds_with_the_time_left(monkeypatch, capsys):

@@ -55,10 +55,15 @@ def as_python(words: list[str], options: type[Section]) -> list[str]:
     switches = {
         f"--{name}".replace("_", "-") for name, kind in hints_of(options).items() if kind is bool
     }
-    return [
-        word.capitalize() if before.replace("_", "-") in switches else word
-        for before, word in zip(["", *words], words, strict=False)
-    ]
+    spelled = []
+    for before, word in zip(["", *words], words, strict=False):
+        name, equals, value = word.partition("=")
+        if before.replace("_", "-") in switches:
+            word = word.capitalize()
+        elif equals and name.replace("_", "-") in switches:
+            word = f"{name}={value.capitalize()}"
+        spelled.append(word)
+    return spelled
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def pair(root, prefix="", count=12, num_classes=3, shape=(4, 8, 8)):
     return latents, labels
 
 
-def pictures(root, classes=("cat", "dog"), each=3, size=(10, 12), mode="RGB"):
+def pictures(root, classes=("cat", "dog"), each=3, size=(10, 10), mode="RGB"):
     """Lossless, so that the pixels can be compared."""
     generator = np.random.default_rng(0)
     for name in classes:

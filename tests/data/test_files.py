@@ -75,6 +75,62 @@ def test_a_damaged_file_is_no_latent(tmp_path, suffix):
     assert reason(path) == "empty file"
 
 
+@pytest.mark.parametrize(
+    "header", ["{'descr': '<f4', (", "{'descr': \n'<f4'\n\t 'x'", "1 1", "\x00", "{" * 60]
+)
+def test_a_header_that_is_no_python_is_a_damaged_file(tmp_path, header):
+    data = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.ljust(117).encode() + b"\n"
+    (tmp_path / "0.npy").write_bytes(data + bytes(128))
+    assert "damaged" in reason(tmp_path / "0.npy")
+
+
+def test_suffixes_in_capitals_are_the_same(tmp_path):
+    for suffix in (".npy", ".pt", ".safetensors"):
+        save(tmp_path / f"0{suffix}", LATENT)
+        (tmp_path / f"0{suffix}").rename(tmp_path / f"0{suffix.upper()}")
+        assert torch.equal(read_latent(tmp_path / f"0{suffix.upper()}"), LATENT)
+
+
+def test_tensors_without_values_of_their_own_are_refused_and_lazy_ones_are_resolved(tmp_path):
+    for i, tensor in enumerate((LATENT.to("meta"), LATENT.to_sparse())):
+        torch.save(tensor, tmp_path / f"{i}.pt")
+        assert "without values of its own" in reason(tmp_path / f"{i}.pt")
+    torch.save(LATENT._neg_view(), tmp_path / "2.pt")
+    assert torch.equal(read_latent(tmp_path / "2.pt"), -LATENT)
+
+
+class Slow:
+    """A file that gives a few bytes at a time, and ends after `length`."""
+
+    def __init__(self, file, length):
+        self.file, self.left = file, length
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def fileno(self):
+        return self.file.fileno()
+
+    def readinto(self, view):
+        num = self.file.readinto(view[: min(7, self.left)])
+        self.left -= num
+        return num
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".pt", ".safetensors"])
+def test_reads_that_give_less_than_asked_go_on_until_the_file_ends(tmp_path, suffix, monkeypatch):
+    path = tmp_path / f"0{suffix}"
+    save(path, LATENT)
+    opened, length = type(path).open, path.stat().st_size
+    monkeypatch.setattr(type(path), "open", lambda *a, **k: Slow(opened(*a, **k), length))
+    assert torch.equal(read_latent(path), LATENT)
+    length -= 20
+    assert f"only {length} of its {length + 20} bytes" in reason(path).replace(",", "")
+
+
 BAD = {
     "nan": (torch.full((2, 4, 4), float("nan")), "NaN or infinity"),
     "infinity": (torch.full((2, 4, 4), float("-inf")), "NaN or infinity"),
@@ -132,6 +188,10 @@ def test_a_label_is_one_whole_number_of_zero_or_above(tmp_path):
         np.save(tmp_path / "0.npy", good)
         assert read_label(tmp_path / "0.npy") == 7
     for bad in (np.array([-1]), np.array([1, 2]), np.array([0.5]), np.array([float("nan")])):
+        np.save(tmp_path / "0.npy", bad)
+        with pytest.raises(BadFileError, match=r"not one label|not a class number"):
+            read_label(tmp_path / "0.npy")
+    for bad in (np.array([10**12]), np.array([1e30]), np.array([float("inf")]), np.array([2**31])):
         np.save(tmp_path / "0.npy", bad)
         with pytest.raises(BadFileError, match=r"not one label|not a class number"):
             read_label(tmp_path / "0.npy")

@@ -121,6 +121,28 @@ def test_the_digest_of_a_folder_is_of_its_names_and_labels(tmp_path):
     assert open_folder(tmp_path / "b").facts.digest != digest
 
 
+def test_a_folder_is_verified_by_reading_every_file(tmp_path):
+    class_folders(tmp_path, each=6)
+    assert len(open_folder(tmp_path, verify=True)) == 18
+    (tmp_path / "0001" / "4.npy").write_bytes(b"")
+    open_folder(tmp_path)
+    assert "0001/4.npy: empty file" in refused(lambda: open_folder(tmp_path, verify=True))
+
+
+def test_other_labels_of_the_same_files_are_another_dataset(tmp_path):
+    pair(tmp_path)
+    digest = open_folder(tmp_path).facts.digest
+    np.save(tmp_path / "labels" / "5.npy", np.array([1]))
+    assert open_folder(tmp_path).facts.digest != digest
+
+
+def test_a_shift_that_disagrees_with_the_folder_is_refused(tmp_path):
+    class_folders(tmp_path)
+    text = json.dumps({"format": "titan_dit.folder/1", "shift": 0.5})
+    (tmp_path / "manifest.json").write_text(text)
+    assert "shift=0.25, but" in refused(lambda: open_folder(tmp_path, shift=0.25))
+
+
 def test_half_precision_stays_half_until_the_device(tmp_path):
     for i in range(4):
         save(tmp_path / "0" / f"{i}.npy", latents_of(1)[0].half())
@@ -230,6 +252,7 @@ def test_a_std_below_zero_is_a_log_variance(tmp_path):
     message = refused(lambda: batches(source, 1, workers=1))
     assert "8 channels where [model] has channels=4" in message
     assert "a mean and a log variance?" in message
+    check_std(torch.zeros(1, 8, 8, 8), source.facts, 4)  # A std of exactly 0 is one.
     check_std(logvar[None], source.facts, 8)  # A model of 8 channels may have any values.
 
 

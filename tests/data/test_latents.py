@@ -198,6 +198,36 @@ def test_a_dtype_that_could_not_be_read_back_is_not_written(tmp_path):
     assert not (tmp_path / "set").exists()
 
 
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (torch.zeros(9).long(), r"label is torch.int64 \[9\], not int64 \[10\]"),
+        (torch.zeros(10), r"label is torch.float32 \[10\]"),
+        (torch.zeros(10).int(), r"label is torch.int32"),
+        (torch.arange(10), r"row 4 has label=4, outside 0 to 3"),
+        (torch.full((10,), -1), r"row 0 has label=-1"),
+    ],
+)
+def test_labels_that_could_not_be_opened_are_not_written(tmp_path, labels, words):
+    with pytest.raises(UserError, match=words):
+        write_shards(
+            tmp_path / "set", latents_of(torch.float16), labels, num_classes=4, source="test"
+        )
+    assert not (tmp_path / "set").exists()
+
+
+def test_no_samples_are_no_dataset(tmp_path):
+    with pytest.raises(UserError, match="hold no sample"):
+        write_shards(
+            tmp_path / "set",
+            latents_of(torch.float16)[:0],
+            torch.zeros(0).long(),
+            num_classes=4,
+            source="test",
+        )
+    assert not (tmp_path / "set").exists()
+
+
 def test_a_changed_sample_leaves_the_dataset_alone(tmp_path):
     latents = torch.arange(64.0).view(1, 1, 8, 8)
     write_shards(tmp_path, latents, torch.zeros(1, dtype=torch.int64), num_classes=1, source="test")

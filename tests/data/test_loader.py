@@ -1,12 +1,16 @@
 import itertools
+import os
+import signal
 
 import pytest
 import torch
 
 from titan_dit.data import loader
+from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.latents import Digits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.models.dit import DiTConfig
+from titan_dit.section import UserError
 
 MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=8, channels=1, num_classes=10)
 CPU = torch.device("cpu")
@@ -59,6 +63,21 @@ def test_workers_give_the_same_batches_in_the_same_order():
     alone, helped = batches(7, cursor=1700), batches(7, cursor=1700, workers=2)
     for a, b in zip(alone, helped, strict=True):
         assert_equal(a, b)
+
+
+class Killed(Source):
+    """Ends the process that reads it, as the kernel does where memory runs out."""
+
+    facts = DataFacts(shape=(1, 8, 8), count=99, num_classes=10)
+
+    def read(self, rows):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_an_error_of_the_users():
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 99), 0, 1)
+    with pytest.raises(UserError, match=r"a data worker was killed: not enough memory\?"):
+        next(loader.load(Killed(), order, 0, MODEL, CPU, seed=5, workers=2))
 
 
 def test_loading_from_a_cursor_continues():

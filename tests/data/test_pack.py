@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -255,7 +256,7 @@ def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
 
 def test_a_killed_worker_is_an_error_in_words():
     assert "a worker was killed (signal 9): not enough memory?" in str(pack.worker_error(-9, ""))
-    assert str(pack.worker_error(1, "disk full")) == "[data pack] disk full"
+    assert str(pack.worker_error(1, "[data pack] disk full")) == "[data pack] disk full"
 
 
 def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(
@@ -275,8 +276,49 @@ def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(
     (output / "out-00005.json").write_text("{")
     (output / "out-00006.safetensors").unlink()
     (output / "out-00007.safetensors.partial").write_bytes(b"half")
+    (output / ".tmpfgFDHt").write_bytes(b"safetensors leaves such where it is killed")
     packed(faulty / "in", output, shard_size=6)
     assert files_in(output) == files_in(faulty / "one" / "out")
+
+
+def test_a_dataset_that_lost_shards_gets_those_back(faulty, tmp_path):
+    output = tmp_path / "out"
+    packed(faulty / "in", output, shard_size=6)
+    (output / "out-00003.safetensors").unlink()
+    cut = output / "out-00007.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    kept = {p: p.stat().st_mtime_ns for p in output.glob("*0[0124569].safetensors")}
+    assert len(packed(faulty / "in", output, shard_size=6)) == 6
+    assert files_in(output) == files_in(faulty / "one" / "out")
+    assert {p: p.stat().st_mtime_ns for p in kept} == kept
+    # Without the report, what was dropped is not known: those chunks are read again.
+    (output / "dropped.json").unlink()
+    (output / "out-00003.safetensors").unlink()
+    assert len(packed(faulty / "in", output, shard_size=6)) == 6
+    assert files_in(output) == files_in(faulty / "one" / "out")
+
+
+def test_inputs_that_cannot_be_opened_are_left_out(tmp_path):
+    class_folders(tmp_path / "in")
+    (tmp_path / "in" / "0001" / "2.npy").unlink()
+    (tmp_path / "in" / "0001" / "2.npy").symlink_to(tmp_path / "gone.npy")
+    assert packed(tmp_path / "in", tmp_path / "out") == [
+        (6, "cannot be opened: No such file or directory")
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_one_error_that_names_the_file(tmp_path, workers):
+    class_folders(tmp_path / "in")
+    # A folder of that name can no more be written than a file on a full disk.
+    (tmp_path / "out" / "out-00001.safetensors.partial").mkdir(parents=True)
+    plan = pack.make_plan(tmp_path / "in", tmp_path / "out", shard_size=4)
+    with pack.claimed(tmp_path / "out", plan.digest()):
+        pass
+    message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", workers, shard_size=4))
+    assert message.startswith(f"[data pack] {tmp_path}/out/out-00001.safetensors cannot be written")
+    assert "Free space" in message
+    assert "run the same command again" in message
 
 
 def leftover(output):
@@ -336,11 +378,34 @@ def test_two_processes_do_not_pack_into_one_folder(tmp_path):
     assert "another process is packing" in message
 
 
+def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    flock = pack.fcntl.flock
+    removed = []
+
+    def remove_first(descriptor, how):
+        if not removed:  # As if its holder finished between our open and our lock.
+            removed.append((tmp_path / "pack.json").unlink())
+        flock(descriptor, how)
+
+    monkeypatch.setattr(pack.fcntl, "flock", remove_first)
+    with pack.claimed(tmp_path, "digest"):
+        assert "digest" in (tmp_path / "pack.json").read_text()
+    assert removed
+
+
+def test_a_killed_writer_leaves_nothing_that_stops_the_next(tmp_path):
+    class_folders(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "pack.json").write_text("")  # Killed before its first line.
+    assert packed(tmp_path / "in", tmp_path / "out", shard_size=4) == []
+    assert "pack.json" not in files_in(tmp_path / "out")
+
+
 def test_pictures_become_pixels(tmp_path):
     pictures(tmp_path / "in")
     assert packed(tmp_path / "in", tmp_path / "out") == []
     source = LatentShards(tmp_path / "out", verify=True)
-    assert source.facts.shape == (3, 10, 12)
+    assert source.facts.shape == (3, 10, 10)
     assert (source.facts.scale, source.facts.shift) == (1 / 127.5, 127.5)
     assert source.facts.value_range == (0, 255)
     assert source.facts.class_names == ("cat", "dog")
@@ -352,28 +417,74 @@ def test_pictures_become_pixels(tmp_path):
 def test_grey_pictures_have_one_channel_unless_others_have_colour(tmp_path):
     pictures(tmp_path / "in", mode="L")
     packed(tmp_path / "in", tmp_path / "grey")
-    assert LatentShards(tmp_path / "grey").facts.shape == (1, 10, 12)
+    assert LatentShards(tmp_path / "grey").facts.shape == (1, 10, 10)
     pictures(tmp_path / "in", classes=("emu",), each=20)
     packed(tmp_path / "in", tmp_path / "both")
     source = LatentShards(tmp_path / "both")
-    assert source.facts.shape == (3, 10, 12)
+    assert source.facts.shape == (3, 10, 10)
     assert len(source) == 26
     assert torch.equal(source[0].latent[0], source[0].latent[2])
 
 
 def test_bad_pictures_are_left_out(tmp_path):
-    pictures(tmp_path / "in", each=6)
-    (tmp_path / "in" / "cat" / "0.png").write_bytes(b"")
-    (tmp_path / "in" / "cat" / "1.png").write_bytes(b"\x89PNG and no more")
-    whole = (tmp_path / "in" / "cat" / "3.png").read_bytes()
-    (tmp_path / "in" / "cat" / "3.png").write_bytes(whole[: len(whole) // 2])
-    Image.new("RGB", (4, 4)).save(tmp_path / "in" / "dog" / "0.png")
+    pictures(tmp_path / "in", each=70)
+    cat = tmp_path / "in" / "cat"
+    (cat / "0.png").write_bytes(b"")
+    (cat / "1.png").write_bytes(b"\x89PNG and no more")
+    whole = (cat / "3.png").read_bytes()
+    (cat / "3.png").write_bytes(whole[: len(whole) // 2])
+    Image.fromarray(np.full((10, 10), 40000, dtype=np.uint16)).save(cat / "4.png")
+    Image.new("RGB", (4, 4)).save(cat / "5.png")  # The look at some of all files misses it.
     reasons = [reason for _, reason in packed(tmp_path / "in", tmp_path / "out")]
     assert reasons == [
         "empty file",
         *["not a readable picture: damaged, or cut off"] * 2,
-        "shape [3, 4, 4], not [3, 10, 12] as the others",
+        "I;16 picture, of more than 8 bit; convert it to 8 bit",
+        "shape [3, 4, 4], not [3, 10, 10] as the others",
     ]
+
+
+@pytest.mark.parametrize("sizes", [((10, 10), (12, 12)), ((10, 12), (10, 12))])
+def test_pictures_that_are_not_squares_of_one_size_need_a_size(tmp_path, sizes):
+    for name, size in zip(("cat", "dog"), sizes, strict=True):
+        pictures(tmp_path / "in", classes=(name,), size=size)
+    message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
+    assert "not squares of one size (1" in message
+    assert "--image-size" in message
+    packed(tmp_path / "in", tmp_path / "out", image_size=8)
+    assert LatentShards(tmp_path / "out").facts.shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_laid_on_white(tmp_path, mode):
+    image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    image.putpixel((1, 0), (40, 40, 40, 255))
+    image.convert(mode).save(tmp_path / "0.png")
+    pixels = read_image(tmp_path / "0.png")
+    assert pixels.shape[0] == (1 if mode == "LA" else 3)
+    assert pixels[:, 0].unique(dim=0).tolist() == [[255, 40]]
+
+
+def test_the_crop_is_in_the_middle_of_the_height_too():
+    ramp = np.linspace(0, 255, 300)[:, None].repeat(40, 1).round().astype(np.uint8)
+    cropped = np.asarray(center_crop(Image.fromarray(ramp), 16)).astype(float)
+    assert cropped[7:9].mean() == pytest.approx(127.5, abs=6)
+    assert cropped[0].mean() == pytest.approx(127.5 - 7.5 * 255 * 40 / 300 / 16, abs=6)
+
+
+def test_one_value_above_half_precision_is_enough_to_leave_a_file_out(tmp_path):
+    class_folders(tmp_path / "in")
+    large = latents_of(1)[0]
+    large[1, 2, 3] = 1e5
+    save(tmp_path / "in" / "0001" / "1.npy", large)
+    ((row, reason),) = packed(tmp_path / "in", tmp_path / "out")
+    assert (row, "not finite in float16" in reason) == (5, True)
+
+
+def test_pictures_of_another_size_are_another_plan(tmp_path):
+    pictures(tmp_path / "in", size=(40, 40))
+    plan = pack.make_plan(tmp_path / "in", tmp_path / "out", image_size=40)
+    assert dataclasses.replace(plan, image_size=None).digest() != plan.digest()
 
 
 @pytest.mark.parametrize("size", [(90, 61), (32, 32), (40, 300), (17, 20)])

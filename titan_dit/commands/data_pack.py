@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Literal
 
 from titan_dit.data import pack
 from titan_dit.data.listing import few
+from titan_dit.data.manifest import read_json
 from titan_dit.observe import console
 from titan_dit.section import Count, Finite, Section, UserError
 
@@ -67,12 +69,21 @@ def main(options: Options) -> None:
         f"packing {total:,} files of {plan.listing.num_classes:,} classes into {plan.num_chunks:,} "
         f"shards of {plan.dtype} {list(plan.shape)}, {options.workers} workers"
     )
-    dropped = pack.pack(plan, output, options.workers, ProgressLine(total))
+    progress = ProgressLine(total)
+    try:
+        dropped = pack.pack(plan, output, options.workers, progress)
+    finally:
+        progress.end()
     if dropped is None:
         console.say(f"{output} is packed already")
+        if num := read_json(output)["dropped"]:
+            console.say(
+                f"packed before with {num:,} files left out ({output / pack.DROPPED}); delete "
+                f"{output} to pack again"
+            )
         return
-    for reason, count in Counter(reason for _, reason in dropped).most_common():
-        console.say(f"dropped {count:,}: {reason}")
+    for line in summary([reason for _, reason in dropped]):
+        console.say(line)
     if dropped:
         console.say(f"every one is named in {output / pack.DROPPED}")
     if emptied := pack.classes_without_samples(plan, dropped):
@@ -80,11 +91,33 @@ def main(options: Options) -> None:
     console.say(f"wrote {total - len(dropped):,} samples to {output}")
 
 
+def summary(reasons: list[str]) -> list[str]:
+    """How many files were left out for each kind of reason; numbers and brackets make no kind."""
+    kinds: dict[str, list[str]] = {}
+    for reason in reasons:
+        kind = (
+            "wrong shape" if reason.startswith("shape ") else re.sub(r"[(\[].*|\d+ ?", "", reason)
+        )
+        kinds.setdefault(kind, []).append(reason)
+    lines = []
+    for kind, alike in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        several = kind == "wrong shape" or len(set(alike)) > 1
+        words = f"{kind.strip()}, e.g. {alike[0]}" if several else alike[0]
+        lines.append(f"dropped {len(alike):,}: {words}")
+    return lines
+
+
 def read_classes(path: str | None) -> tuple[str, ...] | None:
     """The class names of a text file, one a line."""
     if path is None:
         return None
-    names = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise UserError(
+            f"[data pack] classes={path} is not a text file in UTF-8. Save it as one."
+        ) from None
+    names = [line.strip() for line in lines if line.strip()]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if not names or twice:
         fault = f"{twice[0]} stands there twice" if twice else "no class is named there"
@@ -102,6 +135,7 @@ class ProgressLine:
         self.every = 1.0 if self.on_terminal else 10.0
         self.began = self.written = time.monotonic()
         self.first: int | None = None
+        self.open = False
 
     def __call__(self, done: int, dropped: int) -> None:
         """Write the line if it is time."""
@@ -116,5 +150,13 @@ class ProgressLine:
         left = console.duration((self.total - done) / rate) if done > self.first else "?"
         line = f"{done:,}/{self.total:,}  {console.count(rate)} files/s  ETA {left}"
         line += f"  dropped {dropped:,}" if dropped else ""
-        sys.stderr.write(f"\r\033[K{line}" + "\n" * last if self.on_terminal else line + "\n")
+        sys.stderr.write(f"\r\033[K{line}" if self.on_terminal else line + "\n")
         sys.stderr.flush()
+        self.open = self.on_terminal
+
+    def end(self) -> None:
+        """End a line that is still open, so that what follows does not stand behind it."""
+        if self.open:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+        self.open = False

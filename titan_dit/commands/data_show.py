@@ -18,7 +18,7 @@ from titan_dit.data.listing import few
 from titan_dit.data.units import to_model_units
 from titan_dit.observe import console, images
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Count, Section
+from titan_dit.section import Count, Section, UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,18 @@ class Options(Section):
     out: str | None = None
     """The picture; NAME.png in the current folder if not given."""
     verify: bool = False
-    """Read every shard and compare its SHA-256 with the manifest's."""
+    """Read every shard and compare its SHA-256 with the manifest's, or read every file."""
 
 
 def main(options: Options) -> None:
     """Print, then draw."""
     path = Path(options.path)
+    out = Path(options.out or f"{path.resolve().name}.png")
+    if path.resolve() in out.resolve().parents:
+        raise UserError(
+            f"[data show] out={out} lies in the dataset {path}, which could then not be opened. "
+            f"Choose another --out, as --out {path.resolve().parent / out.name}."
+        )
     source = open_latents(path, verify=options.verify)
     num = min(options.num, len(source))
     samples = source.read([i * len(source) // num for i in range(num)])
@@ -49,6 +55,8 @@ def main(options: Options) -> None:
         console.say(f"{name:9}{value}")
     if options.verify and isinstance(source, LatentShards):
         console.say(f"verified {len(source.shards)} shards: their digests are the manifest's")
+    elif options.verify:
+        console.say(f"verified {len(source):,} files: each can be read")
     channels = facts.shape[0] // 2 if mean_and_std else facts.shape[0]
     if mean_and_std:
         console.say(f"the {2 * channels} channels look like a mean and a std of {channels}")
@@ -57,7 +65,6 @@ def main(options: Options) -> None:
     for channel in range(min(channels, 16)):
         values = latents[:, channel]
         console.say(f"  channel {channel}: mean {values.mean():+.3f}, std {values.std():.3f}")
-    out = Path(options.out or f"{path.resolve().name}.png")
     shown = samples.latents[:, :channels].float()
     images.draw_grid(out, shown, samples.labels.tolist(), facts.value_range)
     console.say(f"drew {out}")

@@ -129,9 +129,10 @@ def check_fits(facts: DataFacts, shape: tuple[int, int, int], num_classes: int) 
         relation = "less" if num_classes < facts.num_classes else "more"
         fix = f"Set num_classes = {facts.num_classes}."
         if num_classes > facts.num_classes:
+            names = " --classes FILE" if facts.class_names else ""
             fix += (
                 " If the data is a part of a larger set, pack it with "
-                f"`python -m titan_dit data pack --num-classes {num_classes}`."
+                f"`python -m titan_dit data pack --num-classes {num_classes}{names}`."
             )
         raise UserError(
             f"[model] num_classes={num_classes} is {relation} than the {facts.num_classes} classes "

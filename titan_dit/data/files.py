@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import warnings
 from functools import lru_cache
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
 from torch import Tensor
 
 LATENT_SUFFIXES = (".npy", ".pt", ".safetensors")
 NPY_MAGIC = b"\x93NUMPY"
+LABEL_LIMIT = 2**31
 DAMAGED = "not a readable {} file: damaged, or cut off"
 
 
@@ -55,21 +58,35 @@ def read_label(path: Path) -> int:
     if label.numel() != 1 or label.is_complex():
         raise BadFileError(f"holds {list(label.shape)} values, not one label")
     value = label.item()
-    if not value >= 0 or value == float("inf") or value != int(value):
-        raise BadFileError(f"holds {value}, not a class number of 0 or above")
+    if not 0 <= value < LABEL_LIMIT or value != int(value):
+        raise BadFileError(f"holds {value}, not a class number of 0 or above (below 2^31)")
     return int(value)
 
 
 def read_tensor(path: Path) -> Tensor:
     """The one tensor of a file."""
-    with path.open("rb", buffering=0) as file:
-        data = bytearray(path.stat().st_size)
-        file.readinto(data)
+    data, suffix = read_whole(path), path.suffix.lower()
+    if suffix == ".npy":
+        return read_npy(data)
+    return read_pt(data) if suffix == ".pt" else read_safetensors(data)
+
+
+def read_whole(path: Path) -> bytearray:
+    """The bytes of a file; one that cannot be opened is bad, a failing disk is an OSError."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = bytearray(os.fstat(file.fileno()).st_size)
+            view, filled = memoryview(data), 0
+            # One read may give less than was asked for: 2 GiB at most, or less over a network.
+            while filled < len(data) and (num := file.readinto(view[filled:])):
+                filled += num
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise BadFileError(f"cannot be opened: {error.strerror}") from None
     if not data:
         raise BadFileError("empty file")
-    if path.suffix == ".npy":
-        return read_npy(data)
-    return read_pt(data) if path.suffix == ".pt" else read_safetensors(path)
+    if filled < len(data):
+        raise BadFileError(f"only {filled:,} of its {len(data):,} bytes could be read")
+    return data
 
 
 def read_npy(data: bytearray) -> Tensor:
@@ -102,7 +119,7 @@ def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
         found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # The header is Python; its parser raises SyntaxError and more.
         raise BadFileError(DAMAGED.format(".npy")) from error
     return found
 
@@ -122,25 +139,29 @@ def read_pt(data: bytearray) -> Tensor:
         raise BadFileError(DAMAGED.format(".pt")) from error
     if isinstance(loaded, dict):
         loaded = only(loaded)
-    if not isinstance(loaded, Tensor) or loaded.layout != torch.strided or loaded.is_quantized:
+    if not isinstance(loaded, Tensor):
         raise BadFileError(f"holds a {type(loaded).__name__}, not a tensor")
-    return loaded.detach()
+    plain = loaded.layout == torch.strided and not (loaded.is_quantized or loaded.is_nested)
+    if not plain or loaded.device.type != "cpu":
+        raise BadFileError("holds a tensor without values of its own: sparse, nested, or on meta")
+    # What is only marked as negated or conjugated has no numpy array.
+    return loaded.detach().resolve_neg().resolve_conj()
 
 
-def read_safetensors(path: Path) -> Tensor:
+def read_safetensors(data: bytearray) -> Tensor:
     """The tensor `latent` of a .safetensors file, or the only one."""
     try:
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(only(dict.fromkeys(file.keys()), give_key=True))
-    except SafetensorError as error:
+        table = safetensors.load(bytes(data))
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise BadFileError(DAMAGED.format(".safetensors")) from error
+    tensor: Tensor = only(table)
     return tensor
 
 
-def only(table: dict[Any, Any], give_key: bool = False) -> Any:
+def only(table: dict[Any, Any]) -> Any:
     """The entry `latent`, or the only one."""
     key = "latent" if "latent" in table else next(iter(table), None)
     if not table or (key != "latent" and len(table) != 1):
         names = ", ".join(sorted(map(str, table))[:4])
         raise BadFileError(f'holds {len(table)} entries ({names}), none of them "latent"')
-    return key if give_key else table[key]
+    return table[key]

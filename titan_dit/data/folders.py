@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,10 +30,16 @@ class LatentFolder(Source):
     """The samples of a folder per class, or of a pair of features and labels.
 
     Opening lists the files and looks at one of each of up to 32 classes; every file is checked when
-    its turn comes.
+    its turn comes, or at once with `verify`.
     """
 
-    def __init__(self, path: Path, scale: float | None = None, shift: float | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        scale: float | None = None,
+        shift: float | None = None,
+        verify: bool = False,
+    ) -> None:
         manifest = read_folder_manifest(path)
         scale = agreed("scale", scale, manifest["scale"], 1.0, path)
         shift = agreed("shift", shift, manifest["shift"], 0.0, path)
@@ -51,6 +60,8 @@ class LatentFolder(Source):
             shift=shift,
             digest=digest_of_listing(self.listing, f"{self.shape} {scale} {shift}"),
         )
+        if verify:
+            self._read_all()
 
     def __getitem__(self, index: int) -> Sample:
         """Read one file."""
@@ -83,6 +94,15 @@ class LatentFolder(Source):
             raise UserError(f"[data] {self.path_of(index)}: {error}. {REMEDY}") from None
         except OSError as error:
             raise UserError(f"[data] {error}") from None
+
+    def _read_all(self, every_s: float = 10) -> None:
+        """Read every file once; the first that is bad is named."""
+        written = time.monotonic()
+        for row in range(len(self)):
+            self[row]
+            if time.monotonic() - written >= every_s and os.environ.get("RANK", "0") == "0":
+                written = time.monotonic()
+                sys.stderr.write(f"verified {row + 1:,} of {len(self):,} files\n")
 
     def _probe(self, most: int = 32) -> tuple[tuple[int, int, int], torch.dtype]:
         """The one shape, and the dtype, of a file of each of up to `most` classes."""

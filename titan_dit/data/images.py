@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
-from titan_dit.data.files import BadFileError
+from titan_dit.data.files import BadFileError, read_whole
 
 
 def read_image(
@@ -19,15 +19,19 @@ def read_image(
 ) -> UInt8[Tensor, "c h w"]:
     """Pixels of an image file, 0 to 255: one channel if it is grey, else RGB.
 
-    With `shape`, grey becomes RGB where that has three channels; any other difference is refused.
+    What is transparent is laid on white. With `shape`, grey becomes RGB where that has three
+    channels; any other difference is refused.
     """
-    data = path.read_bytes()
-    if not data:
-        raise BadFileError("empty file")
+    data = read_whole(path)
     try:
         with Image.open(io.BytesIO(data)) as image:
             grey = image.mode in ("1", "L", "LA")
-            picture = image.convert("L" if grey and (shape is None or shape[0] == 1) else "RGB")
+            if image.mode.startswith(("I", "F")):
+                raise BadFileError(f"{image.mode} picture, of more than 8 bit; convert it to 8 bit")
+            mode = "L" if grey and (shape is None or shape[0] == 1) else "RGB"
+            picture = on_white(image).convert(mode)
+    except BadFileError:
+        raise
     except Exception as error:  # Pillow raises whatever the damage leads to.
         raise BadFileError("not a readable picture: damaged, or cut off") from error
     pixels = np.asarray(picture if size is None else center_crop(picture, size))
@@ -35,6 +39,14 @@ def read_image(
     if shape is not None and tuple(tensor.shape) != shape:
         raise BadFileError(f"shape {list(tensor.shape)}, not {list(shape)} as the others")
     return tensor.contiguous()
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """The image without transparency."""
+    if not image.has_transparency_data:
+        return image
+    layer = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from titan_dit.data.files import LATENT_SUFFIXES, BadFileError, read_label
-from titan_dit.data.manifest import FORMAT, MANIFEST, read_folder_manifest, read_json
+from titan_dit.data.files import LABEL_LIMIT, LATENT_SUFFIXES, BadFileError, read_label
+from titan_dit.data.manifest import CLAIM, FORMAT, MANIFEST, read_folder_manifest, read_json
 from titan_dit.section import UserError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -47,7 +47,10 @@ class Names(Sequence[str]):
         return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> str:  # type: ignore[override]
-        """Name number `index`."""
+        """Name number `index`; a negative one counts from the end."""
+        index += len(self) if index < 0 else 0
+        if not 0 <= index < len(self):
+            raise IndexError(f"name {index} of {len(self)}")
         return os.fsdecode(self.block[self.ends[index] : self.ends[index + 1]])
 
 
@@ -74,6 +77,11 @@ def layout_of(root: Path) -> Layout:
     folders, files = entries(root)
     pairs = pairs_of(root, folders)
     others = [name for name in folders if not any(name in pair for pair in pairs)]
+    if CLAIM in files and MANIFEST not in files:
+        raise UserError(
+            f"[data] path={root}: packing was not finished. Run the same `data pack` again; it "
+            "goes on where it stopped."
+        )
     found = [f"the pair {' and '.join(pair)}" for pair in pairs]
     if read_json(root).get("format") == FORMAT:
         others = [name for name in others if holds_samples(root / name)]
@@ -106,8 +114,23 @@ def list_folder(
     if layout == "shards":
         raise UserError(f"[data] path={root}: these are shards, packed already.")
     manifest = read_folder_manifest(root)
+    for key, wanted in (
+        ("num_classes", num_classes),
+        ("classes", None if classes is None else tuple(classes)),
+    ):
+        if wanted is not None and manifest[key] not in (None, wanted):
+            raise UserError(
+                f"[data] path={root}: {key} is {brief(wanted)}, but {MANIFEST} says "
+                f"{brief(manifest[key])}. Leave it out, or correct the manifest."
+            )
     num_classes = num_classes or manifest["num_classes"]
     classes = classes or manifest["classes"]
+    if classes and num_classes and len(classes) != num_classes:
+        raise UserError(
+            f"[data] path={root}: num_classes={num_classes}, but classes lists {len(classes)} "
+            "names. Names need the whole list, in the order of the labels: --classes FILE, or "
+            f'"classes" in {MANIFEST}.'
+        )
     return (list_classes if layout == "classes" else list_pair)(root, num_classes, classes)
 
 
@@ -142,6 +165,13 @@ def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | N
         )
     found = max(len(classes or ()), labels[-1] + 1)
     by_name = classes is not None or not all(name.isdecimal() for name in folders)
+    if by_name and classes is None and num_classes not in (None, len(folders)):
+        raise UserError(
+            f"[data] path={root}: num_classes={num_classes}, but there are {len(folders)} named "
+            f"class folders ({few(sorted(folders))}), and nothing says which of the classes they "
+            "are. Names need the whole list, in the order of the labels: --classes FILE, or "
+            f'"classes" in {MANIFEST}.'
+        )
     return Listing(
         root,
         "classes",
@@ -164,9 +194,12 @@ def number_classes(
                 "classes that are listed. Add them to the list, or move them away."
             )
         numbers = {name: label for label, name in enumerate(classes) if name in set(folders)}
-        missing = [name for name in classes if name not in numbers]
+        missing: Sequence[object] = [name for name in classes if name not in numbers]
+        num_missing = len(missing)
     elif all(name.isdecimal() for name in folders):
         numbers = {name: int(name) for name in folders}
+        if large := [name for name in folders if numbers[name] >= LABEL_LIMIT]:
+            raise UserError(f"[data] path={root}: {few(large)} is too large for a class number.")
         by_label = sorted(folders, key=int)
         for name, after in pairwise(by_label):
             if int(name) == int(after):
@@ -174,12 +207,28 @@ def number_classes(
                     f"[data] path={root}: the folders {name} and {after} are both class "
                     f"{int(name)}. Join them."
                 )
-        missing = [str(label) for label in missing_below(numbers.values())]
+        num_missing, missing = missing_below(numbers.values())
     else:
+        refuse_mixture(root, folders)
         numbers, missing = {name: label for label, name in enumerate(sorted(folders))}, []
-    if missing and not gaps:
-        raise missing_error(root, missing)
+        num_missing = 0
+    if num_missing and not gaps:
+        raise missing_error(root, num_missing, missing)
     return numbers
+
+
+def refuse_mixture(root: Path, folders: list[str]) -> None:
+    """Numbers among names: numbered in sorted order, a stray folder would shift every label."""
+    by_number = [name for name in folders if name.isdecimal()]
+    by_name = [name for name in folders if not name.isdecimal()]
+    if by_number and by_name:
+        odd, others = sorted((by_number, by_name), key=len)
+        what = "names" if odd is by_number else "numbers"
+        raise UserError(
+            f"[data] path={root}: most class folders are {what} ({few(others)}), but {few(odd)} is "
+            "not. Move it away; if all are names, list them "
+            f'in the order of their labels: "classes" in {MANIFEST}, or `data pack --classes FILE`.'
+        )
 
 
 def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None) -> Listing:
@@ -202,9 +251,9 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
     if not files:
         raise UserError(f"[data] path={root}: {features} is empty.")
     labels = read_labels([root / label_folder / label_of[Path(name).stem] for name in files])
-    missing = missing_below(labels.tolist())
-    if missing and num_classes is None and classes is None:
-        raise missing_error(root, missing)
+    num_missing, missing = missing_below(labels.tolist())
+    if num_missing and num_classes is None and classes is None:
+        raise missing_error(root, num_missing, missing)
     found = max(len(classes or ()), int(labels.max()) + 1)
     if classes is not None and found > len(classes):
         raise UserError(
@@ -296,16 +345,17 @@ def holds_samples(folder: Path) -> bool:
     return any(suffix_of(name) in KINDS for name in entries(folder)[1])
 
 
-def missing_below(labels: Iterable[int]) -> list[int]:
-    """The classes below the highest that do not occur."""
+def missing_below(labels: Collection[int]) -> tuple[int, list[int]]:
+    """How many classes below the highest do not occur, and the first few: it may be a billion."""
     found = set(labels)
-    return [label for label in range(max(found)) if label not in found]
+    num = max(found) + 1 - len(found)
+    return num, list(islice((label for label in count() if label not in found), min(num, 4)))
 
 
-def missing_error(root: Path, missing: Sequence[int | str]) -> UserError:
+def missing_error(root: Path, num: int, first: Sequence[object]) -> UserError:
     """No samples of some classes."""
     return UserError(
-        f"[data] path={root}: there is nothing of {len(missing)} classes: {few(missing)}. Add "
+        f"[data] path={root}: there is nothing of {num:,} classes: {few(first, total=num)}. Add "
         "them. If they are meant to be missing, say how many classes there are: "
         f'"num_classes" in {MANIFEST}, or `data pack --num-classes`.'
     )
@@ -321,7 +371,12 @@ def enough_classes(root: Path, found: int, num_classes: int | None) -> int:
     return num_classes or found
 
 
-def few(names: Sequence[object], num: int = 4) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(str(name) for name in names[:num])
-    return shown if len(names) <= num else f"{shown} and {len(names) - num:,} more"
+def few(names: Sequence[object], num: int = 4, total: int | None = None) -> str:
+    """The first names, and how many more there are, of `total` if not all are given."""
+    shown, total = ", ".join(str(name) for name in names[:num]), total or len(names)
+    return shown if total <= num else f"{shown} and {total - num:,} more"
+
+
+def brief(value: object) -> str:
+    """A number, or the first of a list."""
+    return few(value) if isinstance(value, tuple) else str(value)

@@ -79,6 +79,19 @@ def as_it_is(fetched: T) -> T:
     return fetched
 
 
+def answers(shares: Iterator[Any]) -> Iterator[Any]:
+    """What the workers hand over; that one of them was killed is the user's error, too."""
+    try:
+        yield from shares
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        yield UserError(
+            "[data] a data worker was killed: not enough memory? Take fewer [data] workers; the "
+            "same command goes on from the last checkpoint."
+        )
+
+
 def load(
     source: Source,
     order: RankOrder,
@@ -109,7 +122,7 @@ def load(
             snapshot_every_n_steps=1 << 40,
         )
         shares = iter(loader)
-    for share in shares:
+    for share in answers(shares):
         if isinstance(share, UserError):
             break
         moved = share.to(device)

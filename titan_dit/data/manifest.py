@@ -13,7 +13,7 @@ from titan_dit.section import Count, Finite, UserError, conform
 
 FORMAT = "titan_dit.latents/1"
 FOLDER_FORMAT = "titan_dit.folder/1"
-MANIFEST = "manifest.json"
+MANIFEST, CLAIM = "manifest.json", "pack.json"
 MANIFEST_KEYS = {
     "source": str,
     "shape": tuple[Count, ...],
@@ -56,10 +56,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a folder of shards, its keys and simple types checked."""
-    file = path / MANIFEST
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise UserError(f"[data] path={path}: there is no {MANIFEST} of shards ({FORMAT}).")
+    return check_manifest(manifest, path / MANIFEST)
+
+
+def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The manifest of shards, its keys, types and sums checked."""
     manifest = conform_keys(manifest, MANIFEST_KEYS, str(file))
     if not isinstance(manifest.get("shards"), list) or len(manifest["shape"]) != 3:
         raise UserError(f"[data] {file}: shape must be [c, h, w], and shards a list.")
@@ -131,10 +135,15 @@ def agreed(
 
 
 def write_json(file: Path, values: Any) -> None:
+    """Values as people can read them, by `write_whole`."""
+    write_whole(file, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def write_whole(file: Path, data: bytes) -> None:
     """Durably, and whole or not at all."""
     aside = file.with_name(file.name + ".partial")
-    with aside.open("w") as opened:
-        opened.write(json.dumps(values, indent=2) + "\n")
+    with aside.open("wb") as opened:
+        opened.write(data)
         opened.flush()
         os.fsync(opened.fileno())
     aside.replace(file)

@@ -8,19 +8,24 @@ restart changes a byte. The manifest comes last: without it a folder is no datas
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import multiprocessing
+import os
 import re
+import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Shaped
-from safetensors import SafetensorError
 from torch import Tensor
 
 from titan_dit.data import shard_job
@@ -28,19 +33,24 @@ from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.images import read_image
 from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import (
+    CLAIM,
     FORMAT,
     MANIFEST,
     agreed,
+    check_manifest,
     read_folder_manifest,
     read_json,
+    sync_folder,
     write_json,
 )
-from titan_dit.data.shard_job import DTYPES, Plan, Record, pack_chunk, read_record
+from titan_dit.data.shard_job import DTYPES, Plan, Record, pack_chunk, read_record, writing
 from titan_dit.section import UserError
 
-CLAIM, DROPPED = "pack.json", "dropped.json"
+DROPPED = "dropped.json"
 SHARD_BYTES = 128 << 20
 OURS = r"-\d{5,}\.(safetensors|json)"
+LITTER = r"\.tmp\w{6}"
+"""What an earlier version left behind when it was killed."""
 Progress = Callable[[int, int], None]
 """Told (files done, of them dropped), often."""
 
@@ -99,6 +109,17 @@ def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tu
             f"[data pack] none of {num} files from all over {listing.root} can be packed; the "
             f"first is {first_error}."
         )
+    sizes = {(h, w) for _, h, w in shapes}
+    if (
+        listing.kind == "images"
+        and not image_size
+        and (len(sizes) > 1 or any(h != w for h, w in sizes))
+    ):
+        found = ", ".join(f"{w}x{h}" for h, w in sorted(sizes)[:4])
+        raise UserError(
+            f"[data pack] the pictures of {listing.root} are not squares of one size ({found}). "
+            "Resize and crop them: --image-size 64, or whatever the model takes."
+        )
     return shapes.most_common(1)[0][0]
 
 
@@ -113,11 +134,14 @@ def pack(
     """Write the shards and the manifest; what was left out, or None if all was done before."""
     check_place(plan, output)
     digest = plan.digest()
-    if read_json(output).get("plan") == digest:
-        clean(plan, output)
-        return None
     output.mkdir(parents=True, exist_ok=True)
     with claimed(output, digest):
+        manifest = read_json(output)
+        if manifest.get("plan") == digest:
+            if all(is_whole(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
+                clean(plan, output)
+                return None
+            reopen(plan, output, digest, manifest)
         finished = find_finished(plan, output, digest)
         todo = [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
         done = sum(len(plan.rows(chunk)) for chunk in finished)
@@ -141,7 +165,8 @@ def pack(
                 f"first is {plan.listing.root / plan.listing.names[row]}: {reason}. Nothing was "
                 "written."
             )
-        write_all(plan, output, digest, records)
+        with writing(output / MANIFEST):
+            write_all(plan, output, digest, records)
     return [drop for record in records for drop in record.dropped]
 
 
@@ -164,6 +189,8 @@ def check_place(plan: Plan, output: Path) -> None:
             "--output."
         )
     known = rf"({re.escape(plan.name)}{OURS}|{CLAIM}|{DROPPED}|{MANIFEST})(\.partial)?"
+    if stated or (output / CLAIM).is_file():
+        known += f"|{LITTER}"
     strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
     if strange:
         raise UserError(
@@ -180,22 +207,67 @@ def check_place(plan: Plan, output: Path) -> None:
 @contextmanager
 def claimed(output: Path, digest: str) -> Iterator[None]:
     """Hold `pack.json`, made for this plan and no other, while the folder is written."""
-    claim = output / CLAIM
-    if not claim.is_file():
-        write_json(claim, {"plan": digest})
-    with claim.open() as file:
-        if digest not in file.read():
+    descriptor = lock(output)
+    try:
+        held = os.read(descriptor, 4096)
+        if held and digest.encode() not in held:
             raise UserError(
                 f"[data pack] output={output} holds what is left of packing other files, or in "
                 "another way. Delete it or choose another --output."
             )
+        if not held:
+            # In place: another file of this name would not be the one that is locked.
+            os.write(descriptor, (json.dumps({"plan": digest}) + "\n").encode())
+            os.fsync(descriptor)
+            sync_folder(output)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(output: Path) -> int:
+    """`pack.json`, opened, locked, and still the file of that name when it is."""
+    claim = output / CLAIM
+    while True:
+        descriptor = os.open(claim, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(descriptor)
             raise UserError(f"[data pack] another process is packing into {output}.") from None
         except OSError:
-            pass  # A file system without locks.
-        yield
+            return descriptor  # A file system without locks.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), claim.stat()):
+                return descriptor
+        os.close(descriptor)  # Whoever held it has finished and removed it.
+
+
+def is_whole(output: Path, file: str, size: int) -> bool:
+    """Whether a shard is there, in its length."""
+    return (output / file).is_file() and (output / file).stat().st_size == size
+
+
+def reopen(plan: Plan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
+    """Back from a dataset to the records of its chunks, for one whose shards were lost.
+
+    `find_finished` then misses the chunks whose shards are not there, or whose dropped files are no
+    longer known.
+    """
+    report = output / DROPPED
+    drops = json.loads(report.read_text()) if report.is_file() else []
+    reasons = {entry["file"]: entry["reason"] for entry in drops}
+    rows = enumerate(plan.listing.names) if reasons else ()
+    dropped = {row: reasons[name] for row, name in rows if name in reasons}
+    shards = {shard["file"]: shard for shard in manifest["shards"]}
+    for chunk in range(plan.num_chunks):
+        stem = f"{plan.name}-{chunk:05d}"
+        lost = [(row, dropped[row]) for row in plan.rows(chunk) if row in dropped]
+        shard = shards.get(f"{stem}.safetensors", {"file": "", "count": 0, "bytes": 0})
+        if shard["count"] + len(lost) == len(plan.rows(chunk)):
+            record = Record(digest, **({"sha256": ""} | shard), dropped=lost)
+            write_json(output / f"{stem}.json", asdict(record))
+    (output / MANIFEST).unlink()
 
 
 def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, Record]:
@@ -220,7 +292,7 @@ def pack_here(plan: Plan, output: Path, todo: list[int], progress: Progress) -> 
     try:
         for chunk in todo:
             pack_chunk(plan, digest, output, chunk, tell)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(f"[data pack] {error}") from None
 
 
@@ -240,8 +312,9 @@ def run_workers(
         for i in range(workers)
     ]
     try:
-        for process in processes:
-            process.start()
+        with sigint_ignored():
+            for process in processes:
+                process.start()
         running = dict(zip(processes, (receiver for receiver, _ in pipes), strict=True))
         while running:
             wait([process.sentinel for process in running], timeout=0.5)
@@ -251,16 +324,33 @@ def run_workers(
                 if process.exitcode:
                     raise worker_error(process.exitcode, errors.recv() if errors.poll() else "")
     finally:
-        for process in processes:
-            if process.pid:
-                process.kill()
-                process.join()
+        started = [process for process in processes if process.pid]
+        for process in started:
+            process.terminate()
+        deadline = time.monotonic() + 1
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def sigint_ignored() -> Iterator[None]:
+    """Processes started here ignore Ctrl-C from their start on: the parent ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may, and only it is interrupted.
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def worker_error(exit_code: int, message: str) -> Exception:
     """What a worker said before it ended, or that it could not say anything."""
     if message:
-        return UserError(f"[data pack] {message}")
+        return UserError(message)
     if exit_code < 0:
         return UserError(
             f"[data pack] a worker was killed (signal {-exit_code}): not enough memory? The same "
@@ -291,6 +381,7 @@ def write_all(plan: Plan, output: Path, digest: str, records: list[Record]) -> N
         "plan": digest,
         "shards": shards,
     }
+    check_manifest(manifest, output / MANIFEST)  # What we write must be what we open.
     write_json(output / MANIFEST, manifest)
     clean(plan, output)
 
@@ -298,7 +389,9 @@ def write_all(plan: Plan, output: Path, digest: str, records: list[Record]) -> N
 def clean(plan: Plan, output: Path, all_of_it: bool = False) -> None:
     """Remove what is there for a restart only; with `all_of_it` the shards and the folder too."""
     endings = "json|safetensors" if all_of_it else "json"
-    leftover = rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}"
+    leftover = (
+        rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{LITTER}"
+    )
     # Shards that nobody claims would be refused: pack.json goes last.
     for path in sorted(output.iterdir(), key=lambda path: path.name == CLAIM):
         if re.fullmatch(leftover, path.name):

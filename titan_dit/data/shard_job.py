@@ -11,7 +11,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
@@ -20,14 +21,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Shaped
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.images import read_image
 from titan_dit.data.listing import Listing
-from titan_dit.data.manifest import file_digest, sync_folder, write_json
+from titan_dit.data.manifest import write_json, write_whole
+from titan_dit.section import UserError
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 
@@ -110,18 +111,28 @@ def pack_chunk(
     stem = f"{plan.name}-{chunk:05d}"
     record = Record(digest, "", 0, 0, "", dropped)
     if kept:
-        file = output / f"{stem}.safetensors"
-        aside = file.with_name(file.name + ".partial")
+        file = f"{stem}.safetensors"
         labels = plan.listing.labels[torch.tensor(kept)]
-        save_file({"latent": latents[: len(kept)], "label": labels}, aside)
-        aside.chmod(0o644)  # safetensors writes 0600, which locks out the rest of the team.
-        with aside.open("rb") as opened:
-            os.fsync(opened.fileno())
-        size, sha = aside.stat().st_size, file_digest(aside)
-        aside.replace(file)
-        sync_folder(output)
-        record = Record(digest, file.name, len(kept), size, sha, dropped)
-    write_json(output / f"{stem}.json", asdict(record))
+        # Not save_file: it writes 0600, and leaves a file of another name where it is killed.
+        data = safetensors.save({"latent": latents[: len(kept)], "label": labels})
+        with writing(output / file):
+            write_whole(output / file, data)
+        sha = hashlib.sha256(data).hexdigest()
+        record = Record(digest, file, len(kept), len(data), sha, dropped)
+    with writing(output / f"{stem}.json"):
+        write_json(output / f"{stem}.json", asdict(record))
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Say of an error which file could not be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"[data pack] {file} cannot be written: {error.strerror}. Free space, or mend the "
+            "place, and run the same command again: it goes on from here."
+        ) from None
 
 
 def read_record(output: Path, stem: str) -> Record | None:
@@ -160,8 +171,8 @@ def work(
         digest = plan.digest()
         for chunk in chunks:
             pack_chunk(plan, digest, output, chunk, tell)
-    except (OSError, SafetensorError) as error:  # A full disk is either.
-        errors.send(str(error))
+    except (UserError, OSError) as error:
+        errors.send(str(error) if isinstance(error, UserError) else f"[data pack] {error}")
         raise SystemExit(1) from None
 
 
