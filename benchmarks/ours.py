@@ -17,6 +17,7 @@ from titan_dit.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RematConfig,
 )
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import Batch, Objective
@@ -61,7 +62,7 @@ def trainer_step(
         model = config.build(objective.output_channels(config.channels))
     parallel = ParallelConfig(reshard_after_forward=reshard)  # type: ignore[arg-type]
     precision, compilation = PrecisionConfig(dtype="bf16"), CompileConfig(enabled=compiled)
-    parallelize(model, mesh, plan, parallel, precision, compilation)
+    parallelize(model, mesh, plan, parallel, precision, RematConfig(), compilation)
     initialize(model, model.init_laws(), 0, device)
     parameters = dict(model.named_parameters())
     randomize(local(parameters))

@@ -119,6 +119,17 @@ class CompileConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RematConfig(Section):
+    """What a block computes again in backward instead of keeping it: memory for time."""
+
+    section = "remat"
+
+    mode: Literal["none", "attention", "selective", "full"] = "none"
+    """none keeps everything; attention computes it again from q, k and v; selective keeps matrix
+    products and attention, but no norm, modulation or GELU; full keeps each block's input only."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101)."""
 
@@ -252,6 +263,7 @@ class JobConfig(Generic[ModelT, ObjectiveT, DataT]):
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     training: TrainingConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
@@ -268,6 +280,7 @@ FREE_ON_RESUME = frozenset(
         "job.dir",
         "parallel",
         "pipeline",
+        "remat",
         "compile",
         "checkpoint",
         "faults",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from titan_dit.config import CompileConfig, ParallelConfig, PrecisionConfig
+from titan_dit.config import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
 from titan_dit.models.base import Model
-from titan_dit.parallel import context, fsdp, tensor
+from titan_dit.parallel import context, fsdp, remat, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -18,12 +18,14 @@ def parallelize(
     plan: Callable[[bool], TensorPlan],
     parallel: ParallelConfig,
     precision: PrecisionConfig,
+    recompute: RematConfig,
     compilation: CompileConfig,
 ) -> None:
-    """Cut, let attention reach other ranks' tokens, compile, shard."""
+    """Cut, let attention reach other ranks' tokens, recompute, compile, shard."""
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.tp, plan(parallel.sequence_parallel))
     if mesh.sizes.cp > 1:
         context.apply(model, mesh.cp, parallel.cp_method)
+    remat.apply(model, recompute)
     compile_blocks(model, compilation)
     fsdp.shard(model, mesh.fsdp, parallel, precision)

@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_dit.config import JobConfig
 from titan_dit.models.base import Model
-from titan_dit.parallel import tensor
+from titan_dit.parallel import remat, tensor
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.init import initialize
@@ -46,6 +46,7 @@ def build(
     config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan], device: torch.device
 ) -> Built:
     """The part of the network that this rank holds, spread over the mesh, with initial weights."""
+    remat.check(config.remat, config.pipeline, config.compile, mesh.sizes)
     stages = split_of(config, mesh)
     parts: dict[int, Model] = {}
     for stage in stages_held(config, mesh):
@@ -55,7 +56,15 @@ def build(
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(config.model.token_shape[0])
         model.cut(stages[stage], is_first=stage == 0, is_last=stage == len(stages) - 1)
-        parallelize(model, mesh, plan, config.parallel, config.precision, config.compile)
+        parallelize(
+            model,
+            mesh,
+            plan,
+            config.parallel,
+            config.precision,
+            config.remat,
+            config.compile,
+        )
         initialize(model, model.init_laws(), config.job.seed, device)
         parts[stage] = model
     parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}

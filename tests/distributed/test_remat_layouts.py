@@ -1,0 +1,106 @@
+"""Recomputation on every axis: the loss and the gradients of one process that keeps everything."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from harness import on_ranks
+from tiny import assert_same_gradients, gradients, randomize, tiny_config
+
+from titan_dit.section import UserError
+from titan_dit.trainer import Trainer
+
+MODES = ("attention", "selective", "full")
+WHOLE = [
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": False},
+    {"cp": 2},
+    {"cp": 2, "cp_method": "ulysses"},
+    {"dp_shard": 2},
+]
+CASES = [(layout, "1f1b", mode) for layout, mode in itertools.product(WHOLE, MODES)]
+CASES += [({"pp": 2}, "1f1b", mode) for mode in MODES]
+CASES += [({"pp": 2}, "zbv_zero_bubble", "attention"), ({"pp": 2}, "dualpipev", "attention")]
+COMPILED = [({"tp": 2}, "selective"), ({"cp": 2}, "selective"), ({"dp_shard": 2}, "full")]
+
+
+def run(world, layout, schedule, mode, *, compiled=False):
+    config = tiny_config(
+        model={"layers": 4, "qk_norm": True},
+        parallel=layout,
+        pipeline={"schedule": schedule},
+        training={"microbatch_size": 2},
+        remat={"mode": mode},
+        compile={"enabled": compiled},
+    )
+    trainer = Trainer(config, world)
+    randomize(trainer.parameters)
+    return gradients(trainer)
+
+
+def one_process(world):
+    return run(world, {}, "1f1b", "none")
+
+
+def all_cases(world):
+    return {json.dumps(case): run(world, *case) for case in CASES}
+
+
+def refusals(world):
+    found = []
+    for schedule, mode in itertools.product(("zbv_zero_bubble", "dualpipev"), MODES[1:]):
+        try:
+            run(world, {"pp": 2}, schedule, mode)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def compiled_cases(world):
+    from torch._dynamo.utils import counters
+
+    results = {}
+    for layout, mode in COMPILED:
+        torch._dynamo.reset()
+        counters.clear()
+        result = run(world, layout, "1f1b", mode, compiled=True)
+        results[json.dumps([layout, mode])] = *result, counters["stats"]["unique_graphs"]
+    return results
+
+
+@pytest.fixture(scope="module")
+def reference():
+    [alone] = on_ranks(1, one_process)
+    return alone
+
+
+def test_every_layout_gives_the_loss_and_gradients_of_one_process(reference):
+    expected_loss, expected = reference
+    results = on_ranks(2, all_cases)
+    seen = {case: set() for case in results[0]}
+    assert len(seen) == len(CASES)
+    for case, (loss, found) in (item for rank in results for item in rank.items()):
+        assert loss == pytest.approx(expected_loss, rel=1e-6), case
+        # A stage has its own layers only.
+        assert_same_gradients(found, {name: expected[name] for name in found})
+        seen[case] |= found.keys()
+    assert all(names == expected.keys() for names in seen.values())
+
+
+def test_what_a_split_backward_cannot_do_is_refused():
+    found = on_ranks(2, refusals)[0]
+    assert len(found) == 4
+    assert all("Set mode = " in message for message in found)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks_recompute_over_ranks_too(reference):
+    expected_loss, expected = reference
+    for results in on_ranks(2, compiled_cases):
+        assert len(results) == len(COMPILED)
+        for case, (loss, found, graphs) in results.items():
+            assert graphs == 1, case
+            assert loss == pytest.approx(expected_loss, rel=1e-6), case
+            assert_same_gradients(found, expected)
