@@ -43,6 +43,17 @@ def build(
     config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan], device: torch.device
 ) -> Built:
     """The part of the network that this rank holds, spread over the mesh, with initial weights."""
+    parts, flops = spread(config, mesh, plan)
+    for part in parts.values():
+        initialize(part, part.init_laws(), config.job.seed, device)
+    parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
+    return Built(executor_of(config, mesh, parts, plan, device), parameters, flops)
+
+
+def spread(
+    config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan]
+) -> tuple[dict[int, Model], int]:
+    """The stages of this rank on the meta device, spread over the mesh; FLOPs as in `Built`."""
     stages = split_of(config, mesh)
     parts: dict[int, Model] = {}
     for stage in stages_held(config, mesh):
@@ -52,10 +63,8 @@ def build(
         flops = model.flops_per_sample(config.model.token_shape[0])
         model.cut(stages[stage], is_first=stage == 0, is_last=stage == len(stages) - 1)
         parallelize(model, mesh, plan, config.parallel, config.precision, config.compile)
-        initialize(model, model.init_laws(), config.job.seed, device)
         parts[stage] = model
-    parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
-    return Built(executor_of(config, mesh, parts, plan, device), parameters, flops)
+    return parts, flops
 
 
 def stages_held(config: Config, mesh: Mesh) -> tuple[int, ...]:
