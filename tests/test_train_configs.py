@@ -20,6 +20,11 @@ PUBLISHED = {
     "dit_xl2_512": (674.835, 1024),
     "sit_xl2": (674.816, 256),
 }
+# Ours: too large for one device, so their layouts and their warm-ups are of their own.
+LARGE = {
+    "dit_7b": (7304.870, 4096),
+}
+SIZES = PUBLISHED | LARGE
 TINY = {"size": None, "hidden": 32, "layers": 2, "heads": 4, "patch": 2, "latent_size": 8}
 
 
@@ -27,13 +32,13 @@ def load(name):
     return config_file.load(["--config", name], catalog.variant)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", SIZES)
 def test_the_models_have_the_published_sizes(name):
     config = load(name)
     with torch.device("meta"):
         model = config.model.build(config.objective.output_channels(config.model.channels))
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    assert (round(count, 3), config.model.token_shape[0]) == PUBLISHED[name]
+    assert (round(count, 3), config.model.token_shape[0]) == SIZES[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -43,7 +48,7 @@ def test_the_batch_divides_over_a_node(name, ranks):
     check_batch(config.training, solve(config.parallel, ranks))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", SIZES)
 def test_a_recipe_says_where_its_numbers_come_from_and_how_to_start_it(name):
     head = (CONFIG_DIR / f"{name}.toml").read_text().split("[job]")[0]
     assert "arXiv:" in head
@@ -64,6 +69,7 @@ def two_steps_of_each(world):
         shape = {"latent_size": 8, "channels": channels, "num_classes": model["num_classes"]}
         tables["data"] = {"name": "synthetic", "count": 64, **shape}
         tables["compile"] = {"enabled": False}
+        tables["parallel"] |= {"tp": 1, "cp": 1, "pp": 1}
         tables["training"] |= {"global_batch_size": 4, "microbatch_size": 2}
         trainer = Trainer(config_file.build(tables, catalog.variant), world)
         batches = trainer.batches()
@@ -80,7 +86,10 @@ def test_every_recipe_takes_steps():
         # Predicting nothing of standard normal targets costs about 1, a velocity twice that.
         assert 0.5 < loss < 4, name
         assert 0 < grad_norm < 100, name
-        assert lr == (1e-4 if name in PUBLISHED else pytest.approx(6e-5)), name
+        if name in LARGE:
+            assert 0 < lr < 1e-4, name  # warming up
+        else:
+            assert lr == (1e-4 if name in PUBLISHED else pytest.approx(6e-5)), name
 
 
 def test_recipes_of_one_family_differ_only_where_they_mean_to():

@@ -69,14 +69,14 @@ class Peak:
         return sum(self.bytes.values())
 
 
-class MemoryLog(TorchDispatchMode):
+class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the context every new storage, its resizing and its end are written down.
 
     Kinds are filled in as they become known, and read when `peak` runs through the log.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: dict[int, Record] = {}
         self.events: list[tuple[Record, int]] = []
         self.first = 0
@@ -97,7 +97,7 @@ class MemoryLog(TorchDispatchMode):
         # FSDP frees and restores gathered parameters by this; no operator says so.
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self.hook = register_module_forward_pre_hook(self._computes_with)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -107,7 +107,7 @@ class MemoryLog(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         """Watch no more; ends are still written down."""
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self.hook.remove()
         torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
 
@@ -165,7 +165,7 @@ class MemoryLog(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         result = func(*args, **kwargs or {})
-        for tensor in tree_leaves(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._record(tensor)
         self._learn(func, args, result)
@@ -190,7 +190,7 @@ class MemoryLog(TorchDispatchMode):
             record = self._record(local(parameter))
             if record.kind != Kind.PARAMETERS:
                 record.kind = Kind.GATHERED
-                parameter.register_post_accumulate_grad_hook(self._got_gradient)
+                parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
 
     def _got_gradient(self, parameter: Tensor) -> None:
         self.mark((parameter.grad,), Kind.UNREDUCED)

@@ -25,7 +25,6 @@ from titan_dit import catalog
 from titan_dit.config import JobConfig
 from titan_dit.dry_run.memory import Kind, MemoryLog, Peak, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
-from titan_dit.models.base import Model
 from titan_dit.objectives.base import Batch, Prepared
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.init import initialize
@@ -87,14 +86,15 @@ def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
     size = config.training.microbatch_size or (share if sizes.pp == 1 else 1)
     count = -(-share // size)
     fewer, enough = microbatches_to_run(config, sizes.pp, count)
+    growth = growth_of(config, sizes.pp, enough, count)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     reports = []
-    logging.disable(logging.WARNING)
     for stage_rank in range(sizes.pp):
         with fake_world(stage_rank * (world_size // sizes.pp), world_size):
             mesh = Mesh(sizes, "cpu")
             rehearsal = Rehearsal(config, mesh, mode)
             peak, traffic = rehearsal.run(share, size, fewer, enough, count)
+            peak = with_activations(peak, growth[stage_rank])
             layers = split_of(config, mesh)
             held = tuple(layers[stage] for stage in sorted(rehearsal.parts))
             flops = flops_of(config, held, rehearsal.flops_per_sample) * share
@@ -110,7 +110,6 @@ def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
                 )
             )
             del rehearsal
-    logging.disable(logging.NOTSET)
     idle = idle_of(config, layers, sizes.pp, count)
     with torch.device("meta"):
         channels = config.model.sample_shape[0]
@@ -130,11 +129,14 @@ def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
 def fake_world(rank: int, size: int) -> Iterator[None]:
     """Be one rank of many, without the others."""
     # DTensor remembers process groups by meshes that look the same to every rank.
-    debug._clear_sharding_prop_cache()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    # What a real run says of its collectives, it says then.
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
+        logging.disable(logging.NOTSET)
         dist.destroy_process_group()
 
 
@@ -233,8 +235,8 @@ def pipelined(executor: Executor) -> PipelinedExecutor | None:
     return inner if isinstance(inner, PipelinedExecutor) else None
 
 
-MOST_MICROBATCHES = 64
-"""Run at most so many. Only gpipe needs more: it holds all of them at once."""
+MOST_MICROBATCHES = 16
+"""Run no more of them than this, or four times the stages. Only gpipe holds more at once."""
 
 
 def microbatches_to_run(config: Config, pp: int, count: int) -> tuple[int, int]:
@@ -249,10 +251,24 @@ def microbatches_to_run(config: Config, pp: int, count: int) -> tuple[int, int]:
             order = order_of(config, pp, number)
         except UserError:
             continue
-        if peak_activations(order) == wanted or number >= MOST_MICROBATCHES:
+        if peak_activations(order) == wanted or number >= max(MOST_MICROBATCHES, 4 * pp):
             return (number if fewer is None else fewer), number
         fewer = number if fewer is None else fewer
     return count if fewer is None else fewer, count
+
+
+def growth_of(config: Config, pp: int, run: int, count: int) -> list[float]:
+    """How many times more each pipeline rank holds with `count` microbatches than with `run`."""
+    if pp == 1:
+        return [1.0]
+    held, of_run = (peak_activations(order_of(config, pp, number)) for number in (count, run))
+    return [whole / part for whole, part in zip(held, of_run, strict=True)]
+
+
+def with_activations(peak: Peak, times: float) -> Peak:
+    """A peak of that many times the activations."""
+    more = {Kind.ACTIVATIONS: round(peak.bytes[Kind.ACTIVATIONS] * times)}
+    return replace(peak, bytes={**peak.bytes, **more})
 
 
 def order_of(config: Config, pp: int, count: int) -> Order:
@@ -275,8 +291,8 @@ def edge_costs(config: Config) -> tuple[float, float]:
 def flops_of(config: Config, held: tuple[range, ...], flops_per_sample: int) -> float:
     """The share of a sample's FLOPs that these layers, and what stands at the ends, take."""
     embed, head = edge_costs(config)
-    num_layers = config.model.num_layers
-    cost = sum(map(len, held))
+    num_layers: int = config.model.num_layers
+    cost: float = sum(map(len, held))
     cost += embed * any(0 in layers for layers in held)
     cost += head * any(num_layers - 1 in layers for layers in held)
     return flops_per_sample * cost / (num_layers + embed + head)

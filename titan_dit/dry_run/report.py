@@ -7,23 +7,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from titan_dit.dry_run.memory import Kind
 from titan_dit.dry_run.rehearse import RankReport, Report
 
-GIB = 2**30
+UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def lines(report: Report) -> Iterator[str]:
     """The report, line by line."""
+    unit = "MiB" if max(rank.peak.total for rank in report.ranks) < UNITS["GiB"] else "GiB"
     yield from head(report)
     yield ""
-    yield "memory at the peak, GiB:"
-    yield from memory(report)
+    yield f"memory at the peak, {unit}:"
+    yield from memory(report, UNITS[unit])
     yield ""
-    yield "sent by a rank per step, GiB (calls):"
-    yield from traffic(report)
+    yield f"sent by a rank per step, {unit} (calls):"
+    yield from traffic(report, UNITS[unit])
     yield ""
     yield "computed by a rank per step:"
     yield from work(report)
     yield ""
-    yield verdict(report)
+    yield verdict(report, unit)
 
 
 def head(report: Report) -> Iterator[str]:
@@ -33,17 +34,18 @@ def head(report: Report) -> Iterator[str]:
     per_rank = training.global_batch_size // sizes.data
     size = training.microbatch_size or (per_rank if sizes.pp == 1 else 1)
     world = sizes.pp * sizes.data * sizes.cp * sizes.tp
-    yield f"dry run of {config.job.name}: {ranks(world)} ({sizes}), {config.precision.dtype}"
+    where = f"{plural(world, 'rank')} ({sizes})"
+    yield f"dry run of {config.job.name}: {where}, {config.precision.dtype}"
     yield (
         f"model   {config.model.name}: {report.num_parameters:,} parameters, "
         f"{config.model.token_shape[0]} tokens"
     )
     yield (
-        f"batch   {training.global_batch_size} samples: {report.num_microbatches} microbatches of "
-        f"{size} on each of {ranks(sizes.data)} that read data"
+        f"batch   {training.global_batch_size} samples over {plural(sizes.data, 'data rank')}, "
+        f"{plural(report.num_microbatches, 'microbatch', 'es')} of {size} each"
     )
     yield (
-        f"FLOPs   {number(report.flops_per_sample)} a sample, "
+        f"work    {number(report.flops_per_sample)} a sample, "
         f"{number(report.flops_per_sample * training.global_batch_size)} a step of all ranks"
     )
     if sizes.pp > 1:
@@ -61,28 +63,28 @@ def head(report: Report) -> Iterator[str]:
         yield "note    without torch.compile, which keeps fewer activations (17 h for 20 h a token)"
 
 
-def memory(report: Report) -> Iterator[str]:
+def memory(report: Report, unit: int) -> Iterator[str]:
     """One row per pipeline rank, one column per kind that is there."""
     kinds = [kind for kind in Kind if any(rank.peak.bytes[kind] for rank in report.ranks)]
     rows = [
         [
             *title(rank),
-            *(f"{rank.peak.bytes[kind] / GIB:.2f}" for kind in kinds),
-            f"{rank.peak.total / GIB:.2f}",
+            *(f"{rank.peak.bytes[kind] / unit:.2f}" for kind in kinds),
+            f"{rank.peak.total / unit:.2f}",
         ]
         for rank in report.ranks
     ]
     yield from table(["rank", "layers", *kinds, "peak"], rows)
 
 
-def traffic(report: Report) -> Iterator[str]:
+def traffic(report: Report, unit: int) -> Iterator[str]:
     """One row per pipeline rank, one column per axis and operation."""
     keys = sorted({key for rank in report.ranks for key in rank.traffic.calls})
     rows = [
         [
             *title(rank),
             *(
-                f"{rank.traffic.bytes[key] / GIB:.2f} ({rank.traffic.calls[key]})"
+                f"{rank.traffic.bytes[key] / unit:.2f} ({rank.traffic.calls[key]})"
                 if rank.traffic.calls[key]
                 else "-"
                 for key in keys
@@ -105,12 +107,12 @@ def work(report: Report) -> Iterator[str]:
     yield from table(["rank", "layers", "parameters", "FLOPs", "idle"], rows)
 
 
-def verdict(report: Report) -> str:
+def verdict(report: Report, unit: str) -> str:
     """What a device must have."""
     most = max(report.ranks, key=lambda rank: rank.peak.total)
     return (
-        f"a device needs {most.peak.total / GIB:.2f} GiB (rank {most.rank}, {most.peak.phase}), "
-        "and what its driver, the allocator and the communication take beside that"
+        f"a device needs {most.peak.total / UNITS[unit]:.2f} {unit} (rank {most.rank}, "
+        f"{most.peak.phase}), and what its driver, the allocator and the communication take"
     )
 
 
@@ -120,9 +122,9 @@ def title(rank: RankReport) -> list[str]:
     return [str(rank.rank), " ".join(spans)]
 
 
-def ranks(count: int) -> str:
+def plural(count: int, word: str, ending: str = "s") -> str:
     """`1 rank`, `2 ranks`."""
-    return f"{count} rank{'s' if count > 1 else ''}"
+    return f"{count} {word}{ending if count != 1 else ''}"
 
 
 def number(value: float) -> str:

@@ -23,6 +23,8 @@ from titan_dit.parallel.mesh import Mesh
 
 Message = tuple[str, float]
 """The operation by its common name, and the bytes that a rank sends."""
+Reader = Callable[[Sequence[Any], int], Message]
+"""(arguments of an operator, ranks) -> what a rank sends."""
 
 
 @dataclass
@@ -69,7 +71,9 @@ def ring_backward(args: Sequence[Any], size: int) -> Message:
     return "ring", (size - 1) * (bytes_of(k, v) + gradients)
 
 
-def operation(name: str, given: Callable[[Sequence[Any]], Any], share: Callable[[int], float]) -> Any:
+def operation(
+    name: str, given: Callable[[Sequence[Any]], Any], share: Callable[[int], float]
+) -> Reader:
     """The reader of an operator: which arguments hold what a rank has, and how much it sends."""
 
     def read(args: Sequence[Any], size: int) -> Message:
@@ -108,7 +112,7 @@ def once(size: int) -> float:
     return 1
 
 
-READERS: Mapping[str, Callable[[Sequence[Any], int], Message]] = {
+READERS: Mapping[str, Reader] = {
     "c10d::_allgather_base_": operation("all-gather", second, to_all),
     "c10d::allgather_": operation("all-gather", second, to_all),
     "c10d::_reduce_scatter_base_": operation("reduce-scatter", second, to_others),
@@ -131,11 +135,11 @@ SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 """They send nothing, or nothing that counts."""
 
 
-class TrafficLog(TorchDispatchMode):
+class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the context every collective is counted, in `traffic`."""
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.axes = axes_of(mesh)
         self.traffic = Traffic()
 

@@ -80,20 +80,18 @@ class Runtime(_PipelineScheduleRuntime):
         if not self.shapes_are_known:
             super()._warmup_p2p(stages, has_backward, p2p_done)
             return
+        mode: Any = getattr(stage_module, "InferenceMode", None)  # Not in torch 2.11.
         for stage in stages:
-            stage._inference_mode = stage_module.InferenceMode.STATIC
+            stage._inference_mode = mode.STATIC
 
     @property
     def receive_buffers(self) -> list[Tensor]:
         """What this rank's stages receive into: torch keeps one set for every microbatch."""
-        return [
-            info.buffer
-            for stage in self._stages
-            for table in (stage.args_recv_info, stage.grad_recv_info)
-            for infos in table.values()
-            for info in infos
-            if isinstance(getattr(info, "buffer", None), Tensor)
-        ]
+        stages: Sequence[Any] = self._stages
+        tables = (t for stage in stages for t in (stage.args_recv_info, stage.grad_recv_info))
+        infos = (info for table in tables for of_one in table.values() for info in of_one)
+        buffers = (getattr(info, "buffer", None) for info in infos)
+        return [buffer for buffer in buffers if buffer is not None]
 
     # torch keeps losses in a list and finds them by position: wrong as soon as microbatches do not
     # finish in order. Kept by number instead.
