@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Train: ./run_train.sh --config digits.toml [--section.key value ...]   (--help lists the keys)
+#        ./run_train.sh --config dit_7b.toml --dry-run [WORLD]   one step without devices
 #
 #   NGPU           ranks on this node (default: its GPUs; without one, 2 ranks on the CPU)
 #   NNODES         nodes, "4" or elastic "2:4"; with RDZV_ENDPOINT=host:port and the same RDZV_ID
@@ -7,6 +8,13 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment
+
+for argument in "$@"; do
+    case $argument in
+        # One process plays every rank in turn.
+        --dry-run | --dry-run=* | --dry_run | --dry_run=*) exec "$python" -m titan_dit.train "$@" ;;
+    esac
+done
 
 cores=$(nproc 2>/dev/null || echo 2)
 gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)

@@ -69,6 +69,33 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path, dict[str, list[str]
     return find_config(config[0]), flags
 
 
+def take_dry_run(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    """The arguments without `--dry-run [WORLD]`, and WORLD: 0 if it is not given, None without.
+
+    The one flag that is no key of the config.
+    """
+    rest: list[str] = []
+    values: list[str] | None = None
+    into = rest
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            if key.replace("_", "-") == "dry-run":
+                values = [value] if equals else []
+                into = values
+                continue
+            into = rest
+        into.append(argument)
+    if values is None:
+        return rest, None
+    if len(values) > 1 or not all(value.isdecimal() and int(value) for value in values):
+        raise UserError(
+            f"--dry-run {' '.join(values)}: give the number of ranks, --dry-run 16, or nothing for "
+            "the ranks that the sizes of [parallel] need."
+        )
+    return rest, int(values[0]) if values else 0
+
+
 def find_config(name: str) -> Path:
     """A path, or the name of a file in train_configs/ with or without .toml."""
     names = (name, f"{name}.toml")

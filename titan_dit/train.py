@@ -16,14 +16,24 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             show_help(arguments)
         return
+    arguments, rehearsed = config_file.take_dry_run(arguments)
     config = config_file.load(arguments, catalog.variant)
+    if rehearsed is not None:
+        if os.environ.get("RANK", "0") == "0":
+            from titan_dit.dry_run.command import dry_run
+
+            dry_run(config, rehearsed or None)
+        return
 
     # Imported late: a mistake in the config is answered before torch.distributed is loaded.
+    from titan_dit.dry_run import estimate
     from titan_dit.parallel import mesh, runtime
     from titan_dit.pipeline.checks import check_layout
 
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
-    check_layout(config, mesh.solve(config.parallel, runtime.started_ranks()))
+    sizes = mesh.solve(config.parallel, runtime.started_ranks())
+    check_layout(config, sizes)
+    estimate.check_memory(config, sizes.shards, *estimate.rank_memory())
     from titan_dit.trainer import Trainer
 
     with runtime.start() as world:

@@ -30,6 +30,11 @@ class AxisSizes:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def shards(self) -> int:
+        """Ranks that hold different parts of the parameters."""
+        return self.pp * self.dp_shard * self.cp * self.tp
+
     def __str__(self) -> str:
         """The axes above 1, such as "dp_shard 2 x tp 4"."""
         above = [f"{axis} {size}" for axis, size in asdict(self).items() if size > 1]

@@ -47,6 +47,20 @@ def build(
 ) -> Built:
     """The part of the network that this rank holds, spread over the mesh, with initial weights."""
     remat.check(config.remat, config.pipeline, config.compile, mesh.sizes)
+    parts, count, flops = spread(config, mesh, plan)
+    for part in parts.values():
+        initialize(part, part.init_laws(), config.job.seed, device)
+    parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
+    return Built(executor_of(config, mesh, parts, plan, device), parameters, count, flops)
+
+
+def spread(
+    config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan]
+) -> tuple[dict[int, Model], int, int]:
+    """The stages of this rank on the meta device, spread over the mesh.
+
+    Beside them the parameters and FLOPs of the whole network, as in `Built`.
+    """
     stages = split_of(config, mesh)
     parts: dict[int, Model] = {}
     for stage in stages_held(config, mesh):
@@ -65,10 +79,8 @@ def build(
             config.remat,
             config.compile,
         )
-        initialize(model, model.init_laws(), config.job.seed, device)
         parts[stage] = model
-    parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
-    return Built(executor_of(config, mesh, parts, plan, device), parameters, count, flops)
+    return parts, count, flops
 
 
 def stages_held(config: Config, mesh: Mesh) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import stage as stage_module
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from titan_dit.models.base import Model
@@ -46,6 +47,7 @@ class Runtime(_PipelineScheduleRuntime):
         super().__init__(list(stages), num_microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
         self.loss = loss
         self.losses: dict[int, Tensor] = {}
+        self.shapes_are_known = False
         actions = {r: [_Action.from_str(str(a)) for a in rank] for r, rank in enumerate(order)}
         self._prepare_schedule_with_comms(actions)
 
@@ -68,6 +70,28 @@ class Runtime(_PipelineScheduleRuntime):
         device = inputs[0]["tokens"].device
         zero = torch.zeros((), device=device)
         return sum((loss.detach() for loss in self.losses.values()), zero)
+
+    def trust_shapes(self) -> None:
+        """Take the stages' shapes as given, for ranks that cannot speak with the others."""
+        self.shapes_are_known = True
+
+    def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        """In torch 2.13 the ranks vote here on whether all of them know their shapes."""
+        if not self.shapes_are_known:
+            super()._warmup_p2p(stages, has_backward, p2p_done)
+            return
+        mode: Any = getattr(stage_module, "InferenceMode", None)  # Not in torch 2.11.
+        for stage in stages:
+            stage._inference_mode = mode.STATIC
+
+    @property
+    def receive_buffers(self) -> list[Tensor]:
+        """What this rank's stages receive into: torch keeps one set for every microbatch."""
+        stages: Sequence[Any] = self._stages
+        tables = (t for stage in stages for t in (stage.args_recv_info, stage.grad_recv_info))
+        infos = (info for table in tables for of_one in table.values() for info in of_one)
+        buffers = (getattr(info, "buffer", None) for info in infos)
+        return [buffer for buffer in buffers if buffer is not None]
 
     # torch keeps losses in a list and finds them by position: wrong as soon as microbatches do not
     # finish in order. Kept by number instead.

@@ -1,0 +1,305 @@
+"""The dry run: against theory, against a real step's storages, and as a user starts it."""
+
+import resource
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from multiprocessing import get_context
+
+import commands
+import pytest
+import torch
+from harness import on_ranks
+from tiny import tiny_config
+
+from titan_dit import catalog, config_file
+from titan_dit.config_file import CONFIG_DIR, take_dry_run
+from titan_dit.dry_run import estimate, report
+from titan_dit.dry_run.command import dry_run, smallest_world
+from titan_dit.dry_run.memory import Kind, MemoryLog
+from titan_dit.dry_run.rehearse import Rehearsal, microbatches_to_run, rehearse
+from titan_dit.parallel.mesh import Mesh, solve
+from titan_dit.section import UserError
+
+GIB = 2**30
+B, H, LAYERS, TOKENS = 8, 128, 4, 256  # samples of a microbatch, width, layers, tokens
+MODEL = {"hidden": H, "layers": LAYERS, "heads": 8, "latent_size": 32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def elsewhere():
+    """A process for rehearsals: the shape checks of the tests do not know of sharded tokens."""
+    global rehearsed
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+
+        def rehearsed(config, world):
+            sizes = solve(config.parallel, world)
+            return pool.submit(rehearse, config, sizes, world).result()
+
+        yield
+
+
+def small(world=1, batch=B, **sections):
+    """The rehearsal of a DiT that is large beside its edges, in bf16."""
+    sections["training"] = {"global_batch_size": batch} | sections.get("training", {})
+    sections.setdefault("precision", {"dtype": "bf16"})
+    return rehearsed(tiny_config(model=MODEL, **sections), world)
+
+
+def sent(rank, axis, *operations):
+    """Bytes of some operations."""
+    return sum(rank.traffic.bytes[axis, operation] for operation in operations)
+
+
+def test_state_is_exact_and_activations_are_those_of_the_design():
+    [rank] = small().ranks
+    bytes_of, whole = rank.peak.bytes, small().num_parameters
+    assert rank.parameters == whole
+    assert bytes_of[Kind.PARAMETERS] == 4 * whole
+    # Two moments, and a step count for every parameter.
+    assert 8 * whole <= bytes_of[Kind.OPTIMIZER] < 8 * whole + 4 * 100
+    assert bytes_of[Kind.EMA] == 2 * 4 * whole  # two decays
+    # 20.05 h elements of bf16 per token and layer, and what the ends keep.
+    theory = 20.05 * H * 2 * B * TOKENS * LAYERS
+    assert theory * 0.98 < bytes_of[Kind.ACTIVATIONS] < theory * 1.15
+
+
+def test_fsdp_gathers_twice_and_reduces_once():
+    d = 4
+    for reshard, gathers in (("always", 2), ("never", 1)):
+        result = small(d, batch=d * B, parallel={"reshard_after_forward": reshard})
+        [rank], whole = result.ranks, result.num_parameters
+        # Padding: every parameter's rows are made to divide.
+        assert rank.peak.bytes[Kind.PARAMETERS] == 4 * rank.parameters
+        assert rank.parameters == pytest.approx(whole / d, rel=0.01)
+        share = whole * (d - 1) / d
+        assert sent(rank, "dp_shard", "all-gather") == pytest.approx(2 * gathers * share, rel=0.02)
+        assert sent(rank, "dp_shard", "reduce-scatter") == pytest.approx(4 * share, rel=0.02)
+
+
+def test_replicas_all_reduce_their_shards():
+    result = small(4, batch=4 * B, parallel={"dp_replicate": 2})
+    [rank] = result.ranks
+    shard = 4 * result.num_parameters / 2
+    assert sent(rank, "dp_replicate", "all-reduce") == pytest.approx(shard, rel=0.02)
+
+
+def test_tensor_parallel_ranks_send_what_megatron_says():
+    t, tokens = 4, B * TOKENS
+    result = small(t, parallel={"tp": t})
+    [rank] = result.ranks
+    theory = 8 * (t - 1) / t * tokens * H * 2 * LAYERS
+    # The rest: every sample's modulation, and the tokens at both ends of the network.
+    measured = sent(rank, "tp", "all-gather", "reduce-scatter")
+    assert theory < measured < 1.25 * theory
+    one = small().ranks[0].peak.bytes[Kind.ACTIVATIONS]
+    assert rank.peak.bytes[Kind.ACTIVATIONS] < 0.4 * one
+
+
+@pytest.mark.parametrize(("method", "elements"), [("ring", 6), ("ulysses", 8)])
+def test_context_parallel_ranks_send_what_the_papers_say(method, elements):
+    c = 4
+    [rank] = small(c, parallel={"cp": c, "cp_method": method}).ranks
+    tokens = B * TOKENS * H * LAYERS
+    if method == "ring":
+        # Of the six, the two gradients are sums over blocks and travel in fp32.
+        theory = (c - 1) / c * tokens * (4 * 2 + 2 * 4)
+        measured = sent(rank, "cp", "ring")
+    else:
+        theory = elements * (c - 1) / c**2 * tokens * 2
+        measured = sent(rank, "cp", "all-to-all")
+    assert measured == pytest.approx(theory)
+
+
+def test_every_stage_has_its_turn_and_sends_its_stream():
+    p, m = 2, 6
+    result = small(p, batch=m * B, parallel={"pp": p}, training={"microbatch_size": B})
+    assert [rank.rank for rank in result.ranks] == [0, 1]
+    assert [rank.layers for rank in result.ranks] == [(range(2),), (range(2, 4),)]
+    assert sum(rank.parameters for rank in result.ranks) == result.num_parameters
+    assert sum(rank.flops for rank in result.ranks) == pytest.approx(
+        result.flops_per_sample * m * B
+    )
+    # 1F1B: the first stage holds two microbatches, the last one.
+    assert (result.num_microbatches, result.num_run) == (m, p)
+    first, last = (rank.peak.bytes[Kind.ACTIVATIONS] for rank in result.ranks)
+    assert 1.6 < first / last < 2.2
+    stream = 2 * (B * TOKENS * H + B * H)
+    for rank in result.ranks:
+        assert sent(rank, "pp", "send") == m * stream
+        assert rank.peak.bytes[Kind.BUFFERS] == m * stream
+        assert rank.idle == pytest.approx((p - 1) / (m + p - 1), rel=0.05)
+
+
+def test_fewer_microbatches_tell_what_all_of_them_take():
+    sections = {"parallel": {"pp": 2}, "training": {"microbatch_size": 1}}
+    config = tiny_config(model=MODEL, **sections)
+    assert microbatches_to_run(config, 2, 100) == (1, 2)
+    several = small(2, batch=4, **sections)
+    # With as many microbatches as are run nothing is inferred.
+    exact = small(2, batch=2, **sections)
+    for some, few in zip(several.ranks, exact.ranks, strict=True):
+        assert sent(some, "pp", "send") == 2 * sent(few, "pp", "send")
+        for kind in set(Kind) - {Kind.BUFFERS, Kind.INPUTS}:
+            assert some.peak.bytes[kind] == few.peak.bytes[kind], kind
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [("gpipe", 6), ("interleaved_zero_bubble", 2), ("zbv_zero_bubble", 3), ("dualpipev", 4)],
+)
+def test_every_schedule_is_rehearsed(schedule, held):
+    pipeline = {"schedule": schedule}
+    if schedule.startswith("interleaved"):
+        pipeline["virtual_stages"] = 2
+    result = small(
+        2, batch=6, parallel={"pp": 2}, pipeline=pipeline, training={"microbatch_size": 1}
+    )
+    assert len(result.ranks) == 2
+    assert result.num_run == held
+
+
+def real_and_rehearsed(world, sections):
+    """Two steps of real tensors under the log, and the dry run of the same."""
+    config = tiny_config(model=MODEL, **sections)
+    mesh = Mesh(solve(config.parallel, 1), "cpu")
+    real = Rehearsal(config, mesh, nullcontext())
+    peak, _ = real.run(share=2, size=1, fewer=1, enough=2, count=2)
+    measured = {str(kind): size for kind, size in peak.bytes.items()}
+    live = sum(record.size for record in real.memory.records.values())
+    state = sum(
+        tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes
+        for table in (
+            real.parameters,
+            *real.ema.averages.values(),
+            *real.optimizer.state.values(),
+        )
+        for tensor in table.values()
+    )
+    return measured, live, state
+
+
+def test_fake_storages_are_those_of_a_real_step():
+    sections = {
+        "precision": {"dtype": "bf16"},
+        "training": {"global_batch_size": 2, "microbatch_size": 1},
+    }
+    [(real, live, state)] = on_ranks(1, real_and_rehearsed, sections)
+    [rank] = small(batch=2, training={"microbatch_size": 1}).ranks
+    for kind, size in rank.peak.bytes.items():
+        assert size == pytest.approx(real[kind], rel=0.01, abs=2**12), kind
+    # What is left after the step is the state, and what FSDP keeps gathered.
+    assert live >= state
+
+
+def test_the_log_follows_storages():
+    with MemoryLog() as log:
+        log.begin()
+        with log.phase("making", Kind.ACTIVATIONS):
+            kept = torch.zeros(1000)
+            gone = torch.zeros(3000)
+            del gone
+            view = kept[:10]
+        with log.phase("growing", Kind.TEMPORARY):
+            more = torch.zeros(500)
+            more.untyped_storage().resize_(16000)
+        assert log.live()[Kind.ACTIVATIONS] == 4000
+        assert view.untyped_storage().nbytes() == 4000
+    peak = log.peak()
+    assert (peak.total, peak.phase) == (20000, "growing")
+    assert peak.bytes[Kind.TEMPORARY] == 16000
+
+
+FLAGS = {
+    ("--config", "a", "--dry-run"): (["--config", "a"], 0),
+    ("--dry-run", "16", "--config", "a"): (["--config", "a"], 16),
+    ("--dry-run=16", "--x.y", "2"): (["--x.y", "2"], 16),
+    ("--config", "a"): (["--config", "a"], None),
+}
+
+
+@pytest.mark.parametrize("arguments", FLAGS)
+def test_the_flag_is_taken_out_of_the_others(arguments):
+    assert take_dry_run(arguments) == FLAGS[arguments]
+
+
+@pytest.mark.parametrize("values", [["0"], ["many"], ["1", "2"], ["-4"]])
+def test_a_world_that_is_no_number_of_ranks_is_refused(values):
+    with pytest.raises(UserError, match="--dry-run"):
+        take_dry_run(["--config", "a", "--dry-run", *values])
+
+
+def test_the_state_is_estimated_in_closed_form():
+    # 7.3e9 parameters over 16 ranks, one average: 20 bytes each.
+    assert estimate.state_bytes(7_304_869_904, 16, 1) == 7_304_869_904 * 20 // 16
+    config = tiny_config()
+    estimate.check_memory(config, 1, 10**9, "the GPU")
+    estimate.check_memory(config, 1, None, "the GPU")
+    with pytest.raises(UserError, match=r"GiB per rank, but the GPU has .* --dry-run"):
+        estimate.check_memory(config, 1, 10**5, "the GPU")
+
+
+def test_free_memory_is_read_where_linux_says_it(tmp_path):
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal:  99 kB\nMemAvailable:   12 kB\n")
+    assert estimate.host_memory(file) == 12 * 1024
+    assert estimate.host_memory(tmp_path / "none") > 2**20
+
+
+@pytest.mark.parametrize("world", [16, 1024])
+def test_a_7b_is_rehearsed_on_a_laptop(world, tmp_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    flags = ("--dry-run",) if world == 16 else ("--dry-run", world)
+    done = commands.run(commands.train_command(*flags, config="dit_7b"), tmp_path, timeout=280)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    # Seconds of one core: what the clock says depends on what else the machine does.
+    assert after.ru_utime - before.ru_utime < 60
+    assert after.ru_maxrss < 2**20
+    text = done.stdout
+    for words in ("7,304,869,904 parameters", f"{world} ranks", "pp 4 x", "tp 4", "idle"):
+        assert words in text
+    for first_rank in range(0, world, world // 4):
+        assert any(line.split()[:1] == [str(first_rank)] for line in text.splitlines())
+    assert text.splitlines()[-1].startswith("a device needs ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("world", "words"), [(24, "multiple of 16"), (48, "size=1024 does not")])
+def test_worlds_that_do_not_fit_are_answered_as_a_launch_would_be(world, words):
+    config = config_file.load(["--config", "dit_7b"], catalog.variant)
+    with pytest.raises(UserError, match=words):
+        dry_run(config, world)
+
+
+def test_the_script_starts_one_process(tmp_path):
+    done = subprocess.run(
+        [commands.ROOT / "run_train.sh", "--config", "digits", "--dry-run", "3",
+         "--training.global_batch_size", "12"],
+        cwd=tmp_path, env=commands.environment() | {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "dry run of digits: 3 ranks" in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIG_DIR.glob("*.toml")))
+def test_every_recipe_passes(name):
+    """Its layout as it stands, its network as deep as its stages need: the layers are alike."""
+    config = config_file.load(["--config", name], catalog.variant)
+    pp = config.parallel.pp
+    per_rank = config.pipeline.virtual_stages
+    tables = config_file.to_tables(config)
+    tables["model"] |= {"size": None, "layers": max(2, pp * per_rank)}
+    tables["model"] = {k: v for k, v in tables["model"].items() if v is not None}
+    config = config_file.build(tables, catalog.variant)
+    world = smallest_world(config)
+    if config.parallel.dp_shard == -1:
+        world *= 2
+    result = rehearsed(config, world)
+    assert len(result.ranks) == pp
+    text = list(report.lines(result))
+    assert text[0].startswith(f"dry run of {name}: {world} rank")
+    assert all(rank.peak.total > 0 for rank in result.ranks)

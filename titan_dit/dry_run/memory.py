@@ -1,0 +1,225 @@
+"""What a rank's memory is taken by: every storage from its allocation to its end, by kind.
+
+Works on real tensors and on fake ones, which have sizes but no memory. Sizes are what was asked
+for: a device's allocator rounds up and keeps freed blocks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Kind(StrEnum):
+    """What a storage is for."""
+
+    PARAMETERS = "parameters"
+    """This rank's shards, fp32."""
+    GRADIENTS = "gradients"
+    """Of the shards, fp32."""
+    OPTIMIZER = "optimizer"
+    EMA = "EMA"
+    GATHERED = "gathered"
+    """Parameters as they compute: gathered over dp_shard, in the precision of the products."""
+    UNREDUCED = "unreduced"
+    """Gradients of gathered parameters, until they are reduced over dp_shard."""
+    ACTIVATIONS = "activations"
+    """What forward passes make."""
+    BUFFERS = "buffers"
+    """What a pipeline stage receives into: torch keeps a buffer for every microbatch."""
+    INPUTS = "inputs"
+    """The batch, with its noise and its targets."""
+    TEMPORARY = "temporary"
+    """What backward passes, recomputation, the optimizer and the EMA make for a while."""
+
+
+class Record:
+    """A storage as the log knows it; its kind may become known after its end."""
+
+    __slots__ = ("__weakref__", "kind", "size")
+
+    def __init__(self, kind: Kind, size: int) -> None:
+        self.kind, self.size = kind, size
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of the most bytes."""
+
+    bytes: Mapping[Kind, int]
+    phase: str
+    """What was being done."""
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return sum(self.bytes.values())
+
+
+class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the context every new storage, its resizing and its end are written down.
+
+    Kinds are filled in as they become known, and read when `peak` runs through the log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records: dict[int, Record] = {}
+        self.events: list[tuple[Record, int]] = []
+        self.first = 0
+        self.name, self.kind = "", Kind.TEMPORARY
+        self.phases: list[tuple[int, str]] = []
+        self.known: set[int] = set()
+
+    def __enter__(self) -> MemoryLog:
+        """Watch allocations, resizing and the parameters that modules compute with."""
+        self.resize = torch.UntypedStorage.resize_
+        log, resize = self, self.resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            log._resized(storage)
+            return result
+
+        # FSDP frees and restores gathered parameters by this; no operator says so.
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self.hook = register_module_forward_pre_hook(self._computes_with)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Watch no more; ends are still written down."""
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self.hook.remove()
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+
+    @contextmanager
+    def phase(self, name: str, kind: Kind) -> Iterator[None]:
+        """Within the block new storages are of this kind, but for those of a backward pass."""
+        before, self.name, self.kind = (self.name, self.kind), name, kind
+        self.phases.append((len(self.events), name))
+        yield
+        self.name, self.kind = before
+        self.phases.append((len(self.events), before[0]))
+
+    def begin(self) -> None:
+        """Look for the peak from now on."""
+        self.first = len(self.events)
+
+    def mark(self, tensors: Iterable[object], kind: Kind) -> None:
+        """Say what the storages of these tensors are for."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._record(local(tensor)).kind = kind
+
+    def live(self) -> Counter[Kind]:
+        """Bytes by kind at this moment."""
+        return Counter(
+            {
+                kind: sum(record.size for record in self.records.values() if record.kind == kind)
+                for kind in Kind
+            }
+        )
+
+    def peak(self) -> Peak:
+        """The moment of the most bytes since `begin`."""
+        total = most = sum(change for _, change in self.events[: self.first])
+        moment = self.first
+        for number, (_, change) in enumerate(self.events[self.first :], start=self.first + 1):
+            total += change
+            if total > most:
+                most, moment = total, number
+        held: Counter[Kind] = Counter(dict.fromkeys(Kind, 0))
+        for record, change in self.events[:moment]:
+            held[record.kind] += change
+        names = [name for start, name in self.phases if start < moment]
+        return Peak(held, names[-1] if names else "")
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator and write down what it allocates."""
+        # A tensor made of others, such as a DTensor, takes itself apart and comes back.
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        result = func(*args, **kwargs or {})
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._record(tensor)
+        self._learn(func, args, result)
+        return result
+
+    def _learn(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """What an operator says about the storages that it is given."""
+        name = func._schema.name
+        if name == "c10d::_allgather_base_":
+            self.mark(args[:1], Kind.GATHERED)
+        elif name == "c10d::_reduce_scatter_base_":
+            self.mark(args[1:2], Kind.UNREDUCED)
+        elif name == "aten::_to_copy" and self._record(args[0]).kind == Kind.UNREDUCED:
+            self.mark((result,), Kind.UNREDUCED)
+
+    def _computes_with(self, module: nn.Module, _: Any) -> None:
+        """The parameters of a module whose turn has come: gathered ones if they are not ours."""
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in self.known:
+                continue
+            self.known.add(id(parameter))
+            record = self._record(local(parameter))
+            if record.kind != Kind.PARAMETERS:
+                record.kind = Kind.GATHERED
+                parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
+
+    def _got_gradient(self, parameter: Tensor) -> None:
+        self.mark((parameter.grad,), Kind.UNREDUCED)
+
+    def _record(self, tensor: Tensor) -> Record:
+        """The record of a tensor's storage, which is new if there is none."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.records:
+            # Within a backward pass: what torch's own module tracker asks.
+            in_backward = torch._C._current_graph_task_id() != -1
+            kind = Kind.TEMPORARY if in_backward else self.kind
+            record = self.records[key] = Record(kind, storage.nbytes())
+            self.events.append((record, record.size))
+            weakref.finalize(storage, self._ended, key).atexit = False
+        return self.records[key]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        record = self.records.get(storage._cdata)
+        if record is not None and record.size != storage.nbytes():
+            self.events.append((record, storage.nbytes() - record.size))
+            record.size = storage.nbytes()
+
+    def _ended(self, key: int) -> None:
+        record = self.records.pop(key)
+        self.events.append((record, -record.size))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor

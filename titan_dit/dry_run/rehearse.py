@@ -1,0 +1,309 @@
+"""One training step per pipeline rank: the trainer's own parts on fake tensors, one process.
+
+Ranks that differ only in their place along the data, context and tensor axes do the same, so the
+first of them stands for all; pipeline ranks differ, so each has its turn. torch's fake process
+group answers every collective at once, and fake tensors have shapes but no memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # what collectives give for fake tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import debug
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_dit import catalog
+from titan_dit.config import JobConfig
+from titan_dit.dry_run.memory import Kind, MemoryLog, Peak, local
+from titan_dit.dry_run.traffic import Traffic, TrafficLog
+from titan_dit.objectives.base import Batch, Prepared
+from titan_dit.parallel.gradients import clip_norm
+from titan_dit.parallel.init import initialize
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.pipeline.base import Executor
+from titan_dit.pipeline.build import executor_of, split_of, spread
+from titan_dit.pipeline.pipelined import PipelinedExecutor
+from titan_dit.pipeline.sliced import SlicedExecutor
+from titan_dit.rng import SampleRNG
+from titan_dit.schedules.action import Order, peak_activations
+from titan_dit.schedules.orders import pipeline_order
+from titan_dit.schedules.simulator import simulate, stage_costs
+from titan_dit.section import UserError
+from titan_dit.state.ema import EMA
+from titan_dit.state.optimizer import apply_gradients, build_optimizer
+
+Config = JobConfig[Any, Any, Any]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank would do in a step."""
+
+    rank: int
+    layers: tuple[range, ...]
+    """Of each of its stages."""
+    parameters: int
+    """Elements of its shards."""
+    peak: Peak
+    traffic: Traffic
+    flops: float
+    """Its share of the model's, forward and backward."""
+    idle: float
+    """Share of the step that it waits for other stages."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A step of the whole run."""
+
+    config: Config
+    sizes: AxisSizes
+    num_parameters: int
+    flops_per_sample: int
+    num_microbatches: int
+    """Of a rank and step."""
+    num_run: int
+    """Microbatches that were run to find out: more would have held no more at once."""
+    ranks: tuple[RankReport, ...]
+    """The first rank of every pipeline stage."""
+
+
+def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
+    """Take the step of every distinct rank of `world_size`."""
+    # torch.compile needs real tensors. What it would spare is not spared here.
+    config = replace(config, compile=replace(config.compile, enabled=False))
+    share = config.training.global_batch_size // sizes.data
+    size = config.training.microbatch_size or (share if sizes.pp == 1 else 1)
+    count = -(-share // size)
+    fewer, enough = microbatches_to_run(config, sizes.pp, count)
+    growth = growth_of(config, sizes.pp, enough, count)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    reports = []
+    for stage_rank in range(sizes.pp):
+        with fake_world(stage_rank * (world_size // sizes.pp), world_size):
+            mesh = Mesh(sizes, "cpu")
+            rehearsal = Rehearsal(config, mesh, mode)
+            peak, traffic = rehearsal.run(share, size, fewer, enough, count)
+            peak = with_activations(peak, growth[stage_rank])
+            layers = split_of(config, mesh)
+            held = tuple(layers[stage] for stage in sorted(rehearsal.parts))
+            flops = flops_of(config, held, rehearsal.flops_per_sample) * share
+            reports.append(
+                RankReport(
+                    rank=dist.get_rank(),
+                    layers=held,
+                    parameters=sum(local(p).numel() for p in rehearsal.parameters.values()),
+                    peak=peak,
+                    traffic=traffic,
+                    flops=flops / (sizes.cp * sizes.tp),
+                    idle=0.0,
+                )
+            )
+            del rehearsal
+    idle = idle_of(config, layers, sizes.pp, count)
+    with torch.device("meta"):
+        channels = config.model.sample_shape[0]
+        model = config.model.build(config.objective.output_channels(channels))
+    return Report(
+        config=config,
+        sizes=sizes,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        flops_per_sample=model.flops_per_sample(config.model.token_shape[0]),
+        num_microbatches=count,
+        num_run=enough,
+        ranks=tuple(replace(r, idle=share) for r, share in zip(reports, idle, strict=True)),
+    )
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """Be one rank of many, without the others."""
+    # DTensor remembers process groups by meshes that look the same to every rank.
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    # What a real run says of its collectives, it says then.
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        dist.destroy_process_group()
+
+
+class Rehearsal:
+    """One rank: what `Trainer` builds, and its step, with a log of both."""
+
+    def __init__(self, config: Config, mesh: Mesh, mode: FakeTensorMode) -> None:
+        self.config, self.mesh, self.mode = config, mesh, mode
+        self.plan = catalog.tensor_plan(config.model.name)
+        # A mesh asks real tensors which rank this is, so the network is spread out here.
+        self.parts, _, self.flops_per_sample = spread(config, mesh, self.plan)
+        self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
+        with mode, self.memory, self.memory.phase("set-up", Kind.TEMPORARY):
+            for part in self.parts.values():
+                initialize(part, part.init_laws(), config.job.seed, CPU)
+            self.parameters = {
+                name: p for part in self.parts.values() for name, p in part.named_parameters()
+            }
+            self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
+            self.ema = EMA(self.parameters, config.ema)
+            self.memory.mark(self.parameters.values(), Kind.PARAMETERS)
+            for average in self.ema.averages.values():
+                self.memory.mark(average.values(), Kind.EMA)
+
+    def run(
+        self, share: int, size: int, fewer: int, enough: int, count: int
+    ) -> tuple[Peak, Traffic]:
+        """Two steps, of fewer microbatches and of enough; what `count` of them would take."""
+        with self.mode, self.memory, self.traffic:
+            # The first step makes what later ones keep, and tells what a microbatch sends.
+            self.step(share, size, fewer)
+            before = self.traffic.restart()
+            gc.collect()
+            self.memory.begin()
+            self.step(share, size, enough)
+        peak = self.memory.peak()
+        # Every microbatch has its buffer, from the first to the last.
+        held = {**peak.bytes, Kind.BUFFERS: peak.bytes[Kind.BUFFERS] * count // enough}
+        return replace(peak, bytes=held), self.traffic.traffic.at(count, enough, before, fewer)
+
+    def step(self, share: int, size: int, count: int) -> None:
+        """What `Trainer.train_step` does, with `count` of the rank's microbatches."""
+        log, config = self.memory, self.config
+        with log.phase("inputs", Kind.INPUTS):
+            prepared = first_rows(self.prepare(share), size * count)
+        executor = self.executor(size * count)
+        with log.phase("forward and backward", Kind.ACTIVATIONS):
+            executor.step(prepared)
+            log.mark((p.grad for p in self.parameters.values()), Kind.GRADIENTS)
+        if pipeline := pipelined(executor):
+            log.mark(pipeline.runtime.receive_buffers, Kind.BUFFERS)
+        with log.phase("optimizer", Kind.TEMPORARY):
+            bad = ~clip_norm(self.parameters.values(), config.training.max_grad_norm).isfinite()
+            apply_gradients(self.optimizer, config.optimizer.lr, skip=bad)
+            for state in self.optimizer.state.values():
+                log.mark(state.values(), Kind.OPTIMIZER)
+        with log.phase("EMA", Kind.TEMPORARY):
+            self.ema.update(config.ema.every, skip=bad)
+
+    def prepare(self, share: int) -> Prepared:
+        """A batch of nothing, with its random numbers."""
+        config = self.config
+        tokens, values = config.model.token_shape
+        batch = Batch(
+            tokens=torch.empty(share, tokens, values),
+            labels=torch.zeros(share, dtype=torch.int64),
+            sample_numbers=torch.arange(share),
+            weight=torch.ones(share),
+            total_weight=float(config.training.global_batch_size),
+            channels=config.model.sample_shape[0],
+            static=config.model.static(CPU),
+        )
+        rng = SampleRNG(config.job.seed, batch.sample_numbers)
+        prepared: Prepared = config.objective.prepare(batch, rng)
+        return prepared
+
+    def executor(self, rows: int) -> Executor:
+        """The executor of a batch of which this rank has so many rows."""
+        batch = rows * self.mesh.sizes.data
+        training = replace(self.config.training, global_batch_size=batch)
+        config = replace(self.config, training=training)
+        executor = executor_of(config, self.mesh, self.parts, self.plan, CPU)
+        if pipeline := pipelined(executor):
+            pipeline.runtime.trust_shapes()
+        return executor
+
+
+def first_rows(prepared: Prepared, rows: int) -> Prepared:
+    """The first rows of a batch, as views: the whole batch stays in memory."""
+    return next(prepared.microbatches(rows))
+
+
+def pipelined(executor: Executor) -> PipelinedExecutor | None:
+    """The pipeline's executor, if there is a pipeline."""
+    inner = executor.inner if isinstance(executor, SlicedExecutor) else executor
+    return inner if isinstance(inner, PipelinedExecutor) else None
+
+
+MOST_MICROBATCHES = 16
+"""Run no more of them than this, or four times the stages. Only gpipe holds more at once."""
+
+
+def microbatches_to_run(config: Config, pp: int, count: int) -> tuple[int, int]:
+    """Two numbers of microbatches: as few as can be, and enough to hold as many as `count` do."""
+    if pp == 1:
+        # From the second microbatch on, the gradients of those before are there as well.
+        return 1, min(count, 2)
+    wanted = peak_activations(order_of(config, pp, count))
+    fewer = None
+    for number in range(1, count):
+        try:
+            order = order_of(config, pp, number)
+        except UserError:
+            continue
+        if peak_activations(order) == wanted or number >= max(MOST_MICROBATCHES, 4 * pp):
+            return (number if fewer is None else fewer), number
+        fewer = number if fewer is None else fewer
+    return count if fewer is None else fewer, count
+
+
+def growth_of(config: Config, pp: int, run: int, count: int) -> list[float]:
+    """How many times more each pipeline rank holds with `count` microbatches than with `run`."""
+    if pp == 1:
+        return [1.0]
+    held, of_run = (peak_activations(order_of(config, pp, number)) for number in (count, run))
+    return [whole / part for whole, part in zip(held, of_run, strict=True)]
+
+
+def with_activations(peak: Peak, times: float) -> Peak:
+    """A peak of that many times the activations."""
+    more = {Kind.ACTIVATIONS: round(peak.bytes[Kind.ACTIVATIONS] * times)}
+    return replace(peak, bytes={**peak.bytes, **more})
+
+
+def order_of(config: Config, pp: int, count: int) -> Order:
+    """What every pipeline rank does with `count` microbatches."""
+    return pipeline_order(
+        config.pipeline.schedule,
+        num_ranks=pp,
+        num_microbatches=count,
+        virtual_stages=config.pipeline.virtual_stages,
+    )
+
+
+def edge_costs(config: Config) -> tuple[float, float]:
+    """What embed and head cost, in layers."""
+    channels = config.model.sample_shape[0]
+    embed, head = config.model.edge_costs(config.objective.output_channels(channels))
+    return embed, head
+
+
+def flops_of(config: Config, held: tuple[range, ...], flops_per_sample: int) -> float:
+    """The share of a sample's FLOPs that these layers, and what stands at the ends, take."""
+    embed, head = edge_costs(config)
+    num_layers: int = config.model.num_layers
+    cost: float = sum(map(len, held))
+    cost += embed * any(0 in layers for layers in held)
+    cost += head * any(num_layers - 1 in layers for layers in held)
+    return flops_per_sample * cost / (num_layers + embed + head)
+
+
+def idle_of(config: Config, layers: tuple[range, ...], pp: int, count: int) -> list[float]:
+    """The share of a step that each pipeline rank waits."""
+    if pp == 1:
+        return [0.0]
+    embed, head = edge_costs(config)
+    # A layer's forward costs as much as the gradient of its input, or that of its weights.
+    costs = stage_costs([len(part) for part in layers], embed=embed, head=head)
+    simulation = simulate(order_of(config, pp, count), costs)
+    return [idle / simulation.makespan for idle in simulation.idle]

@@ -1,0 +1,143 @@
+"""What a dry run prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from titan_dit.dry_run.memory import Kind
+from titan_dit.dry_run.rehearse import RankReport, Report
+
+UNITS = {"GiB": 2**30, "MiB": 2**20}
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report, line by line."""
+    unit = "MiB" if max(rank.peak.total for rank in report.ranks) < UNITS["GiB"] else "GiB"
+    yield from head(report)
+    yield ""
+    yield f"memory at the peak, {unit}:"
+    yield from memory(report, UNITS[unit])
+    yield ""
+    yield f"sent by a rank per step, {unit} (calls):"
+    yield from traffic(report, UNITS[unit])
+    yield ""
+    yield "computed by a rank per step:"
+    yield from work(report)
+    yield ""
+    yield verdict(report, unit)
+
+
+def head(report: Report) -> Iterator[str]:
+    """What was tried."""
+    config, sizes = report.config, report.sizes
+    training = config.training
+    per_rank = training.global_batch_size // sizes.data
+    size = training.microbatch_size or (per_rank if sizes.pp == 1 else 1)
+    world = sizes.pp * sizes.data * sizes.cp * sizes.tp
+    where = f"{plural(world, 'rank')} ({sizes})"
+    yield f"dry run of {config.job.name}: {where}, {config.precision.dtype}"
+    yield (
+        f"model   {config.model.name}: {report.num_parameters:,} parameters, "
+        f"{config.model.token_shape[0]} tokens"
+    )
+    yield (
+        f"batch   {training.global_batch_size} samples over {plural(sizes.data, 'data rank')}, "
+        f"{plural(report.num_microbatches, 'microbatch', 'es')} of {size} each"
+    )
+    yield (
+        f"work    {number(report.flops_per_sample)} a sample, "
+        f"{number(report.flops_per_sample * training.global_batch_size)} a step of all ranks"
+    )
+    if sizes.pp > 1:
+        idle = sum(rank.idle for rank in report.ranks) / len(report.ranks)
+        yield (
+            f"pipe    {config.pipeline.schedule}, "
+            f"{sum(len(rank.layers) for rank in report.ranks)} stages; idle {idle:.1%} of the step"
+        )
+    if report.num_run < report.num_microbatches:
+        yield (
+            f"note    {report.num_run} microbatches were run: more are not in memory at once, "
+            "and send as much each"
+        )
+    if config.compile.enabled:
+        yield "note    without torch.compile, which keeps fewer activations (17 h for 20 h a token)"
+
+
+def memory(report: Report, unit: int) -> Iterator[str]:
+    """One row per pipeline rank, one column per kind that is there."""
+    kinds = [kind for kind in Kind if any(rank.peak.bytes[kind] for rank in report.ranks)]
+    rows = [
+        [
+            *title(rank),
+            *(f"{rank.peak.bytes[kind] / unit:.2f}" for kind in kinds),
+            f"{rank.peak.total / unit:.2f}",
+        ]
+        for rank in report.ranks
+    ]
+    yield from table(["rank", "layers", *kinds, "peak"], rows)
+
+
+def traffic(report: Report, unit: int) -> Iterator[str]:
+    """One row per pipeline rank, one column per axis and operation."""
+    keys = sorted({key for rank in report.ranks for key in rank.traffic.calls})
+    rows = [
+        [
+            *title(rank),
+            *(
+                f"{rank.traffic.bytes[key] / unit:.2f} ({rank.traffic.calls[key]})"
+                if rank.traffic.calls[key]
+                else "-"
+                for key in keys
+            ),
+        ]
+        for rank in report.ranks
+    ]
+    if not keys:
+        yield "  nothing: there is one rank"
+        return
+    yield from table(["rank", "layers", *(f"{axis} {name}" for axis, name in keys)], rows)
+
+
+def work(report: Report) -> Iterator[str]:
+    """Parameters, FLOPs and waiting of every pipeline rank."""
+    rows = [
+        [*title(rank), f"{rank.parameters:,}", number(rank.flops), f"{rank.idle:.1%}"]
+        for rank in report.ranks
+    ]
+    yield from table(["rank", "layers", "parameters", "FLOPs", "idle"], rows)
+
+
+def verdict(report: Report, unit: str) -> str:
+    """What a device must have."""
+    most = max(report.ranks, key=lambda rank: rank.peak.total)
+    return (
+        f"a device needs {most.peak.total / UNITS[unit]:.2f} {unit} (rank {most.rank}, "
+        f"{most.peak.phase}), and what its driver, the allocator and the communication take"
+    )
+
+
+def title(rank: RankReport) -> list[str]:
+    """The first columns of every table."""
+    spans = (f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in rank.layers)
+    return [str(rank.rank), " ".join(spans)]
+
+
+def plural(count: int, word: str, ending: str = "s") -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {word}{ending if count != 1 else ''}"
+
+
+def number(value: float) -> str:
+    """1.386e14 as "138.6T"."""
+    for limit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if value >= limit:
+            return f"{value / limit:.4g} {letter}FLOP"
+    return f"{value:.4g} FLOP"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Columns as wide as their widest cell, flush right."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,0 +1,199 @@
+"""The bytes that a rank sends, by mesh axis and operation.
+
+Counted as the algorithms that move the least do it, on n ranks: an all-gather sends (n - 1) times
+what a rank has, a reduce-scatter (n - 1) / n of it, an all-reduce twice that, an all-to-all
+everything but a rank's own part, a pipeline's message itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_dit.parallel.attention_kernels import accumulator
+from titan_dit.parallel.mesh import Mesh
+
+Message = tuple[str, float]
+"""The operation by its common name, and the bytes that a rank sends."""
+Reader = Callable[[Sequence[Any], int], Message]
+"""(arguments of an operator, ranks) -> what a rank sends."""
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes of (axis, operation)."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def at(self, count: int, own: int, other: Traffic, others: int) -> Traffic:
+        """For `count` microbatches, from this for `own` and `other` for `others` of them.
+
+        Every microbatch sends the same, and the rest of a step sends the same whatever their
+        number: two numbers of microbatches tell the two apart.
+        """
+        if own == others:
+            return self
+
+        def line(mine: Counter[tuple[str, str]], its: Counter[tuple[str, str]]) -> Any:
+            return Counter(
+                {
+                    key: round(mine[key] + (count - own) * (mine[key] - its[key]) / (own - others))
+                    for key in mine | its
+                }
+            )
+
+        return Traffic(line(self.calls, other.calls), line(self.bytes, other.bytes))
+
+
+def bytes_of(*values: Any) -> int:
+    """The bytes of all tensors in nested lists."""
+    return sum(x.numel() * x.element_size() for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+def ring_forward(args: Sequence[Any], size: int) -> Message:
+    """Keys and values to the next rank, size - 1 times; see `parallel.ring_attention`."""
+    return "ring", (size - 1) * bytes_of(args[1], args[2])
+
+
+def ring_backward(args: Sequence[Any], size: int) -> Message:
+    """Keys and values once more, and their gradients in fp32."""
+    k, v = args[2], args[3]
+    gradients = (k.numel() + v.numel()) * accumulator(k.dtype).itemsize
+    return "ring", (size - 1) * (bytes_of(k, v) + gradients)
+
+
+def operation(
+    name: str, given: Callable[[Sequence[Any]], Any], share: Callable[[int], float]
+) -> Reader:
+    """The reader of an operator: which arguments hold what a rank has, and how much it sends."""
+
+    def read(args: Sequence[Any], size: int) -> Message:
+        return name, bytes_of(given(args)) * share(size)
+
+    return read
+
+
+def first(args: Sequence[Any]) -> Any:
+    """The argument of most operators."""
+    return args[0]
+
+
+def second(args: Sequence[Any]) -> Any:
+    """The argument of those that are given their output first."""
+    return args[1]
+
+
+def to_others(size: int) -> float:
+    """A rank's own part stays."""
+    return (size - 1) / size
+
+
+def to_all(size: int) -> float:
+    """Everything to every other rank."""
+    return size - 1
+
+
+def twice(size: int) -> float:
+    """Reduce-scatter, then all-gather."""
+    return 2 * (size - 1) / size
+
+
+def once(size: int) -> float:
+    """One copy."""
+    return 1
+
+
+READERS: Mapping[str, Reader] = {
+    "c10d::_allgather_base_": operation("all-gather", second, to_all),
+    "c10d::allgather_": operation("all-gather", second, to_all),
+    "c10d::_reduce_scatter_base_": operation("reduce-scatter", second, to_others),
+    "c10d::reduce_scatter_": operation("reduce-scatter", second, to_others),
+    "c10d::allreduce_": operation("all-reduce", first, twice),
+    "c10d::alltoall_base_": operation("all-to-all", second, to_others),
+    "c10d::broadcast_": operation("broadcast", first, once),
+    "c10d::send": operation("send", first, once),
+    "_c10d_functional::all_gather_into_tensor": operation("all-gather", first, to_all),
+    "_c10d_functional::reduce_scatter_tensor": operation("reduce-scatter", first, to_others),
+    "_c10d_functional::all_reduce": operation("all-reduce", first, twice),
+    "_c10d_functional::all_reduce_": operation("all-reduce", first, twice),
+    "_c10d_functional::all_to_all_single": operation("all-to-all", first, to_others),
+    "_c10d_functional::broadcast": operation("broadcast", first, once),
+    # One operator each to torch, see there: what they send inside is not seen from outside.
+    "titan_dit::ring_forward": ring_forward,
+    "titan_dit::ring_backward": ring_backward,
+}
+SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
+"""They send nothing, or nothing that counts."""
+
+
+class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the context every collective is counted, in `traffic`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axes = axes_of(mesh)
+        self.traffic = Traffic()
+
+    def restart(self) -> Traffic:
+        """Count from zero again; what was counted so far."""
+        counted, self.traffic = self.traffic, Traffic()
+        return counted
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator; count it if it sends."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        name = func._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::", "titan_dit::ring_")):
+            self._count(name, args)
+        return func(*args, **kwargs or {})
+
+    def _count(self, name: str, args: Sequence[Any]) -> None:
+        if name in SILENT:
+            return
+        assert name in READERS, f"{name} is not counted: add it to READERS"
+        axis, size = self.axes[group_name(args)]
+        if size == 1:
+            return
+        said, sent = READERS[name](args, size)
+        self.traffic.calls[axis, said] += 1
+        self.traffic.bytes[axis, said] += round(sent)
+
+
+def group_name(args: Sequence[Any]) -> str:
+    """The name of the process group that an operator is given, as a group or as a name."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return str(dist.ProcessGroup.unbox(arg).group_name)
+            except RuntimeError:  # Another object, such as the kind of a reduction.
+                continue
+    # The name stands behind the kind of a reduction, which is text too.
+    return str([arg for arg in args if isinstance(arg, str)][-1])
+
+
+def axes_of(mesh: Mesh) -> dict[str, tuple[str, int]]:
+    """The axis and the size of every process group of a mesh, by the group's name."""
+    parts = {"data": mesh.data, "loss": mesh.loss, "shard": mesh.shard}
+    parts |= {axis: mesh.whole[axis] for axis in mesh.whole.mesh_dim_names or ()}
+    # Where cp is 1, the ranks that share parameters are those of dp_shard alone.
+    titles = {"shard": "dp_shard" if mesh.sizes.cp == 1 else "dp_shard x cp"}
+    return {
+        str(part.get_group().group_name): (titles.get(name, name), part.size())
+        for name, part in parts.items()
+    }
