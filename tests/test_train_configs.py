@@ -23,7 +23,9 @@ PUBLISHED = {
 }
 # Ours: too large for one device, so their layouts and their warm-ups are of their own.
 LARGE = {
+    "dit_3b": (3036.361, 16384),
     "dit_7b": (7304.870, 4096),
+    "dit_xl2": (674.835, 1024),
 }
 SIZES = PUBLISHED | LARGE
 TINY = {"size": None, "hidden": 32, "layers": 2, "heads": 4, "patch": 2, "latent_size": 8}
