@@ -303,3 +303,4 @@ def test_every_recipe_passes(name):
     text = list(report.lines(result))
     assert text[0].startswith(f"dry run of {name}: {world} rank")
     assert all(rank.peak.total > 0 for rank in result.ranks)
+    assert config.compile.enabled == any("without torch.compile" in line for line in text)

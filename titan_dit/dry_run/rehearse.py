@@ -81,6 +81,7 @@ class Report:
 def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
     """Take the step of every distinct rank of `world_size`."""
     # torch.compile needs real tensors. What it would spare is not spared here.
+    asked = config
     config = replace(config, compile=replace(config.compile, enabled=False))
     share = config.training.global_batch_size // sizes.data
     size = config.training.microbatch_size or (share if sizes.pp == 1 else 1)
@@ -115,7 +116,7 @@ def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
         channels = config.model.sample_shape[0]
         model = config.model.build(config.objective.output_channels(channels))
     return Report(
-        config=config,
+        config=asked,
         sizes=sizes,
         num_parameters=sum(p.numel() for p in model.parameters()),
         flops_per_sample=model.flops_per_sample(config.model.token_shape[0]),
