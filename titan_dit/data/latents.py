@@ -7,8 +7,8 @@ source, the count, and for each shard its count, bytes and SHA-256.
 
 from __future__ import annotations
 
-import hashlib
 import ctypes
+import hashlib
 import itertools
 import mmap
 from collections.abc import Sequence
