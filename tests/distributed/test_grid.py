@@ -12,6 +12,9 @@ from tiny import randomize, tiny_config, torch_rng, whole
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.trainer import Trainer
 
+# Eight ranks on two cores take their time.
+pytestmark = pytest.mark.timeout(900)
+
 MODEL = {"layers": 8, "qk_norm": True}
 FLOW, DDPM = {}, {"name": "ddpm", "min_snr_gamma": 5.0}
 PP, TP, CP, DP = {"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2}

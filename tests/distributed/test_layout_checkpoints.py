@@ -8,6 +8,8 @@ from tiny import randomize, tiny_config, whole
 
 from titan_dit.trainer import Trainer
 
+pytestmark = pytest.mark.timeout(900)
+
 LAYOUTS = {
     1: [({}, {})],
     2: [(TP, {}), (CP, {}), (PP, schedule("zbv_zero_bubble"))],

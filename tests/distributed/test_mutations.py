@@ -16,6 +16,9 @@ from titan_dit.rng import SampleRNG
 from titan_dit.schedules.action import Action, Kind
 
 
+pytestmark = pytest.mark.timeout(900)
+
+
 def other_times_on_the_cp_ranks(world):
     """Each rank of a sample draws for itself."""
     original = RectifiedFlow.prepare

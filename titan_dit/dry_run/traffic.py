@@ -193,7 +193,11 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, int]]:
     parts |= {axis: mesh.whole[axis] for axis in mesh.whole.mesh_dim_names or ()}
     # Where cp is 1, the ranks that share parameters are those of dp_shard alone.
     titles = {"shard": "dp_shard" if mesh.sizes.cp == 1 else "dp_shard x cp"}
-    return {
+    axes = {
         str(part.get_group().group_name): (titles.get(name, name), part.size())
         for name, part in parts.items()
     }
+    # The gradient norm goes over all ranks.
+    world = dist.group.WORLD
+    assert world is not None
+    return {str(world.group_name): ("all", world.size())} | axes
