@@ -15,7 +15,6 @@ from titan_dit.pipeline.runtime import Runtime, Stage
 from titan_dit.rng import SampleRNG
 from titan_dit.schedules.action import Action, Kind
 
-
 pytestmark = pytest.mark.timeout(900)
 
 
