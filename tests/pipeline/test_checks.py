@@ -100,3 +100,12 @@ def test_a_pipeline_takes_one_sample_at_a_time_unless_told():
 def test_the_config_offers_the_schedules_there_are():
     """config.py may not import them."""
     assert get_args(get_type_hints(PipelineConfig)["schedule"]) == SCHEDULES
+
+
+def test_recomputation_that_a_schedule_cannot_have_is_refused_here_too():
+    """Before anything is built, and so in a dry run as well."""
+    config = tiny_config(
+        model={"layers": 8}, remat={"mode": "selective"}, pipeline={"schedule": "zbv_zero_bubble"}
+    )
+    with pytest.raises(UserError, match=r"\[remat\] mode=.selective."):
+        check_layout(config, AxisSizes(pp=2))

@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_dit.config import JobConfig
 from titan_dit.models.base import Model
-from titan_dit.parallel import remat, tensor
+from titan_dit.parallel import tensor
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.init import initialize
@@ -46,7 +46,6 @@ def build(
     config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan], device: torch.device
 ) -> Built:
     """The part of the network that this rank holds, spread over the mesh, with initial weights."""
-    remat.check(config.remat, config.pipeline, config.compile, mesh.sizes)
     parts, count, flops = spread(config, mesh, plan)
     for part in parts.values():
         initialize(part, part.init_laws(), config.job.seed, device)

@@ -6,6 +6,7 @@ from typing import Any
 
 from titan_dit.config import JobConfig
 from titan_dit.models.base import ModelConfig
+from titan_dit.parallel import remat
 from titan_dit.parallel.mesh import AxisSizes, check_batch
 from titan_dit.schedules.layout import SPLIT_BACKWARD, check_schedule, stages_per_rank
 from titan_dit.section import UserError, show
@@ -17,6 +18,7 @@ def check_layout(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
     check_tensor(config.model, sizes)
     check_context(config, sizes)
     check_pipeline(config, sizes)
+    remat.check(config.remat, config.pipeline, config.compile, sizes)
 
 
 def check_tensor(model: ModelConfig, sizes: AxisSizes) -> None:
