@@ -13,7 +13,7 @@ import torch
 from folders_of_files import class_folders, files_in, latents_of, pair, pictures, save
 from PIL import Image
 
-from titan_dit.data import pack
+from titan_dit.data import claim, pack, pack_workers
 from titan_dit.data.images import center_crop, read_image
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.listing import list_folder
@@ -255,8 +255,10 @@ def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
 
 
 def test_a_killed_worker_is_an_error_in_words():
-    assert "a worker was killed (signal 9): not enough memory?" in str(pack.worker_error(-9, ""))
-    assert str(pack.worker_error(1, "[data pack] disk full")) == "[data pack] disk full"
+    assert "a worker was killed (signal 9): not enough memory?" in str(
+        pack_workers.worker_error(-9, "")
+    )
+    assert str(pack_workers.worker_error(1, "[data pack] disk full")) == "[data pack] disk full"
 
 
 def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(
@@ -313,7 +315,7 @@ def test_a_full_disk_is_one_error_that_names_the_file(tmp_path, workers):
     # A folder of that name can no more be written than a file on a full disk.
     (tmp_path / "out" / "out-00001.safetensors.partial").mkdir(parents=True)
     plan = pack.make_plan(tmp_path / "in", tmp_path / "out", shard_size=4)
-    with pack.claimed(tmp_path / "out", plan.digest()):
+    with claim.claimed(tmp_path / "out", plan.digest()):
         pass
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", workers, shard_size=4))
     assert message.startswith(f"[data pack] {tmp_path}/out/out-00001.safetensors cannot be written")
@@ -373,13 +375,13 @@ def test_two_processes_do_not_pack_into_one_folder(tmp_path):
     class_folders(tmp_path / "in")
     plan = pack.make_plan(tmp_path / "in", tmp_path / "out")
     (tmp_path / "out").mkdir()
-    with pack.claimed(tmp_path / "out", plan.digest()):
+    with claim.claimed(tmp_path / "out", plan.digest()):
         message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
     assert "another process is packing" in message
 
 
 def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    flock = pack.fcntl.flock
+    flock = claim.fcntl.flock
     removed = []
 
     def remove_first(descriptor, how):
@@ -387,8 +389,8 @@ def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch)
             removed.append((tmp_path / "pack.json").unlink())
         flock(descriptor, how)
 
-    monkeypatch.setattr(pack.fcntl, "flock", remove_first)
-    with pack.claimed(tmp_path, "digest"):
+    monkeypatch.setattr(claim.fcntl, "flock", remove_first)
+    with claim.claimed(tmp_path, "digest"):
         assert "digest" in (tmp_path / "pack.json").read_text()
     assert removed
 

@@ -7,20 +7,13 @@ restart changes a byte. The manifest comes last: without it a folder is no datas
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import multiprocessing
-import os
 import re
-import signal
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +21,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from titan_dit.data import shard_job
+from titan_dit.data.claim import claimed
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.images import read_image
 from titan_dit.data.listing import Listing, list_folder
@@ -40,10 +33,10 @@ from titan_dit.data.manifest import (
     check_manifest,
     read_folder_manifest,
     read_json,
-    sync_folder,
     write_json,
 )
-from titan_dit.data.shard_job import DTYPES, Plan, Record, pack_chunk, read_record, writing
+from titan_dit.data.pack_workers import Progress, pack_here, run_workers
+from titan_dit.data.shard_job import DTYPES, Plan, Record, read_record, writing
 from titan_dit.section import UserError
 
 DROPPED = "dropped.json"
@@ -51,8 +44,6 @@ SHARD_BYTES = 128 << 20
 OURS = r"-\d{5,}\.(safetensors|json)"
 LITTER = r"\.tmp\w{6}"
 """What an earlier version left behind when it was killed."""
-Progress = Callable[[int, int], None]
-"""Told (files done, of them dropped), often."""
 
 
 def make_plan(
@@ -204,45 +195,6 @@ def check_place(plan: Plan, output: Path) -> None:
         )
 
 
-@contextmanager
-def claimed(output: Path, digest: str) -> Iterator[None]:
-    """Hold `pack.json`, made for this plan and no other, while the folder is written."""
-    descriptor = lock(output)
-    try:
-        held = os.read(descriptor, 4096)
-        if held and digest.encode() not in held:
-            raise UserError(
-                f"[data pack] output={output} holds what is left of packing other files, or in "
-                "another way. Delete it or choose another --output."
-            )
-        if not held:
-            # In place: another file of this name would not be the one that is locked.
-            os.write(descriptor, (json.dumps({"plan": digest}) + "\n").encode())
-            os.fsync(descriptor)
-            sync_folder(output)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def lock(output: Path) -> int:
-    """`pack.json`, opened, locked, and still the file of that name when it is."""
-    claim = output / CLAIM
-    while True:
-        descriptor = os.open(claim, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise UserError(f"[data pack] another process is packing into {output}.") from None
-        except OSError:
-            return descriptor  # A file system without locks.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), claim.stat()):
-                return descriptor
-        os.close(descriptor)  # Whoever held it has finished and removed it.
-
-
 def is_whole(output: Path, file: str, size: int) -> bool:
     """Whether a shard is there, in its length."""
     return (output / file).is_file() and (output / file).stat().st_size == size
@@ -278,85 +230,6 @@ def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, Record]:
         if record and record.plan == digest:
             found[chunk] = record
     return found
-
-
-def pack_here(plan: Plan, output: Path, todo: list[int], progress: Progress) -> None:
-    """Pack the chunks of `todo` in this process."""
-    digest, counts = plan.digest(), [0, 0]
-
-    def tell(done: int, dropped: int) -> None:
-        counts[0] += done
-        counts[1] += dropped
-        progress(*counts)
-
-    try:
-        for chunk in todo:
-            pack_chunk(plan, digest, output, chunk, tell)
-    except OSError as error:
-        raise UserError(f"[data pack] {error}") from None
-
-
-def run_workers(
-    plan: Plan, output: Path, todo: list[int], workers: int, progress: Progress
-) -> None:
-    """Pack the chunks of `todo`, worker i every `workers`th of them."""
-    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
-    shared = context.RawArray("q", 2 * workers)
-    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
-    processes = [
-        context.Process(
-            target=shard_job.work,
-            args=(plan, output, todo[i::workers], shared, i, pipes[i][1]),
-            daemon=True,
-        )
-        for i in range(workers)
-    ]
-    try:
-        with sigint_ignored():
-            for process in processes:
-                process.start()
-        running = dict(zip(processes, (receiver for receiver, _ in pipes), strict=True))
-        while running:
-            wait([process.sentinel for process in running], timeout=0.5)
-            progress(sum(shared[::2]), sum(shared[1::2]))
-            for process in [process for process in running if not process.is_alive()]:
-                errors = running.pop(process)
-                if process.exitcode:
-                    raise worker_error(process.exitcode, errors.recv() if errors.poll() else "")
-    finally:
-        started = [process for process in processes if process.pid]
-        for process in started:
-            process.terminate()
-        deadline = time.monotonic() + 1
-        for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.join()
-
-
-@contextmanager
-def sigint_ignored() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C from their start on: the parent ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may, and only it is interrupted.
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def worker_error(exit_code: int, message: str) -> Exception:
-    """What a worker said before it ended, or that it could not say anything."""
-    if message:
-        return UserError(message)
-    if exit_code < 0:
-        return UserError(
-            f"[data pack] a worker was killed (signal {-exit_code}): not enough memory? The same "
-            "command goes on from here; --workers takes fewer of them."
-        )
-    return RuntimeError(f"a worker failed (exit code {exit_code}), see above")
 
 
 def write_all(plan: Plan, output: Path, digest: str, records: list[Record]) -> None:

@@ -1,0 +1,52 @@
+"""One packer at a time: `pack.json` in the output says what is being made there, and is locked."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from titan_dit.data.manifest import CLAIM, sync_folder
+from titan_dit.section import UserError
+
+
+@contextmanager
+def claimed(output: Path, digest: str) -> Iterator[None]:
+    """Hold `pack.json`, made for this plan and no other, while the folder is written."""
+    descriptor = lock(output)
+    try:
+        held = os.read(descriptor, 4096)
+        if held and digest.encode() not in held:
+            raise UserError(
+                f"[data pack] output={output} holds what is left of packing other files, or in "
+                "another way. Delete it or choose another --output."
+            )
+        if not held:
+            # In place: another file of this name would not be the one that is locked.
+            os.write(descriptor, (json.dumps({"plan": digest}) + "\n").encode())
+            os.fsync(descriptor)
+            sync_folder(output)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(output: Path) -> int:
+    """`pack.json`, opened, locked, and still the file of that name when it is."""
+    claim = output / CLAIM
+    while True:
+        descriptor = os.open(claim, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(f"[data pack] another process is packing into {output}.") from None
+        except OSError:
+            return descriptor  # A file system without locks.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), claim.stat()):
+                return descriptor
+        os.close(descriptor)  # Whoever held it has finished and removed it.
