@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +37,27 @@ def run(command, cwd, timeout=120):
         timeout=timeout,
         check=False,
     )
+
+
+def measured(command, cwd, timeout=120):
+    """As `run`, and what the process used: its `resource.struct_rusage`.
+
+    The process alone: `getrusage(RUSAGE_CHILDREN)` has the largest child there ever was.
+    """
+    words = [str(word) for word in command]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(words, cwd=cwd, env=environment(), stdout=out, stderr=err)
+        alarm = threading.Timer(timeout, process.kill)
+        alarm.start()
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        finally:
+            alarm.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        err.seek(0)
+        text = (out.read(), err.read())
+    return subprocess.CompletedProcess(words, process.returncode, *text), used
 
 
 def train(*flags, cwd, ranks=1, config="digits"):
