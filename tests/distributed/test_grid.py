@@ -29,7 +29,7 @@ def schedule(name, virtual_stages=1, **more):
 
 
 FOLDED = schedule("interleaved_1f1b", 2)
-# [parallel], [pipeline], [objective]; every one with microbatches of 2.
+# [parallel], [pipeline], [objective], the mode of [remat] if any; all with microbatches of 2.
 CASES = {
     2: [
         (DP, {}, DDPM),
@@ -64,26 +64,27 @@ CASES = {
         (ULYSSES | PP, FOLDED, DDPM),
     ],
     8: [
-        (PP | TP | CP, FOLDED, FLOW),
-        (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), DDPM),
+        (PP | TP | CP, FOLDED, FLOW, "selective"),
+        (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), DDPM, "attention"),
         (PP | DP | TP, schedule("dualpipev"), FLOW),
-        (PP | DP | CP, schedule("1f1b"), DDPM),
-        (DP | CP | TP, {}, DDPM),
-        (COPIES | ULYSSES | TP, {}, FLOW),
-        (HSDP | TP, {}, FLOW),
+        (PP | DP | CP, schedule("1f1b"), DDPM, "full"),
+        (DP | CP | TP, {}, DDPM, "attention"),
+        (COPIES | ULYSSES | TP, {}, FLOW, "full"),
+        (HSDP | TP, {}, FLOW, "selective"),
         (HSDP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
     ],
 }
 IN_FP64 = {2: [TP, CP, PP], 4: [TP | CP, CP | PP, HSDP], 8: [PP | TP | CP, DP | CP | TP]}
 
 
-def case_config(parallel, pipeline, objective, dtype="fp32"):
+def case_config(parallel, pipeline, objective, dtype="fp32", mode="none"):
     return tiny_config(
         model=MODEL,
         parallel=parallel,
         pipeline=pipeline,
         objective=objective,
         precision={"dtype": dtype},
+        remat={"mode": mode},
         training={"microbatch_size": 2},
     )
 
@@ -148,11 +149,11 @@ def all_cases(world, references, sabotage=None):
     if sabotage:
         sabotage()
     results = {}
-    for parallel, pipeline, objective in CASES[world.size]:
+    for parallel, pipeline, objective, *mode in CASES[world.size]:
         for dtype in ("fp32", "fp64"):
             if dtype == "fp64" and parallel not in IN_FP64[world.size]:
                 continue
-            found = measure(world, case_config(parallel, pipeline, objective, dtype))
+            found = measure(world, case_config(parallel, pipeline, objective, dtype, *mode))
             expected = references[json.dumps([objective, dtype])]
             results[json.dumps([parallel, pipeline, dtype])] = compare(found, expected)
     return results
@@ -187,7 +188,7 @@ def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
     meshes = {
         frozenset(axis for axis in axes if parallel.get(axis, 1) > 1)
         for cases in CASES.values()
-        for parallel, _, _ in cases
+        for parallel, *_ in cases
     }
     assert sum(len(cases) for cases in CASES.values()) >= 24
     assert sum(len(cases) for cases in IN_FP64.values()) == 8

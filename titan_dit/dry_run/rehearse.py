@@ -173,10 +173,7 @@ class Rehearsal:
             gc.collect()
             self.memory.begin()
             self.step(share, size, enough)
-        peak = self.memory.peak()
-        # Every microbatch has its buffer, from the first to the last.
-        held = {**peak.bytes, Kind.BUFFERS: peak.bytes[Kind.BUFFERS] * count // enough}
-        return replace(peak, bytes=held), self.traffic.traffic.at(count, enough, before, fewer)
+        return self.memory.peak(), self.traffic.traffic.at(count, enough, before, fewer)
 
     def step(self, share: int, size: int, count: int) -> None:
         """What `Trainer.train_step` does, with `count` of the rank's microbatches."""
@@ -187,8 +184,6 @@ class Rehearsal:
         with log.phase("forward and backward", Kind.ACTIVATIONS):
             executor.step(prepared)
             log.mark((p.grad for p in self.parameters.values()), Kind.GRADIENTS)
-        if pipeline := pipelined(executor):
-            log.mark(pipeline.runtime.receive_buffers, Kind.BUFFERS)
         with log.phase("optimizer", Kind.TEMPORARY):
             bad = ~clip_norm(self.parameters.values(), config.training.max_grad_norm).isfinite()
             apply_gradients(self.optimizer, config.optimizer.lr, skip=bad)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stage_module
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _PipelineScheduleRuntime
 
 from titan_dit.models.base import Model
 
@@ -17,10 +19,86 @@ KEYWORD = "static."
 """Before the names of static inputs, which every stage is given beside the stream."""
 
 
+class Buffers(dict[int, tuple[Any, ...]]):
+    """What a stage receives into, by microbatch: made when asked for, like microbatch 0's."""
+
+    def __missing__(self, microbatch: int) -> tuple[Any, ...]:
+        if microbatch == 0:
+            raise KeyError(microbatch)
+        self[microbatch] = tuple(self.another(info) for info in self[0])
+        return self[microbatch]
+
+    @staticmethod
+    def another(info: Any) -> Any:
+        """The record that torch keeps of one tensor, with a buffer of its own where it has one."""
+        made = copy.copy(info)
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None:
+            made.buffer = torch.empty_like(buffer).requires_grad_(buffer.requires_grad)
+        return made
+
+    def release(self, microbatch: int) -> None:
+        """Forget what has been used; microbatch 0's stays as the pattern."""
+        if microbatch:
+            self.pop(microbatch, None)
+
+
 class Stage(PipelineStage):
-    """torch's stage around a part of our model, which speaks of inputs, streams and static."""
+    """torch's stage around a part of our model, which speaks of inputs, streams and static.
+
+    torch keeps a buffer for every microbatch from the first step to the last, and what was sent to
+    the end of the step. Here both live as long as they are needed: a pipeline's memory grows with
+    its depth, not with its microbatches.
+    """
 
     submod: Model
+    args_recv_info: Buffers
+    grad_recv_info: Buffers
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.args_recv_info, self.grad_recv_info = Buffers(), Buffers()
+        self.sends: list[dist.Work] = []
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        return super()._prepare_forward_infra(1, *args, **kwargs)
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_backward_infra(1, *args, **kwargs)
+        self.chunks = num_microbatches
+        return made
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch for one microbatch; its cache holds the input from here on."""
+        out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.args_recv_info.release(fwd_chunk_id)
+        return out
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch for one microbatch."""
+        out = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.grad_recv_info.release(bwd_chunk_id)
+        return out
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Called by torch for the outputs of one microbatch."""
+        return self.send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Called by torch for the input gradients of one microbatch."""
+        return self.send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Begin to send here, leave torch nothing to send, let go of what has arrived."""
+        self.sends = [work for work in self.sends if not work.is_completed()]
+        # As torch would: both ends of a message must take the same way.
+        self.sends += _batch_p2p(ops)
+        return []
+
+    def finish_sends(self) -> None:
+        """Wait for what is still on its way."""
+        while self.sends:
+            self.sends.pop().wait()
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """Called by torch with the first stage's tokens, or a stream, and our keywords."""
@@ -67,6 +145,9 @@ class Runtime(_PipelineScheduleRuntime):
             list(range(len(inputs))),
             return_outputs=False,
         )
+        stages: Sequence[Any] = self._stages
+        for stage in stages:
+            stage.finish_sends()
         device = inputs[0]["tokens"].device
         zero = torch.zeros((), device=device)
         return sum((loss.detach() for loss in self.losses.values()), zero)
@@ -83,15 +164,6 @@ class Runtime(_PipelineScheduleRuntime):
         mode: Any = getattr(stage_module, "InferenceMode", None)  # Not in torch 2.11.
         for stage in stages:
             stage._inference_mode = mode.STATIC
-
-    @property
-    def receive_buffers(self) -> list[Tensor]:
-        """What this rank's stages receive into: torch keeps one set for every microbatch."""
-        stages: Sequence[Any] = self._stages
-        tables = (t for stage in stages for t in (stage.args_recv_info, stage.grad_recv_info))
-        infos = (info for table in tables for of_one in table.values() for info in of_one)
-        buffers = (getattr(info, "buffer", None) for info in infos)
-        return [buffer for buffer in buffers if buffer is not None]
 
     # torch keeps losses in a list and finds them by position: wrong as soon as microbatches do not
     # finish in order. Kept by number instead.

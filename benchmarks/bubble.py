@@ -1,0 +1,247 @@
+"""Measured idle of pipelines against the simulator's: `python benchmarks/bubble.py`.
+
+Four gloo ranks run every schedule through the project's own executor, on stages that do nothing but
+take a known time: a sleep in forward, one for the input's gradient, one for the weight's. What is
+left is the order itself, the messages and torch's runtime.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import finish
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from titan_dit.objectives.base import Prepared
+from titan_dit.pipeline.base import Shapes
+from titan_dit.pipeline.pipelined import PipelinedExecutor
+from titan_dit.schedules.action import Kind
+from titan_dit.schedules.layout import SPLIT_BACKWARD, rank_of_stage, stages_of_rank
+from titan_dit.schedules.orders import pipeline_order
+from titan_dit.schedules.simulator import Costs, simulate
+
+TOKENS, WIDTH = 2, 4
+FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
+"""Cost of one rank's layers, in units of `Case.unit`: a backward is twice its forward."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pipeline; `unit` is the seconds that a forward through one rank's layers takes."""
+
+    schedule: Any
+    num_ranks: int
+    num_microbatches: int
+    virtual_stages: int
+    unit: float
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that a rank holds."""
+        return len(stages_of_rank(self.schedule, 0, self.num_ranks, self.virtual_stages))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.num_ranks * self.stages_per_rank
+
+    @property
+    def order(self) -> Any:
+        """What every rank does."""
+        return pipeline_order(
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            virtual_stages=self.virtual_stages,
+        )
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds of every action. The first stage has no input to take a gradient of."""
+        share = self.unit / self.stages_per_rank
+        costs = {
+            (kind, stage): share * cost
+            for stage in range(self.num_stages)
+            for kind, cost in (
+                (Kind.FORWARD, FORWARD),
+                (Kind.BACKWARD, INPUT + WEIGHT),
+                (Kind.BACKWARD_INPUT, INPUT),
+                (Kind.BACKWARD_WEIGHT, WEIGHT),
+            )
+        }
+        if self.schedule in SPLIT_BACKWARD:
+            # torch runs all of the first stage's backward where its weight gradient is due.
+            costs[Kind.BACKWARD_INPUT, 0] = 0.0
+            costs[Kind.BACKWARD_WEIGHT, 0] = share * (INPUT + WEIGHT)
+        return costs
+
+
+class Nap(torch.autograd.Function):
+    """The identity, whose backward takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        """Nothing."""
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Sleep."""
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class SleepingStage(nn.Module):
+    """A stage of known duration, with one weight."""
+
+    def __init__(self, forward: float, input_: float, weight: float, is_first: bool) -> None:
+        super().__init__()
+        self.seconds = forward, input_, weight
+        self.is_first = is_first
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, given: Any, static: Mapping[str, Tensor]) -> Any:
+        """Tokens or a stream in, a stream out."""
+        forward, input_, weight = self.seconds
+        x = given["tokens"] if self.is_first else given[0]
+        time.sleep(forward)
+        # The first stage's tokens need no gradient: its share of that time goes to the weight.
+        nap = Nap.apply(self.weight, weight + input_ if self.is_first else weight)
+        return (x + nap if self.is_first else Nap.apply(x, input_) + nap,)
+
+
+class LastStage(SleepingStage):
+    """What comes out of the last one is the prediction itself."""
+
+    def forward(self, given: Any, static: Mapping[str, Tensor]) -> Tensor:
+        """A stream in, a prediction out."""
+        (out,) = super().forward(given, static)
+        prediction: Tensor = out
+        return prediction
+
+
+def run_case(case: Case, rank: int, repeats: int) -> list[tuple[float, float]]:
+    """When this rank began and ended its step, in seconds of the machine's clock; each repeat."""
+    mesh = init_device_mesh("cpu", (case.num_ranks,), mesh_dim_names=("pp",))["pp"]
+    last = case.num_stages - 1
+    parts = {}
+    for stage in stages_of_rank(case.schedule, rank, case.num_ranks, case.virtual_stages):
+        kind = LastStage if stage == last else SleepingStage
+        share = case.unit / case.stages_per_rank
+        parts[stage] = kind(share * FORWARD, share * INPUT, share * WEIGHT, stage == 0)
+    shape = 1, TOKENS, WIDTH
+    stream = (torch.empty(shape, device="meta", requires_grad=True),)
+    rows = case.num_microbatches
+    executor = PipelinedExecutor(
+        parts,  # type: ignore[arg-type]
+        mesh,
+        case.order,
+        [rank_of_stage(case.schedule, stage, case.num_ranks) for stage in range(last + 1)],
+        Shapes(tokens=(torch.empty(shape, device="meta"),), stream=stream, prediction=stream),
+        lambda prediction, targets: prediction.mean(-1),
+        1,
+        rows,
+        torch.device("cpu"),
+    )
+    tokens = torch.randn(rows, TOKENS, WIDTH)
+    prepared = Prepared({"tokens": tokens}, {}, {"x": tokens}, torch.ones(rows), float(rows))
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.monotonic()
+        executor.step(prepared)
+        times.append((start, time.monotonic()))
+    return times[1:]  # The first one also made connections.
+
+
+def rank_main(rank: int, num_ranks: int, port: int, cases: Sequence[Case], repeats: int) -> None:
+    """One rank: every case, the result with rank 0."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    found: list[Any] = [None] * num_ranks
+    dist.all_gather_object(found, [run_case(case, rank, repeats) for case in cases])
+    if rank == 0:
+        torch.save(found, os.environ["BUBBLE_RESULT"])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(cases: Sequence[Case], repeats: int, result: str) -> list[dict[str, Any]]:
+    """Run the cases, all on equally many ranks; one row each. `result` is a file to write."""
+    (num_ranks,) = {case.num_ranks for case in cases}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ["BUBBLE_RESULT"] = result
+    mp.start_processes(
+        rank_main,
+        args=(num_ranks, port, cases, repeats),
+        nprocs=num_ranks,
+        start_method="spawn",
+    )
+    found = torch.load(result, weights_only=False)
+    return [row_of(case, [ranks[i] for ranks in found]) for i, case in enumerate(cases)]
+
+
+def row_of(case: Case, times: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
+    """The idle part of all ranks' time, measured (median of the repeats) and foretold."""
+    busy = sum(case.costs[action.kind, action.stage] for rank in case.order for action in rank)
+    spans = [
+        max(end for _, end in of_one) - min(start for start, _ in of_one)
+        for of_one in zip(*times, strict=True)
+    ]
+    measured = 1 - busy / (case.num_ranks * statistics.median(spans))
+    simulated = simulate(case.order, case.costs).idle_fraction
+    p, m, v = case.num_ranks, case.num_microbatches, case.stages_per_rank
+    theory = (p - 1) / (v * m + p - 1) if case.schedule not in SPLIT_BACKWARD else None
+    return {
+        "schedule": case.schedule,
+        "p": p,
+        "m": m,
+        "v": v,
+        "simulated idle": round(simulated, 4),
+        "measured idle": round(measured, 4),
+        "measured / simulated": round(measured / simulated, 3),
+        "theory": "" if theory is None else round(theory, 4),
+    }
+
+
+def main() -> None:
+    """Every schedule on four ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--unit", type=float, default=0.08, help="seconds of a rank's forward")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", help="JSON file to write")
+    args = parser.parse_args()
+    kinds = {
+        "gpipe": 1,
+        "1f1b": 1,
+        "interleaved_1f1b": 2,
+        "interleaved_zero_bubble": 2,
+        "zbv_zero_bubble": 1,
+        "dualpipev": 1,
+    }
+    cases = [Case(name, 4, args.microbatches, v, args.unit) for name, v in kinds.items()]
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(cases, args.repeats, f"{folder}/times.pt")
+    finish("bubble", rows, args.out, unit_s=args.unit, repeats=args.repeats)
+
+
+if __name__ == "__main__":
+    main()
