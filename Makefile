@@ -10,6 +10,7 @@ check:  ## linters, types, the direction of imports, spelling
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as check; check()"
 	$(PYTHON) -m codespell_lib
+	! grep -rnE '^(<<<<<<<|>>>>>>>) ' --include='*.md' --include='*.py' --include='*.toml' --exclude-dir=.venv .
 
 format:
 	$(PYTHON) -m ruff check --fix .

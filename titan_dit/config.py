@@ -55,8 +55,8 @@ class ParallelConfig(Section):
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks as well (arXiv:2205.05198)."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free the gathered parameters between forward and backward: always, never, or as FSDP2 does
-    by itself (auto: all but the outermost group)."""
+    """Free the gathered parameters between forward and backward: always, never, or (auto) as FSDP2
+    does by itself, which is all but the outermost group. A pipeline keeps them for the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ class TrainingConfig(Section):
     global_batch_size: Count
     """Samples per step over all ranks = microbatch_size x data-parallel ranks x accumulation."""
     microbatch_size: Count | None = None
-    """Samples of one forward pass on one rank; unset takes the rank's whole share."""
+    """Samples of one forward pass on one rank; unset takes the rank's whole share, or 1 in a
+    pipeline."""
     max_grad_norm: NonNegative = 1.0
     """Clip the gradient to this global L2 norm; 0 switches clipping off."""
     deterministic: bool = False

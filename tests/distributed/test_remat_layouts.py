@@ -23,7 +23,12 @@ WHOLE = [
 CASES = [(layout, "1f1b", mode) for layout, mode in itertools.product(WHOLE, MODES)]
 CASES += [({"pp": 2}, "1f1b", mode) for mode in MODES]
 CASES += [({"pp": 2}, "zbv_zero_bubble", "attention"), ({"pp": 2}, "dualpipev", "attention")]
-COMPILED = [({"tp": 2}, "selective"), ({"cp": 2}, "selective"), ({"dp_shard": 2}, "full")]
+COMPILED = [
+    ({"tp": 2}, "selective"),
+    ({"cp": 2}, "selective"),
+    ({"dp_shard": 2}, "full"),
+    ({"pp": 2}, "attention"),
+]
 
 
 def run(world, layout, schedule, mode, *, compiled=False):

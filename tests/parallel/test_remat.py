@@ -221,8 +221,9 @@ def test_split_schedules_are_those_that_split():
         assert split == (schedule in remat.SPLIT_BACKWARD), schedule
 
 
-def test_full_is_refused_in_compiled_tensor_parallel_blocks():
-    with pytest.raises(UserError, match=r'mode="full" .*tp=2.* Set mode = "selective"'):
+@pytest.mark.parametrize("mode", ["attention", "full"])
+def test_some_modes_are_refused_in_compiled_tensor_parallel_blocks(mode):
+    with pytest.raises(UserError, match=rf'mode="{mode}" .*tp=2.* Set mode = "selective"'):
         remat.check(
-            RematConfig(mode="full"), PipelineConfig(), CompileConfig(enabled=True), AxisSizes(tp=2)
+            RematConfig(mode=mode), PipelineConfig(), CompileConfig(enabled=True), AxisSizes(tp=2)
         )

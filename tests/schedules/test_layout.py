@@ -83,7 +83,7 @@ def test_unequal_rounds_are_answered_with_the_nearest_equal_ones(schedule, m, fe
         return run(m)
     run(fewer)
     run(more)
-    with pytest.raises(UserError, match=rf"microbatches={m}.*for {fewer} or {more} "):
+    with pytest.raises(UserError, match=rf"microbatches={m}.*has {fewer} or {more} "):
         run(m)
     return None
 

@@ -247,8 +247,10 @@ def microbatches_to_run(config: Config, pp: int, count: int) -> tuple[int, int]:
             order = order_of(config, pp, number)
         except UserError:
             continue
-        if peak_activations(order) == wanted or number >= max(MOST_MICROBATCHES, 4 * pp):
-            return (number if fewer is None else fewer), number
+        enough = peak_activations(order) == wanted or number >= max(MOST_MICROBATCHES, 4 * pp)
+        # Two numbers tell what one more microbatch sends.
+        if enough and fewer is not None:
+            return fewer, number
         fewer = number if fewer is None else fewer
     return count if fewer is None else fewer, count
 

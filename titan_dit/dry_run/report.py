@@ -21,7 +21,9 @@ def lines(report: Report) -> Iterator[str]:
     yield f"sent by a rank per step, {unit} (calls):"
     yield from traffic(report, UNITS[unit])
     yield ""
-    yield "computed by a rank per step:"
+    recomputed = report.config.remat.mode != "none"
+    without = " (without what [remat] computes again)" if recomputed else ""
+    yield f"computed by a rank per step{without}:"
     yield from work(report)
     yield ""
     yield verdict(report, unit)
@@ -55,10 +57,12 @@ def head(report: Report) -> Iterator[str]:
             f"{sum(len(rank.layers) for rank in report.ranks)} stages; idle {idle:.1%} of the step"
         )
     if report.num_run < report.num_microbatches:
-        yield (
-            f"note    {report.num_run} microbatches were run: more are not in memory at once, "
-            "and send as much each"
-        )
+        rest = "what more of them hold and send follows"
+        if config.pipeline.schedule != "gpipe" or sizes.pp == 1:
+            rest = "more are not in memory at once, and send as much each"
+        yield f"note    {report.num_run} microbatches were run: {rest}"
+    if sizes.cp > 1 and config.parallel.cp_method == "ring":
+        yield "note    without the keys and values that are on their way round while a ring works"
     if config.compile.enabled:
         yield "note    without torch.compile, which keeps fewer activations (17 h for 20 h a token)"
 

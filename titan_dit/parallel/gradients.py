@@ -19,10 +19,12 @@ def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norms = torch.stack(torch._foreach_norm(local)).double()
     # What several ranks hold alike counts once; no two pipeline stages hold the same parameter.
-    shares = torch.tensor([1 / replicas(g) for g in gradients], dtype=torch.float64)
-    total = (norms.square() * shares.to(norms.device)).sum()
+    by_replicas: dict[int, list[Tensor]] = {}
+    for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
+        by_replicas.setdefault(replicas(gradient), []).append(norm)
+    sums = [torch.stack(norms).double().square().sum() / n for n, norms in by_replicas.items()]
+    total = torch.stack(sums).sum()
     if dist.is_initialized():
         dist.all_reduce(total)
     norm = total.sqrt().float()

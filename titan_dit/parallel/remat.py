@@ -27,10 +27,8 @@ from titan_dit.config import CompileConfig, PipelineConfig, RematConfig
 from titan_dit.models.base import Model, Static, Stream
 from titan_dit.models.layers import Attention
 from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.schedules.layout import SPLIT_BACKWARD
 from titan_dit.section import UserError
-
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-"""Schedules that compute the gradients of a stage's inputs first, those of its weights later."""
 
 KEPT = (
     # Matrix products. Not bmm: attention without a fused kernel would keep its n x n scores.
@@ -66,10 +64,10 @@ def check(
             f'schedule="{pipeline.schedule}": its backward is split, and torch would compute a '
             'block again for each part. Set mode = "attention" or schedule = "interleaved_1f1b".'
         )
-    if config.mode == "full" and compilation.enabled and sizes.tp > 1:
+    if config.mode in ("attention", "full") and compilation.enabled and sizes.tp > 1:
         # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".
         raise UserError(
-            f'[remat] mode="full" does not go with [compile] enabled=true and [parallel] '
+            f'[remat] mode="{config.mode}" does not go with [compile] enabled=true and [parallel] '
             f"tp={sizes.tp}: torch cannot compile the second sending of a block. "
             'Set mode = "selective" or [compile] enabled = false.'
         )

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -151,7 +150,10 @@ class Whole(ParallelStyle):
 
 
 class HeadNorm(ParallelStyle):
-    """A norm with one weight for all heads, of which a rank holds some: [b, heads, n, head_dim]."""
+    """A norm with one weight for all heads, of which a rank holds some: [b, heads, n, head_dim].
+
+    A rank's gradient is that of its heads, a part of a sum: FSDP adds the parts up.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def distribute(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -160,15 +162,4 @@ class HeadNorm(ParallelStyle):
         def localize(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local()
 
-        distributed = distribute_module(module, device_mesh, None, distribute, localize)
-        for parameter in distributed.parameters():
-            parameter.register_post_accumulate_grad_hook(sum_over_ranks)  # type: ignore[no-untyped-call]
-        return distributed
-
-
-@torch.no_grad()
-def sum_over_ranks(parameter: Tensor) -> None:
-    """Every rank has the gradient of its own heads: make it that of all."""
-    grad = parameter.grad
-    if isinstance(grad, DTensor) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
-        parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        return distribute_module(module, device_mesh, None, distribute, localize)

@@ -8,6 +8,7 @@ from titan_dit.config import JobConfig
 from titan_dit.models.base import ModelConfig
 from titan_dit.parallel import remat
 from titan_dit.parallel.mesh import AxisSizes, check_batch
+from titan_dit.schedules.balance import check_split
 from titan_dit.schedules.layout import SPLIT_BACKWARD, check_schedule, stages_per_rank
 from titan_dit.section import UserError, show
 
@@ -66,6 +67,8 @@ def check_pipeline(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
             f"{stages} stages, but the model has {layers} layers. Set a smaller pp or "
             "virtual_stages."
         )
+    if pipeline.split:
+        check_split(pipeline.split, layers, stages)
     check_schedule(
         pipeline.schedule,
         num_ranks=sizes.pp,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,27 +75,28 @@ class PipelinedExecutor:
             {k: v[part] for k, v in inputs.items()} for part in torch.split(index, size)
         ]
         outputs: list[Tensor] = []
-        here: dict[int, list[Stream]] = {0: microbatches}  # type: ignore[dict-item]
-        sends = []
-        for stage, part in sorted(self.parts.items()):
-            for number in range(len(microbatches)):
-                given = here[stage][number] if stage in here else self.receive(stage - 1)
-                out = part(given, static)
+        streams: dict[tuple[int, int], tuple[Stream, list[dist.Work]]] = {}
+        sends: list[dist.Work] = []
+        for stage, number in forward_order(self.stage_ranks, len(microbatches)):
+            if stage in self.parts:
+                if stage == 0:
+                    given: Any = microbatches[number]
+                else:
+                    given, arriving = streams.pop((stage, number))
+                    wait_for(arriving)
+                out = self.parts[stage](given, static)
                 if stage == self.last:
                     outputs.append(out)
-                elif self.stage_ranks[stage + 1] == self.rank:
-                    here.setdefault(stage + 1, []).append(out)
+                elif stage + 1 in self.parts:
+                    streams[stage + 1, number] = out, []
                 else:
                     sends += [self.send(tensor, stage + 1) for tensor in out]
+            elif stage + 1 in self.parts:
+                streams[stage + 1, number] = self.receive(stage)
+        wait_for(sends)
+        for part in self.parts.values():
             fsdp.reshard(part)
-        for send in sends:
-            send.wait()
         return self.share(outputs, len(microbatches))[:rows].float()
-
-    @property
-    def rank(self) -> int:
-        """This rank's place along the pipeline."""
-        return self.mesh.get_local_rank()
 
     def global_rank(self, stage: int) -> int:
         """The rank, among all, that holds a stage of this pipeline."""
@@ -106,12 +108,12 @@ class PipelinedExecutor:
         assert work is not None
         return work
 
-    def receive(self, stage: int) -> Stream:
-        """The stream that comes out of a stage on another rank."""
+    def receive(self, stage: int) -> tuple[Stream, list[dist.Work]]:
+        """Begin to receive the stream that comes out of a stage on another rank."""
         stream = tuple(torch.empty_like(t, device=self.device) for t in self.shapes.stream)
-        for tensor in stream:
-            dist.recv(tensor, self.global_rank(stage), self.mesh.get_group())
-        return stream
+        source, group = self.global_rank(stage), self.mesh.get_group()
+        works = [dist.irecv(tensor, source, group) for tensor in stream]
+        return stream, [work for work in works if work is not None]
 
     def share(self, outputs: list[Tensor], count: int) -> Tensor:
         """The last stage's predictions on every rank of the pipeline."""
@@ -124,3 +126,23 @@ class PipelinedExecutor:
         )
         dist.broadcast(whole, self.global_rank(self.last), self.mesh.get_group())
         return whole
+
+
+def forward_order(stage_ranks: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
+    """(stage, microbatch), for all ranks: the order in which outputs are made, sent and received.
+
+    NCCL runs the messages of two ranks one after another, whichever way they go. Each rank follows
+    this one order, so both ends of a pair have their messages in the same one and none waits for a
+    message that lies behind another's.
+    """
+    num_ranks = len(set(stage_ranks))
+    stages = range(len(stage_ranks))
+    every = [(stage, number) for stage in stages for number in range(num_microbatches)]
+    # The first stage of every rank, then the second: all ranks are at work.
+    return sorted(every, key=lambda item: (item[0] // num_ranks, item[1], item[0]))
+
+
+def wait_for(works: Iterable[dist.Work]) -> None:
+    """Wait for messages on their way."""
+    for work in works:
+        work.wait()

@@ -48,7 +48,8 @@ class Stage(PipelineStage):
 
     torch keeps a buffer for every microbatch from the first step to the last, and what was sent to
     the end of the step. Here both live as long as they are needed: a pipeline's memory grows with
-    its depth, not with its microbatches.
+    its depth, not with its microbatches. (gloo says of no message that it has arrived: on a CPU,
+    what was sent is kept to the end.)
     """
 
     submod: Model

@@ -105,8 +105,8 @@ def check_schedule(
         raise UserError(
             f"[pipeline] schedule={show(schedule)} on [parallel] pp={num_ranks} needs microbatches "
             f"in {num_microbatches // num_ranks} equal rounds, but "
-            f"microbatches={num_microbatches}. Set [training] microbatch_size for {fewer} or "
-            f"{more} (any multiple of pp will do)."
+            f"microbatches={num_microbatches}. Set [training] microbatch_size or global_batch_size "
+            f"so that a rank has {fewer} or {more} of them, or any multiple of pp."
         )
 
 
