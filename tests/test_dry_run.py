@@ -287,10 +287,18 @@ def test_the_script_starts_one_process(tmp_path):
     assert "dry run of digits: 3 ranks" in done.stdout
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIG_DIR.glob("*.toml")))
-def test_every_recipe_passes(name):
+RECIPES = [(path.stem, ()) for path in sorted(CONFIG_DIR.glob("*.toml"))]
+RECIPES += [
+    ("dit_7b", ("--parallel.tp", "8", "--parallel.pp", "2")),
+    ("dit_7b", ("--parallel.tp", "2", "--parallel.pp", "8")),
+    ("dit_3b", ("--parallel.cp", "1", "--parallel.pp", "8", "--remat.mode", "full")),
+]
+
+
+@pytest.mark.parametrize(("name", "flags"), RECIPES)
+def test_every_recipe_passes(name, flags):
     """Its layout as it stands, its network as deep as its stages need: the layers are alike."""
-    config = config_file.load(["--config", name], catalog.variant)
+    config = config_file.load(["--config", name, *flags], catalog.variant)
     pp = config.parallel.pp
     per_rank = config.pipeline.virtual_stages
     tables = config_file.to_tables(config)

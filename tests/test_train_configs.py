@@ -51,16 +51,29 @@ def test_a_recipe_fits_a_node_and_parts_of_it(name, ranks):
     check_layout(config, solve(config.parallel, ranks))
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "flags"),
-    [
-        ("dit_xl2", 8, {}),
-        ("dit_3b", 16, {}),
-        ("dit_3b", 64, {}),
-        ("dit_3b", 32, {"model.latent_size": 512, "parallel.cp": 8}),
-        ("dit_3b", 16, {"model.latent_size": 512, "parallel.cp": 1, "parallel.pp": 8}),
-    ],
-)
+LAYOUTS = [
+    ("dit_xl2", 8, {}),
+    ("dit_3b", 16, {}),
+    ("dit_3b", 64, {}),
+    ("dit_3b", 32, {"model.latent_size": 512, "parallel.cp": 8}),
+    (
+        "dit_3b",
+        16,
+        {
+            "model.latent_size": 512,
+            "parallel.cp": 1,
+            "parallel.pp": 8,
+            "remat.mode": "full",
+        },
+    ),
+    ("dit_7b", 16, {}),
+    ("dit_7b", 16, {"parallel.tp": 8, "parallel.pp": 2}),
+    ("dit_7b", 16, {"parallel.tp": 2, "parallel.pp": 8}),
+]
+"""What the recipes say of themselves."""
+
+
+@pytest.mark.parametrize(("name", "ranks", "flags"), LAYOUTS)
 def test_the_layouts_that_a_recipe_names_fit(name, ranks, flags):
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     config = config_file.load(["--config", name, *words], catalog.variant)
