@@ -106,11 +106,12 @@ class Trainer:
             if self.sample_log:
                 self.sample_log.write(self.step, self.order.share(began))
             shown = self.step == first or self.due(config.metrics.every)
-            if shown or self.due(self.guard.every):
+            # Looked at before a checkpoint too, which must not hold what has to be undone.
+            if shown or self.due(self.guard.every) or self.due(config.checkpoint.every):
                 reading = self.read_guard()
                 if shown:
                     self.report(reading, lr)
-                if self.guard.is_at_its_end:
+                if self.guard.limit:
                     self.go_back()
                     batches, first = self.batches(), self.step + 1
                     continue
@@ -214,10 +215,11 @@ class Trainer:
     def go_back(self) -> None:
         """Load the newest checkpoint from before the bad steps, and leave their data out."""
         assert self.guard.streak
-        first, number = self.guard.streak
+        assert self.guard.limit
+        (first, begin), (last, cursor) = self.guard.streak, self.guard.limit
+        bad = rollback.BadSteps(first, last, (self.plan(begin)[0][0], self.plan(cursor)[1]))
         found, error = None, None
         if self.world.is_main:
-            bad = rollback.BadSteps(first, self.step, number, self.cursor)
             try:
                 found = rollback.go_back(self.folder, self.checkpoints, self.config.faults, bad)
             except UserError as raised:
@@ -228,10 +230,10 @@ class Trainer:
             raise error or AssertionError
         start, record, rollbacks = found
         if self.metrics:
-            line = fault_log.rollback(self.step, record["step"], number, self.cursor)
+            line = fault_log.rollback(last, record["step"], *bad.numbers)
             fault_log.write(self.folder, line)
             self.metrics.forget_after(record["step"])
-        self.say(console.went_back(self.step, start, number, self.cursor))
+        self.say(console.went_back(last, start, *bad.numbers))
         with self.meter.paused():
             resume.load(start, record, self.tensors(), self.ema)
         self.go_on_from(record, rollbacks)

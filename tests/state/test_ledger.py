@@ -63,7 +63,7 @@ def _any_manifest(monkeypatch):
 
 
 def bad(first, last, batch=10):
-    return rollback.BadSteps(first, last, (first - 1) * batch, last * batch)
+    return rollback.BadSteps(first, last, ((first - 1) * batch, last * batch))
 
 
 def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path):

@@ -71,17 +71,13 @@ class Guard:
         self.nan_steps = self.spike_steps = self.in_a_row = 0
         self.streak: tuple[int, int] | None = None
         """The step that the present row of bad ones began with, and the cursor before it."""
+        self.limit: tuple[int, int] | None = None
+        """The step with which that row became too long, and the cursor before it."""
 
     @property
     def every(self) -> int:
         """Steps between two readings at most, so that a row of bad steps is seen in time."""
         return self.config.max_consecutive_bad_steps or UNREAD
-
-    @property
-    def is_at_its_end(self) -> bool:
-        """Whether as many steps in a row were bad as may be."""
-        limit = self.config.max_consecutive_bad_steps
-        return bool(limit) and self.in_a_row >= limit
 
     def check(self, step: int, cursor: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether the step is bad: a scalar on the device, for which nothing waits."""
@@ -103,6 +99,9 @@ class Guard:
     def read(self, sum_loss: Callable[[Tensor], Tensor]) -> Reading:
         """The verdicts since the last reading; waits for the device. There must be a step since.
 
+        Once a row of bad steps is too long, later steps do not count: the run has to go back, and
+        does the same whenever it is told.
+
         `sum_loss` adds up the ranks' shares of losses; every rank calls at the same steps.
         """
         taken, self.taken = self.taken, []
@@ -115,6 +114,8 @@ class Guard:
             self.count(step, kind)
             if kind != "good":
                 bad.append((step, kind, norm))
+            if self.limit:
+                break
         # Every rank has found the same ones, so that all of them ask, or none.
         losses = sum_loss(torch.stack([step.loss for step, _, _ in bad])).tolist() if bad else []
         found = [
@@ -131,7 +132,10 @@ class Guard:
         self.nan_steps += kind == "nonfinite"
         self.spike_steps += kind == "spike"
         self.in_a_row += 1
-        self.streak = self.streak or (step.step, step.cursor)
+        here = step.step, step.cursor
+        self.streak = self.streak or here
+        if 0 < self.config.max_consecutive_bad_steps <= self.in_a_row:
+            self.limit = here
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint, of the steps up to the last reading; waits."""
@@ -148,7 +152,7 @@ class Guard:
     def load(self, record: dict[str, Any]) -> None:
         """Go on from a checkpoint; one from before there was a guard has `nan_steps` alone."""
         saved = record.get("guard", {})
-        self.taken = []
+        self.taken, self.limit = [], None
         self.nan_steps = record["nan_steps"]
         self.spike_steps = saved.get("spike_steps", 0)
         self.in_a_row = saved.get("in_a_row", 0)

@@ -13,6 +13,7 @@ from typing import Any
 
 from titan_dit.config import FaultsConfig
 from titan_dit.section import UserError
+from titan_dit.spans import Span
 from titan_dit.state.checkpoint import (
     Checkpoints,
     read_record,
@@ -32,15 +33,13 @@ class BadSteps:
 
     first: int
     last: int
-    first_number: int
-    """The cursor before the first of them."""
-    end_number: int
-    """The cursor after the last of them."""
+    numbers: Span
+    """The samples that they drew, from the first to behind the last one."""
 
     def as_skipped(self) -> Skipped:
         """What no step is to draw any more."""
         reason = f"steps {self.first} to {self.last} were bad"
-        return Skipped(self.first_number, self.end_number, reason)
+        return Skipped(*self.numbers, reason)
 
 
 @dataclass(frozen=True)
