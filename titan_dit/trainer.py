@@ -337,8 +337,10 @@ class Trainer:
 
     def open_sample_log(self) -> None:
         """Begin to write down what every step sees, if that is wanted."""
+        if not self.config.faults.log_samples:
+            return
         attempt = self.world.gather(self.world.is_main and next_attempt(self.folder))[0]
-        if self.config.faults.log_samples and self.mesh.speaks_for_samples:
+        if self.mesh.speaks_for_samples:
             ranks = self.mesh.sizes.data
             self.sample_log = SampleLog(self.folder, attempt, self.mesh.data_rank, ranks)
 

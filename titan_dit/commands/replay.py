@@ -19,6 +19,7 @@ from titan_dit import catalog, config_file
 from titan_dit.commands.restore import device_of
 from titan_dit.config import CompileConfig, JobConfig, ParallelConfig
 from titan_dit.data import loader
+from titan_dit.data.base import Source
 from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.faults import fault_log
 from titan_dit.observe import console
@@ -83,6 +84,8 @@ class Origin:
     weights: Path | None
     """A checkpoint; None for the initial weights."""
     weights_step: int
+    data_digest: str | None
+    """Of the dataset that the weights have seen."""
 
 
 def main(options: Options) -> None:
@@ -100,12 +103,17 @@ def main(options: Options) -> None:
     behind = options.step - 1 - origin.weights_step
     late = f", {behind} steps older than those of the step" if behind else ", those of the step"
     console.say(f"weights {origin.weights or 'as initialized'}{late}")
+    source = config.data.open()
+    if origin.data_digest not in (None, source.facts.digest):
+        raise UserError(f"[data] of {run} is not what the run was trained on: its digest differs.")
     with runtime.start(device_of(options.device).type) as world:
-        built = rebuilt(config, origin, size, world.device)
+        theatre = Theatre(
+            config, source, rebuilt(config, origin, size, world.device), len(origin.numbers)
+        )
         samples, norms = [], []
         for number in chosen:
             part = origin.numbers[number * size : (number + 1) * size]
-            found, norm = replay(config, built, part, len(origin.numbers), number, world.device)
+            found, norm = theatre.play(number, part, world.device)
             samples += found
             norms.append((number, len(part), norm))
     for line in report(samples, norms, options.show):
@@ -119,18 +127,22 @@ def origin_of(run: Path, step: int, config: Config) -> Origin:
         for path in checkpoint.Checkpoints(run / "checkpoints").whole()
         if checkpoint.step_of(path) < step
     ]
-    record = checkpoint.read_record(before[-1]) if before else {"step": 0, "cursor": 0}
+    record: dict[str, Any] = {"step": 0, "cursor": 0}
+    if before:
+        record = checkpoint.read_record(before[-1])
     weights, weights_step = (before[-1] if before else None), int(record["step"])
+    digest = record["data"]["digest"] if before else None
     for line in reversed(fault_log.read(run)):
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
-            return Origin(seen, f"{fault_log.FILE}: {line['kind']}", weights, weights_step)
+            found_in = f"{fault_log.FILE}: {line['kind']}"
+            return Origin(seen, found_in, weights, weights_step, digest)
     ledger = Ledger.of(record).skip(rollback.read(run).skipped)
     plan = BatchPlan(config.training.global_batch_size, ledger.skipped_spans)
     cursor = record["cursor"]
     for _ in range(step - weights_step):
         numbers, cursor = plan(cursor)
-    return Origin(tuple(numbers), "the plan of batches", weights, weights_step)
+    return Origin(tuple(numbers), "the plan of batches", weights, weights_step, digest)
 
 
 def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequence[int]:
@@ -162,47 +174,50 @@ def rebuilt(config: Config, origin: Origin, size: int, device: torch.device) -> 
     return built
 
 
-def replay(
-    config: Config,
-    built: Built,
-    numbers: Sequence[int],
-    of_step: int,
-    microbatch: int,
-    device: torch.device,
-) -> tuple[list[Replayed], float]:
-    """Forward and backward of some of the `of_step` samples of a step: each, and the gradient."""
-    source, seed = config.data.open(), config.job.seed
-    rows = EpochOrder(seed, len(source)).rows(numbers)
-    pairs = list(zip(numbers, rows, strict=True))
-    batch = loader.load_samples(source, pairs, config.model, device, seed=seed)
-    batch = replace(batch, total_weight=float(of_step))
-    prepared = config.objective.prepare(batch, SampleRNG(seed, batch.sample_numbers))
-    seen: dict[str, Tensor] = {"clean": batch.tokens, "noised": prepared.inputs["tokens"]}
+@dataclass(frozen=True)
+class Theatre:
+    """A step's network and data, to run parts of the step on."""
 
-    def loss(prediction: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
-        per_token: Tensor = config.objective.loss(prediction, targets)
-        seen["prediction"], seen["loss"] = prediction.detach(), per_token.detach()
-        return per_token
+    config: Config
+    source: Source
+    built: Built
+    num_samples: int
+    """Of the whole step: the loss is a mean over them."""
 
-    assert isinstance(built.executor, LocalExecutor)
-    built.executor.loss = loss
-    built.executor.step(prepared)
-    norm = clip_norm(built.parameters.values(), 0.0).item()
-    for parameter in built.parameters.values():
-        parameter.grad = None
-    whole = {name: value.flatten(1).isfinite().all(1).tolist() for name, value in seen.items()}
-    columns = zip(
-        *(pairs, batch.labels.tolist(), prepared.inputs["timestep"].tolist()),
-        seen["loss"].mean(1).tolist(),
-        strict=True,
-    )
-    return [
-        Replayed(
-            *(*pair, label, timestep, its_loss, microbatch),
-            not_finite=tuple(name for name, finite in whole.items() if not finite[i]),
-        )
-        for i, (pair, label, timestep, its_loss) in enumerate(columns)
-    ], norm
+    def play(
+        self, microbatch: int, numbers: Sequence[int], device: torch.device
+    ) -> tuple[list[Replayed], float]:
+        """Forward and backward of some samples: each of them, and the norm of their gradient."""
+        config, seed = self.config, self.config.job.seed
+        rows = EpochOrder(seed, len(self.source)).rows(numbers)
+        pairs = list(zip(numbers, rows, strict=True))
+        batch = loader.load_samples(self.source, pairs, config.model, device, seed=seed)
+        batch = replace(batch, total_weight=float(self.num_samples))
+        prepared = config.objective.prepare(batch, SampleRNG(seed, batch.sample_numbers))
+        seen: dict[str, Tensor] = {"clean": batch.tokens, "noised": prepared.inputs["tokens"]}
+
+        def loss(prediction: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+            per_token: Tensor = config.objective.loss(prediction, targets)
+            seen["prediction"], seen["loss"] = prediction.detach(), per_token.detach()
+            return per_token
+
+        assert isinstance(self.built.executor, LocalExecutor)
+        self.built.executor.loss = loss
+        self.built.executor.step(prepared)
+        norm = clip_norm(self.built.parameters.values(), 0.0).item()
+        for parameter in self.built.parameters.values():
+            parameter.grad = None
+        finite = {name: value.flatten(1).isfinite().all(1).tolist() for name, value in seen.items()}
+        timesteps, losses = prepared.inputs["timestep"].tolist(), seen["loss"].mean(1).tolist()
+        return [
+            Replayed(
+                *(number, row, label, timestep, its_loss, microbatch),
+                not_finite=tuple(name for name in finite if not finite[name][i]),
+            )
+            for i, ((number, row), label, timestep, its_loss) in enumerate(
+                zip(pairs, batch.labels.tolist(), timesteps, losses, strict=True)
+            )
+        ], norm
 
 
 def report(
