@@ -14,6 +14,7 @@ COMMANDS = {
     "sample": "draw samples from a trained run",
     "convert": "weights of the original DiT to a checkpoint, and back",
     "predict": "run a network on given inputs",
+    "replay": "re-create a step of a run, sample by sample",
     "data pack": "turn a folder of latents or pictures into shards",
     "data show": "say and draw what a dataset holds",
 }

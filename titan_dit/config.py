@@ -210,7 +210,18 @@ class FaultsConfig(Section):
     section = "faults"
 
     max_consecutive_bad_steps: Whole = 100
-    """Stop after this many skipped (non-finite) steps in a row; 0 never stops."""
+    """After this many skipped steps in a row go back to the last good checkpoint and leave their
+    data out; 0 never does."""
+    max_rollbacks: Whole = 3
+    """Stop when the run would go back once more without having come any further; 0 stops at once,
+    without going back."""
+    spike_ratio: NonNegative = 0.0
+    """Skip a step whose gradient norm (before clipping) is more than this many times its running
+    average over the good steps (decay 0.99); 0 skips none for it."""
+    spike_after: Count = 100
+    """Good steps before the average is trusted."""
+    log_samples: bool = False
+    """Write the sample numbers of every step to RUN/samples-seen: proof that none was lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,12 @@ def main() -> None:
     from titan_dit.dry_run import estimate
     from titan_dit.parallel import mesh, runtime
     from titan_dit.pipeline.checks import check_layout
+    from titan_dit.state import resume
 
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
-    sizes = mesh.solve(config.parallel, runtime.started_ranks())
-    check_layout(config, sizes)
+    following = resume.has_begun(config.job, config.checkpoint)
+    sizes = mesh.solve(config.parallel, runtime.started_ranks(), following)
+    check_layout(config, sizes, following)
     estimate.check_memory(config, sizes.shards, *estimate.rank_memory())
     from titan_dit.trainer import Trainer
 

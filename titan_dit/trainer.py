@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +15,8 @@ from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.units import scale_hint
 from titan_dit.evaluation.generate import check_drawing, generate, preview_labels
+from titan_dit.faults import fault_log
+from titan_dit.faults.guard import Guard, Reading
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Batch, Objective
 from titan_dit.observe import console, flops, images
@@ -28,16 +29,18 @@ from titan_dit.observe.metrics import (
     peak_gib,
 )
 from titan_dit.parallel.gradients import clip_norm
-from titan_dit.parallel.mesh import Mesh, solve
+from titan_dit.parallel.mesh import Mesh, followed, solve
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
-from titan_dit.pipeline.checks import check_layout
+from titan_dit.pipeline.checks import check_layout, rows_per_rank
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
-from titan_dit.state import checkpoint, resume
+from titan_dit.state import checkpoint, resume, rollback
 from titan_dit.state.ema import EMA
+from titan_dit.state.ledger import Ledger
 from titan_dit.state.lr_schedule import learning_rate
 from titan_dit.state.optimizer import apply_gradients, build_optimizer, optimizer_tensors
+from titan_dit.state.sample_log import SampleLog, next_attempt
 
 Config: TypeAlias = JobConfig[ModelConfig, Objective, DataConfig]
 
@@ -47,13 +50,15 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
-        self.folder = Path(config.job.dir or f"outputs/{config.job.name}")
+        self.folder = resume.folder_of(config.job)
         if config.training.deterministic:
             set_deterministic()
         check_installed(config.metrics)
 
-        sizes = solve(config.parallel, world.size)
-        check_layout(config, sizes)
+        # The first rank's view decides, as it does in `resume`.
+        following = world.gather(resume.has_begun(config.job, config.checkpoint))[0]
+        sizes = solve(config.parallel, world.size, following)
+        check_layout(config, sizes, following)
         self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
         check_drawing(
             config.objective,
@@ -75,15 +80,16 @@ class Trainer:
 
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema)
-        self.plan = BatchPlan(config.training.global_batch_size)
+        self.epochs = EpochOrder(config.job.seed, len(self.source))
         self.step, self.cursor = 0, 0
-        self.nan_steps = torch.zeros((), device=world.device)
-        self.nan_steps_in_a_row = torch.zeros((), device=world.device)
+        self.ledger = Ledger()
+        self.guard = Guard(config.faults, world.device)
         self.checkpoints = checkpoint.Checkpoints(
             self.folder / "checkpoints", config.checkpoint.keep
         )
         self.meter = Meter()
         self.metrics: Metrics | None = None
+        self.sample_log: SampleLog | None = None
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -96,9 +102,19 @@ class Trainer:
             self.step += 1
             with self.meter.waiting():
                 batch = next(batches)
-            loss, grad_norm, lr = self.train_step(batch)
-            if self.step == first or self.due(config.metrics.every):
-                self.report(loss, grad_norm, lr)
+            began, (_, _, lr) = self.cursor, self.train_step(batch)
+            if self.sample_log:
+                self.sample_log.write(self.step, self.order.share(began))
+            shown = self.step == first or self.due(config.metrics.every)
+            # Looked at before a checkpoint too, which must not hold what has to be undone.
+            if shown or self.due(self.guard.every) or self.due(config.checkpoint.every):
+                reading = self.read_guard()
+                if shown:
+                    self.report(reading, lr)
+                if self.guard.limit:
+                    self.go_back()
+                    batches, first = self.batches(), self.step + 1
+                    continue
             if self.due(config.sampling.every):
                 self.preview()
             if self.due(config.checkpoint.every):
@@ -110,13 +126,23 @@ class Trainer:
         last = self.step == self.config.training.steps
         return bool(every) and (self.step % every == 0 or last)
 
+    @property
+    def plan(self) -> BatchPlan:
+        """Which samples come in which step."""
+        return BatchPlan(self.config.training.global_batch_size, self.ledger.skipped_spans)
+
+    @property
+    def order(self) -> RankOrder:
+        """Those of this rank."""
+        sizes, rows = self.mesh.sizes, rows_per_rank(self.config, self.mesh.sizes)
+        return RankOrder(self.plan, self.epochs, self.mesh.data_rank, sizes.data, rows)
+
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch, from the cursor on."""
-        config, mesh = self.config, self.mesh
-        epochs = EpochOrder(config.job.seed, len(self.source))
+        config = self.config
         return loader.load(
             self.source,
-            RankOrder(self.plan, epochs, mesh.data_rank, mesh.sizes.data),
+            self.order,
             self.cursor,
             config.model,
             self.world.device,
@@ -127,29 +153,40 @@ class Trainer:
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
         """One optimizer step: this rank's share of the loss, the gradient norm, the rate.
 
-        Nothing here waits for the device. A step with a non-finite loss or gradient changes
-        neither weights nor averages, on any rank.
+        Nothing here waits for the device. A bad step (see `Guard`) changes neither weights nor
+        averages, on any rank.
         """
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
         loss = self.executor.step(config.objective.prepare(batch, rng))
         grad_norm = clip_norm(self.parameters.values(), config.training.max_grad_norm)
-        bad = ~grad_norm.isfinite()
+        bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
         lr = learning_rate(
             config.lr_schedule, config.optimizer.lr, self.step, config.training.steps
         )
         apply_gradients(self.optimizer, lr, skip=bad)
         self.ema.update(self.step, skip=bad)
-        self.nan_steps += bad
-        self.nan_steps_in_a_row = (self.nan_steps_in_a_row + 1) * bad
         _, self.cursor = self.plan(self.cursor)
         self.meter.steps += 1
         return loss, grad_norm, lr
 
-    def report(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
-        """Write a line of metrics; the only place where the host waits for the device."""
-        values = (self.mesh.sum_loss(loss), grad_norm, self.nan_steps, self.nan_steps_in_a_row)
-        loss_value, norm_value, nan_steps, in_a_row = torch.stack(values).tolist()
+    def read_guard(self) -> Reading:
+        """Wait for the device, and write down which steps were bad since the last time."""
+        reading = self.guard.read(self.mesh.sum_loss)
+        for bad in reading.bad:
+            numbers, _ = self.plan(bad.cursor)
+            self.ledger = self.ledger.leave_out(bad.step, numbers)
+            if self.metrics:
+                rows, seed = self.epochs.rows(numbers), self.config.job.seed
+                times = fault_log.timesteps_of(
+                    self.config.objective, seed, numbers, self.world.device
+                )
+                fault_log.write(self.folder, fault_log.bad_step(bad, numbers, rows, times))
+                self.say(console.skipped(bad.step, bad.kind, bad.grad_norm, self.folder))
+        return reading
+
+    def report(self, reading: Reading, lr: float) -> None:
+        """Write a line of metrics."""
         step_ms, data_wait_ms = self.meter.read()
         rate = self.config.training.global_batch_size / step_ms * 1e3
         tflops = rate * self.flops_per_sample / self.world.size / 1e12
@@ -157,8 +194,8 @@ class Trainer:
         row: Row = {
             "step": self.step,
             "samples": self.cursor,
-            "loss": finite_or_none(loss_value),
-            "grad_norm": finite_or_none(norm_value),
+            "loss": finite_or_none(reading.loss),
+            "grad_norm": finite_or_none(reading.grad_norm),
             "lr": lr,
             "step_ms": step_ms,
             "samples_per_s": rate,
@@ -167,21 +204,40 @@ class Trainer:
             "mfu": tflops / peak if peak else None,
             "peak_gib": peak_gib(self.world.device),
             "data_wait_ms": data_wait_ms,
-            # Steps are skipped for nothing else yet.
-            "skipped_steps": round(nan_steps),
-            "nan_steps": round(nan_steps),
+            "skipped_steps": self.guard.nan_steps + self.guard.spike_steps,
+            "nan_steps": self.guard.nan_steps,
         }
         # The first line of a resumed run is for the person at the console only.
         if self.metrics and (self.step == 1 or self.due(self.config.metrics.every)):
             self.metrics.log(row)
         self.say(console.progress(row, self.config.training.steps))
-        limit = self.config.faults.max_consecutive_bad_steps
-        if limit and in_a_row >= limit:
-            raise UserError(
-                f"[faults] max_consecutive_bad_steps={limit}: the last {round(in_a_row)} steps had "
-                f"a non-finite loss or gradient (step {self.step}). Lower [optimizer] lr, look at "
-                "the data, or resume from an older checkpoint with --checkpoint.resume PATH."
-            )
+
+    def go_back(self) -> None:
+        """Load the newest checkpoint from before the bad steps, and leave their data out."""
+        assert self.guard.streak
+        assert self.guard.limit
+        (first, begin), (last, cursor) = self.guard.streak, self.guard.limit
+        bad = rollback.BadSteps(first, last, (self.plan(begin)[0][0], self.plan(cursor)[1]))
+        found, error = None, None
+        if self.world.is_main:
+            try:
+                found = rollback.go_back(self.folder, self.checkpoints, self.config.faults, bad)
+            except UserError as raised:
+                error = raised
+        # Only the first rank looks at the disk; what it has found holds for all.
+        found, error = self.world.gather((found, error))[0]
+        if found is None:
+            raise error or AssertionError
+        start, record, rollbacks = found
+        if self.metrics:
+            line = fault_log.rollback(last, record["step"], *bad.numbers)
+            fault_log.write(self.folder, line)
+            self.metrics.forget_after(record["step"])
+        self.say(console.went_back(last, start, *bad.numbers))
+        with self.meter.paused():
+            resume.load(start, record, self.tensors(), self.ema)
+        self.go_on_from(record, rollbacks)
+        self.open_sample_log()
 
     def preview(self) -> None:
         """Draw samples of the averaged weights, each data rank its share, and the loss curve."""
@@ -230,10 +286,14 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint; all ranks together."""
         with self.meter.paused():
+            if self.guard.taken:
+                self.read_guard()
             record = {
                 "step": self.step,
                 "cursor": self.cursor,
-                "nan_steps": round(self.nan_steps.item()),
+                "nan_steps": self.guard.nan_steps,
+                "guard": self.guard.state(),
+                "ledger": self.ledger.as_json(self.cursor, len(self.source)),
                 "config": config_file.to_tables(self.config),
                 "data": self.source.facts.as_json(),
                 "versions": {"titan_dit": __version__, "torch": torch.__version__},
@@ -245,12 +305,13 @@ class Trainer:
     def resume(self) -> None:
         """Load the checkpoint that the config asks for, if there is one."""
         settings = self.config.checkpoint
-        start, record = None, {}
+        start, record, rollbacks = None, {}, rollback.Rollbacks()
         if self.world.is_main:
             start = resume.starting_point(self.checkpoints, settings.resume)
             record = checkpoint.read_record(start) if start else {}
+            rollbacks = rollback.read(self.folder) if start else rollbacks
         # The first rank's view decides: a shared disk may show a new folder to some ranks first.
-        start, record = self.world.gather((start, record))[0]
+        start, record, rollbacks = self.world.gather((start, record, rollbacks))[0]
         if start is None:
             return
         if not settings.allow_changes:
@@ -263,11 +324,25 @@ class Trainer:
             resume.load_imported(start, record, self.tensors(), self.ema)
         else:
             resume.load(start, record, self.tensors(), self.ema)
-        self.step, self.cursor = record["step"], record["cursor"]
-        self.nan_steps.fill_(record["nan_steps"])
+        self.go_on_from(record, rollbacks)
         if self.world.is_main:
             resume.set_aside_newer(self.checkpoints, start)
         self.say(f"resumed from {start}")
+
+    def go_on_from(self, record: dict[str, Any], rollbacks: rollback.Rollbacks) -> None:
+        """Take up the plain values of a checkpoint whose tensors are loaded."""
+        self.step, self.cursor = record["step"], record["cursor"]
+        self.ledger = Ledger.of(record).skip(rollbacks.skipped)
+        self.guard.load(record)
+
+    def open_sample_log(self) -> None:
+        """Begin to write down what every step sees, if that is wanted."""
+        if not self.config.faults.log_samples:
+            return
+        attempt = self.world.gather(self.world.is_main and next_attempt(self.folder))[0]
+        if self.mesh.speaks_for_samples:
+            ranks = self.mesh.sizes.data
+            self.sample_log = SampleLog(self.folder, attempt, self.mesh.data_rank, ranks)
 
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics, and say what will be done."""
@@ -277,6 +352,11 @@ class Trainer:
             (self.folder / "config.toml").write_text(config_file.to_toml(config))
             tables = config_file.to_tables(config)
             self.metrics = Metrics(self.folder, config.job.name, config.metrics, self.step, tables)
+            if self.step == 0:
+                (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
+        self.open_sample_log()
+        for line in followed(config.parallel, self.mesh.sizes):
+            self.say(line)
         for line in (
             f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
             f"{self.world.device.type}, {config.precision.dtype}",

@@ -59,6 +59,21 @@ def test_the_shares_of_the_ranks_make_up_the_whole_batch(ranks):
         assert all(part.total_weight == 24 for part in parts)
 
 
+@pytest.mark.parametrize("ranks", [5, 7])
+def test_rows_that_only_fill_up_have_no_weight(ranks):
+    (whole,) = batches(1, cursor=1780)
+    parts = [batches(1, rank, ranks, cursor=1780)[0] for rank in range(ranks)]
+    assert len({len(part.tokens) for part in parts}) == 1
+    assert sum(len(part.tokens) for part in parts) > 24
+    for name in ("tokens", "labels", "sample_numbers"):
+        real = [getattr(part, name)[part.weight > 0] for part in parts]
+        assert torch.equal(torch.cat(real), getattr(whole, name))
+    for part in parts:
+        assert part.total_weight == 24
+        assert set(part.weight.tolist()) <= {0.0, 1.0}
+        assert part.tokens.isfinite().all()
+
+
 def test_workers_give_the_same_batches_in_the_same_order():
     alone, helped = batches(7, cursor=1700), batches(7, cursor=1700, workers=2)
     for a, b in zip(alone, helped, strict=True):

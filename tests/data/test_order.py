@@ -70,3 +70,57 @@ def test_a_row_does_not_depend_on_the_batch_size():
 
 def test_seeds_give_different_orders():
     assert take(5, 6, 100) != take(5, 6, 100, seed=1)
+
+
+# (batch, skipped spans): before, inside, across and far behind the batches, of all sizes.
+SKIPPED = [
+    (4, ((0, 3),)),
+    (4, ((4, 8),)),
+    (5, ((3, 4), (6, 9), (20, 41))),
+    (3, ((1, 2), (3, 4), (5, 6), (7, 8), (1000, 1001))),
+    (7, ((2, 30),)),
+]
+
+
+@pytest.mark.parametrize(("batch", "skipped"), SKIPPED)
+def test_a_plan_goes_round_what_is_skipped(batch, skipped):
+    """Against the same done one number at a time."""
+    plan = BatchPlan(batch, skipped)
+    allowed = (n for n in itertools.count() if not any(a <= n < b for a, b in skipped))
+    cursor = 0
+    for _ in range(30):
+        numbers, after = plan(cursor)
+        assert list(numbers) == list(itertools.islice(allowed, batch))
+        assert after == numbers[-1] + 1 > cursor
+        assert plan(cursor) == (numbers, after)
+        cursor = after
+
+
+@pytest.mark.parametrize(("batch", "skipped"), SKIPPED)
+def test_a_plan_depends_on_nothing_but_the_cursor(batch, skipped):
+    """From any cursor, one inside a skipped span too: the next numbers that are allowed."""
+    plan = BatchPlan(batch, skipped)
+    for cursor in range(60):
+        later = (n for n in itertools.count(cursor) if not any(a <= n < b for a, b in skipped))
+        assert list(plan(cursor)[0]) == list(itertools.islice(later, batch))
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "rows"), [(12, 5, None), (16, 3, 6), (7, 7, 1), (7, 6, 4), (128, 3, 44)]
+)
+def test_ranks_that_do_not_divide_the_batch_repeat_their_last_sample(batch, ranks, rows):
+    plan, epochs = BatchPlan(batch, ((20, 31),)), EpochOrder(0, 17)
+    orders = [RankOrder(plan, epochs, rank, ranks, rows) for rank in range(ranks)]
+    parts = [list(itertools.islice(order.batches(3), 6)) for order in orders]
+    cursor = 3
+    for step in range(6):
+        numbers, after = plan(cursor)
+        found = []
+        for order, part in zip(orders, parts, strict=True):
+            assert len(part[step]) == order.num_rows == (rows or -(-batch // ranks))
+            real, filler = part[step][: order.num_real], part[step][order.num_real :]
+            assert [n for n, _ in real] == list(order.share(cursor)) != []
+            assert set(filler) <= {real[-1]}
+            found += real
+        assert found == list(zip(numbers, epochs.rows(numbers), strict=True))
+        cursor = after

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from titan_dit.config import ParallelConfig, TrainingConfig
-from titan_dit.parallel.mesh import AxisSizes, check_batch, solve
+from titan_dit.parallel.mesh import AxisSizes, check_batch, followed, solve
 from titan_dit.section import UserError
 
 
@@ -132,3 +132,57 @@ def test_every_batch_size_that_a_message_names_divides():
         else:
             assert batch % ((micro or 1) * replicas * shards) == 0
     assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "expected"),
+    [
+        ({"dp_shard": 4}, 2, {"dp_shard": 2}),
+        ({"dp_shard": 4}, 3, {"dp_shard": 3}),
+        ({}, 7, {"dp_shard": 7}),
+        ({"dp_replicate": 2, "dp_shard": 2}, 3, {"dp_replicate": 1, "dp_shard": 3}),
+        ({"dp_replicate": 4, "dp_shard": 1}, 6, {"dp_replicate": 2, "dp_shard": 3}),
+        ({"dp_replicate": 2}, 8, {"dp_replicate": 2, "dp_shard": 4}),
+        ({"tp": 2, "pp": 2, "dp_shard": 2}, 4, {"tp": 2, "pp": 2, "dp_shard": 1}),
+        ({"tp": 2, "cp": 2, "dp_shard": 1}, 12, {"tp": 2, "cp": 2, "dp_shard": 3}),
+    ],
+)
+def test_a_run_that_has_begun_follows_the_ranks(settings, ranks, expected):
+    config = ParallelConfig(**settings)
+    sizes = solve(config, ranks, following=True)
+    assert sizes == AxisSizes(**expected)
+    changed = {
+        axis: f"[parallel] {axis} follows the ranks: {settings[axis]} -> {getattr(sizes, axis)}"
+        for axis in ("dp_replicate", "dp_shard")
+        if axis in settings and settings[axis] != getattr(sizes, axis)
+    }
+    assert followed(config, sizes) == list(changed.values())
+
+
+def test_every_number_of_ranks_is_followed_or_answered_with_some_that_would_do():
+    refused = 0
+    for tp, cp, pp, ranks in itertools.product((1, 2, 3), (1, 2), (1, 3), range(1, 13)):
+        config = ParallelConfig(tp=tp, cp=cp, pp=pp, dp_shard=2, dp_replicate=2)
+        try:
+            sizes = solve(config, ranks, following=True)
+        except UserError as error:
+            message, refused = str(error), refused + 1
+            offered = re.search(r"can go on with (.*?) ranks", message)[1].split(" or ")
+            for good in map(int, offered):
+                assert good > 0
+                assert solve(config, good, following=True).data * tp * cp * pp == good
+            assert f"the {ranks} that" in message
+        else:
+            assert (sizes.tp, sizes.cp, sizes.pp) == (tp, cp, pp)
+            assert sizes.data * tp * cp * pp == ranks
+    assert refused > 20
+
+
+def test_a_world_with_more_data_ranks_than_samples_cannot_hold_the_batch():
+    assert check_batch(training(7), AxisSizes(dp_shard=7, tp=2), following=True) is None
+    with pytest.raises(UserError) as caught:
+        check_batch(training(7), AxisSizes(dp_shard=8, tp=2), following=True)
+    assert str(caught.value) == (
+        "[training] global_batch_size=7 cannot be held by 8 data-parallel ranks: there are more "
+        "ranks than samples. Launch 14 ranks at most."
+    )

@@ -6,7 +6,12 @@ from tiny import tiny_config
 
 from titan_dit.config import PipelineConfig
 from titan_dit.parallel.mesh import AxisSizes
-from titan_dit.pipeline.checks import check_layout, num_microbatches
+from titan_dit.pipeline.checks import (
+    check_layout,
+    microbatch_size,
+    num_microbatches,
+    rows_per_rank,
+)
 from titan_dit.schedules.layout import SCHEDULES
 from titan_dit.section import UserError
 
@@ -109,3 +114,36 @@ def test_recomputation_that_a_schedule_cannot_have_is_refused_here_too():
     )
     with pytest.raises(UserError, match=r"\[remat\] mode=.selective."):
         check_layout(config, AxisSizes(pp=2))
+
+
+INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro", "pipeline", "expected"),
+    [  # Of a batch of 16: (microbatches, samples of each).
+        ({"dp_shard": 3}, None, {}, (1, 6)),
+        ({"dp_shard": 5}, None, {}, (1, 4)),
+        ({"dp_shard": 5}, 3, {}, (2, 2)),  # 2 x 2 rows, not 2 x 3.
+        ({"dp_shard": 3}, 16, {}, (1, 6)),
+        ({"dp_shard": 3, "pp": 2}, None, {"schedule": "1f1b"}, (6, 1)),
+        ({"dp_shard": 3, "pp": 2}, 4, {"schedule": "1f1b"}, (2, 3)),
+        ({"dp_shard": 3, "pp": 4}, None, INTERLEAVED, (6, 1)),
+        ({"dp_shard": 2, "pp": 3}, None, INTERLEAVED, (8, 1)),
+        ({"dp_shard": 6, "pp": 4}, None, {"schedule": "dualpipev"}, (8, 1)),
+        ({"dp_shard": 3, "pp": 2}, 3, {"schedule": "dualpipev"}, (4, 2)),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_held_in_equal_microbatches(
+    sizes, micro, pipeline, expected
+):
+    sizes = AxisSizes(**sizes)
+    config = tiny_config(
+        model={"layers": 8}, training={"microbatch_size": micro}, pipeline=pipeline
+    )
+    assert check_layout(config, sizes, following=True) is None
+    assert (num_microbatches(config, sizes), microbatch_size(config, sizes)) == expected
+    assert rows_per_rank(config, sizes) * sizes.data >= 16
+    if sizes.data != 2:
+        with pytest.raises(UserError):
+            check_layout(config, sizes)

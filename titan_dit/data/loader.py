@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -92,6 +92,48 @@ def answers(shares: Iterator[Any]) -> Iterator[Any]:
         )
 
 
+@dataclass(frozen=True)
+class Batches:
+    """What is stored, to what the model is trained on."""
+
+    source: Source
+    model: ModelConfig
+    static: Mapping[str, Tensor]
+    seed: int
+    total_weight: float
+    """See `Batch.total_weight`."""
+
+    def __call__(self, share: Stored, weight: Float[Tensor, " b"]) -> Batch:
+        """In the model's units, cut into tokens, on the device where the share is."""
+        channels, rng = self.model.sample_shape[0], SampleRNG(self.seed, share.sample_numbers)
+        latents = to_model_units(share.latents, self.source.facts, channels, rng)
+        return Batch(
+            tokens=self.model.tokenize(latents),
+            labels=share.labels,
+            sample_numbers=share.sample_numbers,
+            weight=weight,
+            total_weight=float(self.total_weight),
+            channels=channels,
+            static=self.static,
+        )
+
+
+def load_samples(
+    source: Source,
+    pairs: list[tuple[int, int]],
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    seed: int,
+) -> Batch:
+    """One batch of given (sample number, row) pairs, as training would see them."""
+    share = NumberedSamples(source, model.sample_shape[0]).__getitems__(pairs)
+    if isinstance(share, UserError):
+        raise share
+    to_batch = Batches(source, model, model.static(device), seed, len(pairs))
+    return to_batch(share.to(device), torch.ones(len(pairs), device=device))
+
+
 def load(
     source: Source,
     order: RankOrder,
@@ -108,7 +150,9 @@ def load(
     brought to the model's units, and cut into tokens, on the device. On a GPU the copy goes through
     pinned memory and does not block the host.
     """
-    static, channels = model.static(device), model.sample_shape[0]
+    channels = model.sample_shape[0]
+    to_batch = Batches(source, model, model.static(device), seed, order.plan.global_batch_size)
+    weight = (torch.arange(order.num_rows, device=device) < order.num_real).float()
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates; nothing a user can act on.
         warnings.filterwarnings("ignore", message="'set_vital'")
@@ -125,18 +169,7 @@ def load(
     for share in answers(shares):
         if isinstance(share, UserError):
             break
-        moved = share.to(device)
-        rng = SampleRNG(seed, moved.sample_numbers)
-        latents = to_model_units(moved.latents, source.facts, channels, rng)
-        yield Batch(
-            tokens=model.tokenize(latents),
-            labels=moved.labels,
-            sample_numbers=moved.sample_numbers,
-            weight=torch.ones(len(latents), device=device),
-            total_weight=float(order.plan.global_batch_size),
-            channels=channels,
-            static=static,
-        )
+        yield to_batch(share.to(device), weight)
     # Only an error ends the loop. The workers end here: the frames of the error would keep them.
     del shares, loader
     raise share

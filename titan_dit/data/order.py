@@ -9,23 +9,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from titan_dit.rng import permutation
+from titan_dit.spans import Span
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Fixed batches: cursor -> (the step's sample numbers, the next cursor)."""
+    """Fixed batches: cursor -> (the step's sample numbers, the next cursor).
+
+    `skipped` numbers, ascending spans that do not touch, are in no batch: a batch that meets one
+    goes on behind it.
+    """
 
     global_batch_size: int
+    skipped: tuple[Span, ...] = ()
 
-    def __call__(self, cursor: int) -> tuple[range, int]:
-        """The sample numbers of the step that starts at `cursor`."""
-        end = cursor + self.global_batch_size
-        return range(cursor, end), end
+    def __call__(self, cursor: int) -> tuple[Sequence[int], int]:
+        """The sample numbers of the step that starts at `cursor`, ascending."""
+        parts, wanted = [], self.global_batch_size
+        for first, end in self.skipped:
+            if end <= cursor:
+                continue
+            if first >= cursor + wanted:
+                break
+            if first > cursor:
+                parts.append(range(cursor, first))
+                wanted -= first - cursor
+            cursor = end
+        parts.append(range(cursor, cursor + wanted))
+        numbers = parts[0] if len(parts) == 1 else list(chain(*parts))
+        return numbers, cursor + wanted
 
 
 @dataclass(frozen=True)
@@ -54,17 +72,44 @@ def epoch_permutation(seed: int, epoch: int, num_rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The part of every batch that one data-parallel rank reads: (sample number, row) pairs."""
+    """The part of every batch that one data-parallel rank reads: (sample number, row) pairs.
+
+    The shares are consecutive and differ by one sample at most. Every rank reads equally many
+    `rows`: those beyond its share repeat its last sample and are to have no weight.
+    """
 
     plan: BatchPlan
     epochs: EpochOrder
     rank: int
     num_ranks: int
+    rows: int | None = None
+    """Rows of every rank; None for as many as the largest share."""
+
+    @property
+    def bounds(self) -> Span:
+        """First and end of the share within a batch. No rank's is empty."""
+        size = self.plan.global_batch_size
+        return self.rank * size // self.num_ranks, (self.rank + 1) * size // self.num_ranks
+
+    @property
+    def num_real(self) -> int:
+        """Rows that are the rank's own samples; the others follow them."""
+        first, end = self.bounds
+        return end - first
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of every rank's batch."""
+        return self.rows or -(-self.plan.global_batch_size // self.num_ranks)
+
+    def share(self, cursor: int) -> Sequence[int]:
+        """The rank's own sample numbers in the step that starts at `cursor`."""
+        return self.plan(cursor)[0][slice(*self.bounds)]
 
     def batches(self, cursor: int) -> Iterator[list[tuple[int, int]]]:
-        """Endlessly, from `cursor` on: consecutive samples of each global batch."""
+        """Endlessly, from `cursor` on."""
         while True:
-            numbers, cursor = self.plan(cursor)
-            share = len(numbers) // self.num_ranks
-            mine = numbers[self.rank * share : (self.rank + 1) * share]
-            yield list(zip(mine, self.epochs.rows(mine), strict=True))
+            mine = self.share(cursor)
+            pairs = list(zip(mine, self.epochs.rows(mine), strict=True))
+            yield pairs + pairs[-1:] * (self.num_rows - len(pairs))
+            _, cursor = self.plan(cursor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -31,6 +32,17 @@ def progress(row: dict[str, Any], steps: int) -> str:
         parts.append(f"skipped {row['skipped_steps']}")
     parts.append(f"ETA {duration((steps - step) * row['step_ms'] / 1e3)}")
     return "  ".join(parts)
+
+
+def skipped(step: int, kind: str, grad_norm: float, folder: Path) -> str:
+    """One line for a step that changed nothing."""
+    why = f"a spike of {grad_norm:.3g}" if kind == "spike" else "not finite"
+    return f"step {step} skipped: the gradient norm is {why} (see {folder / 'faults.jsonl'})"
+
+
+def went_back(step: int, start: Path, first: int, end: int) -> str:
+    """One line for a run that went back and leaves samples out."""
+    return f"went back from step {step} to {start}: samples {first} to {end - 1} are left out"
 
 
 def number(value: float | None, form: str) -> str:

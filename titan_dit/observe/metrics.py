@@ -58,6 +58,10 @@ class Metrics:
         for write in self.writers:
             write(row)
 
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of later steps, which the run will do anew; other writers keep theirs."""
+        self.rows = keep_rows(self.file, step)
+
     def curve(self) -> tuple[list[int], list[float]]:
         """Steps and losses of the whole run, the part before a resume included."""
         finite = [row for row in self.rows if row["loss"] is not None]

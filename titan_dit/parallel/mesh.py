@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -41,11 +42,16 @@ class AxisSizes:
         return " x ".join(above) or "one rank"
 
 
-def solve(config: ParallelConfig, world_size: int) -> AxisSizes:
-    """Fill in dp_shard=-1 and check the product against the ranks that were started."""
+def solve(config: ParallelConfig, world_size: int, following: bool = False) -> AxisSizes:
+    """Fill in dp_shard=-1 and check the product against the ranks that were started.
+
+    `following`: of a run that has begun and may come back on other ranks, see `follow`.
+    """
     sizes = {f.name: getattr(config, f.name) for f in fields(AxisSizes)}
     if sizes["dp_shard"] == 0:
         raise UserError("[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1.")
+    if following:
+        return follow(sizes, world_size)
     others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
     fits, fill = world_size % others == 0, sizes["dp_shard"] == -1
     if fill and fits:
@@ -66,9 +72,52 @@ def solve(config: ParallelConfig, world_size: int) -> AxisSizes:
     return AxisSizes(**sizes)
 
 
-def check_batch(training: TrainingConfig, sizes: AxisSizes) -> None:
-    """The global batch must divide into microbatches on every data-parallel rank."""
+def follow(sizes: Mapping[str, int], world_size: int) -> AxisSizes:
+    """pp, cp and tp stay as they are; dp_replicate and dp_shard share the ranks there are.
+
+    dp_replicate stays if it can, else it is the largest part of itself that divides the ranks.
+    """
+    kept = {axis: sizes[axis] for axis in ("pp", "cp", "tp")}
+    one_model = math.prod(kept.values())
+    if world_size % one_model:
+        below, above = world_size // one_model * one_model, -(-world_size // one_model) * one_model
+        factors = " x ".join(f"{axis}={size}" for axis, size in kept.items() if size > 1)
+        were = "was" if world_size == 1 else "were"
+        raise UserError(
+            f"[parallel] {factors}: a model takes {one_model} ranks, which do not divide the "
+            f"{world_size} that {were} started. The run can go on with "
+            f"{' or '.join(str(ranks) for ranks in (below, above) if ranks)} ranks (any multiple "
+            f"of {one_model}), or with smaller {', '.join(a for a in kept if kept[a] > 1)}."
+        )
+    data = world_size // one_model
+    replicate = math.gcd(sizes["dp_replicate"], data)
+    return AxisSizes(**kept, dp_replicate=replicate, dp_shard=data // replicate)
+
+
+def followed(config: ParallelConfig, sizes: AxisSizes) -> list[str]:
+    """A line for every size that the config fixes and the ranks have changed."""
+    lines = []
+    for axis in ("dp_replicate", "dp_shard"):
+        fixed, found = getattr(config, axis), getattr(sizes, axis)
+        if fixed not in (-1, found):
+            lines.append(f"[parallel] {axis} follows the ranks: {fixed} -> {found}")
+    return lines
+
+
+def check_batch(training: TrainingConfig, sizes: AxisSizes, following: bool = False) -> None:
+    """The global batch must divide into microbatches on every data-parallel rank.
+
+    A run that has begun holds its batch with rows of weight 0: it only needs a sample a rank.
+    """
     batch, micro, ranks = training.global_batch_size, training.microbatch_size, sizes.data
+    if following:
+        if ranks > batch:
+            model = sizes.pp * sizes.cp * sizes.tp
+            raise UserError(
+                f"[training] global_batch_size={batch} cannot be held by {ranks} data-parallel "
+                f"ranks: there are more ranks than samples. Launch {batch * model} ranks at most."
+            )
+        return
     unit = (micro or 1) * ranks
     if batch % unit:
         below, above = batch // unit * unit, (batch // unit + 1) * unit
@@ -129,8 +178,16 @@ class Mesh:
         """The tensor-parallel ranks of this rank's model shard."""
         return self.whole["tp"]
 
+    @property
+    def speaks_for_samples(self) -> bool:
+        """Whether this rank is the first of those that work on the same samples."""
+        return not any(self.whole[axis].get_local_rank() for axis in ("pp", "cp", "tp"))
+
     def sum_loss(self, value: Tensor) -> Tensor:
-        """Sum of the ranks' shares of the loss: over samples, parts of samples and stages."""
+        """Sum of the ranks' shares of the loss: over samples, parts of samples and stages.
+
+        Of one loss, or of several at once.
+        """
         # fp32: ranks without a loss would not know its format.
         total = value.detach().float().clone()
         dist.all_reduce(total, group=self.loss.get_group())

@@ -13,12 +13,17 @@ from titan_dit.schedules.layout import SPLIT_BACKWARD, check_schedule, stages_pe
 from titan_dit.section import UserError, show
 
 
-def check_layout(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
-    """Raise a UserError that names the section, the values and a fix."""
-    check_batch(config.training, sizes)
+def check_layout(
+    config: JobConfig[Any, Any, Any], sizes: AxisSizes, following: bool = False
+) -> None:
+    """Raise a UserError that names the section, the values and a fix.
+
+    `following`: of a run that has begun, whose batch need not divide (see `check_batch`).
+    """
+    check_batch(config.training, sizes, following)
     check_tensor(config.model, sizes)
     check_context(config, sizes)
-    check_pipeline(config, sizes)
+    check_pipeline(config, sizes, following)
     remat.check(config.remat, config.pipeline, config.compile, sizes)
 
 
@@ -55,7 +60,9 @@ def check_context(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
         )
 
 
-def check_pipeline(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
+def check_pipeline(
+    config: JobConfig[Any, Any, Any], sizes: AxisSizes, following: bool = False
+) -> None:
     """Stages need layers, schedules need microbatches, and some of them cannot be compiled."""
     if sizes.pp == 1:
         return
@@ -72,7 +79,7 @@ def check_pipeline(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
     check_schedule(
         pipeline.schedule,
         num_ranks=sizes.pp,
-        num_microbatches=num_microbatches(config, sizes),
+        num_microbatches=(num_microbatches if following else whole_microbatches)(config, sizes),
         virtual_stages=pipeline.virtual_stages,
     )
     if pipeline.schedule in SPLIT_BACKWARD and config.compile.enabled:
@@ -89,15 +96,51 @@ def check_pipeline(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
 
 
 def microbatch_size(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> int:
-    """Samples of one forward pass on one rank; in a pipeline, 1 if unset."""
-    share = config.training.global_batch_size // sizes.data
-    return config.training.microbatch_size or (1 if sizes.pp > 1 else share)
+    """Samples of one forward pass on one rank; in a pipeline, 1 if unset.
+
+    Less than what is set where that leaves fewer rows without a sample.
+    """
+    share = -(-config.training.global_batch_size // sizes.data)
+    return -(-share // num_microbatches(config, sizes))
 
 
 def num_microbatches(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> int:
-    """Forward passes of one rank in a step."""
-    share = config.training.global_batch_size // sizes.data
-    return share // microbatch_size(config, sizes)
+    """Forward passes of one rank in a step: the fewest that hold its share and the schedule runs.
+
+    A batch that divides, on ranks that a fresh run may have, needs no more than there are samples.
+    """
+    least = whole_microbatches(config, sizes)
+    if sizes.pp == 1:
+        return least
+    # Equal rounds come again after pp microbatches, and dualpipev takes any 2 pp.
+    enough = range(least, least + 2 * sizes.pp + 1)
+    return next((number for number in enough if runs(config, sizes, number)), least)
+
+
+def whole_microbatches(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> int:
+    """Microbatches that a rank's share fills, the last one perhaps in part."""
+    share = -(-config.training.global_batch_size // sizes.data)
+    return -(-share // (config.training.microbatch_size or (1 if sizes.pp > 1 else share)))
+
+
+def runs(config: JobConfig[Any, Any, Any], sizes: AxisSizes, number: int) -> bool:
+    """Whether the schedule can run so many microbatches."""
+    pipeline = config.pipeline
+    try:
+        check_schedule(
+            pipeline.schedule,
+            num_ranks=sizes.pp,
+            num_microbatches=number,
+            virtual_stages=pipeline.virtual_stages,
+        )
+    except UserError:
+        return False
+    return True
+
+
+def rows_per_rank(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> int:
+    """Rows of every data-parallel rank's batch: its share, and what fills up the microbatches."""
+    return num_microbatches(config, sizes) * microbatch_size(config, sizes)
 
 
 def largest_divisor(*numbers: int, below: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_dit.config import CheckpointConfig, RunConfig
 from titan_dit.config_file import Tables, changes
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
@@ -15,6 +16,22 @@ from titan_dit.state.ema import EMA
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "schedule", "steps", "learn_sigma")
 """Keys of [objective] that say what a network predicts."""
+
+
+def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
+    """Whether this is a run that goes on, so that it may come back on other ranks.
+
+    It is once it has written its config, even if it ended before its first checkpoint.
+    """
+    folder = folder_of(run)
+    checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
+    begun = (folder / "config.toml").is_file() or checkpoints.newest() is not None
+    return begun and settings.resume != "never"
+
+
+def folder_of(run: RunConfig) -> Path:
+    """The run directory."""
+    return Path(run.dir or f"outputs/{run.name}")
 
 
 def starting_point(checkpoints: Checkpoints, resume: str) -> Path | None:

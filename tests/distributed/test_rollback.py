@@ -1,0 +1,187 @@
+"""Runs that meet bad numbers and go back; several of them in one launch."""
+
+import json
+
+import torch
+from harness import on_ranks
+from test_layouts import state
+from tiny import tiny_config
+
+from titan_dit.section import UserError
+from titan_dit.state.ledger import Ledger, Skipped
+from titan_dit.trainer import Trainer
+
+
+def built(world, folder, steps=10, skip=(), faults=(), spoil=None, numbers=(), every=1):
+    """A trainer of which the samples `numbers` are spoiled on their way in."""
+    config = tiny_config(
+        job={"dir": str(folder)},
+        training={"steps": steps},
+        checkpoint={"every": 2, "keep": 0},
+        faults={"max_consecutive_bad_steps": 3, **dict(faults)},
+        metrics={"every": every},
+    )
+    trainer = Trainer(config, world)
+    trainer.ledger = Ledger().skip(skip)
+    original, wanted = trainer.batches, torch.tensor(list(numbers), dtype=torch.int64)
+
+    def batches():
+        for batch in original():
+            batch.tokens[torch.isin(batch.sample_numbers, wanted)] *= spoil or 1.0
+            yield batch
+
+    trainer.batches = batches
+    return trainer
+
+
+class Killed(Exception):
+    """In place of a kill."""
+
+
+def killed_after_going_back(trainer):
+    original = trainer.go_back
+
+    def go_back():
+        original()
+        raise Killed
+
+    trainer.go_back = go_back
+
+
+BAD = range(85, 125)  # In steps 6, 7 and 8, which draw 80 to 127.
+NAN = {"spoil": float("nan"), "numbers": BAD}
+
+
+def goes_back(world, folder):
+    trainer = built(world, folder / "back", **NAN)
+    trainer.fit()
+    clean = built(world, folder / "clean", skip=[Skipped(80, 128, "")])
+    clean.fit()
+    return state(trainer), state(clean)
+
+
+def looks_seldom(world, folder):
+    """The same although the loss is not shown, and looked at when the streak may be full."""
+    trainer = built(world, folder / "seldom", **NAN, every=0)
+    trainer.fit()
+    return state(trainer)
+
+
+def is_killed(world, folder):
+    trainer = built(world, folder / "killed", **NAN)
+    killed_after_going_back(trainer)
+    try:
+        trainer.fit()
+    except Killed:
+        trainer = built(world, folder / "killed", **NAN)
+        trainer.fit()
+    return state(trainer)
+
+
+def gives_up(world, folder):
+    numbers, faults = range(32, 10**4), {"max_rollbacks": 2, "log_samples": True}
+    trainer = built(world, folder / "up", faults=faults, spoil=float("nan"), numbers=numbers)
+    try:
+        trainer.fit()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+SPIKE = {"spoil": 300.0, "numbers": range(97, 98), "faults": {"spike_ratio": 5, "spike_after": 3}}
+
+
+def meets_a_spike(world, folder):
+    straight = built(world, folder / "spike", **SPIKE)
+    straight.fit()
+    for steps in (8, 10):  # Stopped and gone on with, the average in the checkpoint.
+        resumed = built(world, folder / "resumed", **SPIKE, steps=steps)
+        resumed.fit()
+    states = straight.guard.state(), resumed.guard.state()
+    return state(straight), state(resumed), states
+
+
+def everything(world, folder):
+    runs = (goes_back, looks_seldom, is_killed, gives_up, meets_a_spike)
+    return {run.__name__: run(world, folder) for run in runs}
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def saved(run, step):
+    return json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_bad_numbers_on_two_ranks(tmp_path):
+    first, second = on_ranks(2, everything, tmp_path)
+    assert_same(first["looks_seldom"], second["looks_seldom"])
+    went_back(first, tmp_path)
+    was_killed(first, tmp_path)
+    gave_up(first["gives_up"], second["gives_up"], tmp_path)
+    met_a_spike(*first["meets_a_spike"], tmp_path)
+
+
+def went_back(results, folder):
+    """As if the range had never been there: weights, moments, averages, cursor."""
+    found, clean = results["goes_back"]
+    assert_same(found, clean)
+    assert_same(results["looks_seldom"], clean)
+    run = folder / "back"
+    rows = lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["samples"] for row in rows] == [16, 32, 48, 64, 80, *range(144, 209, 16)]
+    assert [row["skipped_steps"] for row in rows] == [0] * 10
+    clean_rows = lines(folder / "clean" / "metrics.jsonl")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in clean_rows]
+    *bad, back = lines(run / "faults.jsonl")
+    assert [(line["step"], line["kind"]) for line in bad] == [(n, "nonfinite") for n in (6, 7, 8)]
+    assert [line["sample_numbers"] for line in bad] == [[[n, n + 16]] for n in (80, 96, 112)]
+    assert all(len(line["rows"]) == len(line["timesteps"]) == 16 for line in bad)
+    assert back == {"step": 8, "kind": "rollback", "to_step": 4, "skipped": [80, 128]}
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    # The save of step 6 belonged to the row of bad steps; that of step 8 came after it.
+    assert names == {f"step-{n:08d}" for n in range(2, 11, 2)} | {"step-00000006.set-aside-1"}
+    ledger = saved(run, 10)["ledger"]
+    assert ledger["skipped"] == [[80, 128, "steps 6 to 8 were bad"]]
+    assert (ledger["samples"], ledger["trained"], ledger["untrained"]) == (208, 160, [])
+
+
+def was_killed(results, folder):
+    """Before the next checkpoint: the range is left out all the same, and met once only."""
+    assert_same(results["is_killed"], results["goes_back"][1])
+    kinds = [line["kind"] for line in lines(folder / "killed" / "faults.jsonl")]
+    assert kinds == ["nonfinite"] * 3 + ["rollback"]
+
+
+def gave_up(message, other, folder):
+    assert message == other
+    assert "the run cannot go back: max_rollbacks=2 did not get it any further" in message
+    kinds = [line["kind"] for line in lines(folder / "up" / "faults.jsonl")]
+    assert kinds == [*["nonfinite"] * 3, "rollback"] * 2 + ["nonfinite"] * 3
+    # Each time the samples behind, from the same step on.
+    skipped = [line["skipped"] for line in lines(folder / "up" / "faults.jsonl")[3::4]]
+    assert skipped == [[32, 80], [80, 128]]
+    attempts = sorted(path.name for path in (folder / "up" / "samples-seen").iterdir())
+    assert attempts == [f"attempt-{n:05d}" for n in (1, 2, 3)]
+
+
+def met_a_spike(straight, resumed, states, folder):
+    assert_same(resumed, straight)
+    assert states[0] == states[1]
+    assert states[0]["spike_steps"] == 1
+    assert states[0]["nan_steps"] == 0
+    (line,) = lines(folder / "spike" / "faults.jsonl")
+    assert (line["step"], line["kind"], line["sample_numbers"]) == (7, "spike", [[96, 112]])
+    assert line["loss"] > 5
+    rows = lines(folder / "spike" / "metrics.jsonl")
+    assert [row["skipped_steps"] for row in rows] == [0] * 6 + [1] * 4
+    assert [row["nan_steps"] for row in rows] == [0] * 10
+    assert saved(folder / "spike", 10)["ledger"]["untrained"] == [[96, 112, 7, 7]]

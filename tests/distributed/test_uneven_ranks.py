@@ -1,0 +1,80 @@
+"""Ranks that do not divide the batch: rows of weight 0 leave loss and gradients as they are."""
+
+import json
+
+import pytest
+from harness import on_ranks
+from test_layouts import DDPM, loss_and_gradients
+from tiny import assert_same_gradients, gradients, randomize, tiny_config
+
+from titan_dit.data import loader
+from titan_dit.section import UserError
+from titan_dit.trainer import Trainer
+
+# A batch of 16 on 6 ranks. (layout, samples of a microbatch, rows of all ranks)
+CASES = [
+    ({}, None, 18),
+    ({}, 2, 24),
+    ({"dp_replicate": 4, "dp_shard": 1}, 1, 18),  # 2 x 3 instead, which the ranks allow.
+    ({"tp": 2}, 4, 18),
+    ({"cp": 2, "dp_shard": 8}, None, 18),
+    ({"pp": 2}, 4, 18),
+    ({"dp_replicate": 3, "dp_shard": 1, "pp": 2}, None, 18),
+]
+
+
+def uneven(world, folder, layout, size, objective=None):
+    """Rows of all ranks, loss and gradients of a run that has begun elsewhere."""
+    config = tiny_config(
+        job={"dir": str(folder)},
+        parallel=layout,
+        training={"microbatch_size": size},
+        objective=objective or {},
+    )
+    trainer = Trainer(config, world)
+    randomize(trainer.parameters)
+    rows = len(next(trainer.batches()).tokens)
+    return rows * trainer.mesh.sizes.data, gradients(trainer)
+
+
+def all_cases(world, folder):
+    results = {
+        json.dumps([layout, size, rows]): uneven(world, folder, layout, size)
+        for layout, size, rows in CASES
+    }
+    results["ddpm"] = uneven(world, folder, {"tp": 2}, None, DDPM)
+    try:
+        Trainer(tiny_config(job={"dir": str(folder / "fresh")}), world)
+    except UserError as error:
+        results["fresh"] = str(error)
+    # The bug: rows that only fill up count as samples. Last, as it stays.
+    original = loader.Batches.__call__
+    loader.Batches.__call__ = lambda self, share, weight: original(self, share, weight * 0 + 1)
+    results["planted"] = uneven(world, folder, {}, None)
+    return results
+
+
+def reference(world):
+    return loss_and_gradients(world, {}), loss_and_gradients(world, {}, objective=DDPM)
+
+
+def test_ranks_that_do_not_divide_the_batch_give_the_gradients_of_one_process(tmp_path):
+    (tmp_path / "config.toml").touch()
+    [alone] = on_ranks(1, reference)
+    for results in on_ranks(6, all_cases, tmp_path):
+        assert "global_batch_size=16 does not divide into 6 data-par" in results.pop("fresh")
+        _, (loss, found) = results.pop("planted")
+        assert loss != pytest.approx(alone[0][0], rel=1e-6)
+        with pytest.raises(AssertionError):
+            assert_same_gradients(found, alone[0][1])
+        assert len(results) == len(CASES) + 1
+        for case, (rows, (loss, found)) in results.items():
+            expected_loss, expected = alone[case == "ddpm"]
+            if case != "ddpm":
+                layout, _, expected_rows = json.loads(case)
+                assert rows == expected_rows, case
+                if "pp" in layout:  # A rank holds the parameters of its stages alone.
+                    assert 0 < len(found) < len(expected)
+                    expected = {name: expected[name] for name in found}
+            assert loss == pytest.approx(expected_loss, rel=1e-6), case
+            assert_same_gradients(found, expected)

@@ -1,0 +1,175 @@
+"""Bad numbers and changing ranks from the command line: what is skipped, recorded and replayed."""
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import commands
+import pytest
+import torch
+from commands import metrics, train, train_command
+
+from titan_dit.data.latents import write_shards
+from titan_dit.data.order import EpochOrder
+from titan_dit.state.checkpoint import Checkpoints, read_record
+from titan_dit.state.ledger import Ledger
+from titan_dit.state.sample_log import seen, trained
+
+SMALL = ("--model.hidden", 32, "--model.layers", 2, "--sampling.every", 0)
+SMALL += ("--metrics.tensorboard", "false", "--job.name", "run")
+ROWS, SPOILED = 48, 13
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory):
+    """A packed dataset in which one value has gone bad since it was written."""
+    folder = tmp_path_factory.mktemp("spoiled") / "data"
+    torch.manual_seed(0)
+    latents, labels = torch.randn(ROWS, 1, 8, 8), torch.arange(ROWS) % 10
+    write_shards(folder, latents, labels, num_classes=10, source="noise")
+    (file,) = folder.glob("*.safetensors")
+    raw = bytearray(file.read_bytes())
+    begin = 8 + struct.unpack("<Q", raw[:8])[0]
+    offset = json.loads(raw[8:begin])["latent"]["data_offsets"][0]
+    place = begin + offset + 4 * (64 * SPOILED + 7)
+    raw[place : place + 4] = struct.pack("<f", float("nan"))
+    file.write_bytes(raw)
+    return folder
+
+
+def replay(cwd, *flags):
+    return commands.run([sys.executable, "-m", "titan_dit", "replay", *map(str, flags)], cwd)
+
+
+def test_a_spoiled_sample_is_skipped_on_all_ranks_recorded_and_found_by_replay(spoiled, tmp_path):
+    flags = ("--data.name", "latents", "--data.path", spoiled, "--training.global_batch_size", 8)
+    flags += ("--training.steps", 6, "--checkpoint.every", 2, "--metrics.every", 3)
+    done = train(*SMALL, *flags, cwd=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "outputs" / "run"
+
+    (number,) = [n for n in range(ROWS) if EpochOrder(0, ROWS).rows([n]) == [SPOILED]]
+    step, first = number // 8 + 1, number // 8 * 8
+    (line,) = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
+    assert (line["step"], line["kind"]) == (step, "nonfinite")
+    assert line["sample_numbers"] == [[first, first + 8]]
+    assert line["rows"][number - first] == SPOILED
+    assert f"step {step} skipped: the gradient norm is not finite" in done.stdout
+    assert [row["skipped_steps"] for row in metrics(run)] == [int(s >= step) for s in (1, 3, 6)]
+    record = read_record(Checkpoints(run / "checkpoints").newest())
+    assert record["ledger"]["untrained"] == [[first, first + 8, step, step]]
+    assert record["ledger"]["trained"] == 40
+
+    done = replay(tmp_path, "--run", run, "--step", step, "--microbatch-size", 3)
+    assert done.returncode == 0, done.stderr
+    assert f"samples {first}-{first + 7} (from faults.jsonl: nonfinite)" in done.stdout
+    said = done.stdout.splitlines()
+    faulty = said.index("1 of 8 samples are at fault:")
+    t = line["timesteps"][number - first]
+    assert re.fullmatch(
+        rf"  sample {number}  row {SPOILED}  label {SPOILED % 10}  t {t:.4g}  loss nan  microbatch "
+        rf"{(number - first) // 3}  not finite: clean, noised, prediction, loss",
+        said[faulty + 1],
+    )
+    norms = re.findall(r"microbatch (\d): \d samples, gradient norm (\S+)", done.stdout)
+    assert [norm == "nan" for _, norm in norms] == [i == (number - first) // 3 for i in range(3)]
+    older = (step - 1) % 2
+    whose = f"checkpoints/step-{step - 1 - older:08d}" if step > 2 else "as initialized"
+    assert whose in done.stdout
+    assert ("1 steps older" if older else "those of the step") in done.stdout
+
+
+def test_replay_of_a_good_step_gives_the_loss_of_its_metrics(finished, tmp_path):
+    """In one process what three ranks had: by the plan, with the weights of the step."""
+    row = metrics(finished)[20]
+    done = replay(finished.parent.parent, "--run", finished, "--step", 21, "--show", 16)
+    assert done.returncode == 0, done.stderr
+    assert "those of the step" in done.stdout
+    assert "(from the plan of batches)" in done.stdout
+    losses = [float(loss) for loss in re.findall(r"  loss (\S+)", done.stdout)]
+    assert sum(losses) / 16 == pytest.approx(row["loss"], rel=1e-4)
+    (norm,) = re.findall(r"gradient norm (\S+)", done.stdout)
+    assert float(norm) == pytest.approx(row["grad_norm"], rel=1e-4)
+    bad = replay(finished.parent.parent, "--run", finished, "--step", 21, "--microbatch", 5)
+    assert bad.returncode == 2
+    assert "--microbatch 5: 16 samples make 1 microbatches of 32" in bad.stderr
+
+
+LONG = ("--training.steps", 60, "--training.global_batch_size", 16, "--metrics.every", 1)
+LONG += ("--checkpoint.every", 4, "--checkpoint.keep", 0, "--faults.log_samples", "true")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The run that the others must repeat, on one rank."""
+    cwd = tmp_path_factory.mktemp("whole")
+    done = train(*SMALL, *LONG, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return cwd / "outputs" / "run"
+
+
+def kill_after(cwd, step, ranks, *flags):
+    """Train on some ranks until `step` has been written down, then kill them all."""
+    process = subprocess.Popen(
+        train_command(*SMALL, *LONG, *flags, ranks=ranks),
+        cwd=cwd,
+        env=commands.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    file, deadline = cwd / "outputs" / "run" / "metrics.jsonl", time.monotonic() + 100
+    while not file.is_file() or f'"step": {step},' not in file.read_text():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.01)
+    # The ranks are in sessions of their own, and the first to go.
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    for pid in (*found.stdout.split(), process.pid):
+        os.kill(int(pid), signal.SIGKILL)
+    process.wait()
+
+
+def test_a_run_on_4_then_2_then_3_ranks_sees_the_samples_of_the_uninterrupted_one(
+    finished, tmp_path
+):
+    kill_after(tmp_path, 10, 4, "--parallel.dp_shard", 2, "--parallel.dp_replicate", 2)
+    kill_after(tmp_path, 38, 2, "--parallel.dp_shard", 2, "--parallel.dp_replicate", 2)
+    flags = ("--parallel.dp_shard", 2, "--parallel.dp_replicate", 2)
+    done = train(*SMALL, *LONG, *flags, cwd=tmp_path, ranks=3)
+    assert done.returncode == 0, done.stderr
+    assert "[parallel] dp_replicate follows the ranks: 2 -> 1" in done.stdout
+    assert "[parallel] dp_shard follows the ranks: 2 -> 3" in done.stdout
+    run = tmp_path / "outputs" / "run"
+    ledger = Ledger.of(read_record(Checkpoints(run / "checkpoints").newest()))
+    assert trained(run, ledger) == trained(finished, Ledger()) == Counter(range(60 * 16))
+    # Step by step, and by all three numbers of ranks.
+    assert seen(run) == seen(finished)
+    attempts = sorted((run / "samples-seen").iterdir())
+    assert [len(list(attempt.iterdir())) for attempt in attempts] == [4, 2, 3]
+    rows, expected = metrics(run), metrics(finished)
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    losses, wanted = ([row["loss"] for row in part] for part in (rows, expected))
+    assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_ranks_that_a_run_cannot_go_on_with_are_refused_and_nothing_is_overwritten(finished):
+    """Early, before the ranks meet: so a rank alone will do to see it."""
+    cwd = finished.parent.parent
+    before = {path: path.stat().st_mtime_ns for path in cwd.rglob("*")}
+    for ranks, flags, words in (
+        (3, ("--parallel.tp", 2), "tp=2: a model takes 2 ranks, which do not divide the 3 that "),
+        (17, (), "global_batch_size=16 cannot be held by 17 data-parallel ranks"),
+        (1, ("--job.name", "new", "--parallel.dp_shard", 2), "dp_shard=2 = 2 ranks, but 1 was"),
+    ):
+        command = ["env", f"WORLD_SIZE={ranks}", *train_command(*SMALL, *LONG, *flags)]
+        done = commands.run(command, cwd)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert words in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in cwd.rglob("*")} == before

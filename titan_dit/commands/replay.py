@@ -1,0 +1,251 @@
+"""`python -m titan_dit replay`: a step of a run once more, in one process, sample by sample.
+
+Timestep, noise and label dropout are functions of the seed and the sample number, so the samples of
+a step are all it takes, whatever layout the run had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_dit import catalog, config_file
+from titan_dit.commands.restore import device_of
+from titan_dit.config import CompileConfig, JobConfig, ParallelConfig
+from titan_dit.data import loader
+from titan_dit.data.base import Source
+from titan_dit.data.order import BatchPlan, EpochOrder
+from titan_dit.faults import fault_log
+from titan_dit.observe import console
+from titan_dit.parallel import runtime
+from titan_dit.parallel.gradients import clip_norm
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.pipeline.build import Built, build
+from titan_dit.pipeline.local import LocalExecutor
+from titan_dit.rng import SampleRNG
+from titan_dit.section import Count, Section, UserError, Whole
+from titan_dit.spans import numbers_of, spans_of
+from titan_dit.state import checkpoint, rollback
+from titan_dit.state.ledger import Ledger
+
+Config = JobConfig[Any, Any, Any]
+MICROBATCH = 32
+"""Samples at a time where the run's config does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Re-create a step of a run and say which of its samples are at fault."""
+
+    section = "replay"
+
+    run: str
+    """Run directory, such as outputs/digits."""
+    step: Count
+    """Which step; RUN/faults.jsonl has those that were skipped."""
+    microbatch: Whole | None = None
+    """Only this one, counted from 0; all if not given."""
+    microbatch_size: Count | None = None
+    """Samples at a time; [training] microbatch_size of the run if not given. 1 gives every
+    sample's own gradient norm."""
+    show: Whole = 20
+    """How many of the samples without a fault to print, those of the highest loss."""
+    device: str | None = None
+    """cuda where there is one, else cpu."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One sample of the step."""
+
+    number: int
+    row: int
+    label: int
+    timestep: float
+    loss: float
+    microbatch: int
+    not_finite: tuple[str, ...]
+    """Which of clean, noised, prediction and loss hold a NaN or an infinity."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the step saw, and the weights to show it to."""
+
+    numbers: Sequence[int]
+    found_in: str
+    """Where the numbers are from."""
+    weights: Path | None
+    """A checkpoint; None for the initial weights."""
+    weights_step: int
+    data_digest: str | None
+    """Of the dataset that the weights have seen."""
+
+
+def main(options: Options) -> None:
+    """Find the step, run it, print the samples at fault first."""
+    run = Path(options.run)
+    if not (run / "config.toml").is_file():
+        raise UserError(f"--run {run}: no config.toml there. Give a run directory.")
+    config: Config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
+    origin = origin_of(run, options.step, config)
+    size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
+    chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
+    console.say(
+        f"step {options.step} of {run}: samples {shown(origin.numbers)} (from {origin.found_in})"
+    )
+    behind = options.step - 1 - origin.weights_step
+    late = f", {behind} steps older than those of the step" if behind else ", those of the step"
+    console.say(f"weights {origin.weights or 'as initialized'}{late}")
+    source = config.data.open()
+    if origin.data_digest not in (None, source.facts.digest):
+        raise UserError(f"[data] of {run} is not what the run was trained on: its digest differs.")
+    with runtime.start(device_of(options.device).type) as world:
+        theatre = Theatre(
+            config, source, rebuilt(config, origin, size, world.device), len(origin.numbers)
+        )
+        samples, norms = [], []
+        for number in chosen:
+            part = origin.numbers[number * size : (number + 1) * size]
+            found, norm = theatre.play(number, part, world.device)
+            samples += found
+            norms.append((number, len(part), norm))
+    for line in report(samples, norms, options.show):
+        console.say(line)
+
+
+def origin_of(run: Path, step: int, config: Config) -> Origin:
+    """What a step saw: as the run wrote it down if it was bad, else by the plan of batches."""
+    before = [
+        path
+        for path in checkpoint.Checkpoints(run / "checkpoints").whole()
+        if checkpoint.step_of(path) < step
+    ]
+    record: dict[str, Any] = {"step": 0, "cursor": 0}
+    if before:
+        record = checkpoint.read_record(before[-1])
+    weights, weights_step = (before[-1] if before else None), int(record["step"])
+    digest = record["data"]["digest"] if before else None
+    for line in reversed(fault_log.read(run)):
+        if line["step"] == step and line["kind"] != "rollback":
+            seen = tuple(numbers_of(line["sample_numbers"]))
+            found_in = f"{fault_log.FILE}: {line['kind']}"
+            return Origin(seen, found_in, weights, weights_step, digest)
+    ledger = Ledger.of(record).skip(rollback.read(run).skipped)
+    plan = BatchPlan(config.training.global_batch_size, ledger.skipped_spans)
+    cursor = record["cursor"]
+    for _ in range(step - weights_step):
+        numbers, cursor = plan(cursor)
+    return Origin(tuple(numbers), "the plan of batches", weights, weights_step, digest)
+
+
+def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequence[int]:
+    """The microbatches to run."""
+    count = -(-num_samples // size)
+    if chosen is None:
+        return range(count)
+    if chosen >= count:
+        raise UserError(
+            f"--microbatch {chosen}: {num_samples} samples make {count} microbatches of {size}, "
+            f"from 0 to {count - 1}."
+        )
+    return (chosen,)
+
+
+def rebuilt(config: Config, origin: Origin, size: int, device: torch.device) -> Built:
+    """The run's network on one device, in the run's own precision, with its weights."""
+    alone = replace(
+        config,
+        parallel=ParallelConfig(),
+        compile=CompileConfig(),
+        training=replace(config.training, microbatch_size=size),
+    )
+    mesh = Mesh(AxisSizes(), device.type)
+    built = build(alone, mesh, catalog.tensor_plan(config.model.name), device)
+    if origin.weights:
+        weights = {name: p.detach() for name, p in built.parameters.items()}
+        checkpoint.load(origin.weights, {"model": weights})
+    return built
+
+
+@dataclass(frozen=True)
+class Theatre:
+    """A step's network and data, to run parts of the step on."""
+
+    config: Config
+    source: Source
+    built: Built
+    num_samples: int
+    """Of the whole step: the loss is a mean over them."""
+
+    def play(
+        self, microbatch: int, numbers: Sequence[int], device: torch.device
+    ) -> tuple[list[Replayed], float]:
+        """Forward and backward of some samples: each of them, and the norm of their gradient."""
+        config, seed = self.config, self.config.job.seed
+        rows = EpochOrder(seed, len(self.source)).rows(numbers)
+        pairs = list(zip(numbers, rows, strict=True))
+        batch = loader.load_samples(self.source, pairs, config.model, device, seed=seed)
+        batch = replace(batch, total_weight=float(self.num_samples))
+        prepared = config.objective.prepare(batch, SampleRNG(seed, batch.sample_numbers))
+        seen: dict[str, Tensor] = {"clean": batch.tokens, "noised": prepared.inputs["tokens"]}
+
+        def loss(prediction: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+            per_token: Tensor = config.objective.loss(prediction, targets)
+            seen["prediction"], seen["loss"] = prediction.detach(), per_token.detach()
+            return per_token
+
+        assert isinstance(self.built.executor, LocalExecutor)
+        self.built.executor.loss = loss
+        self.built.executor.step(prepared)
+        norm = clip_norm(self.built.parameters.values(), 0.0).item()
+        for parameter in self.built.parameters.values():
+            parameter.grad = None
+        finite = {name: value.flatten(1).isfinite().all(1).tolist() for name, value in seen.items()}
+        timesteps, losses = prepared.inputs["timestep"].tolist(), seen["loss"].mean(1).tolist()
+        return [
+            Replayed(
+                *(number, row, label, timestep, its_loss, microbatch),
+                not_finite=tuple(name for name in finite if not finite[name][i]),
+            )
+            for i, ((number, row), label, timestep, its_loss) in enumerate(
+                zip(pairs, batch.labels.tolist(), timesteps, losses, strict=True)
+            )
+        ], norm
+
+
+def report(
+    samples: Sequence[Replayed], norms: Sequence[tuple[int, int, float]], show: int
+) -> Iterator[str]:
+    """The lines to print."""
+    faulty = [sample for sample in samples if sample.not_finite]
+    others = [sample for sample in samples if not sample.not_finite]
+    for number, size, norm in norms:
+        yield f"microbatch {number}: {size} samples, gradient norm {norm:.6g}"
+    yield f"{len(faulty)} of {len(samples)} samples are at fault" + (":" if faulty else "")
+    yield from map(line_of, faulty)
+    if not faulty and not all(math.isfinite(norm) for _, _, norm in norms):
+        yield "Only a gradient overflows: --microbatch-size 1 says of which sample."
+    if show and others:
+        yield f"of the others, the {min(show, len(others))} of the highest loss:"
+        yield from map(line_of, sorted(others, key=lambda sample: -sample.loss)[:show])
+
+
+def line_of(sample: Replayed) -> str:
+    """One sample."""
+    fault = f"  not finite: {', '.join(sample.not_finite)}" if sample.not_finite else ""
+    return (
+        f"  sample {sample.number}  row {sample.row}  label {sample.label}  "
+        f"t {sample.timestep:.4g}  loss {sample.loss:.6g}  microbatch {sample.microbatch}{fault}"
+    )
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """Numbers as "176-191, 200-203"."""
+    return ", ".join(f"{first}-{end - 1}" for first, end in spans_of(numbers))
