@@ -204,12 +204,16 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsConfig(Section):
-    """What to do when numbers go wrong."""
+    """What to do when numbers go wrong, or nothing goes on."""
 
     section = "faults"
 
     max_consecutive_bad_steps: Whole = 100
     """Stop after this many skipped (non-finite) steps in a row; 0 never stops."""
+    step_timeout_s: NonNegative = 300.0
+    """Seconds without a step after which a rank writes its stacks to hangs/ and ends, so that the
+    launcher starts the run again. Loading, saving, drawing and the first step have 1,800 or more.
+    Keep it below NCCL's own 600. 0 never ends a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

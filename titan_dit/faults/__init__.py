@@ -1,0 +1,1 @@
+"""What keeps a run alive: orderly stops, the watchdog, restarts."""
