@@ -27,10 +27,11 @@ def main() -> int:
 
     # Imported late: a mistake in the config is answered before torch.distributed is loaded.
     from titan_dit.dry_run import estimate
-    from titan_dit.faults import flight_recorder
+    from titan_dit.faults import flight_recorder, orphan
     from titan_dit.parallel import mesh, runtime
     from titan_dit.pipeline.checks import check_layout
 
+    orphan.die_with_launcher()
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
     sizes = mesh.solve(config.parallel, runtime.started_ranks())
     check_layout(config, sizes)

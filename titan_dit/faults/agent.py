@@ -35,7 +35,7 @@ def launch(arguments: list[str], make_agent: Callable[..., Agent]) -> None:
     options = parse_args(arguments)  # type: ignore[no-untyped-call]
     # Its own handlers would end the ranks; all but one signal are ours.
     options.signals_to_handle = "SIGQUIT"
-    api.LocalElasticAgent = make_agent  # type: ignore[attr-defined]
+    api.LocalElasticAgent = make_agent  # type: ignore[attr-defined, assignment]
     run(options)  # type: ignore[no-untyped-call]
 
 

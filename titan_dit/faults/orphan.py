@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """Let Linux kill this process when the launcher is gone; elsewhere, and without one, nothing."""
+    """Let Linux kill this process when the launcher is gone."""
     if not is_launched() or sys.platform != "linux":
         return
     launcher = os.getppid()

@@ -18,7 +18,7 @@ from titan_dit.faults import flight_recorder
 SLOW_S = 1800.0
 """Allowance of what is no step, and of the first one (it may compile): at least this long."""
 SETTLE_S = 3.0
-"""The ranks stand still together: so long, after its own dump, each leaves the others for theirs."""
+"""The ranks stand still together: each leaves the others this long for their dumps."""
 LAST_RESORT_S = 60.0
 """After the allowance: where native code keeps Python's lock, a thread of C ends the process."""
 
