@@ -91,8 +91,8 @@ class StopRequest:
 
     @property
     def by(self) -> str:
-        """Who asked: " by SIGTERM", or nothing where another rank knows."""
-        return f" by {self.heard[0].name}" if self.heard else ""
+        """What asked: " by SIGTERM". Under the launcher nothing: it has told the person."""
+        return f" by {self.heard[0].name}" if self.heard and not is_launched() else ""
 
     def agreed(self) -> bool:
         """Whether all ranks stop here. Every rank calls, before each step."""
