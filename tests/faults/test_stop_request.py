@@ -13,7 +13,6 @@ from harness import on_ranks
 from titan_dit.faults.listener import Listener
 from titan_dit.faults.stop_request import Reason, StopRequest
 
-
 CASES = (
     (5, signal.SIGTERM, (6, Reason.STOP)),
     (7, signal.SIGUSR2, (8, Reason.REGROUP)),

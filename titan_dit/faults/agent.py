@@ -23,6 +23,10 @@ from titan_dit.faults.cause import first_cause, is_users, message_of
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
 
 
+LOST_NODE_S = 10.0
+"""Ranks that wait for one that has gone do not hear that they should end."""
+
+
 class Stopped(Exception):
     """The launcher was asked to stop while it had no ranks."""
 
@@ -100,12 +104,20 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Start anew: after a failure, or because a node waits to join. Then the ranks save."""
-        if worker_group.state == WorkerState.HEALTHY and self.tell(signal.SIGUSR2):
-            self.say("another node waits: the ranks save, and begin again with it")
-            deadline = time.monotonic() + self.grace_s
-            while time.monotonic() < deadline and any(p.poll() is None for p in self.processes()):
-                time.sleep(0.05)
+        if worker_group.state == WorkerState.HEALTHY:
+            self.regroup(
+                "another node waits: the ranks save, and begin again with it", self.grace_s
+            )
         super()._restart_workers(worker_group)
+
+    def regroup(self, why: str, wait_s: float) -> None:
+        """Let the ranks save and end, to begin again with other nodes; wait for them so long."""
+        if not self.tell(signal.SIGUSR2):
+            return
+        self.say(why)
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and any(p.poll() is None for p in self.processes()):
+            time.sleep(0.05)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """How the ranks are; decides what of it is a failure, and whether it is tried again."""
@@ -119,7 +131,18 @@ class Agent(LocalElasticAgent):
             self.is_done = True
         elif result.state == WorkerState.FAILED:
             self.after_failure(result.failures)
+        elif self.has_lost_node(worker_group):
+            # gloo's collectives fail at once then; NCCL's may wait for a node that has gone.
+            self.regroup("a node has gone: the ranks end, and begin again without it", LOST_NODE_S)
+            super()._restart_workers(worker_group)
         return result
+
+    def has_lost_node(self, worker_group: WorkerGroup) -> bool:
+        """Whether a node that the ranks count on sends no heartbeats any more."""
+        holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
+        if holder is None or self.is_stopping:
+            return False
+        return 0 < len(holder.state.participants) < worker_group.group_world_size
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
         """Say why, and whether there is another attempt: torchrun does as the number says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -14,18 +15,21 @@ KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 OBEYED = (LEFT, -signal.SIGUSR1, -signal.SIGUSR2)
 """How a rank ends that was told to before it had anything to save."""
 
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
+
 Failures = Mapping[int, ProcessFailure]
 """By rank."""
 
 
 def first_cause(failures: Failures) -> tuple[int, ProcessFailure]:
-    """The failure that made the others fail: the earliest one that left a message."""
+    """The failure that made the others fail: the earliest one that left a message of its own."""
 
-    def moment(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+    def moment(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         message = item[1].message
         if isinstance(message, dict):
-            return False, float(message["extraInfo"]["moment"])
-        return True, float(item[1].timestamp)
+            return 2 * has_lost_peer(message), float(message["extraInfo"]["moment"])
+        is_told = item[1].exitcode in (*OBEYED, -signal.SIGTERM)
+        return 3 if is_told else 1, float(item[1].timestamp)
 
     # A rank killed from outside leaves no message, and the others fail because of it. Other signals
     # can be consequences: the launcher's SIGTERM, NCCL's SIGABRT.
@@ -39,10 +43,18 @@ def is_users(failure: ProcessFailure) -> bool:
     return isinstance(message, dict) and bool(message["extraInfo"]["user"])
 
 
+def has_lost_peer(message: dict[str, Any]) -> bool:
+    """Whether a rank only failed because another was gone, by what gloo and NCCL say then."""
+    text: str = message["message"]
+    return any(words in text for words in LOST_PEER)
+
+
 def message_of(rank: int, failure: ProcessFailure, then: str = GO_ON) -> str:
     """What to print for it; `then` is what happens next."""
     message = failure.message
     if isinstance(message, dict):
         text: str = message["message"]
+        if has_lost_peer(message):
+            text = f"another rank has gone: {text.splitlines()[-1]}"
         return text if is_users(failure) else f"{text}\nrank {rank} failed (above). {then}"
     return f"rank {rank} ended with exit code {failure.exitcode}: {message}. {then}"
