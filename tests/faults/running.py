@@ -1,5 +1,6 @@
 """A run that goes on while a test sends signals to it."""
 
+import contextlib
 import os
 import re
 import signal
@@ -34,10 +35,8 @@ class Running:
 
     def __exit__(self, *error):
         for pid in (*self.children(), self.process.pid):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
     @property

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from commands import ROOT, metrics
 from running import QUICK, Running, checkpoints, launcher
@@ -27,7 +28,7 @@ def is_open(endpoint):
 def as_nodes(nodes):
     """What run_train.sh reads: one rank a node, this test's Python."""
     endpoint = f"127.0.0.1:{free_port()}"
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {"NNODES": nodes, "RDZV_ENDPOINT": endpoint, "NGPU": 1, "PATH": path}
 
 

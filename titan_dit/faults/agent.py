@@ -105,9 +105,8 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Start anew: after a failure, or because a node waits to join. Then the ranks save."""
         if worker_group.state == WorkerState.HEALTHY:
-            self.regroup(
-                "another node waits: the ranks save, and begin again with it", self.grace_s
-            )
+            why = "another node waits: the ranks save, and begin again with it"
+            self.regroup(why, self.grace_s)
         super()._restart_workers(worker_group)
 
     def regroup(self, why: str, wait_s: float) -> None:
@@ -140,9 +139,10 @@ class Agent(LocalElasticAgent):
     def has_lost_node(self, worker_group: WorkerGroup) -> bool:
         """Whether a node that the ranks count on sends no heartbeats any more."""
         holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
-        if holder is None or self.is_stopping:
+        nodes = worker_group.group_world_size
+        if holder is None or nodes is None or self.is_stopping:
             return False
-        return 0 < len(holder.state.participants) < worker_group.group_world_size
+        return 0 < len(holder.state.participants) < nodes
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
         """Say why, and whether there is another attempt: torchrun does as the number says."""
