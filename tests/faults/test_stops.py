@@ -42,9 +42,10 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
 
 
 def test_ctrl_c_in_a_single_process_finishes_the_step_and_saves(tmp_path):
-    with Running(alone(*ENDLESS), tmp_path) as run:
+    """A terminal sends it to the loader's workers as well."""
+    with Running(alone(*ENDLESS, "--data.workers", 1), tmp_path) as run:
         run.wait_for_step(3)
-        run.send(signal.SIGINT)
+        os.killpg(run.process.pid, signal.SIGINT)
         assert run.end() == 130
     assert run.step in checkpoints(tmp_path)
     assert f"stopped by SIGINT after step {run.step}" in run.said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,12 @@ def as_it_is(fetched: T) -> T:
     return fetched
 
 
+def only_the_rank_ends_it(worker: int) -> None:
+    """In a worker: Ctrl-C and Slurm signal whole groups of processes; the rank still needs data."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+
+
 def answers(shares: Iterator[Any]) -> Iterator[Any]:
     """What the workers hand over; that one of them was killed is the user's error, too."""
     try:
@@ -117,6 +124,7 @@ def load(
             batch_sampler=order.batches(cursor),
             collate_fn=as_it_is,
             num_workers=workers,
+            worker_init_fn=only_the_rank_ends_it,
             pin_memory=device.type == "cuda",
             # The loader's own state is never asked for, so it need not be kept.
             snapshot_every_n_steps=1 << 40,
