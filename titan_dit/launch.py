@@ -47,7 +47,7 @@ class Launcher:
         if self.agent is None or not self.agent.ask_to_stop():
             if not (self.agent and self.agent.is_done):
                 say(f"stopped by {number.name} before the ranks had begun")
-            self.end_at_once(self.code_of_a_stop())
+            self.end_at_once(self.code())
         again = "; Ctrl-C again ends them at once" if number == signal.SIGINT else ""
         say(f"{number.name}: the ranks finish the step, save and end{again}")
         timer = threading.Timer(self.grace_s, self.out_of_grace)
@@ -67,8 +67,10 @@ class Launcher:
         sys.stderr.flush()
         os._exit(code)
 
-    def code_of_a_stop(self) -> int:
-        """Of a run that ended in good order with steps left."""
+    def code(self) -> int:
+        """The exit code of what ended in good order: done, or with steps left."""
+        if self.agent and self.agent.is_done and not self.agent.note.get("stopped"):
+            return 0
         return INTERRUPTED if self.asked == signal.SIGINT else self.stopped_code
 
     def run(self, arguments: list[str]) -> int:
@@ -80,7 +82,7 @@ class Launcher:
         except agent.ChildFailedError as error:
             return self.failed(error)
         except agent.Stopped:
-            return self.code_of_a_stop()
+            return self.code()
         except agent.RendezvousError as error:
             sys.stderr.write(
                 "error: the nodes did not meet, or another node ended first and says why. If the "
@@ -88,8 +90,7 @@ class Launcher:
                 f"again, then this one (RDZV_ENDPOINT, NNODES): {error}\n"
             )
             return 1
-        assert self.agent
-        return self.code_of_a_stop() if self.agent.note.get("stopped") else 0
+        return self.code()
 
     def failed(self, error: ChildFailedError) -> int:
         """The exit code of ranks that failed, and the one message."""
@@ -97,7 +98,7 @@ class Launcher:
 
         if self.asked and any(f.exitcode in OBEYED for f in error.failures.values()):
             say("stopped before the first step was done: nothing new to save")
-            return self.code_of_a_stop()
+            return self.code()
         rank, failure = first_cause(error.failures)
         sys.stderr.write(message_of(rank, failure) + "\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

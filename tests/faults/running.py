@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +78,13 @@ class Running:
     def end(self, seconds=60):
         """The exit code, when it has ended by itself."""
         return self.process.wait(seconds)
+
+
+def free_port():
+    """One that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def is_running(pid):

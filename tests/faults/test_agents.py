@@ -7,16 +7,10 @@ import sys
 from pathlib import Path
 
 from commands import ROOT, metrics
-from running import QUICK, Running, checkpoints, launcher
+from running import QUICK, Running, checkpoints, free_port, launcher
 
 COMMAND = (ROOT / "run_train.sh", "--config", "digits", *QUICK)
 COMMAND += ("--training.steps", 100_000, "--checkpoint.every", 25)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def is_open(endpoint):

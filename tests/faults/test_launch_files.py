@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
-from running import QUICK, Running, checkpoints
+from running import QUICK, Running, checkpoints, free_port
 
 SBATCH = ROOT / "launch" / "slurm.sbatch"
 JOBSET = ROOT / "launch" / "kubernetes" / "jobset.yaml"
@@ -65,7 +65,7 @@ def slurm(folder):
         (bin_folder / name).chmod(0o755)
     path = f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    here = {"SLURM_SUBMIT_DIR": str(ROOT), "NGPU": "1", "RDZV_ENDPOINT": "127.0.0.1:29533"}
+    here = {"SLURM_SUBMIT_DIR": str(ROOT), "NGPU": "1", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
     return {"PATH": path} | job | here
 
 

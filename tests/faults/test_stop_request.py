@@ -99,3 +99,15 @@ def test_outside_the_main_thread_signals_are_left_alone():
     thread.start()
     thread.join()
     assert inside == [before]
+
+
+def test_a_signal_that_was_ignored_stays_so():
+    """A run under nohup goes on when the terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(1) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.1)
+            assert not stop.agreed()
+    finally:
+        signal.signal(signal.SIGHUP, before)

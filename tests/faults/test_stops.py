@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from running import Running, alone, checkpoints, is_running, launcher, trainer
+from running import Running, alone, checkpoints, free_port, is_running, launcher, trainer
 
 ENDLESS = ("--training.steps", 100_000, "--checkpoint.every", 20)
 
@@ -76,7 +76,7 @@ def test_a_signal_while_nodes_still_meet_ends_the_launch_at_once(tmp_path):
     command = launcher(script(tmp_path, ""), ranks=1)
     at = command.index("--standalone")
     command[at : at + 1] = ["--nnodes", "2", "--rdzv-backend", "c10d"]
-    command[at + 4 : at + 4] = ["--rdzv-endpoint", "127.0.0.1:29517"]
+    command[at + 4 : at + 4] = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     with Running(command, tmp_path) as run:
         time.sleep(6)
         run.send(signal.SIGINT)

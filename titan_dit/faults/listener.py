@@ -12,7 +12,8 @@ from types import FrameType, TracebackType
 class Listener:
     """Within the block the given signals do nothing but call `heard`, in a thread of its own.
 
-    Outside the main thread Python allows no handlers: there it hears nothing.
+    Outside the main thread Python allows no handlers: there it hears nothing. A signal that was
+    ignored stays so: `nohup` means it.
     """
 
     def __init__(
@@ -27,7 +28,11 @@ class Listener:
             return self
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
-        self.handlers = {number: signal.signal(number, nothing) for number in self.signals}
+        self.handlers = {
+            number: signal.signal(number, nothing)
+            for number in self.signals
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
         self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         # A forked data worker would write what it hears into this process's pipe.
         os.register_at_fork(after_in_child=self.forget)
@@ -60,7 +65,7 @@ class Listener:
             for number in numbers:
                 if number == 0:
                     return
-                if number in self.signals:
+                if number in self.handlers:
                     self.heard(signal.Signals(number))
 
     def forget(self) -> None:
