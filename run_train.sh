@@ -4,7 +4,10 @@
 #
 #   NGPU           ranks on this node (default: its GPUs; without one, 2 ranks on the CPU)
 #   NNODES         nodes, "4" or elastic "2:4"; with RDZV_ENDPOINT=host:port and the same RDZV_ID
-#   MAX_RESTARTS   restarts from the newest checkpoint after a rank has died (default 0)
+#   MAX_RESTARTS   restarts from the newest checkpoint after a rank has died (default 0; elastic 10)
+#   GRACE          seconds that ranks have to save and end after SIGTERM, SIGUSR1, Ctrl-C (600)
+#   STOPPED_CODE   exit code when they did, with steps left (0); Ctrl-C's is 130
+# docs/launching.md: several nodes, Slurm, Kubernetes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment
@@ -26,11 +29,15 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ngpu ? cores / ngpu : 1))}
 # When one node ends first, torch's C++ side tells the others' consoles in thirty lines of frames.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
-meeting=(--standalone)
+meeting=(--standalone) restarts=0
 if [ -n "${NNODES:-}" ] && [ "$NNODES" != 1 ]; then
-    meeting=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "${RDZV_ID:-titan_dit}"
+    # A lost node is given up after 4 s without a heartbeat, and those that are there wait 3 s for
+    # others. torchrun's own 15 s and 30 s are for thousands of nodes.
+    conf=${RDZV_CONF:-last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4}
+    case $NNODES in *:*) restarts=10 ;; esac # Losing a node is a failure of the ranks that stay.
+    meeting=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "${RDZV_ID:-titan_dit}" --rdzv-conf "$conf"
         --rdzv-endpoint "${RDZV_ENDPOINT:?set RDZV_ENDPOINT=host:port of one node}")
     say "meeting $NNODES nodes at $RDZV_ENDPOINT"
 fi
 exec "$python" -m titan_dit.launch "${meeting[@]}" --nproc-per-node "$ngpu" \
-    --max-restarts "${MAX_RESTARTS:-0}" -m titan_dit.train "$@"
+    --max-restarts "${MAX_RESTARTS:-$restarts}" -m titan_dit.train "$@"

@@ -205,7 +205,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsConfig(Section):
-    """What to do when numbers go wrong."""
+    """What to do when numbers go wrong, or nothing goes on."""
 
     section = "faults"
 
@@ -222,6 +222,10 @@ class FaultsConfig(Section):
     """Good steps before the average is trusted."""
     log_samples: bool = False
     """Write the sample numbers of every step to RUN/samples-seen: proof that none was lost."""
+    step_timeout_s: NonNegative = 300.0
+    """Seconds without a step after which a rank writes its stacks to hangs/ and ends, so that the
+    launcher starts the run again. Loading, saving, drawing and the first step have 1,800 or more.
+    Keep it below NCCL's own 600. 0 never ends a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,21 +10,24 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from titan_dit.section import UserError
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
+HUNG, LEFT = 124, 143
+"""A rank that took no step in time; one that was told to leave before it had done anything, or
+because another had died."""
 
 
-def guarded(main: Callable[[], None]) -> None:
-    """Run `main` and end the process; whatever it raises is reported once.
+def guarded(main: Callable[[], int | None]) -> None:
+    """Run `main` and end the process with the code it returns; what it raises is reported once.
 
     The end is os._exit, not the end of Python: there a broken process group can wait for ever, and
     a thread of a whole one has been seen to abort a run that was done.
     """
-    code = 0
     try:
-        main()
+        code = main() or 0
         atexit._run_exitfuncs()  # What loggers and worker processes have asked for.
     except (Exception, KeyboardInterrupt) as error:
         code, message = describe(error)
@@ -46,20 +49,25 @@ def describe(error: BaseException) -> tuple[int, str]:
     return INTERNAL_ERROR, "".join(traceback.format_exception(error)).rstrip()
 
 
+def is_launched() -> bool:
+    """Whether a launcher started this rank, and hears what it leaves."""
+    return bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+
+
 def report(message: str, is_user_error: bool) -> None:
-    """Print the message; under torchrun hand it to the launcher, which prints the first one.
+    """Print the message; under the launcher leave it there, which prints the first one.
 
     The ranks of a job mostly fail together, each for its own reason: the first is the cause.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    # The launcher only sees the last attempt: one that will be restarted speaks for itself.
-    restarts, limit = (
-        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
-        for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    if message and (not error_file or restarts < limit):
-        sys.stderr.write(message + "\n")
-    if not error_file:
+    if not is_launched():
+        if message:
+            sys.stderr.write(message + "\n")
         return
     details = {"timestamp": str(int(time.time())), "moment": time.time(), "user": is_user_error}
-    Path(error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+    leave({"message": {"message": message, "extraInfo": details}})
+
+
+def leave(note: dict[str, Any]) -> None:
+    """Leave a note for the launcher, if there is one: torchrun gives each rank a file for it."""
+    if is_launched():
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(note))

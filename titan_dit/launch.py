@@ -1,4 +1,8 @@
-"""torchrun, with one error message instead of one per rank. run_train.sh calls it."""
+"""torchrun, with one error message instead of one per rank, and an orderly stop.
+
+run_train.sh calls it. SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C ask the ranks to save and end;
+a second Ctrl-C ends them at once.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +10,118 @@ import logging
 import os
 import signal
 import sys
+import threading
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import parse_args, run
+from titan_dit.failure import INTERRUPTED
+from titan_dit.faults.listener import Listener
 
-GO_ON = "Run the same command again: it goes on from the newest checkpoint, if there is one."
-KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+if TYPE_CHECKING:
+    from titan_dit.faults.agent import Agent, ChildFailedError
+
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
-def main() -> None:
+class Launcher:
+    """This node's ranks, from the first signal handler to the exit code."""
+
+    def __init__(self, grace_s: float, stopped_code: int) -> None:
+        self.grace_s, self.stopped_code = grace_s, stopped_code
+        self.agent: Agent | None = None
+        self.asked: signal.Signals | None = None
+
+    def make_agent(self, *args: Any, **kwargs: Any) -> Agent:
+        """What torchrun calls for its agent."""
+        from titan_dit.faults.agent import Agent
+
+        self.agent = Agent(*args, say=say, grace_s=self.grace_s, **kwargs)
+        return self.agent
+
+    def hear(self, number: signal.Signals) -> None:
+        """In the listener's thread: at once, whatever the main thread waits for."""
+        if self.asked is not None:
+            if number == signal.SIGINT:
+                self.end_at_once(INTERRUPTED)
+            return
+        self.asked = number
+        if self.agent is None or not self.agent.ask_to_stop():
+            if not (self.agent and self.agent.is_done):
+                say(f"stopped by {number.name} before the ranks had begun")
+            self.end_at_once(self.code())
+        again = "; Ctrl-C again ends them at once" if number == signal.SIGINT else ""
+        say(f"{number.name}: the ranks finish the step, save and end{again}")
+        timer = threading.Timer(self.grace_s, self.out_of_grace)
+        timer.daemon = True
+        timer.start()
+
+    def out_of_grace(self) -> None:
+        """The ranks have not ended."""
+        assert self.asked is not None
+        say(f"the ranks have not ended within GRACE={self.grace_s:g} s; they are killed")
+        self.end_at_once(128 + self.asked)
+
+    def end_at_once(self, code: int) -> None:
+        """Nothing is waited for."""
+        if self.agent:
+            self.agent.kill()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def code(self) -> int:
+        """The exit code of what ended in good order: done, or with steps left."""
+        if self.agent and self.agent.is_done and not self.agent.note.get("stopped"):
+            return 0
+        return INTERRUPTED if self.asked == signal.SIGINT else self.stopped_code
+
+    def run(self, arguments: list[str]) -> int:
+        """Launch, wait, and give the exit code."""
+        from titan_dit.faults import agent
+
+        try:
+            agent.launch(arguments, self.make_agent)
+        except agent.ChildFailedError as error:
+            return self.failed(error)
+        except agent.Stopped:
+            return self.code()
+        except agent.RendezvousError as error:
+            sys.stderr.write(
+                "error: the nodes did not meet, or another node ended first and says why. If the "
+                "node of RDZV_ENDPOINT has gone, the others cannot go on without it: start it "
+                f"again, then this one (RDZV_ENDPOINT, NNODES): {error}\n"
+            )
+            return 1
+        return self.code()
+
+    def failed(self, error: ChildFailedError) -> int:
+        """The exit code of ranks that failed, and the one message."""
+        from titan_dit.faults.cause import OBEYED, first_cause, message_of
+
+        if self.asked and any(f.exitcode in OBEYED for f in error.failures.values()):
+            say("stopped before the first step was done: nothing new to save")
+            return self.code()
+        rank, failure = first_cause(error.failures)
+        sys.stderr.write(message_of(rank, failure) + "\n")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def say(line: str) -> None:
+    """Tell the person at this node's console."""
+    sys.stderr.write(f"titan_dit: {line}\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
     """`python -m titan_dit.launch [torchrun's options] -m titan_dit.train --config ...`."""
     # torchrun logs every failure several times over; the cause is printed below.
     logging.disable(logging.ERROR)
     # Restarted ranks would meet on the store of those that died and read their stale keys.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    try:
-        run(parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        rank, failure = first_cause(error)
-        sys.stderr.write(message_of(rank, failure) + "\n")
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
-    except RendezvousError as error:
-        sys.stderr.write(
-            "error: the nodes did not meet (RDZV_ENDPOINT, NNODES), or another node ended first "
-            f"and says why: {error}\n"
-        )
-        sys.exit(1)
-    except SignalException as stopped:
-        sys.stderr.write(f"Stopped by {stopped.sigval.name}. {GO_ON}\n")
-        sys.exit(128 + stopped.sigval)
-
-
-def first_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The failure that made the others fail: the earliest one that left a message."""
-
-    def moment(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
-        message = item[1].message
-        if isinstance(message, dict):
-            return False, float(message["extraInfo"]["moment"])
-        return True, float(item[1].timestamp)
-
-    # A rank killed from outside leaves no message, and the others fail because of it. Other signals
-    # can be consequences: the launcher's SIGTERM, NCCL's SIGABRT.
-    killed = [(r, f) for r, f in error.failures.items() if -f.exitcode in KILLS]
-    return killed[0] if killed else min(error.failures.items(), key=moment)
-
-
-def message_of(rank: int, failure: ProcessFailure) -> str:
-    """What to print for it."""
-    message = failure.message
-    if isinstance(message, dict):
-        text: str = message["message"]
-        by = "" if message["extraInfo"]["user"] else f"\nrank {rank} failed (above). {GO_ON}"
-        return text + by
-    return f"rank {rank} ended with exit code {failure.exitcode}: {message}. {GO_ON}"
+    grace_s = float(os.environ.get("GRACE", "600"))
+    launcher = Launcher(grace_s, stopped_code=int(os.environ.get("STOPPED_CODE", "0")))
+    # Before torch is loaded: that takes seconds.
+    with Listener(STOPS, launcher.hear):
+        return launcher.run(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,13 +9,13 @@ from titan_dit import catalog, config_file, failure
 from titan_dit.section import UserError
 
 
-def main() -> None:
-    """Read the config, join the other ranks, train."""
+def main() -> int:
+    """Read the config, join the other ranks, train. Returns the exit code."""
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         if os.environ.get("RANK", "0") == "0":
             show_help(arguments)
-        return
+        return 0
     arguments, rehearsed = config_file.take_dry_run(arguments)
     config = config_file.load(arguments, catalog.variant)
     if rehearsed is not None:
@@ -23,14 +23,16 @@ def main() -> None:
             from titan_dit.dry_run.command import dry_run
 
             dry_run(config, rehearsed or None)
-        return
+        return 0
 
     # Imported late: a mistake in the config is answered before torch.distributed is loaded.
     from titan_dit.dry_run import estimate
+    from titan_dit.faults import flight_recorder, orphan
     from titan_dit.parallel import mesh, runtime
     from titan_dit.pipeline.checks import check_layout
     from titan_dit.state import resume
 
+    orphan.die_with_launcher()
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
     following = resume.has_begun(config.job, config.checkpoint)
     sizes = mesh.solve(config.parallel, runtime.started_ranks(), following)
@@ -38,8 +40,9 @@ def main() -> None:
     estimate.check_memory(config, sizes.shards, *estimate.rank_memory())
     from titan_dit.trainer import Trainer
 
+    flight_recorder.switch_on()
     with runtime.start() as world:
-        Trainer(config, world).fit()
+        return Trainer(config, world).fit()
 
 
 def show_help(arguments: list[str]) -> None:

@@ -15,8 +15,11 @@ from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.units import scale_hint
 from titan_dit.evaluation.generate import check_drawing, generate, preview_labels
+from titan_dit.failure import leave
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard, Reading
+from titan_dit.faults.stop_request import StopRequest
+from titan_dit.faults.watchdog import Watchdog
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Batch, Objective
 from titan_dit.observe import console, flops, images
@@ -88,17 +91,28 @@ class Trainer:
             self.folder / "checkpoints", config.checkpoint.keep
         )
         self.meter = Meter()
+        self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
         self.metrics: Metrics | None = None
         self.sample_log: SampleLog | None = None
 
-    def fit(self) -> None:
-        """Train from the newest checkpoint, or from the start, to the last step."""
+    def fit(self) -> int:
+        """Train from the newest checkpoint, or from the start, to the last step.
+
+        Returns the process's exit code: 0, or 130 after Ctrl-C.
+        """
+        with self.watchdog:
+            self.resume()
+            self.open_run_directory()
+            with StopRequest(self.world.size) as stop:
+                self.train(stop)
+        return stop.exit_code
+
+    def train(self, stop: StopRequest) -> None:
+        """Take steps until the last one, or until the ranks are asked to stop."""
         config = self.config
-        self.resume()
-        self.open_run_directory()
         batches, first = self.batches(), self.step + 1
         self.meter.restart()
-        while self.step < config.training.steps:
+        while self.step < config.training.steps and not stop.agreed():
             self.step += 1
             with self.meter.waiting():
                 batch = next(batches)
@@ -119,7 +133,22 @@ class Trainer:
                 self.preview()
             if self.due(config.checkpoint.every):
                 self.save()
-        self.say(f"done: step {self.step}, everything is in {self.folder}")
+            self.watchdog.alive(self.step)
+        if self.step < config.training.steps:
+            self.stop_early(stop, first)
+        else:
+            self.say(f"done: step {self.step}, everything is in {self.folder}")
+
+    def stop_early(self, stop: StopRequest, first: int) -> None:
+        """Save what has not been saved, and leave the launcher a note that steps are left."""
+        every = self.config.checkpoint.every
+        if every and self.step >= first and not self.due(every):
+            self.save()
+        leave({"stopped": stop.reason.name, "step": self.step})
+        again = (
+            "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
+        )
+        self.say(f"stopped{stop.by} after step {self.step}; {again}")
 
     def due(self, every: int) -> bool:
         """Whether what is done every so many steps is done after this one; 0 is never."""
@@ -246,7 +275,8 @@ class Trainer:
         numbers = torch.arange(share * ranks, device=self.world.device)
         labels = preview_labels(sampling.num, self.config.model.num_classes).to(numbers.device)
         mine = numbers[self.mesh.data_rank * share :][:share]
-        with self.meter.paused(), self.ema.swapped_in():
+        slow = self.watchdog.slow("drawing")
+        with slow, self.meter.paused(), self.ema.swapped_in():
             tokens = generate(
                 self.executor.predict,
                 self.config.objective,
@@ -285,7 +315,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint; all ranks together."""
-        with self.meter.paused():
+        with self.watchdog.slow("saving"), self.meter.paused():
             if self.guard.taken:
                 self.read_guard()
             record = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -77,6 +78,12 @@ class NumberedSamples:
 def as_it_is(fetched: T) -> T:
     """What the loader would collate is collated already."""
     return fetched
+
+
+def only_the_rank_ends_it(worker: int) -> None:
+    """In a worker: Ctrl-C and Slurm signal whole groups of processes; the rank still needs data."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 def answers(shares: Iterator[Any]) -> Iterator[Any]:
@@ -161,6 +168,7 @@ def load(
             batch_sampler=order.batches(cursor),
             collate_fn=as_it_is,
             num_workers=workers,
+            worker_init_fn=only_the_rank_ends_it,
             pin_memory=device.type == "cuda",
             # The loader's own state is never asked for, so it need not be kept.
             snapshot_every_n_steps=1 << 40,

@@ -1,1 +1,1 @@
-"""What goes wrong while a run trains, and what is done about it."""
+"""What goes wrong while a run trains, and what keeps it going."""

@@ -1,0 +1,83 @@
+"""Two launchers, as on two nodes: one is lost, comes back, and both stop together."""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from commands import ROOT, metrics
+from running import QUICK, Running, checkpoints, free_port, launcher
+
+COMMAND = (ROOT / "run_train.sh", "--config", "digits", *QUICK)
+COMMAND += ("--training.steps", 100_000, "--checkpoint.every", 25)
+
+
+def is_open(endpoint):
+    host, port = endpoint.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def as_nodes(nodes):
+    """What run_train.sh reads: one rank a node, this test's Python."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"NNODES": nodes, "RDZV_ENDPOINT": endpoint, "NGPU": 1, "PATH": path}
+
+
+def test_ranks_that_wait_for_a_lost_node_begin_again_without_it(tmp_path):
+    """As NCCL's may: these do not notice at all."""
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    endpoint = f"127.0.0.1:{free_port()}"
+    command = launcher(script, ranks=1)
+    meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    meeting += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"]
+    at = command.index("--standalone")
+    command[at : at + 1] = meeting
+    with Running(command, tmp_path, "first") as first:
+        first.wait_until(lambda: is_open(endpoint))
+        with Running(command, tmp_path, "second") as second:
+            first.wait_for("begun: 2 ranks on 2 nodes")
+            second.wait_for("2 ranks on 2 nodes")
+        first.wait_for("a node has gone")
+        first.wait_for("begun again: 1 ranks on one node")
+        first.send(signal.SIGUSR1)
+        assert first.end(20) == 0
+
+
+def test_a_lost_node_is_done_without_and_taken_back_and_all_stop_together(tmp_path):
+    where = as_nodes("1:2")
+    with Running(COMMAND, tmp_path, "first", **where) as first:
+        # Whoever comes first keeps the meeting point, and must not be lost.
+        first.wait_until(lambda: is_open(where["RDZV_ENDPOINT"]))
+        with Running(COMMAND, tmp_path, "second", **where) as second:
+            first.wait_for("dp_shard 2 on cpu")
+            first.wait_for_step(30)
+            for pid in (*second.children(), second.process.pid):
+                os.kill(pid, signal.SIGKILL)
+        first.wait_for("1 ranks on one node")
+        assert "another rank has gone" in first.said
+        assert "Traceback" not in first.said
+        first.wait_for("one rank on cpu")
+        alone_from = first.step
+        first.wait_until(lambda: first.step > alone_from + 2)
+
+        with Running(COMMAND, tmp_path, "third", **where) as third:
+            first.wait_for("another node waits")
+            first.wait_for("2 ranks on 2 nodes", times=2)
+            first.wait_for("dp_shard 2 on cpu", times=2)
+            told = first.said.count("\nstep ")
+            first.wait_until(lambda: first.said.count("\nstep ") > told + 3)
+            third.send(signal.SIGTERM)
+            assert third.end() == 0, third.said
+            assert first.end() == 0, first.said
+    # Nothing was lost when the node came: the run went on after the last step that was taken.
+    resumed = int(first.said.rpartition("resumed from outputs/digits/checkpoints/step-")[2][:8])
+    stopped = int(first.said.partition("stopped after step ")[2].partition(";")[0])
+    assert stopped == resumed
+    rows = [row["step"] for row in metrics(tmp_path / "outputs" / "digits")]
+    assert rows == list(range(1, first.step + 1))
+    assert first.step in checkpoints(tmp_path)
+    assert "Traceback" not in third.said

@@ -1,0 +1,213 @@
+"""launch/: the Slurm script runs here with a stand-in for Slurm; the JobSet obeys its schemas."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from running import QUICK, Running, checkpoints, free_port
+
+SBATCH = ROOT / "launch" / "slurm.sbatch"
+JOBSET = ROOT / "launch" / "kubernetes" / "jobset.yaml"
+
+# sbatch's own long options, as its manual lists them (of those that a script of ours may use).
+SBATCH_OPTIONS = {
+    *("account", "array", "begin", "chdir", "comment", "constraint", "cpus-per-gpu"),
+    *("cpus-per-task", "dependency", "error", "exclude", "exclusive", "gpu-bind", "gpus"),
+    *("gpus-per-node", "gpus-per-task", "gres", "hint", "hold", "input", "job-name", "mail-type"),
+    *(
+        "mail-user",
+        "mem",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "nice",
+        "no-kill",
+        "no-requeue",
+        "nodelist",
+    ),
+    *("nodes", "ntasks", "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "partition"),
+    *("priority", "qos", "requeue", "reservation", "signal", "switches", "time", "time-min"),
+}
+
+# What Slurm's commands do for one job on two nodes: run the command once per node, hand SIGUSR1 on,
+# return the highest exit code.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+pids=()
+trap 'kill -USR1 "${pids[@]}"' USR1
+for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done
+code=0
+for pid in "${pids[@]}"; do
+    while :; do
+        status=0; wait $pid || status=$?
+        kill -0 $pid 2>/dev/null || break
+    done
+    [ $status -gt $code ] && code=$status
+done
+exit $code
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "scontrol $*" >>calls
+if [ "$1 $2" = "show hostnames" ]; then printf '127.0.0.1\\nother\\n'; fi
+"""
+
+
+def slurm(folder):
+    """The environment of a job, with the stand-ins first on PATH."""
+    bin_folder = folder / "bin"
+    bin_folder.mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (bin_folder / name).write_text(text)
+        (bin_folder / name).chmod(0o755)
+    path = f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    here = {"SLURM_SUBMIT_DIR": str(ROOT), "NGPU": "1", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
+    return {"PATH": path} | job | here
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """Starts the script as Slurm would, with some flags of the trainer."""
+
+    def start(*flags):
+        command = ["bash", SBATCH, "--config", "digits", *QUICK, "--checkpoint.every", 1000, *flags]
+        return Running(command, tmp_path, **slurm(tmp_path))
+
+    return start
+
+
+def test_the_slurm_script_saves_before_the_limit_and_goes_back_into_the_queue(batch, tmp_path):
+    with batch("--training.steps", 100_000) as job:
+        job.wait_for_step(5)
+        job.send(signal.SIGUSR1)
+        assert job.end(90) == 0, job.said
+    stopped = int(re.search(r"stopped after step (\d+)", job.said)[1])
+    assert stopped in checkpoints(tmp_path)
+    calls = (tmp_path / "calls").read_text()
+    assert "scontrol show hostnames node[1-2]" in calls
+    assert "scontrol requeue 4711" in calls
+
+
+# A run that is told to stop ends with STOPPED_CODE, else after a moment with the code it is given.
+STAND_IN = """#!/usr/bin/env bash
+trap 'exit $STOPPED_CODE' USR1
+echo begun
+for i in {1..50}; do [ -f go_on ] && exit $1; sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "own_code", "code", "requeued"),
+    [
+        (signal.SIGUSR1, 0, 0, True),
+        (signal.SIGTERM, 0, 75, False),
+        (None, 0, 0, False),
+        (None, 2, 2, False),
+    ],
+)
+def test_a_job_is_requeued_only_at_its_limit(number, own_code, code, requeued, tmp_path):
+    """Not when it is done, cancelled, or has failed; preempted jobs Slurm requeues by itself."""
+    clone = tmp_path / "clone"
+    (clone / "scripts").mkdir(parents=True)
+    (clone / "scripts" / "environment.sh").write_text("use_environment() { :; }\n")
+    (clone / "run_train.sh").write_text(STAND_IN)
+    (clone / "run_train.sh").chmod(0o755)
+    job = slurm(tmp_path) | {"SLURM_SUBMIT_DIR": str(clone)}
+    with Running(["bash", SBATCH, own_code], tmp_path, **job) as run:
+        run.wait_for("begun", times=2)
+        if number:
+            run.send(number)
+        else:
+            (tmp_path / "go_on").touch()
+        assert run.end(20) == code
+    assert ("requeue 4711" in (tmp_path / "calls").read_text()) == requeued
+
+
+def test_the_slurm_script_is_bash_and_its_directives_are_slurms():
+    subprocess.run(["bash", "-n", SBATCH], check=True)
+    directives = dict(
+        re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line).groups()
+        for line in SBATCH.read_text().splitlines()
+        if line.startswith("#SBATCH")
+    )
+    assert directives.keys() <= SBATCH_OPTIONS
+    assert directives["ntasks-per-node"] == "1", "one launcher per node"
+    assert re.fullmatch(r"B:USR1@\d+", directives["signal"])
+    assert {"requeue", "open-mode"} <= directives.keys()
+
+
+# Fields of jobset.x-k8s.io/v1alpha2, from its API reference.
+FIELDS = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {
+        *("replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy"),
+        *("suspend", "coordinator", "managedBy", "ttlSecondsAfterFinished"),
+    },
+    "spec.network": {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"},
+    "spec.failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
+    "spec.failurePolicy.rules.0": {
+        *("name", "action", "onJobFailureReasons", "targetReplicatedJobs"),
+    },
+    "spec.replicatedJobs.0": {"name", "groupName", "template", "replicas", "dependsOn"},
+}
+
+
+@pytest.fixture
+def jobset():
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load(JOBSET.read_text())
+
+
+def at(document, path):
+    for key in filter(None, path.split(".")):
+        document = document[int(key) if key.isdigit() else key]
+    return document
+
+
+def test_the_jobset_has_no_field_that_its_api_lacks(jobset):
+    for path, fields in FIELDS.items():
+        assert at(jobset, path).keys() <= fields, path
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    rule = at(jobset, "spec.failurePolicy.rules.0")
+    assert rule["action"] in {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+
+
+def test_the_job_in_the_jobset_obeys_kubernetes_schema(jobset):
+    validate = pytest.importorskip("kubernetes_validate")
+    template = at(jobset, "spec.replicatedJobs.0.template")
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "nodes"}, **template}
+    validate.validate(job, "1.31", strict=True)
+    job["spec"]["template"]["spec"]["restartsPolicy"] = "Never"
+    with pytest.raises(validate.ValidationError):
+        validate.validate(job, "1.31", strict=True)
+
+
+def test_the_jobset_agrees_with_itself_and_with_the_launcher(jobset):
+    job = at(jobset, "spec.replicatedJobs.0")
+    spec = job["template"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    host, port = variables["RDZV_ENDPOINT"].split(":")
+    name = jobset["metadata"]["name"]
+    assert host == f"{name}-{job['name']}-0-0.{name}"
+    assert int(port) == container["ports"][0]["containerPort"]
+    assert int(variables["NNODES"]) == spec["parallelism"] == spec["completions"]
+    assert variables["NGPU"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert float(variables["GRACE"]) < pod["terminationGracePeriodSeconds"]
+    # podFailurePolicy asks for it.
+    assert pod["restartPolicy"] == "Never"
+    actions = {
+        code: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {"values": []})["values"]
+    }
+    assert actions == {int(variables["STOPPED_CODE"]): "Ignore", 2: "FailJob"}
+    script = (ROOT / "run_train.sh").read_text() + (ROOT / "titan_dit" / "launch.py").read_text()
+    assert all(variable in script for variable in variables)
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}

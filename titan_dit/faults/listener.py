@@ -1,0 +1,78 @@
+"""Signals, heard at once: also while the main thread waits in C++, where Python runs no handler."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection
+from types import FrameType, TracebackType
+
+
+class Listener:
+    """Within the block the given signals do nothing but call `heard`, in a thread of its own.
+
+    Outside the main thread Python allows no handlers: there it hears nothing. A signal that was
+    ignored stays so: `nohup` means it.
+    """
+
+    def __init__(
+        self, signals: Collection[signal.Signals], heard: Callable[[signal.Signals], None]
+    ) -> None:
+        self.signals, self.heard = frozenset(signals), heard
+        self.is_active = False
+
+    def __enter__(self) -> Listener:
+        """Take the signals over."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        self.handlers = {
+            number: signal.signal(number, nothing)
+            for number in self.signals
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        # A forked data worker would write what it hears into this process's pipe.
+        os.register_at_fork(after_in_child=self.forget)
+        self.is_active = True
+        self.thread = threading.Thread(target=self.listen, name="signals", daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the signals back."""
+        if not self.is_active:
+            return
+        self.is_active = False
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        os.write(self.writer, b"\0")
+        self.thread.join()
+        os.close(self.reader)
+        os.close(self.writer)
+
+    def listen(self) -> None:
+        """Read the numbers that Python's own handler, in C, writes as they arrive."""
+        while numbers := os.read(self.reader, 64):
+            for number in numbers:
+                if number == 0:
+                    return
+                if number in self.handlers:
+                    self.heard(signal.Signals(number))
+
+    def forget(self) -> None:
+        """In a forked child: what it hears is not for this process."""
+        if self.is_active:
+            signal.set_wakeup_fd(-1)
+
+
+def nothing(number: int, frame: FrameType | None) -> None:
+    """The handler in Python; the thread does the work. In a forked child it is all there is."""
