@@ -34,10 +34,12 @@ from titan_dit.pipeline.build import build
 from titan_dit.pipeline.checks import check_layout
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
-from titan_dit.state import checkpoint, resume
+from titan_dit.state import resume
+from titan_dit.state.checkpoints import Checkpoints
 from titan_dit.state.ema import EMA
 from titan_dit.state.lr_schedule import learning_rate
 from titan_dit.state.optimizer import apply_gradients, build_optimizer, optimizer_tensors
+from titan_dit.state.store import place
 
 Config: TypeAlias = JobConfig[ModelConfig, Objective, DataConfig]
 
@@ -79,8 +81,8 @@ class Trainer:
         self.step, self.cursor = 0, 0
         self.nan_steps = torch.zeros((), device=world.device)
         self.nan_steps_in_a_row = torch.zeros((), device=world.device)
-        self.checkpoints = checkpoint.Checkpoints(
-            self.folder / "checkpoints", config.checkpoint.keep
+        self.checkpoints = Checkpoints(
+            place(config.checkpoint.dir or self.folder / "checkpoints"), config.checkpoint
         )
         self.meter = Meter()
         self.metrics: Metrics | None = None
@@ -103,6 +105,9 @@ class Trainer:
                 self.preview()
             if self.due(config.checkpoint.every):
                 self.save()
+            self.tell_of_saves()
+        self.checkpoints.finish()
+        self.tell_of_saves()
         self.say(f"done: step {self.step}, everything is in {self.folder}")
 
     def due(self, every: int) -> bool:
@@ -228,7 +233,7 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Write a checkpoint; all ranks together."""
+        """Begin a checkpoint, and wait until the tensors may change again; all ranks together."""
         with self.meter.paused():
             record = {
                 "step": self.step,
@@ -236,38 +241,39 @@ class Trainer:
                 "nan_steps": round(self.nan_steps.item()),
                 "config": config_file.to_tables(self.config),
                 "data": self.source.facts.as_json(),
+                "layout": str(self.mesh.sizes),
                 "versions": {"titan_dit": __version__, "torch": torch.__version__},
             }
-            path = self.checkpoints.save(self.step, self.tensors(), record)
+            self.checkpoints.save(self.step, self.tensors(), record)
             self.draw_curve()
-        self.say(f"saved {path}")
+
+    def tell_of_saves(self) -> None:
+        """Say how the saves ended that have ended."""
+        for line in self.checkpoints.poll():
+            self.say(line)
 
     def resume(self) -> None:
         """Load the checkpoint that the config asks for, if there is one."""
         settings = self.config.checkpoint
-        start, record = None, {}
-        if self.world.is_main:
-            start = resume.starting_point(self.checkpoints, settings.resume)
-            record = checkpoint.read_record(start) if start else {}
-        # The first rank's view decides: a shared disk may show a new folder to some ranks first.
-        start, record = self.world.gather((start, record))[0]
-        if start is None:
+        start = resume.starting_point(self.checkpoints, settings.resume)
+        path, record = start.path, start.record
+        if path is None:
             return
+        for line in start.told():
+            self.say(line)
         if not settings.allow_changes:
             # Built anew: keys that did not exist then get their defaults, as they do now.
             before = config_file.build(record["config"], catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
-            resume.check_same_mathematics(start, configs, digests, record.get("imported", False))
-        if record.get("imported"):
-            resume.load_imported(start, record, self.tensors(), self.ema)
-        else:
-            resume.load(start, record, self.tensors(), self.ema)
+            resume.check_same_mathematics(path, configs, digests, record.get("imported", False))
+        load = resume.load_imported if record.get("imported") else resume.load
+        load(path, record, self.tensors(), self.ema, verified=True)
         self.step, self.cursor = record["step"], record["cursor"]
         self.nan_steps.fill_(record["nan_steps"])
         if self.world.is_main:
             resume.set_aside_newer(self.checkpoints, start)
-        self.say(f"resumed from {start}")
+        self.say(f"resumed from {path}")
 
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics, and say what will be done."""

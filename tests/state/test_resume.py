@@ -4,9 +4,11 @@ import os
 import pytest
 import torch
 
+from titan_dit.config import CheckpointConfig
 from titan_dit.section import UserError
-from titan_dit.state.checkpoint import Checkpoints
-from titan_dit.state.resume import check_same_mathematics, set_aside_newer, starting_point
+from titan_dit.state import resume as resuming
+from titan_dit.state.checkpoints import Checkpoints
+from titan_dit.state.resume import Start, check_same_mathematics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -18,11 +20,19 @@ TABLES = {
 
 
 def run_with(folder, *steps, resume="auto"):
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=0, async_save=False))
     for step in steps:
         record = {"step": step, "config": {"checkpoint": {"resume": resume}}}
         checkpoints.save(step, {"model": {"w": torch.ones(1)}}, record)
     return checkpoints
+
+
+def starting_point(checkpoints, resume):
+    return resuming.starting_point(checkpoints, resume).path
+
+
+def set_aside_newer(checkpoints, path):
+    resuming.set_aside_newer(checkpoints, Start(path))
 
 
 def test_auto_takes_the_newest_or_starts_afresh(tmp_path):
