@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -156,14 +157,14 @@ def load(path: Place, tensors: Tensors, *, verified: bool = False) -> None:
     ranks = Ranks()
     if not verified:
         verify(path, ranks)
-    saved = Reader(path).read_metadata().state_dict_metadata
+    saved = contents(path)
     for name, tensor in flatten(tensors):
-        entry = saved.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+        if name not in saved:
             raise UserError(f"[checkpoint] {path} has no tensor {name}: it is of another model.")
-        if entry.size != tensor.shape:
+        shape, _ = saved[name]
+        if shape != tensor.shape:
             raise UserError(
-                f"[checkpoint] {path}: {name} is {list(entry.size)}, but the model's is "
+                f"[checkpoint] {path}: {name} is {list(shape)}, but the model's is "
                 f"{list(tensor.shape)}: it is of another model."
             )
     with warnings.catch_warnings():
@@ -172,10 +173,13 @@ def load(path: Place, tensors: Tensors, *, verified: bool = False) -> None:
         state_dict_loader.load(dict(tensors), storage_reader=Reader(path), no_dist=ranks.count == 1)
 
 
-def contents(path: Place) -> dict[str, TensorStorageMetadata]:
-    """Name, shape and format of every tensor of a checkpoint."""
-    saved = Reader(path).read_metadata().state_dict_metadata
-    return {n: entry for n, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+def contents(path: Place) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and format of every tensor of a checkpoint, by its name."""
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in Reader(path).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def holds(path: Place, part: str) -> bool:
