@@ -8,7 +8,7 @@ import time
 import commands
 import pytest
 import torch
-from commands import metrics, train, train_command
+from commands import metrics, only_error, train, train_command
 
 from titan_dit.commands.restore import find, restore
 from titan_dit.data.latents import write_shards
@@ -145,16 +145,6 @@ def test_a_finished_run_is_not_trained_again(finished_run):
     assert done.returncode == 0, done.stderr
     assert "6 of 6" in done.stdout
     assert metrics(finished_run / "outputs" / "digits") == before
-
-
-def only_error(done):
-    """The one error of a failed command."""
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert lines[0].startswith("error: "), done.stderr
-    assert done.stderr.count("error:") == 1
-    assert "Traceback" not in done.stderr
-    return done.stderr
 
 
 BAD_RESUMES = {

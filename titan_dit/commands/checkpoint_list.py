@@ -11,10 +11,9 @@ import tyro
 from titan_dit.commands.restore import series
 from titan_dit.observe import console
 from titan_dit.section import Section, UserError
-from titan_dit.state.checkpoint import MANIFEST
 from titan_dit.state.checkpoints import step_of
 from titan_dit.state.resume import readable
-from titan_dit.state.store import Place, Store, place, store_of
+from titan_dit.state.store import MANIFEST, Place, Store, place, store_of
 
 
 @dataclass(frozen=True, kw_only=True)

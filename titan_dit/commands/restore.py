@@ -15,7 +15,7 @@ from titan_dit.data.base import DataFacts
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state.checkpoints import NAME, Checkpoints, step_of
-from titan_dit.state.store import Place, place, store_of
+from titan_dit.state.store import MANIFEST, Place, place, store_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Restored:
 
 def find(run: Place, step: int | None, flag: str = "--run") -> Place:
     """The checkpoint of `step` in a run directory, the newest for None, or `run` if it is one."""
-    if store_of(run).has(run / checkpoint.MANIFEST):
+    if store_of(run).has(run / MANIFEST):
         return run
     whole = {step_of(path): path for path in series(run).whole()}
     if not whole:

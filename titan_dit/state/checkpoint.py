@@ -26,10 +26,9 @@ from titan_dit.section import UserError
 from titan_dit.state.files import Reader, Writer
 from titan_dit.state.ranks import Failed, Ranks
 from titan_dit.state.staging import Tensors, leaves
-from titan_dit.state.store import Place, Store, read_text, store_of
+from titan_dit.state.store import MANIFEST, Place, Store, read_text, store_of
 
 FORMAT = "titan_dit.checkpoint/1"
-MANIFEST = "manifest.json"
 
 
 class Damaged(UserError):

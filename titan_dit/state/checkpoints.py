@@ -17,10 +17,10 @@ from typing import Any
 
 from titan_dit.config import CheckpointConfig
 from titan_dit.section import UserError
-from titan_dit.state.checkpoint import MANIFEST, write
+from titan_dit.state.checkpoint import write
 from titan_dit.state.ranks import Failed, Ranks
 from titan_dit.state.staging import Staging, Tensors
-from titan_dit.state.store import PARTIAL, Place, store_of
+from titan_dit.state.store import MANIFEST, PARTIAL, Place, store_of
 
 NAME = re.compile(r"step-(\d{8,})")
 LONG_S = 1.0

@@ -11,12 +11,12 @@ from typing import Any
 from titan_dit.config_file import Tables, changes
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
-from titan_dit.state.checkpoint import MANIFEST, Damaged, read_record
+from titan_dit.state.checkpoint import Damaged, read_record
 from titan_dit.state.checkpoints import Checkpoints, step_of
 from titan_dit.state.ema import EMA
 from titan_dit.state.ranks import Ranks
 from titan_dit.state.staging import Tensors
-from titan_dit.state.store import Place, place, store_of
+from titan_dit.state.store import MANIFEST, Place, place, store_of
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "schedule", "steps", "learn_sigma")
 """Keys of [objective] that say what a network predicts."""

@@ -17,6 +17,7 @@ from typing import IO, Any, Protocol, TypeAlias
 
 from titan_dit.section import UserError
 
+MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 
 
@@ -220,13 +221,16 @@ class ObjectStore:
         """As Store. The manifest has said it."""
 
     def rename(self, folder: URL, name: str) -> None:
-        """As Store. The store copies file by file."""
-        self.files.mv(str(folder), str(folder.with_name(name)), recursive=True)
+        """As Store. The store copies file by file, and the manifest last."""
+        target, names = folder.with_name(name), self.names(folder)
+        for file in sorted(names, key=lambda file: file == MANIFEST):
+            self.files.copy(str(folder / file), str(target / file))
+        self.remove(folder)
 
     def remove(self, folder: URL) -> None:
         """As Store. The manifest goes first, so that nothing half deleted looks whole."""
         with contextlib.suppress(FileNotFoundError):
-            self.files.rm(str(folder / "manifest.json"))
+            self.files.rm(str(folder / MANIFEST))
         with contextlib.suppress(FileNotFoundError):
             self.files.rm(str(folder), recursive=True)
 
