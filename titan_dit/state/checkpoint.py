@@ -55,9 +55,8 @@ def write(
         last = partial(commit, aside, final, record, written)
         ranks.together(last if ranks.is_first else nothing)
     except Failed:
-        if ranks.is_first:
-            with contextlib.suppress(Exception):
-                clean_up(final)
+        # Together, so that no rank says it is over while there is still something left.
+        ranks.together(partial(clean_up, final) if ranks.is_first else nothing)
         raise
 
 
@@ -102,11 +101,12 @@ def commit(
 
 
 def clean_up(final: Place) -> None:
-    """Delete what a failed save has left."""
-    store = store_of(final)
-    aside = store.aside(final)
-    if aside != final or not store.has(final / MANIFEST):
-        store.remove(aside)
+    """Delete what a failed save has left, if that can be done."""
+    with contextlib.suppress(Exception):
+        store = store_of(final)
+        aside = store.aside(final)
+        if aside != final or not store.has(final / MANIFEST):
+            store.remove(aside)
 
 
 def check_all_are_here(store: Store, folder: Place, written: Mapping[str, Any]) -> None:

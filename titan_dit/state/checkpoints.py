@@ -71,7 +71,7 @@ class Checkpoints:
         begin = None
         try:
             tensors = self.staging.copy(tensors)
-        except RuntimeError as error:  # No memory. The other ranks must be told before they write.
+        except (RuntimeError, MemoryError) as error:  # To be told to the others, which will write.
             begin = raising(error)
         arguments = (step, path, tensors, record, begin)
         # A daemon: an error elsewhere ends the process without waiting for it.

@@ -105,7 +105,7 @@ class Ranks:
         text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        elif not isinstance(error, OSError | UserError | Failed):
+        elif not isinstance(error, OSError | RuntimeError | UserError):
             text = f"{type(error).__name__}: {text}"
         return f"rank {rank}: {text}" if self.count > 1 else text
 

@@ -17,6 +17,7 @@ class Staging:
     """Buffers in host memory, made by the first copy and used again by all that follow."""
 
     def __init__(self) -> None:
+        self.layout: list[tuple[torch.Size, torch.dtype]] = []
         self.buffers: list[Tensor] = []
         self.tree: Tensors = {}
 
@@ -25,7 +26,9 @@ class Staging:
         """This rank's shards, copied; complete when it returns, and valid until the next copy."""
         originals = list(leaves(tensors))
         shards = [t.to_local() if isinstance(t, DTensor) else t for t in originals]
-        if not self.fits(shards):
+        layout = [(shard.shape, shard.dtype) for shard in shards]
+        if layout != self.layout:
+            self.layout = layout
             # Pinned: the device then copies by itself, at the full speed of the bus.
             self.buffers = [
                 torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
@@ -37,13 +40,6 @@ class Staging:
         if any(shard.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()
         return self.tree
-
-    def fits(self, shards: list[Tensor]) -> bool:
-        """Whether the buffers are for such tensors."""
-        return len(self.buffers) == len(shards) and all(
-            buffer.shape == shard.shape and buffer.dtype == shard.dtype
-            for buffer, shard in zip(self.buffers, shards, strict=True)
-        )
 
 
 def like(original: Tensor, copy: Tensor) -> Tensor:
