@@ -28,14 +28,13 @@ class Staging:
         shards = [t.to_local() if isinstance(t, DTensor) else t for t in originals]
         layout = [(shard.shape, shard.dtype) for shard in shards]
         if layout != self.layout:
-            self.layout = layout
             # Pinned: the device then copies by itself, at the full speed of the bus.
             self.buffers = [
                 torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
                 for shard in shards
             ]
-            copies = map(like, originals, self.buffers)
-            self.tree = rebuilt(tensors, copies)
+            self.tree = rebuilt(tensors, map(like, originals, self.buffers))
+            self.layout = layout  # Last: where memory ran out, the next copy begins anew.
         torch._foreach_copy_(self.buffers, shards, non_blocking=True)
         if any(shard.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()
