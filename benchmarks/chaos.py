@@ -32,10 +32,11 @@ from typing import Any
 
 import torch
 from report import ROOT, finish
-from titan_dit.state.ledger import Ledger
-from titan_dit.state.sample_log import trained
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titan_dit.state.ledger import Ledger
+from titan_dit.state.sample_log import trained
 
 PATIENCE = 120
 """Seconds that anything may take."""

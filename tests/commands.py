@@ -73,3 +73,13 @@ def sample(*flags, cwd):
 def metrics(folder):
     """The rows of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def only_error(done):
+    """The one error of a failed command."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("error: "), done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr

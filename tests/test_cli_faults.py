@@ -17,7 +17,8 @@ from commands import metrics, train, train_command
 
 from titan_dit.data.latents import write_shards
 from titan_dit.data.order import EpochOrder
-from titan_dit.state.checkpoint import Checkpoints, read_record
+from titan_dit.state.checkpoint import read_record
+from titan_dit.state.checkpoints import Checkpoints
 from titan_dit.state.ledger import Ledger
 from titan_dit.state.sample_log import seen, trained
 

@@ -1,6 +1,7 @@
 """The trainer from the command line: output, resume after a kill, one clear error for bad input."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -8,7 +9,7 @@ import time
 import commands
 import pytest
 import torch
-from commands import metrics, train, train_command
+from commands import metrics, only_error, train, train_command
 
 from titan_dit.commands.restore import find, restore
 from titan_dit.data.latents import write_shards
@@ -147,16 +148,6 @@ def test_a_finished_run_is_not_trained_again(finished_run):
     assert metrics(finished_run / "outputs" / "digits") == before
 
 
-def only_error(done):
-    """The one error of a failed command."""
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert lines[0].startswith("error: "), done.stderr
-    assert done.stderr.count("error:") == 1
-    assert "Traceback" not in done.stderr
-    return done.stderr
-
-
 BAD_RESUMES = {
     "another model": (("--model.hidden", 64), ("[model] hidden: 32 -> 64", "allow_changes")),
     "another seed": (("--job.seed", 1), ("[job] seed: 0 -> 1",)),
@@ -185,6 +176,36 @@ def test_a_resume_that_cannot_be_is_refused_and_nothing_is_overwritten(case, fin
     for words in wanted:
         assert words in message
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_run_on_another_dataset_is_refused(finished_run):
+    latents = torch.zeros(40, 1, 8, 8, dtype=torch.float16)
+    write_shards(
+        finished_run / "other", latents, torch.arange(40) % 10, num_classes=10, source="test"
+    )
+    flags = ("--training.steps", 9, "--data.name", "latents", "--data.path", "other")
+    folder = finished_run / "outputs"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    message = only_error(train(*SHORT, *SMALL, *flags, cwd=finished_run))
+    assert "[data]: its contents are not those that the checkpoint was trained on" in message
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(finished_run, tmp_path):
+    shutil.copytree(finished_run / "outputs", tmp_path / "outputs")
+    folder = tmp_path / "outputs" / "digits" / "checkpoints"
+    damaged = folder / "step-00000006"
+    data = bytearray((damaged / "__0_0.distcp").read_bytes())
+    data[1000] ^= 1
+    (damaged / "__0_0.distcp").write_bytes(data)
+    flags = ("--training.steps", 6, "--checkpoint.every", 3)
+    done = train(*SHORT, *SMALL, *flags, cwd=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    where = "outputs/digits/checkpoints"
+    assert f"{where}/step-00000006 is damaged: __0_0.distcp; going on from" in done.stdout
+    assert f"resumed from {where}/step-00000003" in done.stdout
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["step-00000003", "step-00000006", "step-00000006.damaged-1"]
 
 
 BAD_CONFIGS = {

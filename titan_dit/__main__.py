@@ -17,6 +17,9 @@ COMMANDS = {
     "replay": "re-create a step of a run, sample by sample",
     "data pack": "turn a folder of latents or pictures into shards",
     "data show": "say and draw what a dataset holds",
+    "checkpoint list": "the checkpoints of a run",
+    "checkpoint verify": "compare checkpoints with the digests of when they were written",
+    "checkpoint show": "what a checkpoint says of itself",
 }
 
 
@@ -28,7 +31,7 @@ def main() -> None:
     group = {command: what for command, what in COMMANDS.items() if command.split()[0] == name}
     asks_for_help = words[-1] in ("-h", "--help") and len(words) <= (2 if group else 1)
     if name not in COMMANDS and asks_for_help:
-        listed = "\n".join(f"  {command:12}{what}" for command, what in (group or COMMANDS).items())
+        listed = "\n".join(f"  {command:19}{what}" for command, what in (group or COMMANDS).items())
         sys.stdout.write(
             f"python -m titan_dit COMMAND\n\n{listed}\n\nEach explains itself with --help. "
             "Training: ./run_train.sh --config FILE\n"

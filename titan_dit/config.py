@@ -196,9 +196,19 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step is saved too. 0 saves nothing."""
     keep: Whole = 3
     """Newest checkpoints to keep; 0 keeps all."""
+    keep_every: Whole = 0
+    """Keep those of every so many steps for good, beside the newest; 0 keeps none of them."""
+    async_save: bool = True
+    """Copy the state and write it in the background; the step waits for the copy only, which takes
+    as much host memory as the rank's state."""
+    max_failures: Whole = 3
+    """Stop when so many saves in a row have failed (disk full, no permission); 0 never stops."""
+    dir: str = ""
+    """Where checkpoints lie: a folder, or a URL such as s3://bucket/run; empty takes checkpoints/
+    in the run directory."""
     resume: str = "auto"
     """auto: the newest checkpoint of the run directory, if any. never: start afresh, refused
-    where checkpoints exist. Anything else: the path of a checkpoint."""
+    where checkpoints exist. Anything else: the path or URL of a checkpoint."""
     allow_changes: bool = False
     """Resume although the config changes the mathematics (model, objective, data, ...)."""
 

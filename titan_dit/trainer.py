@@ -38,7 +38,7 @@ from titan_dit.pipeline.build import build
 from titan_dit.pipeline.checks import check_layout, rows_per_rank
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
-from titan_dit.state import checkpoint, resume, rollback
+from titan_dit.state import resume, rollback
 from titan_dit.state.ema import EMA
 from titan_dit.state.ledger import Ledger
 from titan_dit.state.lr_schedule import learning_rate
@@ -87,9 +87,7 @@ class Trainer:
         self.step, self.cursor = 0, 0
         self.ledger = Ledger()
         self.guard = Guard(config.faults, world.device)
-        self.checkpoints = checkpoint.Checkpoints(
-            self.folder / "checkpoints", config.checkpoint.keep
-        )
+        self.checkpoints = resume.checkpoints_of(config.job, config.checkpoint)
         self.meter = Meter()
         self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
         self.metrics: Metrics | None = None
@@ -133,10 +131,12 @@ class Trainer:
                 self.preview()
             if self.due(config.checkpoint.every):
                 self.save()
+            self.tell_of_saves()
             self.watchdog.alive(self.step)
         if self.step < config.training.steps:
             self.stop_early(stop, first)
         else:
+            self.finish_saves()
             self.say(f"done: step {self.step}, everything is in {self.folder}")
 
     def stop_early(self, stop: StopRequest, first: int) -> None:
@@ -144,6 +144,7 @@ class Trainer:
         every = self.config.checkpoint.every
         if every and self.step >= first and not self.due(every):
             self.save()
+        self.finish_saves()
         leave({"stopped": stop.reason.name, "step": self.step})
         again = (
             "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
@@ -247,6 +248,7 @@ class Trainer:
         assert self.guard.limit
         (first, begin), (last, cursor) = self.guard.streak, self.guard.limit
         bad = rollback.BadSteps(first, last, (self.plan(begin)[0][0], self.plan(cursor)[1]))
+        self.checkpoints.wait()
         found, error = None, None
         if self.world.is_main:
             try:
@@ -314,7 +316,7 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Write a checkpoint; all ranks together."""
+        """Begin a checkpoint, and wait until the tensors may change again; all ranks together."""
         with self.watchdog.slow("saving"), self.meter.paused():
             if self.guard.taken:
                 self.read_guard()
@@ -326,38 +328,45 @@ class Trainer:
                 "ledger": self.ledger.as_json(self.cursor, len(self.source)),
                 "config": config_file.to_tables(self.config),
                 "data": self.source.facts.as_json(),
+                "layout": str(self.mesh.sizes),
                 "versions": {"titan_dit": __version__, "torch": torch.__version__},
             }
-            path = self.checkpoints.save(self.step, self.tensors(), record)
+            self.checkpoints.save(self.step, self.tensors(), record)
             self.draw_curve()
-        self.say(f"saved {path}")
+
+    def finish_saves(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        with self.watchdog.slow("saving"):
+            self.checkpoints.finish()
+        self.tell_of_saves()
+
+    def tell_of_saves(self) -> None:
+        """Say how the saves ended that have ended."""
+        for line in self.checkpoints.poll():
+            self.say(line)
 
     def resume(self) -> None:
         """Load the checkpoint that the config asks for, if there is one."""
         settings = self.config.checkpoint
-        start, record, rollbacks = None, {}, rollback.Rollbacks()
-        if self.world.is_main:
-            start = resume.starting_point(self.checkpoints, settings.resume)
-            record = checkpoint.read_record(start) if start else {}
-            rollbacks = rollback.read(self.folder) if start else rollbacks
-        # The first rank's view decides: a shared disk may show a new folder to some ranks first.
-        start, record, rollbacks = self.world.gather((start, record, rollbacks))[0]
-        if start is None:
+        start = resume.starting_point(self.checkpoints, settings.resume)
+        path, record = start.path, start.record
+        if path is None:
             return
+        for line in start.told():
+            self.say(line)
         if not settings.allow_changes:
             # Built anew: keys that did not exist then get their defaults, as they do now.
             before = config_file.build(record["config"], catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
-            resume.check_same_mathematics(start, configs, digests, record.get("imported", False))
-        if record.get("imported"):
-            resume.load_imported(start, record, self.tensors(), self.ema)
-        else:
-            resume.load(start, record, self.tensors(), self.ema)
-        self.go_on_from(record, rollbacks)
+            resume.check_same_mathematics(path, configs, digests, record.get("imported", False))
+        load = resume.load_imported if record.get("imported") else resume.load
+        load(path, record, self.tensors(), self.ema, verified=True)
+        rollbacks = self.world.gather(rollback.read(self.folder) if self.world.is_main else None)
+        self.go_on_from(record, rollbacks[0] or rollback.Rollbacks())
         if self.world.is_main:
             resume.set_aside_newer(self.checkpoints, start)
-        self.say(f"resumed from {start}")
+        self.say(f"resumed from {path}")
 
     def go_on_from(self, record: dict[str, Any], rollbacks: rollback.Rollbacks) -> None:
         """Take up the plain values of a checkpoint whose tensors are loaded."""

@@ -55,6 +55,7 @@ def saved_in(world, folder):
         for trainer.step in (1, 2):
             trainer.train_step(next(batches))
         trainer.save()
+        trainer.checkpoints.finish()
         found[f"{world.size}-{number}"] = tensors_of(trainer)
     return found
 

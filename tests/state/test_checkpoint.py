@@ -1,11 +1,14 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from titan_dit.config import CheckpointConfig
 from titan_dit.section import UserError
-from titan_dit.state import checkpoint
-from titan_dit.state.checkpoint import Checkpoints, load, read_record
+from titan_dit.state import checkpoint, files, store
+from titan_dit.state.checkpoint import load, read_record
+from titan_dit.state.checkpoints import Checkpoints, step_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -29,6 +32,11 @@ def tensors(seed=0):
     }
 
 
+def at_once(folder, **settings):
+    """The checkpoints of a run that waits for each."""
+    return Checkpoints(folder, CheckpointConfig(async_save=False, **settings))
+
+
 def flat(nested):
     return dict(checkpoint.flatten(nested))
 
@@ -47,7 +55,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def saved(folder):
-    return Checkpoints(folder).save(7, tensors(), RECORD)
+    return at_once(folder).save(7, tensors(), RECORD)
 
 
 def test_what_is_saved_is_loaded_in_place(saved):
@@ -68,7 +76,7 @@ def test_the_record_comes_back_with_a_digest_of_every_file(saved):
 
 def test_saving_leaves_the_tensors_alone(folder):
     ours = tensors()
-    Checkpoints(folder).save(7, ours, RECORD)
+    at_once(folder).save(7, ours, RECORD)
     assert_equal(ours, tensors())
 
 
@@ -148,13 +156,13 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 
 
 def test_checkpoints_are_listed_by_step(folder):
-    checkpoints = Checkpoints(folder)
+    checkpoints = at_once(folder, keep=0)
     assert checkpoints.whole() == []
     assert checkpoints.newest() is None
     for step in (30, 7, 100_000_000, 99_999_999):
         checkpoints.save(step, {"model": {"w": torch.ones(1)}}, {"step": step})
     # The last has a digit more, so that it would come first as text.
-    steps = [checkpoint.step_of(path) for path in checkpoints.whole()]
+    steps = [step_of(path) for path in checkpoints.whole()]
     assert steps == [7, 30, 99_999_999, 100_000_000]
     assert checkpoints.newest().name == "step-100000000"
 
@@ -184,27 +192,27 @@ def test_an_interrupted_save_is_invisible_and_is_cleaned_by_the_next(
     def kill(*args, **kwargs):
         raise Killed
 
-    rename = checkpoint.Path.rename
+    rename = Path.rename
 
     def kill_at_the_end(path, target):
         # DCP renames files of its own before.
-        return kill() if path.name.endswith(".partial") else rename(path, target)
+        return kill() if Path(path).name.endswith(".partial") else rename(path, target)
 
     where = {
         "tensors": (checkpoint.state_dict_saver, "save", kill),
-        "digests": (checkpoint, "describe", kill),
-        "manifest": (checkpoint, "write_durably", kill),
-        "rename": (checkpoint.Path, "rename", kill_at_the_end),
+        "digests": (files.Digesting, "write", kill),
+        "manifest": (store.Disk, "write", kill),
+        "rename": (Path, "rename", kill_at_the_end),
     }[moment]
     with monkeypatch.context() as patched:
-        patched.setattr(*where, kill)
+        patched.setattr(*where)
         with pytest.raises(Killed):
-            Checkpoints(folder).save(9, tensors(seed=1), {"step": 9})
+            at_once(folder).save(9, tensors(seed=1), {"step": 9})
     left = folder / "step-00000009.partial"
     assert left.is_dir()
     assert Checkpoints(folder).whole() == [saved]
     load(saved, tensors())
-    Checkpoints(folder).save(12, tensors(seed=1), {"step": 12})
+    at_once(folder).save(12, tensors(seed=1), {"step": 12})
     assert not left.exists()
     assert [path.name for path in folder.iterdir() if "partial" in path.name] == []
 
@@ -213,13 +221,13 @@ def test_what_an_interrupted_save_left_does_not_get_into_the_next(folder):
     left = folder / "step-00000007.partial"
     left.mkdir(parents=True)
     (left / "__1_0.distcp").write_bytes(b"of a rank that is no more")
-    path = Checkpoints(folder).save(7, tensors(), RECORD)
+    path = at_once(folder).save(7, tensors(), RECORD)
     assert not (path / "__1_0.distcp").exists()
     load(path, tensors(seed=1))
 
 
 def test_saving_a_step_again_replaces_it(saved, folder):
-    again = Checkpoints(folder).save(7, tensors(seed=2), RECORD | {"cursor": 1})
+    again = at_once(folder).save(7, tensors(seed=2), RECORD | {"cursor": 1})
     assert again == saved
     target = tensors(seed=1)
     load(saved, target)
@@ -229,17 +237,17 @@ def test_saving_a_step_again_replaces_it(saved, folder):
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
 def test_the_newest_are_kept(folder, keep, left):
-    checkpoints = Checkpoints(folder, keep=keep)
+    checkpoints = at_once(folder, keep=keep)
     (folder / "step-00000001.set-aside").mkdir(parents=True)
     for step in (1, 2, 3, 4):
         checkpoints.save(step, {"model": {"w": torch.full((2,), float(step))}}, {"step": step})
-    assert [checkpoint.step_of(path) for path in checkpoints.whole()] == left
+    assert [step_of(path) for path in checkpoints.whole()] == left
     # What a person may still want is not ours to delete.
     assert (folder / "step-00000001.set-aside").is_dir()
     for path in checkpoints.whole():
         target = {"model": {"w": torch.zeros(2)}}
         load(path, target)
-        assert target["model"]["w"].tolist() == [checkpoint.step_of(path)] * 2
+        assert target["model"]["w"].tolist() == [step_of(path)] * 2
 
 
 def test_a_checkpoint_can_be_moved(saved, tmp_path):

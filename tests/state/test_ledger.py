@@ -6,9 +6,10 @@ import pytest
 from titan_dit.config import FaultsConfig
 from titan_dit.section import UserError
 from titan_dit.state import rollback
-from titan_dit.state.checkpoint import MANIFEST, Checkpoints
+from titan_dit.state.checkpoints import Checkpoints
 from titan_dit.state.ledger import Ledger, Skipped, Untrained
 from titan_dit.state.sample_log import FOLDER, SampleLog, next_attempt, seen, trained
+from titan_dit.state.store import MANIFEST
 
 
 def through_json(ledger, cursor=100):

@@ -1,12 +1,16 @@
 import copy
+import json
 import os
 
 import pytest
 import torch
 
+from titan_dit.config import CheckpointConfig
 from titan_dit.section import UserError
-from titan_dit.state.checkpoint import Checkpoints
-from titan_dit.state.resume import check_same_mathematics, set_aside_newer, starting_point
+from titan_dit.state import checkpoint
+from titan_dit.state import resume as resuming
+from titan_dit.state.checkpoints import Checkpoints
+from titan_dit.state.resume import Start, check_same_mathematics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -18,11 +22,19 @@ TABLES = {
 
 
 def run_with(folder, *steps, resume="auto"):
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=0, async_save=False))
     for step in steps:
         record = {"step": step, "config": {"checkpoint": {"resume": resume}}}
         checkpoints.save(step, {"model": {"w": torch.ones(1)}}, record)
     return checkpoints
+
+
+def starting_point(checkpoints, resume):
+    return resuming.starting_point(checkpoints, resume).path
+
+
+def set_aside_newer(checkpoints, path):
+    resuming.set_aside_newer(checkpoints, Start(path))
 
 
 def test_auto_takes_the_newest_or_starts_afresh(tmp_path):
@@ -104,6 +116,98 @@ def test_starting_from_another_run_sets_nothing_aside(tmp_path):
     set_aside_newer(ours, None)
     set_aside_newer(ours, ours.newest())
     assert [path.name for path in ours.whole()] == ["step-00000005"]
+
+
+def damage_files(path, file, how):
+    """A bit flips, bytes are lost, or all of it."""
+    target = path / file
+    data = bytearray(target.read_bytes())
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    target.write_bytes({"flip": data, "truncate": data[:-1]}.get(how, b""))
+    if how == "delete":
+        target.unlink()
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("how", ["flip", "truncate", "empty", "delete"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path, file, how):
+    checkpoints = run_with(tmp_path, 5, 10, 15)
+    newest = checkpoints.folder / "step-00000015"
+    damage_files(newest, file, how)
+    start = resuming.starting_point(checkpoints, "auto")
+    assert start.path == checkpoints.folder / "step-00000010"
+    assert start.record["step"] == 10
+    [said] = start.told()
+    what = f"{file} is missing" if (file, how) == ("manifest.json", "delete") else file
+    assert said == f"{newest} is damaged: {what}; going on from the one before it: {start.path}"
+
+    # Once the run goes on, it saves that step again, and the damaged one is still there.
+    resuming.set_aside_newer(checkpoints, start)
+    run_with(tmp_path, 15)
+    assert [path.name[-2:] for path in checkpoints.whole()] == ["05", "10", "15"]
+    assert (checkpoints.folder / "step-00000015.damaged-1").is_dir()
+    assert resuming.starting_point(checkpoints, "auto").path == newest
+
+
+def test_several_damaged_ones_are_passed_over_and_do_not_count_as_kept(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10, 15)
+    for step in ("10", "15"):
+        damage_files(checkpoints.folder / f"step-000000{step}", ".metadata", "flip")
+    start = resuming.starting_point(checkpoints, "auto")
+    assert start.path.name == "step-00000005"
+    assert [line.split()[0][-2:] for line in start.told()] == ["15", "10"]
+    assert start.told()[0].endswith("step-00000010")
+    resuming.set_aside_newer(checkpoints, start)
+    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    Checkpoints(checkpoints.folder, CheckpointConfig(keep=1)).prune()
+    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+
+
+def tree(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_run_of_damaged_checkpoints_only_does_not_start_afresh(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    for path in checkpoints.whole():
+        damage_files(path, "__0_0.distcp", "flip")
+    before = tree(tmp_path)
+    with pytest.raises(UserError) as caught:
+        starting_point(checkpoints, "auto")
+    message = str(caught.value)
+    assert "step-00000010 is damaged: __0_0.distcp" in message
+    assert "step-00000005 is damaged: __0_0.distcp" in message
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(tmp_path, own):
+    other = run_with(tmp_path / "other", 3, 5)
+    damage_files(other.newest(), "__0_0.distcp", "truncate")
+    checkpoints = other if own else run_with(tmp_path / "ours")
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match=r"step-00000005 is damaged: __0_0\.distcp"):
+        starting_point(checkpoints, str(other.newest()))
+    assert tree(tmp_path) == before
+
+
+def test_a_run_that_began_elsewhere_passes_over_its_own_damaged_ones(tmp_path):
+    other = str(run_with(tmp_path / "other", 3).newest())
+    checkpoints = run_with(tmp_path / "ours", 5, 10, resume=other)
+    damage_files(checkpoints.newest(), "manifest.json", "flip")
+    assert starting_point(checkpoints, other).name == "step-00000005"
+
+
+def test_a_checkpoint_of_a_newer_format_is_not_called_damaged(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    manifest = checkpoints.newest() / "manifest.json"
+    record = json.loads(manifest.read_text()) | {"format": "titan_dit.checkpoint/9"}
+    del record["digest"]
+    record["digest"] = checkpoint.digest_of(record)
+    manifest.write_text(json.dumps(record))
+    with pytest.raises(UserError, match="not of the format"):
+        starting_point(checkpoints, "auto")
 
 
 def changed(**values):

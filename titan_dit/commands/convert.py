@@ -19,6 +19,7 @@ from titan_dit.observe import console
 from titan_dit.section import Bound, Count, Finite, Section, UserError, conform
 from titan_dit.state import checkpoint, original_weights, weight_file
 from titan_dit.state.original_weights import Original
+from titan_dit.state.store import PARTIAL, URL, Place, place
 from titan_dit.state.tensor_file import write_tensors
 
 EMA_DECAY = "0.9999"  # The original's.
@@ -58,15 +59,18 @@ READING, WRITING = ("heads", "scale", "prediction", "schedule"), ("weights", "de
 
 def main(options: Options) -> None:
     """The kind of --from decides the direction."""
-    source, target = Path(options.source), Path(options.to)
-    writes = source.is_dir()
+    source, target = place(options.source), Path(options.to)
+    writes = isinstance(source, URL) or source.is_dir()
     for name in READING if writes else WRITING:
         if getattr(options, name) is not None:
             kind, use = ("folder", "writing") if writes else ("file", "reading")
             raise UserError(f"--{name} has no use in {use}, as --from {source} is a {kind}.")
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
-    (write_original if writes else read_original)(source, target, options)
+    if writes:
+        write_original(source, target, options)
+    else:
+        read_original(Path(options.source), target, options)
 
 
 def read_original(source: Path, target: Path, options: Options) -> None:
@@ -108,7 +112,7 @@ def add_moments(tensors: dict[str, Any], weights: weight_file.Weights, original:
 
 def save(target: Path, tensors: dict[str, Any], record: dict[str, Any]) -> None:
     """Write the checkpoint; nothing is left of one that cannot be written."""
-    aside = target.with_name(f"{target.resolve().name}{checkpoint.PARTIAL}")
+    aside = target.with_name(f"{target.resolve().name}{PARTIAL}")
     if aside.exists():
         raise UserError(f"--to {target}: {aside} is in the way. Move it, or choose another name.")
     try:
@@ -171,7 +175,7 @@ def record_of(original: Original, objective: dict[str, Any], scale: float) -> di
     }
 
 
-def write_original(source: Path, target: Path, options: Options) -> None:
+def write_original(source: Place, target: Path, options: Options) -> None:
     """A checkpoint to a file in the original's names."""
     if target.suffix not in weight_file.SUFFIXES:
         raise UserError(f"--to {target}: name a file that ends in .pt or .safetensors.")

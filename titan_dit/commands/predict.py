@@ -13,6 +13,7 @@ from titan_dit.commands.restore import Restored, device_of, find, restore
 from titan_dit.objectives.base import Batch
 from titan_dit.observe import console
 from titan_dit.section import Count, Section, UserError
+from titan_dit.state.store import place
 from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors
 
 
@@ -23,7 +24,7 @@ class Options(Section):
     section = "predict"
 
     checkpoint: str
-    """A checkpoint, or a run directory for its newest one."""
+    """A checkpoint, or a run directory for its newest one; a path or a URL."""
     inputs: str
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (from 0, as the original counts) and
     `y` [b] (labels; the number of classes, or -1, stands for none). With `noise` like x, x is the
@@ -49,7 +50,7 @@ def main(options: Options) -> None:
     if out.suffix != ".safetensors":
         raise UserError(f"--out {out}: name a file that ends in .safetensors.")
     device = device_of(options.device)
-    path = find(Path(options.checkpoint), options.step, "--checkpoint")
+    path = find(place(options.checkpoint), options.step, "--checkpoint")
     run = restore(path, options.weights, options.decay, device)
     inputs = read_inputs(Path(options.inputs), run)
     size, parts = len(inputs["x"]), []

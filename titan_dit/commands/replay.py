@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_dit import catalog, config_file
-from titan_dit.commands.restore import device_of
+from titan_dit.commands.restore import device_of, series
 from titan_dit.config import CompileConfig, JobConfig, ParallelConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Source
@@ -32,7 +32,9 @@ from titan_dit.rng import SampleRNG
 from titan_dit.section import Count, Section, UserError, Whole
 from titan_dit.spans import numbers_of, spans_of
 from titan_dit.state import checkpoint, rollback
+from titan_dit.state.checkpoints import step_of
 from titan_dit.state.ledger import Ledger
+from titan_dit.state.store import Place
 
 Config = JobConfig[Any, Any, Any]
 MICROBATCH = 32
@@ -81,7 +83,7 @@ class Origin:
     numbers: Sequence[int]
     found_in: str
     """Where the numbers are from."""
-    weights: Path | None
+    weights: Place | None
     """A checkpoint; None for the initial weights."""
     weights_step: int
     data_digest: str | None
@@ -122,11 +124,7 @@ def main(options: Options) -> None:
 
 def origin_of(run: Path, step: int, config: Config) -> Origin:
     """What a step saw: as the run wrote it down if it was bad, else by the plan of batches."""
-    before = [
-        path
-        for path in checkpoint.Checkpoints(run / "checkpoints").whole()
-        if checkpoint.step_of(path) < step
-    ]
+    before = [path for path in series(run).whole() if step_of(path) < step]
     record: dict[str, Any] = {"step": 0, "cursor": 0}
     if before:
         record = checkpoint.read_record(before[-1])

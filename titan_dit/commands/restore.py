@@ -14,13 +14,15 @@ from titan_dit.config import JobConfig
 from titan_dit.data.base import DataFacts
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
+from titan_dit.state.checkpoints import NAME, Checkpoints, step_of
+from titan_dit.state.store import MANIFEST, Place, place, store_of
 
 
 @dataclass(frozen=True)
 class Restored:
     """A network with trained weights and what it takes to use it."""
 
-    path: Path
+    path: Place
     step: int
     config: JobConfig[Any, Any, Any]
     facts: DataFacts
@@ -29,14 +31,11 @@ class Restored:
     """Which weights: "ema 0.9999" or "model"."""
 
 
-def find(run: Path, step: int | None, flag: str = "--run") -> Path:
+def find(run: Place, step: int | None, flag: str = "--run") -> Place:
     """The checkpoint of `step` in a run directory, the newest for None, or `run` if it is one."""
-    if (run / checkpoint.MANIFEST).is_file():
+    if store_of(run).has(run / MANIFEST):
         return run
-    whole = {
-        checkpoint.step_of(path): path
-        for path in checkpoint.Checkpoints(run / "checkpoints").whole()
-    }
+    whole = {step_of(path): path for path in series(run).whole()}
     if not whole:
         raise UserError(
             f"{flag} {run}: no checkpoint there. Give a run directory such as outputs/digits, or "
@@ -50,6 +49,18 @@ def find(run: Path, step: int | None, flag: str = "--run") -> Path:
     return whole[step]
 
 
+def series(run: Place) -> Checkpoints:
+    """The checkpoints of a run directory, wherever it keeps them, or of the folder of them."""
+    names = store_of(run).names(run)
+    if any(NAME.fullmatch(name) for name in names):
+        return Checkpoints(run)
+    if "checkpoints" not in names and "config.toml" in names and isinstance(run, Path):
+        table = config_file.read_toml(run / "config.toml").get("checkpoint", {})
+        if table.get("dir"):
+            return Checkpoints(place(str(table["dir"])))
+    return Checkpoints(run / "checkpoints")
+
+
 def device_of(name: str | None) -> torch.device:
     """The device that --device asks for."""
     try:
@@ -61,7 +72,7 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def restore(path: Path, weights: str, decay: float | None, device: torch.device) -> Restored:
+def restore(path: Place, weights: str, decay: float | None, device: torch.device) -> Restored:
     """Build the network of a checkpoint and load its averaged ("ema") or last ("model") weights.
 
     Without EMA in the run, "ema" falls back to the last weights.

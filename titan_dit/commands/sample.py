@@ -19,6 +19,7 @@ from titan_dit.models.base import ModelConfig
 from titan_dit.observe import console, images
 from titan_dit.samplers.base import Sampler
 from titan_dit.section import Bound, Count, Fraction, NonNegative, Section, UserError
+from titan_dit.state.store import place
 from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors
 
 
@@ -29,7 +30,7 @@ class Options(Section):
     section = "sample"
 
     run: str
-    """Run directory (outputs/digits) or one checkpoint of it."""
+    """Run directory (outputs/digits) or one checkpoint of it; a path or a URL."""
     out: str
     """FILE.safetensors for `samples` and `labels`, FILE.png for a picture."""
     num: Count = 100
@@ -69,7 +70,7 @@ def main(options: Options) -> None:
     if out.suffix not in (".safetensors", ".png"):
         raise UserError(f"--out {out}: name a file that ends in .safetensors or .png.")
     device = device_of(options.device)
-    path = find(Path(options.run), options.step)
+    path = find(place(options.run), options.step)
     run = restore(path, options.weights, options.decay, device)
     sampler = catalog.sampler(options.sampler, run.config.objective.name, "--sampler")
     check_drawing(

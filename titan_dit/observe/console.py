@@ -40,7 +40,7 @@ def skipped(step: int, kind: str, grad_norm: float, folder: Path) -> str:
     return f"step {step} skipped: the gradient norm is {why} (see {folder / 'faults.jsonl'})"
 
 
-def went_back(step: int, start: Path, first: int, end: int) -> str:
+def went_back(step: int, start: object, first: int, end: int) -> str:
     """One line for a run that went back and leaves samples out."""
     return f"went back from step {step} to {start}: samples {first} to {end - 1} are left out"
 

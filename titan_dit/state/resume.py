@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,15 @@ from titan_dit.config import CheckpointConfig, RunConfig
 from titan_dit.config_file import Tables, changes
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
-from titan_dit.state.checkpoint import Checkpoints, Tensors, read_record, step_of
+from titan_dit.state.checkpoint import Damaged, read_record
+from titan_dit.state.checkpoints import Checkpoints, step_of
 from titan_dit.state.ema import EMA
+from titan_dit.state.ranks import Ranks
+from titan_dit.state.staging import Tensors
+from titan_dit.state.store import MANIFEST, Place, place, store_of
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "schedule", "steps", "learn_sigma")
 """Keys of [objective] that say what a network predicts."""
-
-
-def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
-    """Whether this is a run that goes on, so that it may come back on other ranks.
-
-    It is once it has written its config, even if it ended before its first checkpoint.
-    """
-    folder = folder_of(run)
-    checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
-    begun = (folder / "config.toml").is_file() or checkpoints.newest() is not None
-    return begun and settings.resume != "never"
 
 
 def folder_of(run: RunConfig) -> Path:
@@ -34,50 +29,136 @@ def folder_of(run: RunConfig) -> Path:
     return Path(run.dir or f"outputs/{run.name}")
 
 
-def starting_point(checkpoints: Checkpoints, resume: str) -> Path | None:
-    """The checkpoint that [checkpoint] resume asks for; None starts from step 0.
+def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
+    """The checkpoints of a run, wherever they lie."""
+    return Checkpoints(place(settings.dir or folder_of(run) / "checkpoints"), settings)
+
+
+def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
+    """Whether this is a run that goes on, so that it may come back on other ranks.
+
+    It is once it has written its config, even if it ended before its first checkpoint.
+    """
+    if settings.resume == "never":
+        return False
+    begun = (folder_of(run) / "config.toml").is_file()
+    return begun or checkpoints_of(run, settings).newest() is not None
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on from."""
+
+    path: Place | None = None
+    """A checkpoint whose every file was compared with its digest; None starts from step 0."""
+    record: dict[str, Any] = field(default_factory=dict)
+    damaged: dict[Place, str] = field(default_factory=dict)
+    """Newer ones that were passed over, and what is wrong with them."""
+
+    def told(self) -> list[str]:
+        """What to say of the damaged ones."""
+        ones = [*self.damaged, self.path]
+        return [
+            f"{path} is damaged: {what}; going on from the one before it: {before}"
+            for (path, what), before in zip(self.damaged.items(), ones[1:], strict=True)
+        ]
+
+
+def starting_point(checkpoints: Checkpoints, resume: str) -> Start:
+    """The newest whole checkpoint among those that [checkpoint] resume asks for.
+
+    Every rank calls; they share the work of verifying. Raises UserError, on every rank, where what
+    was asked for cannot be had: a run with damaged checkpoints only does not start afresh.
+    """
+    ranks = Ranks()
+    damaged: dict[Place, str] = {}
+    # The first rank's view decides: a shared disk may show a new folder to some ranks first.
+    for path in ranks.first(lambda: candidates(checkpoints, resume)):
+        record, what = ranks.first(functools.partial(readable, path))
+        if not what:
+            what = ", ".join(checkpoint.damaged_files(path, record, ranks))
+        if not what:
+            return Start(path, record, damaged)
+        damaged[path] = what
+    if damaged:
+        listed = "; ".join(f"{path} is damaged: {what}" for path, what in damaged.items())
+        raise UserError(
+            f"[checkpoint] {listed}. There is none before it, and nothing was changed. Give "
+            "another with --checkpoint.resume PATH, or start a new run with --job.name."
+        )
+    return Start()
+
+
+def candidates(checkpoints: Checkpoints, resume: str) -> list[Place]:
+    """The checkpoints that [checkpoint] resume asks for, in the order of preference.
 
     A path into another run is where a fresh run begins; one of its own, where it goes back to.
     Either happens once: what the same command has saved since, it goes on from.
     """
-    newest = checkpoints.newest()
+    own = own_newest_first(checkpoints)
     if resume == "auto":
-        return newest
+        return own
     if resume == "never":
-        if newest:
+        if own:
             raise UserError(
                 f'[checkpoint] resume="never", but {checkpoints.folder} holds checkpoints up to '
-                f"step {step_of(newest)}. Give the new run a name of its own (--job.name), or "
+                f"step {step_of(own[0])}. Give the new run a name of its own (--job.name), or "
                 "delete the old one."
             )
-        return None
-    if newest and read_record(newest)["config"]["checkpoint"]["resume"] == resume:
-        return newest
-    path = Path(resume)
+        return []
+    records = (readable(path)[0] for path in own)
+    newest: dict[str, Any] = next((record for record in records if record), {})
+    if newest and newest["config"]["checkpoint"]["resume"] == resume:
+        return own
+    path = place(resume)
     read_record(path)  # Named here if it is no checkpoint.
-    return path if is_own(checkpoints, path) else newest or path
+    return [path] if is_own(checkpoints, path) else own or [path]
 
 
-def is_own(checkpoints: Checkpoints, path: Path) -> bool:
+def own_newest_first(checkpoints: Checkpoints) -> list[Place]:
+    """The run's own checkpoints, damaged ones included.
+
+    A disk shows a folder under its final name when it is whole; one without a manifest has lost it.
+    In an object store, it was never finished.
+    """
+    renames = store_of(checkpoints.folder).renames
+    return (checkpoints.named() if renames else checkpoints.whole())[::-1]
+
+
+def readable(path: Place) -> tuple[dict[str, Any], str]:
+    """A checkpoint's record, and what is wrong with its manifest."""
+    if not store_of(path).has(path / MANIFEST):
+        return {}, f"{MANIFEST} is missing"
+    try:
+        return read_record(path), ""
+    except Damaged:
+        return {}, MANIFEST
+
+
+def is_own(checkpoints: Checkpoints, path: Place) -> bool:
     """Whether a checkpoint lies in the run's own folder."""
     return path.resolve().parent == checkpoints.folder.resolve()
 
 
-def set_aside_newer(checkpoints: Checkpoints, path: Path | None) -> None:
-    """When a run goes back to an older checkpoint of its own, rename the newer ones.
+def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
+    """When a run goes on from an older checkpoint of its own, rename the newer ones.
 
-    They belong to a future that the run will not have; nothing is deleted.
+    They are damaged, or belong to a future that the run will not have. Nothing is deleted, and
+    what the run saves at those steps finds its place free.
     """
-    if path is None or not is_own(checkpoints, path):
+    if start.path is None or not is_own(checkpoints, start.path):
         return
-    for newer in checkpoints.whole():
-        if step_of(newer) > step_of(path):
-            asides = (newer.with_name(f"{newer.name}.set-aside-{i}") for i in itertools.count(1))
-            newer.rename(next(aside for aside in asides if not aside.exists()))
+    store = store_of(checkpoints.folder)
+    newer = [p for p in own_newest_first(checkpoints) if step_of(p) > step_of(start.path)]
+    taken = set(store.names(checkpoints.folder))
+    for path in newer:
+        why = "damaged" if path in start.damaged else "set-aside"
+        names = (f"{path.name}.{why}-{i}" for i in itertools.count(1))
+        store.rename(path, next(name for name in names if name not in taken))
 
 
 def check_same_mathematics(
-    path: Path,
+    path: Place,
     configs: tuple[Tables, Tables],
     data_digests: tuple[str, str],
     imported: bool = False,
@@ -102,15 +183,29 @@ def check_same_mathematics(
         )
 
 
-def load(path: Path, record: Mapping[str, Any], tensors: Tensors, ema: EMA) -> None:
+def load(
+    path: Place,
+    record: Mapping[str, Any],
+    tensors: Tensors,
+    ema: EMA,
+    *,
+    verified: bool = False,
+) -> None:
     """Fill a run's tensors from its checkpoint; averages that it lacks begin at the weights."""
     saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
     kept = {decay: average for decay, average in ema.averages.items() if decay in saved}
-    checkpoint.load(path, {**tensors, "ema": kept})
+    checkpoint.load(path, {**tensors, "ema": kept}, verified=verified)
     ema.restart(except_for=saved)
 
 
-def load_imported(path: Path, record: Mapping[str, Any], tensors: Tensors, ema: EMA) -> None:
+def load_imported(
+    path: Place,
+    record: Mapping[str, Any],
+    tensors: Tensors,
+    ema: EMA,
+    *,
+    verified: bool = False,
+) -> None:
     """Fill a new run's tensors from imported weights; every average begins at the imported one.
 
     Most files of weights are without AdamW's moments: it starts anew then.
@@ -126,5 +221,5 @@ def load_imported(path: Path, record: Mapping[str, Any], tensors: Tensors, ema: 
         wanted["ema"] = {saved: next(iter(ema.averages.values()))}
     if not checkpoint.holds(path, "optimizer"):
         del wanted["optimizer"]
-    checkpoint.load(path, wanted)
+    checkpoint.load(path, wanted, verified=verified)
     ema.spread()

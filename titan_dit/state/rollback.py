@@ -14,15 +14,11 @@ from typing import Any
 from titan_dit.config import FaultsConfig
 from titan_dit.section import UserError
 from titan_dit.spans import Span
-from titan_dit.state.checkpoint import (
-    Checkpoints,
-    read_record,
-    step_of,
-    sync_folder,
-    write_durably,
-)
+from titan_dit.state.checkpoint import read_record
+from titan_dit.state.checkpoints import Checkpoints, step_of
 from titan_dit.state.ledger import Skipped
-from titan_dit.state.resume import set_aside_newer
+from titan_dit.state.resume import Start, set_aside_newer
+from titan_dit.state.store import Disk, Place, sync_folder
 
 FILE = "rollbacks.json"
 
@@ -61,7 +57,7 @@ class Rollbacks:
         """Into a run's folder, on the disk when this returns, whole or not at all."""
         values = {**vars(self), "skipped": [list(vars(entry).values()) for entry in self.skipped]}
         aside = folder / f"{FILE}.partial"
-        write_durably(aside, json.dumps(values, indent=2) + "\n")
+        Disk().write(aside, json.dumps(values, indent=2) + "\n")
         aside.replace(folder / FILE)
         sync_folder(folder)
 
@@ -80,7 +76,7 @@ def read(folder: Path) -> Rollbacks:
 
 def go_back(
     folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps
-) -> tuple[Path, dict[str, Any], Rollbacks]:
+) -> tuple[Place, dict[str, Any], Rollbacks]:
     """Where to go back to, its record and the rollbacks so far; for the first rank to call.
 
     Checkpoints of the bad steps are set aside. Raises UserError, and changes nothing, where there
@@ -97,7 +93,7 @@ def go_back(
         raise UserError(why_not(folder, config, bad, reason))
     saved = read_record(older[-1])
     # Aside first: a kill in between leaves a run that meets the bad steps, and goes back, anew.
-    set_aside_newer(checkpoints, older[-1])
+    set_aside_newer(checkpoints, Start(older[-1], saved))
     rollbacks.write(folder)
     return older[-1], saved, rollbacks
 

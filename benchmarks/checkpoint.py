@@ -1,0 +1,134 @@
+"""What a checkpoint costs the step that begins it: `python benchmarks/checkpoint.py`.
+
+Measured turn by turn in one process: one copy of the state's bytes in memory (one tensor to
+another, both touched before), the wait of a save beside training, and a save that the step waits
+for, with every file synced to the disk. Ratios are medians of the ratios turn by turn. The state
+is that of a DiT trained with AdamW and one average: weights, two moments, the average and a step
+count per parameter. Files go to a temporary folder under --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import finish
+from torch import Tensor
+
+from titan_dit.config import CheckpointConfig, EMAConfig, OptimizerConfig
+from titan_dit.models.dit import DiTConfig
+from titan_dit.state.checkpoints import Checkpoints
+from titan_dit.state.ema import EMA
+from titan_dit.state.optimizer import build_optimizer, optimizer_tensors
+from titan_dit.state.staging import leaves
+
+MODELS = {
+    "30 MiB": {"hidden": 128, "layers": 7, "heads": 2},
+    "120 MiB": {"hidden": 192, "layers": 12, "heads": 3},
+    "500 MiB": {"hidden": 384, "layers": 12, "heads": 6},
+    "1 GiB": {"hidden": 512, "layers": 14, "heads": 8},
+}
+
+
+def state(name: str, device: torch.device) -> Callable[[], dict[str, Any]]:
+    """What the trainer calls for the tensors of a run."""
+    config = DiTConfig(patch=2, latent_size=32, channels=4, num_classes=1000, **MODELS[name])
+    parameters = dict(config.build(4).to(device).named_parameters())
+    optimizer = build_optimizer(parameters.values(), OptimizerConfig())
+    ema = EMA(parameters, EMAConfig())
+
+    def tensors() -> dict[str, Any]:
+        return {
+            "model": {name: p.detach() for name, p in parameters.items()},
+            "optimizer": optimizer_tensors(optimizer, parameters),
+            "ema": ema.averages,
+        }
+
+    return tensors
+
+
+def seconds(action: Callable[[], object], device: torch.device) -> float:
+    """How long it takes, the device's part included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def copy_of(size: int, device: torch.device) -> Callable[[], None]:
+    """One copy of so many bytes to host memory."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return copy
+
+
+def measure(name: str, folder: Path, turns: int, device: torch.device) -> dict[str, Any]:
+    """A row: the state of one model."""
+    tensors = state(name, device)
+    shards: list[Tensor] = list(leaves(tensors()))
+    size = sum(shard.nbytes for shard in shards)
+    copy = copy_of(size, device)
+    record = {"step": 0, "cursor": 0}
+    beside, at_once = (
+        Checkpoints(folder / kind, CheckpointConfig(async_save=kind == "async", keep=1))
+        for kind in ("async", "sync")
+    )
+    copies, waits, writes, saves = [], [], [], []
+    first = 0.0
+    for turn in range(turns + 1):
+        gc.collect()
+        copies.append(seconds(copy, device))
+        waits.append(seconds(lambda t=turn: beside.save(t, tensors(), record), device))
+        writes.append(waits[-1] + seconds(beside.wait, device))
+        saves.append(seconds(lambda t=turn: at_once.save(t, tensors(), record), device))
+        said = beside.poll() + at_once.poll()
+        assert sum(line.startswith("saved") for line in said) == 2, said
+        first = first or waits[0]
+    waits, copies, saves, writes = waits[1:], copies[1:], saves[1:], writes[1:]
+
+    def ratio(ours: list[float], others: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(ours, others, strict=True))
+
+    return {
+        "state": f"{size / 2**20:,.0f} MiB",
+        "tensors": len(shards),
+        "one copy ms": f"{statistics.median(copies) * 1e3:.1f}",
+        "async wait ms": f"{statistics.median(waits) * 1e3:.1f}",
+        "wait / copy": f"{ratio(waits, copies):.2f}",
+        "first wait ms": f"{first * 1e3:.0f}",
+        "async until whole ms": f"{statistics.median(writes) * 1e3:,.0f}",
+        "sync save ms": f"{statistics.median(saves) * 1e3:,.0f}",
+        "wait / sync": f"{ratio(waits, saves):.1%}",
+    }
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--states", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--folder", help="where to write; the system's temporary folder if unset")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for name in options.states:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            rows.append(measure(name, Path(folder), options.turns, device))
+    finish("checkpoint", rows, options.out, turns=options.turns)
+
+
+if __name__ == "__main__":
+    main()

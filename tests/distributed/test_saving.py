@@ -1,0 +1,120 @@
+"""Saves beside training on two ranks: what one cannot do, both learn, and none waits for ever."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from harness import on_ranks
+from tiny import randomize, tiny_config
+
+from titan_dit.section import UserError
+from titan_dit.state import files, store
+from titan_dit.trainer import Trainer
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def trainer_in(world, folder, **settings):
+    checkpoint = {"every": 10, "max_failures": 2} | settings
+    trainer = Trainer(tiny_config(job={"dir": str(folder)}, checkpoint=checkpoint), world)
+    randomize(trainer.parameters)
+    return trainer
+
+
+def fail(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/the/disk")
+
+
+def no_memory(*args, **kwargs):
+    raise RuntimeError("can't allocate memory")
+
+
+FAILURES = {
+    "folder on the first": (0, store.Disk, "begin"),
+    "tensors on the second": (1, files.Digesting, "write"),
+    "tensors on both": (None, files.Digesting, "write"),
+    "memory on the second": (1, torch, "_foreach_copy_"),
+    "manifest on the first": (0, store.Disk, "write"),
+}
+
+
+def saved_with_failures(world, folder):
+    """The messages of a save with each failure, and of the good ones between them."""
+    trainer, said = trainer_in(world, folder), {}
+    for number, (name, (rank, owner, attribute)) in enumerate(FAILURES.items(), 1):
+        original = getattr(owner, attribute)
+        trainer.step = number * 10
+        if rank in (None, world.rank):
+            setattr(owner, attribute, no_memory if owner is torch else fail)
+        trainer.save()
+        trainer.checkpoints.wait()
+        setattr(owner, attribute, original)
+        said[name] = trainer.checkpoints.poll()
+        partial = f"step-{trainer.step:08d}.partial"
+        left = [path.name for path in trainer.checkpoints.folder.glob(partial)]
+        trainer.step += 5
+        trainer.save()
+        trainer.checkpoints.finish()
+        said[name] += left + trainer.checkpoints.poll()
+        # How long one had to wait is the machine's affair.
+        said[name] = [line for line in said[name] if not line.startswith("waited")]
+    return said
+
+
+def test_what_one_rank_cannot_save_all_learn_of_and_go_on(tmp_path):
+    first, second = on_ranks(2, saved_with_failures, str(tmp_path))
+    assert first == second
+    for number, (name, (rank, owner, _)) in enumerate(FAILURES.items(), 1):
+        failed, saved = first[name]
+        what = "can't allocate memory" if owner is torch else "No space left on device: /the/disk"
+        culprit = f"rank {rank or 0}: {what}"
+        assert failed.startswith(f"step {number * 10} was not saved"), name
+        assert culprit in failed, name
+        assert saved == f"saved {tmp_path}/checkpoints/step-{number * 10 + 5:08d}", name
+
+
+def ended_by_failures(world, folder):
+    trainer = trainer_in(world, folder)
+    if world.rank == 1:
+        files.Digesting.write = fail
+    said = []
+    try:
+        for trainer.step in (10, 20, 30):
+            trainer.save()
+    except UserError as error:
+        said.append(str(error))
+    return trainer.step, said
+
+
+def test_too_many_failures_end_all_ranks_at_the_same_step(tmp_path):
+    first, second = on_ranks(2, ended_by_failures, str(tmp_path))
+    assert first == second
+    step, [message] = first
+    assert step == 30
+    assert "max_failures=2" in message
+    assert "rank 1: No space left on device" in message
+
+
+def saved_and_trained_on(world, folder):
+    """Weights as they were at the save; the same, loaded after training went on beside it."""
+    trainer = trainer_in(world, folder)
+    batches = trainer.batches()
+    trainer.step = 1
+    trainer.train_step(next(batches))
+    trainer.save()
+    expected = [p.detach().full_tensor().clone() for p in trainer.parameters.values()]
+    for trainer.step in (2, 3, 4):
+        trainer.train_step(next(batches))
+        trainer.tell_of_saves()
+    trainer.checkpoints.finish()
+    other = trainer_in(world, folder)
+    other.resume()
+    found = [p.detach().full_tensor() for p in other.parameters.values()]
+    return other.step, all(map(torch.equal, found, expected))
+
+
+def test_training_beside_a_save_does_not_change_what_is_saved(tmp_path):
+    assert on_ranks(2, saved_and_trained_on, str(tmp_path)) == [(1, True)] * 2
+    assert [path.name for path in (Path(tmp_path) / "checkpoints").iterdir()] == ["step-00000001"]

@@ -1,0 +1,52 @@
+"""`python -m titan_dit checkpoint verify DIR`: whether every file is what it was when written."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from titan_dit.commands.restore import series
+from titan_dit.observe import console
+from titan_dit.section import Section, UserError
+from titan_dit.state.checkpoint import damaged_files
+from titan_dit.state.ranks import Ranks
+from titan_dit.state.resume import own_newest_first, readable
+from titan_dit.state.store import MANIFEST, Place, place, store_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Compare every file with the size and SHA-256 that the manifest has of it."""
+
+    section = "checkpoint verify"
+
+    path: Annotated[str, tyro.conf.Positional]
+    """A checkpoint, or a run directory for all of its checkpoints; a path or a URL."""
+
+
+def main(options: Options) -> None:
+    """A line each; the exit code is 1 where one is damaged."""
+    where = place(options.path)
+    alone = store_of(where).has(where / MANIFEST)
+    paths = [where] if alone else own_newest_first(series(where))[::-1]
+    if not paths:
+        raise UserError(f"{where}: no checkpoint there. Give a run directory or a checkpoint.")
+    reports = [(path, *examine(path)) for path in paths]
+    for path, what, size in reports:
+        console.say(f"{path}: {f'damaged: {what}' if what else f'whole, {size}'}")
+    if any(what for _, what, _ in reports):
+        sys.exit(1)
+
+
+def examine(path: Place) -> tuple[str, str]:
+    """What is wrong with a checkpoint, if anything is; its size in words."""
+    record, what = readable(path)
+    if what:
+        return what, ""
+    entries = record["files"].values()
+    mib = sum(entry["bytes"] for entry in entries) / 2**20
+    damaged = damaged_files(path, record, Ranks())
+    return ", ".join(damaged), f"{len(entries)} files, {mib:,.1f} MiB"
