@@ -36,7 +36,7 @@ def check_store(url, monkeypatch, capsys):
         path = checkpoints.save(step, state(float(step)), record_of(step))
     checkpoints.finish()
     assert str(path) == f"{url}/step-00000030"
-    assert [line for line in checkpoints.poll() if "not" in line] == []
+    assert [line for line in checkpoints.poll() if "not saved" in line] == []
     assert [step_of(found) for found in checkpoints.whole()] == [20, 30]
     assert value_of(path) == 30.0
     assert read_record(path)["cursor"] == 30
@@ -47,7 +47,7 @@ def check_store(url, monkeypatch, capsys):
         patched.setattr(files.Digesting, "write", refuse)
         checkpoints.save(40, state(40.0), record_of(40))
         checkpoints.wait()
-    assert "step 40 was not saved" in checkpoints.poll()[0]
+    assert any("step 40 was not saved" in line for line in checkpoints.poll())
     assert resume.starting_point(checkpoints, "auto").path == path
 
     # Killed in the middle: what is left is neither loaded nor in the way.

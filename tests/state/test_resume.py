@@ -9,7 +9,7 @@ from titan_dit.config import CheckpointConfig
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state import resume as resuming
-from titan_dit.state.checkpoints import Checkpoints
+from titan_dit.state.checkpoints import Checkpoints, step_of
 from titan_dit.state.resume import Start, check_same_mathematics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -34,7 +34,8 @@ def starting_point(checkpoints, resume):
 
 
 def set_aside_newer(checkpoints, path):
-    resuming.set_aside_newer(checkpoints, Start(path))
+    record = {"step": step_of(path)} if path else {}
+    resuming.set_aside_newer(checkpoints, Start(path, record))
 
 
 def test_auto_takes_the_newest_or_starts_afresh(tmp_path):
@@ -102,6 +103,17 @@ def test_going_back_twice_keeps_both_futures(tmp_path):
     set_aside_newer(checkpoints, older)
     aside = {path.name for path in checkpoints.folder.glob("*aside*")}
     assert aside == {"step-00000010.set-aside-1", "step-00000010.set-aside-2"}
+
+
+def test_a_run_goes_back_to_what_was_set_aside(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    set_aside_newer(checkpoints, checkpoints.folder / "step-00000005")
+    run_with(tmp_path, 10)
+    aside = str(checkpoints.folder / "step-00000010.set-aside-1")
+    resuming.set_aside_newer(checkpoints, resuming.starting_point(checkpoints, aside))
+    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    left = {path.name for path in checkpoints.folder.iterdir()}
+    assert left == {f"step-00000010.set-aside-{i}" for i in (1, 2)} | {"step-00000005"}
 
 
 def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path):

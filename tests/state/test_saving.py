@@ -23,6 +23,23 @@ from titan_dit.state.checkpoints import Checkpoints, step_of
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@pytest.fixture(autouse=True)
+def _no_wait_is_worth_telling(monkeypatch):
+    """How long a busy machine makes one wait is no part of these tests."""
+    monkeypatch.setattr(saving, "LONG_S", 1e9)
+
+
+def test_a_long_wait_for_the_one_before_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "LONG_S", 0.0)
+    checkpoints = series(tmp_path)
+    checkpoints.save(10, state(), {"step": 10})
+    checkpoints.save(20, state(), {"step": 20})
+    said = [line for line in checkpoints.poll() if line.startswith("waited ")]
+    assert len(said) == 1
+    assert "a larger [checkpoint] every" in said[0]
+    checkpoints.finish()
+
+
 def state(value=0.0):
     return {
         "model": {"w": torch.full((300, 200), value), "b": torch.full((7,), value)},

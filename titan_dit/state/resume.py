@@ -149,7 +149,9 @@ def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
     if start.path is None or not is_own(checkpoints, start.path):
         return
     store = store_of(checkpoints.folder)
-    newer = [p for p in own_newest_first(checkpoints) if step_of(p) > step_of(start.path)]
+    # Going back to one that was set aside itself, the one of the same step makes room as well.
+    others = [p for p in own_newest_first(checkpoints) if p.name != start.path.name]
+    newer = [p for p in others if step_of(p) >= start.record["step"]]
     taken = set(store.names(checkpoints.folder))
     for path in newer:
         why = "damaged" if path in start.damaged else "set-aside"
