@@ -47,6 +47,9 @@ def test_a_single_process_finishes_the_step_and_saves(number, code, tmp_path):
     """Terminals and Slurm signal the loader's workers as well."""
     with Running(alone(*ENDLESS, "--data.workers", 1), tmp_path) as run:
         run.wait_for_step(3)
+        (worker,) = run.children()
+        os.kill(worker, number)
+        run.wait_for_step(run.step + 10)
         os.killpg(run.process.pid, number)
         assert run.end() == code, run.said
     assert run.step in checkpoints(tmp_path)
