@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import pytest
 from running import Running, alone, checkpoints, free_port, is_running, launcher, trainer
 
 ENDLESS = ("--training.steps", 100_000, "--checkpoint.every", 20)
@@ -41,14 +42,18 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
         assert not any(is_running(rank) for rank in ranks)
 
 
-def test_ctrl_c_in_a_single_process_finishes_the_step_and_saves(tmp_path):
-    """A terminal sends it to the loader's workers as well."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_single_process_finishes_the_step_and_saves(number, code, tmp_path):
+    """Terminals and Slurm signal the loader's workers as well."""
     with Running(alone(*ENDLESS, "--data.workers", 1), tmp_path) as run:
         run.wait_for_step(3)
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.end() == 130
+        (worker,) = run.children()
+        os.kill(worker, number)
+        run.wait_for_step(run.step + 10)
+        os.killpg(run.process.pid, number)
+        assert run.end() == code, run.said
     assert run.step in checkpoints(tmp_path)
-    assert f"stopped by SIGINT after step {run.step}" in run.said
+    assert f"stopped by {number.name} after step {run.step}" in run.said
     assert "Traceback" not in run.said
 
 
