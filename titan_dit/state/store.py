@@ -223,6 +223,7 @@ class ObjectStore:
     def rename(self, folder: URL, name: str) -> None:
         """As Store. The store copies file by file, and the manifest last."""
         target, names = folder.with_name(name), self.names(folder)
+        self.files.makedirs(str(target), exist_ok=True)
         for file in sorted(names, key=lambda file: file == MANIFEST):
             self.files.copy(str(folder / file), str(target / file))
         self.remove(folder)
