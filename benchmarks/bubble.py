@@ -261,6 +261,7 @@ def row_of(case: Case, ran: Sequence[Ran]) -> dict[str, Any]:
         "with actions as they were": round(foretold, 4),
         "measured": round(measured, 4),
         "measured / simulated": round(measured / foretold, 3),
+        "step, measured / simulated": round((1 - foretold) / (1 - measured), 4),
     }
 
 

@@ -26,7 +26,7 @@ def train_command(*flags, ranks=1, config="digits"):
     return [*words, "--config", config, *map(str, flags)]
 
 
-def run(command, cwd, timeout=120):
+def run(command, cwd, timeout=240):
     """The finished process, its output as text."""
     return subprocess.run(
         [str(word) for word in command],
@@ -39,7 +39,7 @@ def run(command, cwd, timeout=120):
     )
 
 
-def measured(command, cwd, timeout=120):
+def measured(command, cwd, timeout=240):
     """As `run`, and what the process used: its `resource.struct_rusage`.
 
     The process alone: `getrusage(RUSAGE_CHILDREN)` has the largest child there ever was.

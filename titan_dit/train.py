@@ -35,7 +35,11 @@ def main() -> int:
     orphan.die_with_launcher()
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
     following = resume.has_begun(config.job, config.checkpoint)
-    sizes = mesh.solve(config.parallel, runtime.started_ranks(), following)
+    try:
+        sizes = mesh.solve(config.parallel, runtime.started_ranks(), following)
+    except UserError as error:
+        hint = "A step of this layout can be seen without any device: add --dry-run."
+        raise UserError(f"{error} {hint}") from None
     check_layout(config, sizes, following)
     estimate.check_memory(config, sizes.shards, *estimate.rank_memory())
     from titan_dit.trainer import Trainer

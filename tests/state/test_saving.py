@@ -115,6 +115,7 @@ def test_the_copy_goes_into_the_same_buffers_every_time(tmp_path):
     assert [values(path) for path in checkpoints.whole()] == [{10.0}, {20.0}]
 
 
+@pytest.mark.alone
 def test_a_step_waits_no_longer_than_about_one_copy_of_the_state(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "write", lambda *a: None)
     checkpoints = series(tmp_path)
