@@ -23,6 +23,7 @@ install_import_hook(
 
 ALONE = (
     "faults/test_agents.py",
+    "faults/test_chaos.py",
     "faults/test_stop_request.py",
     "faults/test_stops.py",
     "faults/test_watchdog.py",
