@@ -13,15 +13,26 @@ from titan_dit.section import UserError
 from titan_dit.trainer import Trainer
 
 
+SKIPPING = {
+    1: [{}],
+    2: [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}],
+}
+
+
 def nan_on_one_rank(world):
+    return [nan_in(world, layout) for layout in SKIPPING[world.size]]
+
+
+def nan_in(world, layout):
     """Step 1 is fine, step 2 has a NaN in one sample of the last rank only, step 3 is fine."""
-    trainer = Trainer(tiny_config(), world)
+    config = tiny_config(parallel=layout, training={"microbatch_size": 4})
+    trainer = Trainer(config, world)
     randomize(trainer.parameters)
     batches, snapshots = trainer.batches(), []
     for trainer.step in (1, 2, 3):
         batch = next(batches)
         if trainer.step == 2 and world.rank == world.size - 1:
-            batch.tokens[0, 0, 0] = math.nan
+            batch.tokens[0] = math.nan
         trainer.train_step(batch)
         tensors = {k: v for k, v in state(trainer).items() if k not in ("step", "cursor")}
         snapshots.append(tensors)
@@ -31,7 +42,8 @@ def nan_on_one_rank(world):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_nan_on_one_rank_skips_the_step_on_all(num_ranks):
-    for (first, second, third), nan_steps, cursor in on_ranks(num_ranks, nan_on_one_rank):
+    found = [result for rank in on_ranks(num_ranks, nan_on_one_rank) for result in rank]
+    for (first, second, third), nan_steps, cursor in found:
         assert nan_steps == 1
         assert cursor == 48
         for name, value in first.items():
