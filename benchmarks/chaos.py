@@ -293,7 +293,7 @@ def agents(folder: Path, steps: int) -> dict[str, Any]:
 
 def rendezvous_settings() -> str:
     """Those of run_train.sh."""
-    found = re.search(r"--rdzv-conf[ =]+\"?([\w=,.]+)", (ROOT / "run_train.sh").read_text())
+    found = re.search(r"RDZV_CONF:-([\w=,.]+)}", (ROOT / "run_train.sh").read_text())
     assert found
     return found[1]
 

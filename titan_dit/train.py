@@ -34,7 +34,9 @@ def main() -> int:
 
     orphan.die_with_launcher()
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
-    following = resume.has_begun(config.job, config.checkpoint)
+    # Whether the run has begun, the first rank decides; a shared disk may show others less.
+    is_first = os.environ.get("RANK", "0") == "0"
+    following = not is_first or resume.has_begun(config.job, config.checkpoint)
     try:
         sizes = mesh.solve(config.parallel, runtime.started_ranks(), following)
     except UserError as error:

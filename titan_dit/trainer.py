@@ -31,18 +31,19 @@ from titan_dit.observe.metrics import (
     finite_or_none,
     peak_gib,
 )
+from titan_dit.observe.sparing import Sparing
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import Mesh, followed, solve
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
 from titan_dit.pipeline.checks import check_layout, rows_per_rank
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError
 from titan_dit.state import resume, rollback
 from titan_dit.state.ema import EMA
 from titan_dit.state.ledger import Ledger
 from titan_dit.state.lr_schedule import learning_rate
 from titan_dit.state.optimizer import apply_gradients, build_optimizer, optimizer_tensors
+from titan_dit.state.ranks import Ranks
 from titan_dit.state.sample_log import SampleLog, next_attempt
 
 Config: TypeAlias = JobConfig[ModelConfig, Objective, DataConfig]
@@ -88,7 +89,7 @@ class Trainer:
         self.ledger = Ledger()
         self.guard = Guard(config.faults, world.device)
         self.checkpoints = resume.checkpoints_of(config.job, config.checkpoint)
-        self.meter = Meter()
+        self.meter, self.sparing = Meter(), Sparing(self.say)
         self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
         self.metrics: Metrics | None = None
         self.sample_log: SampleLog | None = None
@@ -114,9 +115,9 @@ class Trainer:
             self.step += 1
             with self.meter.waiting():
                 batch = next(batches)
-            began, (_, _, lr) = self.cursor, self.train_step(batch)
+            _, _, lr = self.train_step(batch)
             if self.sample_log:
-                self.sample_log.write(self.step, self.order.share(began))
+                self.sample_log.write(self.step, batch)
             shown = self.step == first or self.due(config.metrics.every)
             # Looked at before a checkpoint too, which must not hold what has to be undone.
             if shown or self.due(self.guard.every) or self.due(config.checkpoint.every):
@@ -142,7 +143,11 @@ class Trainer:
     def stop_early(self, stop: StopRequest, first: int) -> None:
         """Save what has not been saved, and leave the launcher a note that steps are left."""
         every = self.config.checkpoint.every
-        if every and self.step >= first and not self.due(every):
+        if self.guard.taken:
+            self.read_guard()
+        if self.guard.limit:
+            self.go_back()
+        elif every and self.step >= first and not self.due(every):
             self.save()
         self.finish_saves()
         leave({"stopped": stop.reason.name, "step": self.step})
@@ -211,7 +216,8 @@ class Trainer:
                 times = fault_log.timesteps_of(
                     self.config.objective, seed, numbers, self.world.device
                 )
-                fault_log.write(self.folder, fault_log.bad_step(bad, numbers, rows, times))
+                with self.sparing(fault_log.FILE):
+                    fault_log.write(self.folder, fault_log.bad_step(bad, numbers, rows, times))
                 self.say(console.skipped(bad.step, bad.kind, bad.grad_norm, self.folder))
         return reading
 
@@ -239,7 +245,8 @@ class Trainer:
         }
         # The first line of a resumed run is for the person at the console only.
         if self.metrics and (self.step == 1 or self.due(self.config.metrics.every)):
-            self.metrics.log(row)
+            with self.sparing("metrics"):
+                self.metrics.log(row)
         self.say(console.progress(row, self.config.training.steps))
 
     def go_back(self) -> None:
@@ -248,26 +255,26 @@ class Trainer:
         assert self.guard.limit
         (first, begin), (last, cursor) = self.guard.streak, self.guard.limit
         bad = rollback.BadSteps(first, last, (self.plan(begin)[0][0], self.plan(cursor)[1]))
-        self.checkpoints.wait()
-        found, error = None, None
-        if self.world.is_main:
-            try:
-                found = rollback.go_back(self.folder, self.checkpoints, self.config.faults, bad)
-            except UserError as raised:
-                error = raised
-        # Only the first rank looks at the disk; what it has found holds for all.
-        found, error = self.world.gather((found, error))[0]
-        if found is None:
-            raise error or AssertionError
-        start, record, rollbacks = found
+        with self.watchdog.slow("going back"), self.meter.paused():
+            self.checkpoints.wait()
+            start = resume.newest_before(self.checkpoints, first)
+            # Only the first rank changes the disk; that it cannot be done holds for all.
+            rollbacks = Ranks().first(
+                lambda: rollback.go_back(
+                    self.folder, self.checkpoints, self.config.faults, bad, start
+                )
+            )
+            assert start.path
+            resume.load(start.path, start.record, self.tensors(), self.ema, verified=True)
+        for line in (*start.told(), console.went_back(last, start.path, *bad.numbers)):
+            self.say(line)
         if self.metrics:
-            line = fault_log.rollback(last, record["step"], *bad.numbers)
-            fault_log.write(self.folder, line)
-            self.metrics.forget_after(record["step"])
-        self.say(console.went_back(last, start, *bad.numbers))
-        with self.meter.paused():
-            resume.load(start, record, self.tensors(), self.ema)
-        self.go_on_from(record, rollbacks)
+            with self.sparing(fault_log.FILE):
+                entry = fault_log.rollback(last, start.record["step"], *bad.numbers)
+                fault_log.write(self.folder, entry)
+            with self.sparing("metrics"):
+                self.metrics.forget_after(start.record["step"])
+        self.go_on_from(start.record, rollbacks)
         self.open_sample_log()
 
     def preview(self) -> None:
@@ -297,15 +304,17 @@ class Trainer:
                 picture = self.folder / "samples" / f"step-{self.step:08d}.png"
                 facts = self.source.facts
                 latents = facts.to_stored_units(self.config.model.detokenize(tokens))
-                images.draw_grid(picture, latents, labels.tolist(), facts.value_range)
+                with self.sparing("pictures"):
+                    images.draw_grid(picture, latents, labels.tolist(), facts.value_range)
+                    self.say(f"drew {picture}")
                 self.draw_curve()
-                self.say(f"drew {picture}")
 
     def draw_curve(self) -> None:
         """The loss so far, as a picture."""
         if self.metrics:
             title = f"{self.config.job.name}: training loss"
-            images.draw_curve(self.folder / "loss.png", *self.metrics.curve(), title)
+            with self.sparing("loss.png"):
+                images.draw_curve(self.folder / "loss.png", *self.metrics.curve(), title)
 
     def tensors(self) -> dict[str, Any]:
         """Everything a checkpoint holds in tensors, under original names; loads in place."""
@@ -318,8 +327,6 @@ class Trainer:
     def save(self) -> None:
         """Begin a checkpoint, and wait until the tensors may change again; all ranks together."""
         with self.watchdog.slow("saving"), self.meter.paused():
-            if self.guard.taken:
-                self.read_guard()
             record = {
                 "step": self.step,
                 "cursor": self.cursor,
@@ -351,6 +358,7 @@ class Trainer:
         start = resume.starting_point(self.checkpoints, settings.resume)
         path, record = start.path, start.record
         if path is None:
+            Ranks().first(lambda: resume.check_not_elsewhere(self.config.job, settings))
             return
         for line in start.told():
             self.say(line)
@@ -362,8 +370,9 @@ class Trainer:
             resume.check_same_mathematics(path, configs, digests, record.get("imported", False))
         load = resume.load_imported if record.get("imported") else resume.load
         load(path, record, self.tensors(), self.ema, verified=True)
-        rollbacks = self.world.gather(rollback.read(self.folder) if self.world.is_main else None)
-        self.go_on_from(record, rollbacks[0] or rollback.Rollbacks())
+        own = resume.is_own(self.checkpoints, path)
+        rollbacks = rollback.read(self.folder) if own else rollback.Rollbacks()
+        self.go_on_from(record, self.world.gather(rollbacks)[0])
         if self.world.is_main:
             resume.set_aside_newer(self.checkpoints, start)
         self.say(f"resumed from {path}")
@@ -391,7 +400,7 @@ class Trainer:
             (self.folder / "config.toml").write_text(config_file.to_toml(config))
             tables = config_file.to_tables(config)
             self.metrics = Metrics(self.folder, config.job.name, config.metrics, self.step, tables)
-            if self.step == 0:
+            if not self.ledger.skipped:
                 (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
         self.open_sample_log()
         for line in followed(config.parallel, self.mesh.sizes):

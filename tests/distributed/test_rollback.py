@@ -1,23 +1,28 @@
 """Runs that meet bad numbers and go back; several of them in one launch."""
 
 import json
+from collections import Counter
 
 import torch
 from harness import on_ranks
 from test_layouts import state
 from tiny import tiny_config
 
+from titan_dit.faults.stop_request import Reason
 from titan_dit.section import UserError
 from titan_dit.state.ledger import Ledger, Skipped
+from titan_dit.state.sample_log import trained
 from titan_dit.trainer import Trainer
 
 
-def built(world, folder, steps=10, skip=(), faults=(), spoil=None, numbers=(), every=1):
+def built(
+    world, folder, steps=10, skip=(), faults=(), spoil=None, numbers=(), every=1, saved=(2, 0)
+):
     """A trainer of which the samples `numbers` are spoiled on their way in."""
     config = tiny_config(
         job={"dir": str(folder)},
         training={"steps": steps},
-        checkpoint={"every": 2, "keep": 0},
+        checkpoint={"every": saved[0], "keep": saved[1]},
         faults={"max_consecutive_bad_steps": 3, **dict(faults)},
         metrics={"every": every},
     )
@@ -67,6 +72,50 @@ def looks_seldom(world, folder):
     return state(trainer)
 
 
+def keeps_one(world, folder):
+    """The same although the newest checkpoint, the only one kept, is of a bad step."""
+    trainer = built(world, folder / "one", **NAN, saved=(1, 1))
+    trainer.fit()
+    return state(trainer)
+
+
+def meets_a_damaged_one(world, folder):
+    """The checkpoint to go back to is damaged: the one before it will do."""
+    trainer = built(world, folder / "damaged", **NAN)
+    original = trainer.checkpoints.wait
+
+    def wait():
+        original()
+        file = folder / "damaged" / "checkpoints" / "step-00000004" / "__0_0.distcp"
+        if trainer.step == 8 and world.rank == 0 and file.is_file():
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+
+    trainer.checkpoints.wait = wait
+    trainer.fit()
+    return state(trainer)
+
+
+class Stop:
+    """Asked for once a trainer has taken a step."""
+
+    reason, by = Reason.STOP, " by a test"
+
+    def __init__(self, trainer, step):
+        self.agreed = lambda: trainer.step == step
+
+
+def is_stopped(world, folder):
+    """With a row that is too long, which nobody has looked at yet."""
+    trainer = built(world, folder / "stopped", **NAN, every=0, saved=(5, 0))
+    trainer.open_run_directory()
+    trainer.train(Stop(trainer, 8))
+    went_to, trainer = trainer.step, built(world, folder / "stopped", **NAN, saved=(5, 0))
+    trainer.fit()
+    return went_to, state(trainer)
+
+
 def is_killed(world, folder):
     trainer = built(world, folder / "killed", **NAN)
     killed_after_going_back(trainer)
@@ -101,8 +150,23 @@ def meets_a_spike(world, folder):
     return state(straight), state(resumed), states
 
 
+def drops_a_batch(world, folder):
+    """A loader that loses the first batch: the log tells, as it is of what was trained on."""
+    trainer = built(world, folder / "drops", steps=3, faults={"log_samples": True})
+    original = trainer.batches
+
+    def batches():
+        found = original()
+        next(found)
+        yield from found
+
+    trainer.batches = batches
+    trainer.fit()
+
+
 def everything(world, folder):
-    runs = (goes_back, looks_seldom, is_killed, gives_up, meets_a_spike)
+    runs = (goes_back, looks_seldom, keeps_one, meets_a_damaged_one, is_stopped)
+    runs += (is_killed, gives_up, meets_a_spike, drops_a_batch)
     return {run.__name__: run(world, folder) for run in runs}
 
 
@@ -127,6 +191,7 @@ def test_bad_numbers_on_two_ranks(tmp_path):
     was_killed(first, tmp_path)
     gave_up(first["gives_up"], second["gives_up"], tmp_path)
     met_a_spike(*first["meets_a_spike"], tmp_path)
+    assert trained(tmp_path / "drops", Ledger()) == Counter(range(16, 64))
 
 
 def went_back(results, folder):
@@ -134,6 +199,13 @@ def went_back(results, folder):
     found, clean = results["goes_back"]
     assert_same(found, clean)
     assert_same(results["looks_seldom"], clean)
+    assert_same(results["keeps_one"], clean)
+    assert_same(results["meets_a_damaged_one"], clean)
+    names = {path.name for path in (folder / "damaged" / "checkpoints").iterdir()}
+    assert "step-00000004.damaged-1" in names
+    step, stopped = results["is_stopped"]
+    assert step == 5
+    assert_same(stopped, clean)
     run = folder / "back"
     rows = lines(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 11))

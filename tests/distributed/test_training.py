@@ -12,7 +12,6 @@ from tiny import randomize, tiny_config
 from titan_dit.section import UserError
 from titan_dit.trainer import Trainer
 
-
 SKIPPING = {
     1: [{}],
     2: [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}],

@@ -24,13 +24,14 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
     if not can_mount(disk):
         pytest.skip("no mount of one's own here")
     words = [sys.executable, "-m", "titan_dit.train", "--config", "digits", *map(str, QUICK)]
-    words += ["--training.steps", "40", "--checkpoint.every", "10", "--checkpoint.keep", "1"]
-    words += ["--checkpoint.dir", str(disk), "--checkpoint.max_failures", "0"]
-    # What fills the disk leaves it once the first save has failed.
+    words += ["--training.steps", "400", "--checkpoint.every", "100", "--checkpoint.keep", "1"]
+    words += ["--job.dir", str(disk), "--checkpoint.max_failures", "0"]
+    # Something fills the disk to the brim while steps are taken, until a save has failed.
     script = (
-        "mount -t tmpfs -o size=1200k none disk && head -c 1150000 /dev/zero > disk/filler && "
+        "mount -t tmpfs -o size=2m none disk && "
         '{ "$@"; echo "exit code $?"; } 2>&1 | while IFS= read -r line; do echo "$line"; '
-        'case $line in *"was not saved"*) rm -f disk/filler ;; esac; done; ls disk/step-*'
+        'case $line in "step   5/"*) head -c 4m /dev/zero > disk/filler ;; '
+        '*"was not saved"*) rm -f disk/filler ;; esac; done; ls disk/checkpoints/step-*'
     )
     done = subprocess.run(
         [*MOUNT, "bash", "-c", script, "bash", *words],
@@ -42,9 +43,13 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
         check=False,
     )
     said = done.stdout
-    assert f"step 10 was not saved in {disk}: No space left on device" in said, said + done.stderr
-    assert "Training goes on; the next attempt is at step 20" in said
-    assert f"saved {disk}/step-00000020" in said
+    assert f"step 100 was not saved in {disk}/checkpoints: No space left on device" in said, (
+        said + done.stderr
+    )
+    assert "Training goes on; the next attempt is at step 200" in said
+    assert f"saved {disk}/checkpoints/step-00000200" in said
+    assert "metrics could not be written: [Errno 28] No space left on device" in said
+    assert said.count("could not be written") <= 3  # Once for each thing, not for each step.
     assert "exit code 0" in said
     assert "Traceback" not in said
     # One whole checkpoint, and nothing that the failed save left.

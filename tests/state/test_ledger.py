@@ -1,13 +1,16 @@
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from titan_dit.config import FaultsConfig
 from titan_dit.section import UserError
 from titan_dit.state import rollback
-from titan_dit.state.checkpoints import Checkpoints
+from titan_dit.state.checkpoints import Checkpoints, step_of
 from titan_dit.state.ledger import Ledger, Skipped, Untrained
+from titan_dit.state.resume import Start
 from titan_dit.state.sample_log import FOLDER, SampleLog, next_attempt, seen, trained
 from titan_dit.state.store import MANIFEST
 
@@ -56,11 +59,11 @@ def checkpoints_in(folder, *steps):
     return checkpoints
 
 
-@pytest.fixture(autouse=True)
-def _any_manifest(monkeypatch):
-    monkeypatch.setattr(
-        rollback, "read_record", lambda path: {"step": int(path.name.removeprefix("step-"))}
-    )
+def go_back(folder, checkpoints, config, steps):
+    """As the trainer does, but that it has looked at every file."""
+    older = [path for path in checkpoints.whole() if step_of(path) < steps.first]
+    start = Start(older[-1], {"step": step_of(older[-1])}) if older else Start()
+    return start.path, rollback.go_back(folder, checkpoints, config, steps, start)
 
 
 def bad(first, last, batch=10):
@@ -69,8 +72,8 @@ def bad(first, last, batch=10):
 
 def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path):
     checkpoints = checkpoints_in(tmp_path, 2, 4, 6, 8)
-    start, record, rollbacks = rollback.go_back(tmp_path, checkpoints, FaultsConfig(), bad(6, 9))
-    assert (start.name, record) == ("step-00000004", {"step": 4})
+    start, rollbacks = go_back(tmp_path, checkpoints, FaultsConfig(), bad(6, 9))
+    assert start.name == "step-00000004"
     # Those of the bad steps belong to a future that will not be.
     assert [path.name for path in checkpoints.whole()] == ["step-00000002", "step-00000004"]
     assert rollbacks.skipped == (Skipped(50, 90, "steps 6 to 9 were bad"),)
@@ -81,11 +84,11 @@ def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path)
 def test_a_run_that_comes_no_further_goes_back_so_often_and_no_more(tmp_path):
     checkpoints, config = checkpoints_in(tmp_path, 2), FaultsConfig(max_rollbacks=2)
     for last in (5, 8):
-        rollback.go_back(tmp_path, checkpoints, config, bad(3, last))
+        go_back(tmp_path, checkpoints, config, bad(3, last))
     with pytest.raises(UserError, match="max_rollbacks=2 did not get it any further"):
-        rollback.go_back(tmp_path, checkpoints, config, bad(7, 9))
+        go_back(tmp_path, checkpoints, config, bad(7, 9))
     # It did come further: step 9 was good, and this is another place.
-    _, _, rollbacks = rollback.go_back(tmp_path, checkpoints, config, bad(10, 12))
+    _, rollbacks = go_back(tmp_path, checkpoints, config, bad(10, 12))
     assert rollbacks.in_vain == 1
     assert len(rollback.read(tmp_path).skipped) == 3
 
@@ -104,11 +107,18 @@ def test_a_run_that_cannot_go_back_says_why_and_leaves_everything_as_it_is(
     checkpoints = checkpoints_in(tmp_path, *steps)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError) as caught:
-        rollback.go_back(tmp_path, checkpoints, FaultsConfig(**config), bad(6, 9))
+        go_back(tmp_path, checkpoints, FaultsConfig(**config), bad(6, 9))
     assert words in str(caught.value)
     assert "[faults] max_consecutive_bad_steps=100: the last 4 steps" in str(caught.value)
     assert f"replay --run {tmp_path} --step 6" in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def batch_of(numbers):
+    """Samples, and a row that only fills the batch up."""
+    numbers = torch.tensor([*numbers, 0])
+    weight = torch.ones(len(numbers)).scatter(0, torch.tensor([len(numbers) - 1]), 0.0)
+    return SimpleNamespace(sample_numbers=numbers, weight=weight)
 
 
 def log(run, attempt, ranks, steps, batch=6, cut=()):
@@ -119,7 +129,7 @@ def log(run, attempt, ranks, steps, batch=6, cut=()):
         for step in steps:
             if step not in cut or rank < ranks - 1:
                 first = (step - 1) * batch + rank * share
-                written.write(step, range(first, first + share))
+                written.write(step, batch_of(range(first, first + share)))
         written.file.close()
 
 
@@ -144,5 +154,5 @@ def test_the_sample_log_gives_the_history_that_the_run_has_had(tmp_path):
 def test_a_sample_that_is_seen_twice_shows(tmp_path):
     written = SampleLog(tmp_path, 1, 0, 1)
     for step, numbers in ((1, [0, 1, 2]), (2, [2, 3, 4])):
-        written.write(step, numbers)
+        written.write(step, batch_of(numbers))
     assert trained(tmp_path, Ledger())[2] == 2

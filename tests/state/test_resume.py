@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from titan_dit.config import CheckpointConfig
+from titan_dit.config import CheckpointConfig, RunConfig
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state import resume as resuming
@@ -258,3 +258,15 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
 def test_other_data_is_refused_wherever_it_lies(tmp_path):
     with pytest.raises(UserError, match=r"\[data\]: its contents"):
         check(tmp_path, TABLES, digest="xyz")
+
+
+def test_a_run_whose_checkpoints_lie_elsewhere_does_not_begin_anew(tmp_path):
+    run_with(tmp_path, 5, 10)
+    (tmp_path / "config.toml").write_text('[job]\nname = "a"\n[checkpoint]\ndir = ""\n')
+    job = RunConfig(dir=str(tmp_path))
+    resuming.check_not_elsewhere(job, CheckpointConfig())
+    elsewhere = CheckpointConfig(dir=str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match=r"no checkpoint in .*elsewhere, but the run has .*00010"):
+        resuming.check_not_elsewhere(job, elsewhere)
+    (tmp_path / "config.toml").unlink()
+    resuming.check_not_elsewhere(job, elsewhere)

@@ -130,7 +130,10 @@ def origin_of(run: Path, step: int, config: Config) -> Origin:
         record = checkpoint.read_record(before[-1])
     weights, weights_step = (before[-1] if before else None), int(record["step"])
     digest = record["data"]["digest"] if before else None
-    for line in reversed(fault_log.read(run)):
+    lines = fault_log.read(run)
+    # What was undone by going back to before the step, the run did anew or never.
+    undone = [i for i, line in enumerate(lines) if line.get("to_step", step) < step]
+    for line in reversed(lines[undone[-1] + 1 :] if undone else lines):
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
             found_in = f"{fault_log.FILE}: {line['kind']}"

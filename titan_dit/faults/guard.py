@@ -140,6 +140,7 @@ class Guard:
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint, of the steps up to the last reading; waits."""
         assert not self.taken, "a checkpoint without the verdict on its own steps"
+        assert not self.limit, "a checkpoint of what has to be undone"
         return {
             "nan_steps": self.nan_steps,
             "spike_steps": self.spike_steps,

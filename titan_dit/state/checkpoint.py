@@ -51,7 +51,11 @@ def write(
     try:
         begun = ranks.together(lambda: begin_on(final, ranks, begin))
         aside = begun[0]
-        written = merge(ranks.together(lambda: write_tensors(aside, tensors, ranks)))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in leaves(tensors))
+        # By itself: a rank that cannot reach the store must not leave the others within DCP.
+        writers: list[Writer] = []
+        ranks.together(lambda: writers.append(Writer(aside, on_cpu=on_cpu)))
+        written = merge(ranks.together(lambda: write_tensors(writers[0], tensors, ranks)))
         last = partial(commit, aside, final, record, written)
         ranks.together(last if ranks.is_first else nothing)
     except Failed:
@@ -71,10 +75,8 @@ def begin_on(final: Place, ranks: Ranks, begin: Callable[[], None] | None) -> An
     return store_of(final).begin(final) if ranks.is_first else None
 
 
-def write_tensors(folder: Place, tensors: Tensors, ranks: Ranks) -> dict[str, Any]:
+def write_tensors(writer: Writer, tensors: Tensors, ranks: Ranks) -> dict[str, Any]:
     """Write this rank's part; the bytes and SHA-256 of its files."""
-    on_cpu = all(tensor.device.type == "cpu" for tensor in leaves(tensors))
-    writer = Writer(folder, on_cpu=on_cpu)
     with warnings.catch_warnings():
         # Said whenever one process saves by itself, which is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")

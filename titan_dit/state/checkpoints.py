@@ -106,7 +106,7 @@ class Checkpoints:
         self.said.append(f"saved {path}")
         if self.ranks.is_first:
             with contextlib.suppress(Exception):
-                self.prune()
+                self.prune(record)
 
     def failed(self, step: int, cause: str) -> None:
         """Remember a save that came to nothing."""
@@ -159,12 +159,19 @@ class Checkpoints:
                 f"that and run the same command again: it goes on {left}."
             )
 
-    def prune(self) -> None:
-        """Delete what need not be kept, and what interrupted saves have left."""
+    def prune(self, record: Mapping[str, Any] | None = None) -> None:
+        """Delete what need not be kept, and what interrupted saves have left.
+
+        Kept as well: where the run goes back to if the row of bad steps that `record` tells of goes
+        on.
+        """
         store, whole = store_of(self.folder), self.whole()
         keep, every = self.settings.keep, self.settings.keep_every
         older = whole[:-keep] if keep else []
         stale = [path for path in older if not (every and step_of(path) % every == 0)]
+        if streak := ((record or {}).get("guard") or {}).get("streak"):
+            good = [path for path in whole if step_of(path) < streak[0]]
+            stale = [path for path in stale if path not in good[-1:]]
         if store.renames:
             names = store.names(self.folder)
             left = [n for n in names if n.startswith("step-") and n.endswith(PARTIAL)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titan_dit.config import CheckpointConfig, RunConfig
-from titan_dit.config_file import Tables, changes
+from titan_dit.config_file import Tables, changes, read_toml
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state.checkpoint import Damaged, read_record
@@ -37,12 +37,14 @@ def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
 def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
     """Whether this is a run that goes on, so that it may come back on other ranks.
 
-    It is once it has written its config, even if it ended before its first checkpoint.
+    It is once it has taken a step, even if it ended before its first checkpoint.
     """
     if settings.resume == "never":
         return False
-    begun = (folder_of(run) / "config.toml").is_file()
-    return begun or checkpoints_of(run, settings).newest() is not None
+    rows = folder_of(run) / "metrics.jsonl"
+    return (rows.is_file() and rows.stat().st_size > 0) or checkpoints_of(
+        run, settings
+    ).newest() is not None
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,22 @@ def starting_point(checkpoints: Checkpoints, resume: str) -> Start:
     Every rank calls; they share the work of verifying. Raises UserError, on every rank, where what
     was asked for cannot be had: a run with damaged checkpoints only does not start afresh.
     """
+    return first_undamaged(lambda: candidates(checkpoints, resume))
+
+
+def newest_before(checkpoints: Checkpoints, step: int) -> Start:
+    """The newest whole checkpoint of a run from before a step; every rank calls."""
+    return first_undamaged(
+        lambda: [path for path in own_newest_first(checkpoints) if step_of(path) < step]
+    )
+
+
+def first_undamaged(choose: Callable[[], list[Place]]) -> Start:
+    """The first of some checkpoints whose every file is as its digest says."""
     ranks = Ranks()
     damaged: dict[Place, str] = {}
     # The first rank's view decides: a shared disk may show a new folder to some ranks first.
-    for path in ranks.first(lambda: candidates(checkpoints, resume)):
+    for path in ranks.first(choose):
         record, what = ranks.first(functools.partial(readable, path))
         if not what:
             what = ", ".join(checkpoint.damaged_files(path, record, ranks))
@@ -113,6 +127,22 @@ def candidates(checkpoints: Checkpoints, resume: str) -> list[Place]:
     path = place(resume)
     read_record(path)  # Named here if it is no checkpoint.
     return [path] if is_own(checkpoints, path) else own or [path]
+
+
+def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
+    """Refuse to begin anew where the run, by its config.toml, has checkpoints in another folder.
+
+    Raises UserError.
+    """
+    file = folder_of(run) / "config.toml"
+    table = read_toml(file).get("checkpoint", {}) if file.is_file() else {}
+    was = checkpoints_of(run, replace(settings, dir=str(table.get("dir", ""))))
+    if was.folder != checkpoints_of(run, settings).folder and (newest := was.newest()):
+        raise UserError(
+            f"[checkpoint] dir: there is no checkpoint in {checkpoints_of(run, settings).folder}, "
+            f"but the run has {newest}. Move the folder, go on from that one with "
+            f"--checkpoint.resume {newest}, or start a new run with --job.name."
+        )
 
 
 def own_newest_first(checkpoints: Checkpoints) -> list[Place]:

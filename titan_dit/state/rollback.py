@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from titan_dit.config import FaultsConfig
 from titan_dit.section import UserError
 from titan_dit.spans import Span
-from titan_dit.state.checkpoint import read_record
-from titan_dit.state.checkpoints import Checkpoints, step_of
+from titan_dit.state.checkpoints import Checkpoints
 from titan_dit.state.ledger import Skipped
 from titan_dit.state.resume import Start, set_aside_newer
-from titan_dit.state.store import Disk, Place, sync_folder
+from titan_dit.state.store import Disk, sync_folder
 
 FILE = "rollbacks.json"
 
@@ -75,27 +73,25 @@ def read(folder: Path) -> Rollbacks:
 
 
 def go_back(
-    folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps
-) -> tuple[Place, dict[str, Any], Rollbacks]:
-    """Where to go back to, its record and the rollbacks so far; for the first rank to call.
+    folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps, start: Start
+) -> Rollbacks:
+    """The rollbacks with this one to `start`; for the first rank to call.
 
     Checkpoints of the bad steps are set aside. Raises UserError, and changes nothing, where there
     is no checkpoint from before them, or the run has come no further with `max_rollbacks`.
     """
     rollbacks = read(folder).again(bad)
-    older = [path for path in checkpoints.whole() if step_of(path) < bad.first]
     if config.max_rollbacks == 0:
         raise UserError(why_not(folder, config, bad, "max_rollbacks=0"))
-    if not older:
+    if start.path is None:
         raise UserError(why_not(folder, config, bad, f"no checkpoint from before step {bad.first}"))
     if rollbacks.in_vain > config.max_rollbacks:
         reason = f"max_rollbacks={config.max_rollbacks} did not get it any further"
         raise UserError(why_not(folder, config, bad, reason))
-    saved = read_record(older[-1])
     # Aside first: a kill in between leaves a run that meets the bad steps, and goes back, anew.
-    set_aside_newer(checkpoints, Start(older[-1], saved))
+    set_aside_newer(checkpoints, start)
     rollbacks.write(folder)
-    return older[-1], saved, rollbacks
+    return rollbacks
 
 
 def why_not(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from titan_dit.objectives.base import Batch
 from titan_dit.spans import numbers_of, spans_of
 from titan_dit.state.ledger import Ledger
 
@@ -38,8 +39,12 @@ class SampleLog:
         self.file = (folder / f"rank-{rank:05d}.jsonl").open("a")
         self.num_ranks = num_ranks
 
-    def write(self, step: int, numbers: Sequence[int]) -> None:
-        """The rank's own samples of a step. Out of this process when this returns."""
+    def write(self, step: int, batch: Batch) -> None:
+        """The samples of a step, as they were trained on. Out of this process when this returns.
+
+        Waits for the device.
+        """
+        numbers = sorted(batch.sample_numbers[batch.weight > 0].tolist())
         line = {"step": step, "ranks": self.num_ranks, "numbers": spans_of(numbers)}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
