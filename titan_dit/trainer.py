@@ -14,7 +14,7 @@ from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.units import scale_hint
-from titan_dit.evaluation.generate import check_drawing, generate, preview_labels
+from titan_dit.evaluation.generate import check_drawing, previews
 from titan_dit.failure import leave
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard, Reading
@@ -279,27 +279,10 @@ class Trainer:
 
     def preview(self) -> None:
         """Draw samples of the averaged weights, each data rank its share, and the loss curve."""
-        sampling, ranks = self.config.sampling, self.mesh.sizes.data
-        share = -(-sampling.num // ranks)
-        numbers = torch.arange(share * ranks, device=self.world.device)
-        labels = preview_labels(sampling.num, self.config.model.num_classes).to(numbers.device)
-        mine = numbers[self.mesh.data_rank * share :][:share]
         slow = self.watchdog.slow("drawing")
         with slow, self.meter.paused(), self.ema.swapped_in():
-            tokens = generate(
-                self.executor.predict,
-                self.config.objective,
-                self.config.model,
-                labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: rows to be cut off.
-                mine,
-                seed=self.config.job.seed,
-                sampler=self.sampler,
-                steps=sampling.steps,
-                eta=sampling.eta,
-                cfg_scale=sampling.cfg_scale,
-                cfg_channels=sampling.cfg_channels,
-            )
-            tokens = self.mesh.gather_over_data(tokens)[: sampling.num]
+            predict, device = self.executor.predict, self.world.device
+            tokens, labels = previews(predict, self.config, self.mesh, self.sampler, device)
             if self.metrics:
                 picture = self.folder / "samples" / f"step-{self.step:08d}.png"
                 facts = self.source.facts
@@ -385,12 +368,11 @@ class Trainer:
 
     def open_sample_log(self) -> None:
         """Begin to write down what every step sees, if that is wanted."""
-        if not self.config.faults.log_samples:
-            return
-        attempt = self.world.gather(self.world.is_main and next_attempt(self.folder))[0]
-        if self.mesh.speaks_for_samples:
-            ranks = self.mesh.sizes.data
-            self.sample_log = SampleLog(self.folder, attempt, self.mesh.data_rank, ranks)
+        if self.config.faults.log_samples:
+            attempt = Ranks().first(lambda: next_attempt(self.folder))
+            if self.mesh.speaks_for_samples:
+                ranks = self.mesh.sizes.data
+                self.sample_log = SampleLog(self.folder, attempt, self.mesh.data_rank, ranks)
 
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics, and say what will be done."""

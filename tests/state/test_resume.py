@@ -266,5 +266,7 @@ def test_a_run_whose_checkpoints_lie_elsewhere_does_not_begin_anew(tmp_path):
     job = RunConfig(dir=str(tmp_path))
     resuming.check_not_elsewhere(job, CheckpointConfig())
     elsewhere = CheckpointConfig(dir=str(tmp_path / "elsewhere"))
-    with pytest.raises(UserError, match=r"no checkpoint in .*elsewhere, but the run has .*-00000010"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint in .*elsewhere, but the run has .*-00000010"
+    ):
         resuming.check_not_elsewhere(job, elsewhere)

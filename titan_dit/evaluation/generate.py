@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.config import JobConfig
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Objective
+from titan_dit.parallel.mesh import Mesh
 from titan_dit.rng import SampleRNG
 from titan_dit.samplers.base import Sampler, Settings
 from titan_dit.samplers.guidance import guided, scales
@@ -87,3 +90,32 @@ def generate(
         rng.normal("sample", model.token_shape) if noise is None else noise,
         Settings(steps, eta, lambda step: rng.normal(f"sample/{step}", model.token_shape)),
     )
+
+
+def previews(
+    forward: Forward,
+    config: JobConfig[Any, Any, Any],
+    mesh: Mesh,
+    sampler: Sampler,
+    device: torch.device,
+) -> tuple[Float[Tensor, "num n d"], Int64[Tensor, " num"]]:
+    """What [sampling] asks for, and its labels; each data rank draws its share, all have all."""
+    sampling, ranks = config.sampling, mesh.sizes.data
+    share = -(-sampling.num // ranks)
+    numbers = torch.arange(share * ranks, device=device)
+    labels = preview_labels(sampling.num, config.model.num_classes).to(device)
+    mine = numbers[mesh.data_rank * share :][:share]
+    tokens = generate(
+        forward,
+        config.objective,
+        config.model,
+        labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: rows to be cut off.
+        mine,
+        seed=config.job.seed,
+        sampler=sampler,
+        steps=sampling.steps,
+        eta=sampling.eta,
+        cfg_scale=sampling.cfg_scale,
+        cfg_channels=sampling.cfg_channels,
+    )
+    return mesh.gather_over_data(tokens)[: sampling.num], labels
