@@ -11,6 +11,7 @@ from typing import Any
 
 from titan_dit.config import CheckpointConfig, RunConfig
 from titan_dit.config_file import Tables, changes
+from titan_dit.failure import is_started_anew
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state.checkpoint import Damaged, read_record
@@ -37,12 +38,22 @@ def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
 def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
     """Whether this is a run that goes on, so that it may come back on other ranks.
 
-    It is once it has written its config, even if it ended before its first checkpoint.
+    It is once it has written its config, even if it ended before its first checkpoint. Raises
+    UserError where `never` is refused: before anything can fail that is tried again.
     """
-    if settings.resume == "never":
+    if wanted(settings.resume) == "never":
+        candidates(checkpoints_of(run, settings), "never")
         return False
     begun = (folder_of(run) / "config.toml").is_file()
     return begun or checkpoints_of(run, settings).newest() is not None
+
+
+def wanted(resume: str) -> str:
+    """[checkpoint] resume, for these ranks: `never` is for the first ones that a job starts.
+
+    Those that its launchers start after a failure, or with other nodes, go on from what is saved.
+    """
+    return "auto" if resume == "never" and is_started_anew() else resume
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ def starting_point(checkpoints: Checkpoints, resume: str) -> Start:
     ranks = Ranks()
     damaged: dict[Place, str] = {}
     # The first rank's view decides: a shared disk may show a new folder to some ranks first.
-    for path in ranks.first(lambda: candidates(checkpoints, resume)):
+    for path in ranks.first(lambda: candidates(checkpoints, wanted(resume))):
         record, what = ranks.first(functools.partial(readable, path))
         if not what:
             what = ", ".join(checkpoint.damaged_files(path, record, ranks))
