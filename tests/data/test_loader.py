@@ -9,8 +9,8 @@ from titan_dit.data import loader
 from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.latents import Digits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.models.dit import DiTConfig
 from titan_dit.failure import Disruption
+from titan_dit.models.dit import DiTConfig
 from titan_dit.section import UserError
 
 MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=8, channels=1, num_classes=10)
