@@ -87,7 +87,7 @@ def test_a_rank_that_fails_to_save_for_another_node_is_told_and_counts(restarts,
 
 
 def test_a_stop_while_the_ranks_save_for_another_node_is_a_stop_on_all_nodes(tmp_path):
-    command, endpoint = elastic(tmp_path, SAVING, "1:3")
+    command, endpoint = elastic(tmp_path, SAVING, "2:3")
     with Running(command, tmp_path, "first", STOPPED_CODE=75) as first:
         first.wait_until(lambda: is_open(endpoint))
         with Running(command, tmp_path, "second", STOPPED_CODE=75) as second:
