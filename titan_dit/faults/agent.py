@@ -119,9 +119,7 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY and not self.is_stopping:
             if self.has_lost_node(worker_group):
                 # gloo's collectives fail at once then; NCCL's may wait for a node that has gone.
-                why = (
-                    "a node has gone or begins again: the ranks end, and meet anew"
-                )
+                why = "a node has gone or begins again: the ranks end, and meet anew"
                 is_regrouping, wait_s = True, LOST_NODE_S
             elif worker_group.spec.rdzv_handler.num_nodes_waiting():
                 why = "another node waits: the ranks save, and begin again with it"
