@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from titan_dit.failure import describe, report
+from titan_dit import failure
+from titan_dit.failure import Disruption, describe, report
 from titan_dit.section import UserError
 
 
@@ -17,6 +18,15 @@ def raised(error):
 
 def test_what_a_user_did_is_one_line_without_a_traceback():
     assert raised(UserError("[parallel] tp=3")) == (2, "error: [parallel] tp=3")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left", "a/file"), Disruption("a/file")])
+def test_a_disk_is_the_users_before_training_begins_and_tried_again_afterwards(error, monkeypatch):
+    monkeypatch.setattr(failure, "is_training", False)
+    assert raised(error) == (2, f"error: {error}")
+    failure.begun()
+    assert raised(error) == (1, f"error: {error}")
+    assert raised(UserError("[parallel] tp=3"))[0] == 2
 
 
 def test_everything_else_comes_with_its_traceback():

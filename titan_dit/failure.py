@@ -18,6 +18,20 @@ USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
 HUNG, LEFT = 124, 143
 """A rank that took no step in time; one that was told to leave before it had done anything, or
 because another had died."""
+STARTED = "TITAN_DIT_STARTED"
+"""Set by the launcher for ranks of a job that had ranks before, on this node or on others."""
+
+is_training = False
+
+
+class Disruption(UserError):
+    """What the machine did to a run, and may not do again: a disk, the memory."""
+
+
+def begun() -> None:
+    """Training begins: what a disk does from here on is no mistake of the user's."""
+    global is_training
+    is_training = True
 
 
 def guarded(main: Callable[[], int | None]) -> None:
@@ -38,12 +52,15 @@ def guarded(main: Callable[[], int | None]) -> None:
 
 
 def describe(error: BaseException) -> tuple[int, str]:
-    """Exit code and message: what a user did needs no traceback, everything else does."""
-    if isinstance(error, UserError):
-        return USER_ERROR, f"error: {error}"
-    if isinstance(error, OSError) and error.filename is not None:
-        # A file that cannot be read or written: the message names it.
-        return USER_ERROR, f"error: {error}"
+    """Exit code and message: what a user did needs no traceback, nor does a disk that failed.
+
+    A file that cannot be read or written is the user's to put right before training has begun;
+    afterwards another attempt may do.
+    """
+    is_file = isinstance(error, OSError) and error.filename is not None  # The message names it.
+    if is_file or isinstance(error, UserError):
+        is_passing = is_training and (is_file or isinstance(error, Disruption))
+        return INTERNAL_ERROR if is_passing else USER_ERROR, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
     return INTERNAL_ERROR, "".join(traceback.format_exception(error)).rstrip()
@@ -52,6 +69,11 @@ def describe(error: BaseException) -> tuple[int, str]:
 def is_launched() -> bool:
     """Whether a launcher started this rank, and hears what it leaves."""
     return bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+
+
+def is_started_anew() -> bool:
+    """Whether this rank goes on with what others have begun under the same launchers."""
+    return bool(os.environ.get(STARTED))
 
 
 def report(message: str, is_user_error: bool) -> None:

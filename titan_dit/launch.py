@@ -94,12 +94,13 @@ class Launcher:
 
     def failed(self, error: ChildFailedError) -> int:
         """The exit code of ranks that failed, and the one message."""
-        from titan_dit.faults.cause import OBEYED, first_cause, message_of
+        from titan_dit.faults.cause import OBEYED, first_cause, is_consequence, message_of
 
-        if self.asked and any(f.exitcode in OBEYED for f in error.failures.values()):
+        rank, failure = first_cause(error.failures)
+        obeyed = any(f.exitcode in OBEYED for f in error.failures.values())
+        if self.asked and obeyed and is_consequence(failure):
             say("stopped before the first step was done: nothing new to save")
             return self.code()
-        rank, failure = first_cause(error.failures)
         sys.stderr.write(message_of(rank, failure) + "\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 

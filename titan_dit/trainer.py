@@ -15,7 +15,7 @@ from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.units import scale_hint
 from titan_dit.evaluation.generate import check_drawing, previews
-from titan_dit.failure import leave
+from titan_dit.failure import begun, leave
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard, Reading
 from titan_dit.faults.stop_request import StopRequest
@@ -111,6 +111,7 @@ class Trainer:
         config = self.config
         batches, first = self.batches(), self.step + 1
         self.meter.restart()
+        begun()
         while self.step < config.training.steps and not stop.agreed():
             self.step += 1
             with self.meter.waiting():

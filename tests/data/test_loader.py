@@ -9,6 +9,7 @@ from titan_dit.data import loader
 from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.latents import Digits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.failure import Disruption
 from titan_dit.models.dit import DiTConfig
 from titan_dit.section import UserError
 
@@ -89,9 +90,28 @@ class Killed(Source):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_worker_is_an_error_of_the_users():
+class Unreadable(Source):
+    """What was there when it was opened is gone, or its disk fails."""
+
+    facts = DataFacts(shape=(1, 8, 8), count=99, num_classes=10)
+
+    def __init__(self, error):
+        self.error = error
+
+    def read(self, rows):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [UserError("a/shard"), OSError(116, "Stale", "a/shard")])
+def test_what_cannot_be_read_in_training_may_be_tried_again(error):
     order = RankOrder(BatchPlan(4), EpochOrder(5, 99), 0, 1)
-    with pytest.raises(UserError, match=r"a data worker was killed: not enough memory\?"):
+    with pytest.raises(Disruption, match="a/shard"):
+        next(loader.load(Unreadable(error), order, 0, MODEL, CPU, seed=5, workers=1))
+
+
+def test_a_killed_worker_is_told_and_may_be_tried_again():
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 99), 0, 1)
+    with pytest.raises(Disruption, match=r"a data worker was killed: not enough memory\?"):
         next(loader.load(Killed(), order, 0, MODEL, CPU, seed=5, workers=2))
 
 

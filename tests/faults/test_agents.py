@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
 from commands import ROOT, metrics
 from running import QUICK, Running, checkpoints, free_port, launcher
 
@@ -27,16 +28,86 @@ def as_nodes(nodes):
     return {"NNODES": nodes, "RDZV_ENDPOINT": endpoint, "NGPU": 1, "PATH": path}
 
 
-def test_ranks_that_wait_for_a_lost_node_begin_again_without_it(tmp_path):
-    """As NCCL's may: these do not notice at all."""
-    script = tmp_path / "script.py"
-    script.write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+def elastic(folder, body, nodes, restarts=0):
+    """A launcher around a script of one rank, and where it meets others."""
+    script = folder / "script.py"
+    script.write_text(
+        "import os, signal, time\nfrom titan_dit import failure\n"
+        f"print('begun anew:', failure.is_started_anew(), flush=True)\n{body}"
+    )
     endpoint = f"127.0.0.1:{free_port()}"
-    command = launcher(script, ranks=1)
-    meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    command = launcher(script, ranks=1, restarts=restarts)
+    meeting = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     meeting += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"]
     at = command.index("--standalone")
     command[at : at + 1] = meeting
+    return command, endpoint
+
+
+# What ranks do that are asked to make room for another node.
+SAVING = """
+def save(number, frame):
+    print('saving', flush=True)
+    while not os.path.exists('saved'):
+        time.sleep(0.05)
+    failure.leave({'stopped': 'REGROUP', 'step': 1})
+    os._exit(0)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGUSR2, save)
+time.sleep(600)
+"""
+FAILING = """
+def main():
+    signal.signal(signal.SIGUSR2, fail)
+    time.sleep(600)
+def fail(number, frame):
+    raise RuntimeError('planted')
+failure.guarded(main)
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_fails_to_save_for_another_node_is_told_and_counts(restarts, tmp_path):
+    command, endpoint = elastic(tmp_path, FAILING, "1:2", restarts)
+    with Running(command, tmp_path, "first") as first:
+        first.wait_until(lambda: is_open(endpoint))
+        first.wait_for("begun anew: False")
+        with Running(command, tmp_path, "second") as second:
+            first.wait_for("RuntimeError: planted")
+            if not restarts:
+                assert first.end() == 1
+                return
+            first.wait_for("2 ranks on 2 nodes")
+            first.wait_for("begun anew: True")
+            # A node that comes late knows it, too.
+            second.wait_for("begun anew: True")
+            assert "begun anew: False" not in second.said
+    assert first.said.count("Traceback") == 1
+    assert "restart 1, 0 more to come" in first.said
+
+
+def test_a_stop_while_the_ranks_save_for_another_node_is_a_stop_on_all_nodes(tmp_path):
+    command, endpoint = elastic(tmp_path, SAVING, "2:3")
+    with Running(command, tmp_path, "first", STOPPED_CODE=75) as first:
+        first.wait_until(lambda: is_open(endpoint))
+        with Running(command, tmp_path, "second", STOPPED_CODE=75) as second:
+            first.wait_for("2 ranks on 2 nodes")
+            second.wait_for("begun anew")
+            with Running(command, tmp_path, "third"):
+                first.wait_for("saving")
+                second.wait_for("saving")
+                first.send(signal.SIGTERM)
+                first.wait_for("SIGTERM: the ranks finish")
+                (tmp_path / "saved").touch()
+                assert first.end() == 75, first.said
+                assert second.end() == 75, second.said
+    assert "another node has ended the job" in second.said
+    assert "begun again" not in first.said + second.said
+
+
+def test_ranks_that_wait_for_a_lost_node_begin_again_without_it(tmp_path):
+    """As NCCL's may: these do not notice at all."""
+    command, endpoint = elastic(tmp_path, "time.sleep(600)\n", "1:2")
     with Running(command, tmp_path, "first") as first:
         first.wait_until(lambda: is_open(endpoint))
         with Running(command, tmp_path, "second") as second:

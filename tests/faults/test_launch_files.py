@@ -138,6 +138,8 @@ def test_the_slurm_script_is_bash_and_its_directives_are_slurms():
     assert directives["ntasks-per-node"] == "1", "one launcher per node"
     assert re.fullmatch(r"B:USR1@\d+", directives["signal"])
     assert {"requeue", "open-mode"} <= directives.keys()
+    # Without a node that does not return the others would wait for it.
+    assert "no-kill" not in directives
 
 
 # Fields of jobset.x-k8s.io/v1alpha2, from its API reference.

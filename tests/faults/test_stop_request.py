@@ -7,9 +7,12 @@ import sys
 import threading
 import time
 
+import pytest
 from commands import environment
 from harness import on_ranks
 
+from titan_dit.failure import LEFT
+from titan_dit.faults import stop_request
 from titan_dit.faults.listener import Listener
 from titan_dit.faults.stop_request import Reason, StopRequest
 
@@ -109,3 +112,22 @@ def test_a_signal_that_was_ignored_stays_so():
             assert not stop.agreed()
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_rank_is_as_patient_as_its_steps_are_long(is_stuck, monkeypatch):
+    left = []
+    monkeypatch.setattr(stop_request, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(stop_request.os, "_exit", left.append)
+    stop = StopRequest(1)
+    stop.agreed()
+    time.sleep(0.3)
+    stop.agreed()
+    thread = threading.Thread(target=stop.leave_if_stuck)
+    thread.start()
+    time.sleep(0.3)
+    assert not left
+    if not is_stuck:
+        stop.agreed()
+    thread.join()
+    assert left == [LEFT] * is_stuck

@@ -3,9 +3,12 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from running import Running, alone, checkpoints, free_port, is_running, launcher, trainer
+
+from titan_dit import launch
 
 ENDLESS = ("--training.steps", 100_000, "--checkpoint.every", 20)
 
@@ -38,7 +41,9 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
         assert run.end() == 130
         assert time.monotonic() - began < 2
         assert "Traceback" not in run.said
-        time.sleep(0.2)
+        deadline = time.monotonic() + 10
+        while any(is_running(rank) for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert not any(is_running(rank) for rank in ranks)
 
 
@@ -100,6 +105,65 @@ def test_what_a_user_has_to_put_right_is_not_tried_again(tmp_path):
         assert run.end() == 2
     assert run.said.count("attempt") == 1
     assert run.said.count("error: [parallel] tp=3") == 1
+
+
+def ended(code, words=None, moment=0.0, user=False):
+    extra = {"timestamp": "0", "moment": moment, "user": user}
+    message = {"message": words, "extraInfo": extra} if words else "Signal"
+    return SimpleNamespace(exitcode=code, message=message, timestamp=0)
+
+
+LOST = "RuntimeError: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("others", "code", "said"),
+    [
+        (ended(143), 75, "nothing new to save"),
+        (ended(1, LOST), 75, "nothing new to save"),
+        (ended(1, "Traceback: planted"), 1, "Traceback: planted"),
+        (ended(2, "error: [parallel] tp=3", user=True), 2, "error: [parallel] tp=3"),
+    ],
+)
+def test_a_request_to_stop_hides_no_failure_of_its_own(others, code, said, capsys):
+    launcher = launch.Launcher(600, stopped_code=75)
+    launcher.asked = signal.SIGTERM
+    assert launcher.failed(SimpleNamespace(failures={0: ended(143), 1: others})) == code
+    assert said in capsys.readouterr().err
+
+
+ONE_BAD_READ = """
+import errno
+from titan_dit import train
+from titan_dit.trainer import Trainer
+
+step = Trainer.train_step
+
+def fails_once(trainer, batch):
+    if trainer.step == 5 and not failure.is_started_anew():
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "a/shard")
+    return step(trainer, batch)
+
+Trainer.train_step = fails_once
+failure.guarded(train.main)
+"""
+
+
+def test_a_disk_that_fails_in_training_is_tried_again_and_never_is_for_the_first_start(tmp_path):
+    flags = ("--training.steps", 8, "--checkpoint.every", 2, "--checkpoint.async_save", "false")
+    flags += ("--checkpoint.resume", "never")
+    start = (script(tmp_path, ONE_BAD_READ),)
+    with Running(trainer(*flags, ranks=1, restarts=1, start=start), tmp_path) as run:
+        assert run.end(90) == 0, run.said
+    assert "error: [Errno 116] Stale file handle: 'a/shard'\nrank 0 failed (above)" in run.said
+    assert "Traceback" not in run.said
+    assert "resumed from outputs/digits/checkpoints/step-00000004" in run.said
+    assert checkpoints(tmp_path)[-1] == 8
+
+    # The same command, by hand, is refused; also where it would be tried again.
+    with Running(trainer(*flags, ranks=1, restarts=1), tmp_path) as run:
+        assert run.end(60) == 2, run.said
+    assert run.said.count('error: [checkpoint] resume="never"') == 1
 
 
 def test_a_rank_that_raises_is_told_once_per_attempt_before_the_next(tmp_path):

@@ -53,6 +53,19 @@ def test_never_starts_afresh_and_is_refused_where_checkpoints_are(tmp_path):
     assert "--job.name" in message
 
 
+def test_never_is_for_the_first_ranks_of_a_job(tmp_path, monkeypatch):
+    """Those that a launcher starts again go on: the checkpoints are of this job."""
+    ours = run_with(tmp_path, 5, 10)
+    run, settings = RunConfig(dir=str(tmp_path)), CheckpointConfig(resume="never")
+    with pytest.raises(UserError, match='resume="never"'):
+        resuming.has_begun(run, settings)
+    assert not resuming.has_begun(RunConfig(dir=str(tmp_path / "new")), settings)
+    monkeypatch.setenv("TITAN_DIT_STARTED", "1")
+    assert starting_point(ours, "never").name == "step-00000010"
+    assert resuming.has_begun(run, settings)
+    assert not resuming.has_begun(RunConfig(dir=str(tmp_path / "new")), settings)
+
+
 def test_a_path_into_another_run_starts_only_a_run_without_checkpoints(tmp_path):
     other = run_with(tmp_path / "other", 3).newest()
     assert starting_point(run_with(tmp_path / "ours"), str(other)) == other

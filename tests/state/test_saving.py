@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from titan_dit.config import CheckpointConfig
+from titan_dit.failure import Disruption
 from titan_dit.section import UserError
 from titan_dit.state import checkpoints as saving
 from titan_dit.state import files, store
@@ -227,7 +228,7 @@ def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch):
     checkpoints = series(tmp_path, max_failures=0)
     path = checkpoints.save(10, state(), {"step": 10})
     fail_once(checkpoints, 20, monkeypatch)
-    with pytest.raises(UserError, match=f"No space left.* it goes on from {path}"):
+    with pytest.raises(Disruption, match=f"No space left.* it goes on from {path}"):
         checkpoints.finish()
 
 

@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_dit.data.base import Source
 from titan_dit.data.order import RankOrder
 from titan_dit.data.units import check_std, to_model_units
+from titan_dit.failure import Disruption
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Batch
 from titan_dit.rng import SampleRNG
@@ -65,9 +66,15 @@ class NumberedSamples:
         """The rows, with the numbers they go by.
 
         An error of the user's is returned: raised, it would come out of a worker as a traceback.
+        Files were looked at when the source was opened: what cannot be read now may be later.
         """
         try:
             samples = self.source.read([row for _, row in pairs])
+        except UserError as error:
+            return Disruption(str(error))
+        except OSError as error:
+            return Disruption(f"[data] {error}")
+        try:
             check_std(samples.latents, self.source.facts, self.channels)
         except UserError as error:
             return error
@@ -87,13 +94,13 @@ def only_the_rank_ends_it(worker: int) -> None:
 
 
 def answers(shares: Iterator[Any]) -> Iterator[Any]:
-    """What the workers hand over; that one of them was killed is the user's error, too."""
+    """What the workers hand over; that one of them was killed is told in the same way."""
     try:
         yield from shares
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        yield UserError(
+        yield Disruption(
             "[data] a data worker was killed: not enough memory? Take fewer [data] workers; the "
             "same command goes on from the last checkpoint."
         )

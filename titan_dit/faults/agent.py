@@ -14,21 +14,24 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
-from titan_dit.faults.cause import first_cause, is_users, message_of
+from titan_dit.failure import STARTED
+from titan_dit.faults.cause import first_cause, is_consequence, is_users, message_of
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
 
 
 LOST_NODE_S = 10.0
 """Ranks that wait for one that has gone do not hear that they should end."""
+SEEN_S = 2.0
+"""A node that ends the job stays this long: the others may meet there, and see that it is over."""
 
 
 class Stopped(Exception):
-    """The launcher was asked to stop while it had no ranks."""
+    """The job was to stop while this launcher had no ranks."""
 
 
 def launch(arguments: list[str], make_agent: Callable[..., Agent]) -> None:
@@ -93,6 +96,8 @@ class Agent(LocalElasticAgent):
         with self.starting:
             if self.is_stopping:
                 raise Stopped
+            if self.has_met_before(worker_group):
+                os.environ[STARTED] = "1"  # The ranks inherit it.
             started: dict[int, Any] = super()._start_workers(worker_group)
         nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
         if self.starts or nodes != 1:
@@ -103,54 +108,98 @@ class Agent(LocalElasticAgent):
         return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Start anew: after a failure, or because a node waits to join. Then the ranks save."""
-        if worker_group.state == WorkerState.HEALTHY:
-            why = "another node waits: the ranks save, and begin again with it"
-            self.regroup(why, self.grace_s)
-        super()._restart_workers(worker_group)
-
-    def regroup(self, why: str, wait_s: float) -> None:
-        """Let the ranks save and end, to begin again with other nodes; wait for them so long."""
-        if not self.tell(signal.SIGUSR2):
-            return
-        self.say(why)
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and any(p.poll() is None for p in self.processes()):
-            time.sleep(0.05)
+        """Start anew after a failure; what else it takes to begin again is `_monitor_workers`'."""
+        if worker_group.state != WorkerState.HEALTHY:
+            super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """How the ranks are; decides what of it is a failure, and whether it is tried again."""
         result: RunResult = super()._monitor_workers(worker_group)
+        is_regrouping = False
+        if result.state == WorkerState.HEALTHY and not self.is_stopping:
+            if self.has_lost_node(worker_group):
+                # gloo's collectives fail at once then; NCCL's may wait for a node that has gone.
+                why = "a node has gone or begins again: the ranks end, and meet anew"
+                is_regrouping, wait_s = True, LOST_NODE_S
+            elif worker_group.spec.rdzv_handler.num_nodes_waiting():
+                why = "another node waits: the ranks save, and begin again with it"
+                is_regrouping, wait_s = True, self.grace_s
+            if is_regrouping:
+                result = self.regroup(worker_group, why, wait_s)
+        return self.judged(worker_group, result, is_regrouping)
+
+    def regroup(self, worker_group: WorkerGroup, why: str, wait_s: float) -> RunResult:
+        """Let the ranks save and end, to begin again with other nodes: how they were at last.
+
+        One that fails meanwhile ends the others, as at any time.
+        """
+        self.tell(signal.SIGUSR2)
+        self.say(why)
+        deadline = time.monotonic() + wait_s
+        while True:
+            result: RunResult = super()._monitor_workers(worker_group)
+            if result.state != WorkerState.HEALTHY or time.monotonic() >= deadline:
+                return result
+            time.sleep(0.05)
+
+    def judged(self, group: WorkerGroup, result: RunResult, is_regrouping: bool) -> RunResult:
+        """What torchrun is told of it."""
         if result.state == WorkerState.SUCCEEDED:
             self.note = self.read_note()
-            if self.note.get("stopped") == "REGROUP":
-                # Another node's launcher may have seen the new one first.
-                self._restart_workers(worker_group)
-                return RunResult(state=WorkerState.HEALTHY)
-            self.is_done = True
+            # Where all were asked to stop as well, the ranks have agreed on that.
+            is_regrouping = self.note.get("stopped") == "REGROUP"
+            self.is_done = not is_regrouping
         elif result.state == WorkerState.FAILED:
-            self.after_failure(result.failures)
-        elif self.has_lost_node(worker_group):
-            # gloo's collectives fail at once then; NCCL's may wait for a node that has gone.
-            self.regroup("a node has gone: the ranks end, and begin again without it", LOST_NODE_S)
+            _, cause = first_cause(result.failures)
+            is_failure = self.is_stopping or not (is_regrouping and is_consequence(cause))
+            if is_failure:
+                self.after_failure(result.failures, is_regrouping)
+            is_regrouping = not is_failure
+        elif self.is_stopping:
+            is_regrouping = False  # Ranks that live will stop.
+        if not is_regrouping:
+            return result
+        self.begin_again(group)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def begin_again(self, worker_group: WorkerGroup) -> None:
+        """Meet the nodes that are there now, and start the ranks."""
+        handler = worker_group.spec.rdzv_handler
+        if self.is_stopping:
+            # Asked after the ranks had agreed to begin again: they have saved. So have the others'.
+            handler.shutdown()
+            if (worker_group.group_world_size or 1) > 1:
+                time.sleep(SEEN_S)
+            raise Stopped
+        try:
             super()._restart_workers(worker_group)
-        return result
+        except RendezvousClosedError:
+            self.say("another node has ended the job; its launcher says why")
+            raise Stopped from None
 
     def has_lost_node(self, worker_group: WorkerGroup) -> bool:
         """Whether a node that the ranks count on sends no heartbeats any more."""
         holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
         nodes = worker_group.group_world_size
-        if holder is None or nodes is None or self.is_stopping:
+        if holder is None or nodes is None:
             return False
         return 0 < len(holder.state.participants) < nodes
 
-    def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
+    def has_met_before(self, worker_group: WorkerGroup) -> bool:
+        """Whether the job had ranks before these; a node that comes late learns it at the meeting.
+
+        A round of the meeting ends when all have left it to begin again.
+        """
+        holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
+        return self.starts > 0 or (holder is not None and holder.state.round > 0)
+
+    def after_failure(self, failures: dict[int, ProcessFailure], is_regrouping: bool) -> None:
         """Say why, and whether there is another attempt: torchrun does as the number says."""
         rank, cause = first_cause(failures)
         left = self._remaining_restarts
         if self.is_stopping or is_users(cause):
             self._remaining_restarts = 0
-        elif self._worker_group.spec.rdzv_handler.num_nodes_waiting():
+        elif not is_regrouping and self._worker_group.spec.rdzv_handler.num_nodes_waiting():
             # Another node's ranks ended first, for a reason it tells, and it waits for this one.
             self._remaining_restarts = left + 1
         elif left:

@@ -49,6 +49,13 @@ def has_lost_peer(message: dict[str, Any]) -> bool:
     return any(words in text for words in LOST_PEER)
 
 
+def is_consequence(failure: ProcessFailure) -> bool:
+    """Whether a rank only ended because it was told to, or because another one had gone."""
+    if isinstance(failure.message, dict):
+        return has_lost_peer(failure.message)
+    return failure.exitcode in (*OBEYED, -signal.SIGTERM)
+
+
 def message_of(rank: int, failure: ProcessFailure, then: str = GO_ON) -> str:
     """What to print for it; `then` is what happens next."""
     message = failure.message

@@ -18,7 +18,8 @@ from titan_dit.faults.listener import Listener
 
 PATIENCE_S = 5.0
 """torchrun sends SIGTERM to the ranks that outlive another one, and SIGKILL 30 s later. A rank that
-waits for the dead one, in a collective that does not fail, leaves after this long."""
+waits for the dead one, in a collective that does not fail, leaves after this long, or after twice
+the time of the last step if that is more."""
 
 
 class Reason(IntEnum):
@@ -56,6 +57,7 @@ class StopRequest:
         self.heard: list[signal.Signals] = []
         self.reason = Reason.NONE
         self.boundaries = 0
+        self.moment, self.step_s = time.monotonic(), 0.0
         self.listener = Listener(REASONS, self.hear)
 
     def __enter__(self) -> StopRequest:
@@ -97,6 +99,8 @@ class StopRequest:
     def agreed(self) -> bool:
         """Whether all ranks stop here. Every rank calls, before each step."""
         self.boundaries += 1
+        now = time.monotonic()
+        self.moment, self.step_s = now, now - self.moment
         if self.group is None:
             self.reason = self.wanted
             return bool(self.reason)
@@ -133,7 +137,7 @@ class StopRequest:
     def leave_if_stuck(self) -> None:
         """Leave unless steps go on, or our launcher says that all ranks were asked to stop."""
         before = self.boundaries
-        time.sleep(PATIENCE_S)
+        time.sleep(max(PATIENCE_S, 2 * self.step_s))
         is_order = signal.SIGUSR1 in self.heard
         if not is_order and self.boundaries == before and not self.reason:
             os._exit(LEFT)

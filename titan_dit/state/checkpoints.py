@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from titan_dit.config import CheckpointConfig
+from titan_dit.failure import Disruption
 from titan_dit.section import UserError
 from titan_dit.state.checkpoint import write
 from titan_dit.state.ranks import Failed, Ranks
@@ -148,13 +149,13 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for what is being written; every rank calls, when there will be no further save.
 
-        Raises UserError, on every rank, where the last save has failed.
+        Raises Disruption, on every rank, where the last save has failed.
         """
         self.wait()
         if self.failures:
             newest = self.newest()
             left = f"from {newest}" if newest else "from the start, as nothing else was saved"
-            raise UserError(
+            raise Disruption(
                 f"[checkpoint] the last save in {self.folder} failed: {self.failures[-1]}. Mend "
                 f"that and run the same command again: it goes on {left}."
             )

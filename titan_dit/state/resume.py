@@ -11,6 +11,7 @@ from typing import Any
 
 from titan_dit.config import CheckpointConfig, RunConfig
 from titan_dit.config_file import Tables, changes, read_toml
+from titan_dit.failure import is_started_anew
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state.checkpoint import Damaged, read_record
@@ -37,14 +38,23 @@ def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
 def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
     """Whether this is a run that goes on, so that it may come back on other ranks.
 
-    It is once it has taken a step, even if it ended before its first checkpoint.
+    It is once it has taken a step, even if it ended before its first checkpoint. Raises UserError
+    where `never` is refused: before anything can fail that is tried again.
     """
-    if settings.resume == "never":
+    if wanted(settings.resume) == "never":
+        candidates(checkpoints_of(run, settings), "never")
         return False
     rows = folder_of(run) / "metrics.jsonl"
-    return (rows.is_file() and rows.stat().st_size > 0) or checkpoints_of(
-        run, settings
-    ).newest() is not None
+    has_rows = rows.is_file() and rows.stat().st_size > 0
+    return has_rows or checkpoints_of(run, settings).newest() is not None
+
+
+def wanted(resume: str) -> str:
+    """[checkpoint] resume, for these ranks: `never` is for the first ones that a job starts.
+
+    Those that its launchers start after a failure, or with other nodes, go on from what is saved.
+    """
+    return "auto" if resume == "never" and is_started_anew() else resume
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ def starting_point(checkpoints: Checkpoints, resume: str) -> Start:
     Every rank calls; they share the work of verifying. Raises UserError, on every rank, where what
     was asked for cannot be had: a run with damaged checkpoints only does not start afresh.
     """
-    return first_undamaged(lambda: candidates(checkpoints, resume))
+    return first_undamaged(lambda: candidates(checkpoints, wanted(resume)))
 
 
 def newest_before(checkpoints: Checkpoints, step: int) -> Start:
