@@ -27,11 +27,10 @@ class Profile:
     ) -> None:
         ranks = config.ranks or (0,)
         if config.enabled and max(ranks) >= num_ranks:
-            raise UserError(
-                f"[profile] ranks={list(ranks)}, but {num_ranks} "
-                f"{'ranks were' if num_ranks > 1 else 'rank was'} started. "
-                f"Name ranks from 0 to {num_ranks - 1}."
-            )
+            started, valid = "1 rank was", "rank 0"
+            if num_ranks > 1:
+                started, valid = f"{num_ranks} ranks were", f"ranks from 0 to {num_ranks - 1}"
+            raise UserError(f"[profile] ranks={list(ranks)}, but {started} started. Name {valid}.")
         self.config, self.folder, self.rank, self.device = config, folder, rank, device
         self.is_chosen = rank in ranks
         self.taken = 0
@@ -72,7 +71,7 @@ class Profile:
         assert self.span
         (first, last), self.span = self.span, None
         if not self.is_chosen:
-            return []
+            return [f"profiles of ranks {', '.join(map(str, self.config.ranks))} in {self.folder}"]
         name = f"rank-{self.rank}-steps-{first}-{last}"
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = self.folder / f"{name}.json.gz"
