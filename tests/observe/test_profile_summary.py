@@ -129,7 +129,7 @@ def test_kinds_add_up_to_the_wall_time_whatever_overlaps():
     names = ("gemm", "flash_fwd", "add", "ncclDevKernel")
     for _ in range(20):
         kernels = []
-        for number in range(40):
+        for _ in range(40):
             start = draw.uniform(-10, 110)
             stream, name = draw.randrange(3), draw.choice(names)
             kernels.append(event(name, start, start + draw.uniform(0, 20), "kernel", stream))
