@@ -14,6 +14,7 @@ from titan_dit.section import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import limits
+import roofline
 from limits import Ceilings, Work
 
 FLOPS_ONLY = Ceilings(gemm_tflops=1e-12, copy_gb_per_s=1e30)  # a FLOP takes a second
@@ -167,13 +168,10 @@ GPU = {
 }
 
 
-def roofline(*flags, cwd):
-    return run([sys.executable, ROOT / "benchmarks" / "roofline.py", *flags], cwd)
-
-
 def test_the_limit_stands_beside_what_gpu_py_measured(tmp_path):
     (tmp_path / "gpu.json").write_text(json.dumps(GPU))
-    done = roofline("--gpu", "gpu.json", "--out", "out.json", cwd=tmp_path)
+    command = [sys.executable, ROOT / "benchmarks" / "roofline.py"]
+    done = run([*command, "--gpu", "gpu.json", "--out", "out.json"], tmp_path)
     assert done.returncode == 0, done.stderr
     eager, compiled = json.loads((tmp_path / "out.json").read_text())["rows"]
     ceilings = Ceilings(gemm_tflops=500, copy_gb_per_s=2000, peak_tflops=1000)
@@ -188,9 +186,12 @@ def test_the_limit_stands_beside_what_gpu_py_measured(tmp_path):
     assert "dp (hidden)" not in compiled
 
 
-def test_ceilings_must_come_from_somewhere(tmp_path):
-    done = roofline("--size", "XL/2", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: No ceilings. Give --gpu gpu.json, or --gemm-tflops and --copy-tbs.\n",
-    )
+def test_ceilings_must_come_from_somewhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["roofline.py", "--size", "XL/2", "--gemm-tflops", "700"])
+    with pytest.raises(UserError, match=r"No ceilings\. Give --gpu gpu\.json, or --gemm"):
+        roofline.main()
+    toy = tmp_path / "toy.json"
+    toy.write_text(json.dumps(GPU | {"benchmark": "gpu DiT-toy bf16 ddpm"}))
+    monkeypatch.setattr(sys, "argv", ["roofline.py", "--gpu", str(toy)])
+    with pytest.raises(UserError, match=r"is not what benchmarks/gpu\.py --out writes"):
+        roofline.main()
