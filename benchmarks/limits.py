@@ -139,7 +139,7 @@ def attention_flops(work: Work) -> float:
 
 
 def attention_s(work: Work, ceilings: Ceilings) -> float:
-    """It computes, or reads q, k, v (and three more in backward) and writes one (three) of them."""
+    """It computes, or moves: q, k, v and the output; in backward these and four gradients."""
     h, layers, *_ = work.config.shape
     forwards = 1 + (work.remat in ("attention", "full"))
     moved = (4 * forwards + 8) * BF16 * work.tokens * h * layers / work.size("tp")

@@ -104,6 +104,8 @@ def test_bytes_of_a_small_step_counted_by_hand():
     assert limits.elementwise_bytes(work) == 2 * 48 * (2 * (28 * 64 + 5 * 256) + 7 * 64)
     eager = Work(config(), 1, 3, is_compiled=False)
     assert limits.elementwise_bytes(eager) == 2 * 48 * (2 * (63 * 64 + 6 * 256) + 7 * 64)
+    cut = Work(config(), 1, 3, sizes={"tp": 4})
+    assert limits.elementwise_bytes(cut) == 2 * 48 * (2 * (28 * 64 + 5 * 256) / 4 + 7 * 64)
     assert limits.attention_s(work, BYTES_ONLY) == pytest.approx(12 * 2 * 48 * 64 * 2)
     parameters = work.num_parameters
     assert limits.state_bytes(work) == parameters * (28 + 12 + 12 + 12)
