@@ -112,6 +112,18 @@ def test_a_launch_that_ends_early_writes_what_it_has(tmp_path):
     assert not profile.is_over(stopped=True)
 
 
+def test_steps_that_are_done_anew_count_as_often_as_they_are_done(tmp_path):
+    profile = Profile(ProfileConfig(enabled=True, start=1, steps=3), tmp_path, 0, 1, CPU)
+    for step in (8, 6, 7):  # back to a checkpoint
+        profile.begin(step)
+        time.sleep(0.01)
+    assert profile.is_over()
+    table = table_of("\n".join(profile.write()))
+    with gzip.open(tmp_path / "rank-0-steps-8-7.json.gz", "rt") as file:
+        wall_ms = summarize(json.load(file)["traceEvents"]).wall_ms
+    assert table["all"] == pytest.approx(wall_ms / 3, abs=1e-3)
+
+
 def test_a_launch_that_never_came_to_its_profile_says_so(tmp_path):
     profile, _ = profile_steps(tmp_path / "none", ProfileConfig(enabled=True, start=10), 3)
     assert not profile.is_over(stopped=True)

@@ -89,6 +89,9 @@ def test_the_longest_are_named_with_their_calls():
 
 
 GPU = [
+    # What the device makes of our ranges: no moment of the host's.
+    event(MARK + "steps", 30, 94, "gpu_user_annotation", tid=7),
+    event(MARK + "data wait", 30, 94, "gpu_user_annotation", tid=7),
     mark("steps", 0, 100),
     mark("data wait", 0, 20),
     event("aten::mm", 20, 25),

@@ -1,4 +1,4 @@
-"""Every allocation of a GPU with its stack: torch's memory history, a private part of torch."""
+"""Every allocation of a GPU, with its Python stack: a private part of torch, touched here only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 MAX_EVENTS = 1_000_000
-"""Allocations and frees that are kept, the newest; with their stacks about 1 GB of host memory."""
+"""Allocations and frees that are kept, the newest."""
 
 
 def start(device: torch.device) -> None:
     """Begin to keep the history. A CPU's allocator has none."""
     if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_EVENTS)
 
 
 def write(path: Path, device: torch.device) -> str:

@@ -79,9 +79,11 @@ class Profile:
         with gzip.open(trace, "rt") as file:
             summary = summarize(json.load(file)["traceEvents"])
         title = f"rank {self.rank}, steps {first} to {last}"
-        lines = summary.lines(title, last - first + 1)
+        # Not from the numbers: a run that goes back to a checkpoint counts some of them twice.
+        steps = min(self.config.steps, self.taken - self.config.start + 1)
+        lines = summary.lines(title, steps)
         (self.folder / f"summary-{name}.txt").write_text("\n".join(lines) + "\n")
-        profile_picture.draw(self.folder / f"summary-{name}.png", summary, title, last - first + 1)
+        profile_picture.draw(self.folder / f"summary-{name}.png", summary, title, steps)
         if self.config.memory:
             lines.append(memory_snapshot.write(self.folder / f"memory-{name}.pickle", self.device))
         return [*lines, f"profile in {trace}"]

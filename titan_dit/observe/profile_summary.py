@@ -143,10 +143,12 @@ def is_collective(name: str) -> bool:
 def summarize(events: Iterable[Event]) -> Summary:
     """Time by kind within the range called `STEPS`, on the GPU if the trace has kernels."""
     timed = [event for event in events if event.get("ph") == "X"]
-    window = next(event for event in timed if event["name"] == MARK + STEPS)
+    # The host's: a GPU's ranges have the same names, and last from kernel to kernel.
+    ranges = [event for event in timed if event.get("cat") == "user_annotation"]
+    window = next(event for event in ranges if event["name"] == MARK + STEPS)
     threads = {thread: segments(nested) for thread, nested in host_threads(timed).items()}
     main = window["pid"], window["tid"]
-    waits = [span_of(e, Kind.DATA_WAIT) for e in timed if e["name"] == MARK + DATA_WAIT]
+    waits = [span_of(e, Kind.DATA_WAIT) for e in ranges if e["name"] == MARK + DATA_WAIT]
     kernels = [e for e in timed if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
         spans = list(device_spans(kernels, timed, threads))
