@@ -45,11 +45,13 @@ def test_a_run_writes_its_profile(ranks, tmp_path):
         assert sum(table.values()) == pytest.approx(whole, rel=0.01)
         for kind in ("GEMM", "attention", "elementwise", "optimizer", "data wait", "idle"):
             assert table[kind] > 0, text
-        # One rank has no gradients to share out, but asks itself for the norm of them.
-        assert (table["communication exposed"] + hidden > 0.02 * whole) == (ranks == 2)
+        assert table["communication exposed"] + hidden > 0, text
         with gzip.open(folder / f"{name}.json.gz", "rt") as file:
             events = json.load(file)["traceEvents"]
         marks = [e["name"] for e in events if str(e["name"]).startswith(MARK)]
+        if ranks == 2:
+            sent = {e["name"] for e in events if str(e["name"]).startswith("gloo:")}
+            assert {"gloo:all_gather", "gloo:all_reduce"} <= sent
         assert sorted(marks) == [MARK + "data wait"] * 2 + [MARK + "optimizer"] * 2 + [
             MARK + "steps"
         ]
