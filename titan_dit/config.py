@@ -272,6 +272,23 @@ class SamplingConfig(Section):
     """Guide the first channels only (the original DiT's samples guide 3 of 4); unset guides all."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(Section):
+    """Traces of a few steps, in RUN/profile: where their time went."""
+
+    section = "profile"
+
+    enabled: bool = False
+    start: Count = 10
+    """First profiled step, counted from 1 at every launch; the first ones compile and warm up."""
+    steps: Count = 3
+    """Steps that are profiled."""
+    ranks: tuple[Whole, ...] = ()
+    """Ranks that are profiled; empty is rank 0."""
+    memory: bool = False
+    """On a GPU also write every allocation with its stack, for torch's memory viewer."""
+
+
 ModelT = TypeVar("ModelT")
 ObjectiveT = TypeVar("ObjectiveT")
 DataT = TypeVar("DataT")
@@ -298,6 +315,7 @@ class JobConfig(Generic[ModelT, ObjectiveT, DataT]):
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 FREE_ON_RESUME = frozenset(
@@ -312,6 +330,7 @@ FREE_ON_RESUME = frozenset(
         "faults",
         "metrics",
         "sampling",
+        "profile",
     }
     | {"training.steps", "training.microbatch_size", "training.deterministic"}
     # The numbers that a size stands for are compared one by one.

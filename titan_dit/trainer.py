@@ -31,6 +31,8 @@ from titan_dit.observe.metrics import (
     finite_or_none,
     peak_gib,
 )
+from titan_dit.observe.profile import Profile
+from titan_dit.observe.profile_summary import DATA_WAIT, OPTIMIZER
 from titan_dit.observe.sparing import Sparing
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import Mesh, followed, solve
@@ -91,6 +93,9 @@ class Trainer:
         self.checkpoints = resume.checkpoints_of(config.job, config.checkpoint)
         self.meter, self.sparing = Meter(), Sparing(self.say)
         self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
+        self.profile = Profile(
+            config.profile, self.folder / "profile", world.rank, world.size, world.device
+        )
         self.metrics: Metrics | None = None
         self.sample_log: SampleLog | None = None
 
@@ -114,11 +119,13 @@ class Trainer:
         begun()
         while self.step < config.training.steps and not stop.agreed():
             self.step += 1
-            with self.meter.waiting():
+            self.profile.begin(self.step)
+            with self.meter.waiting(), self.profile.mark(DATA_WAIT):
                 batch = next(batches)
             _, _, lr = self.train_step(batch)
             if self.sample_log:
                 self.sample_log.write(self.step, batch)
+            self.write_profile()
             shown = self.step == first or self.due(config.metrics.every)
             # Looked at before a checkpoint too, which must not hold what has to be undone.
             if shown or self.due(self.guard.every) or self.due(config.checkpoint.every):
@@ -135,6 +142,7 @@ class Trainer:
                 self.save()
             self.tell_of_saves()
             self.watchdog.alive(self.step)
+        self.write_profile(stopped=True)
         if self.step < config.training.steps:
             self.stop_early(stop, first)
         else:
@@ -195,13 +203,14 @@ class Trainer:
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
         loss = self.executor.step(config.objective.prepare(batch, rng))
-        grad_norm = clip_norm(self.parameters.values(), config.training.max_grad_norm)
-        bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
         lr = learning_rate(
             config.lr_schedule, config.optimizer.lr, self.step, config.training.steps
         )
-        apply_gradients(self.optimizer, lr, skip=bad)
-        self.ema.update(self.step, skip=bad)
+        with self.profile.mark(OPTIMIZER):
+            grad_norm = clip_norm(self.parameters.values(), config.training.max_grad_norm)
+            bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
+            apply_gradients(self.optimizer, lr, skip=bad)
+            self.ema.update(self.step, skip=bad)
         _, self.cursor = self.plan(self.cursor)
         self.meter.steps += 1
         return loss, grad_norm, lr
@@ -292,6 +301,17 @@ class Trainer:
                     images.draw_grid(picture, latents, labels.tolist(), facts.value_range)
                     self.say(f"drew {picture}")
                 self.draw_curve()
+
+    def write_profile(self, *, stopped: bool = False) -> None:
+        """Write the profile if its steps are over, all ranks waiting for those that write."""
+        if self.profile.is_over(stopped=stopped):
+            with self.watchdog.slow("profiling"), self.meter.paused():
+                lines = self.profile.write()
+                self.world.gather(None)
+            for line in lines:
+                self.say(line)
+        elif stopped and (missed := self.profile.missed()):
+            self.say(missed)
 
     def draw_curve(self) -> None:
         """The loss so far, as a picture."""

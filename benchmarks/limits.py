@@ -1,0 +1,259 @@
+"""The least time a training step of a DiT can take on a device, term by term: a roofline.
+
+docs/performance.md derives the counts. All are per rank: b samples of s tokens on a rank and step,
+width h, MLP width f, l layers, P parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from titan_dit.models.dit import DiTConfig
+from titan_dit.section import UserError
+
+BF16, FP32 = 2, 4
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device and its links reach at best."""
+
+    gemm_tflops: float
+    """A large bf16 product."""
+    copy_gb_per_s: float
+    """A copy within the device's memory, read and written bytes together."""
+    attention_tflops: float | None = None
+    """Model FLOPs of attention forward and backward over their time; None takes gemm_tflops."""
+    peak_tflops: float | None = None
+    """The data sheet's, for MFU."""
+    link_gb_per_s: float | None = None
+    """Sent by a rank to the others of dp_shard and dp_replicate."""
+    inner_gb_per_s: float | None = None
+    """Sent by a rank to the others of tp and cp; None takes link_gb_per_s."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank does in a step."""
+
+    config: DiTConfig
+    output_channels: int
+    batch: int
+    """Samples of the rank and step; with cp or tp above 1, of the ranks that share them."""
+    is_compiled: bool = True
+    remat: str = "none"
+    microbatches: int = 1
+    num_averages: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Ranks by axis: dp_replicate, dp_shard, tp, cp; 1 where it is not named."""
+    cp_method: str = "ring"
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis."""
+        return self.sizes.get(axis, 1)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the rank in a step, were they not cut by tp."""
+        return self.batch * self.config.token_shape[0] / self.size("cp")
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole network: docs/performance.md counts them by hand."""
+        h, layers, _, patch = self.config.shape
+        f, pixels = self.config.ffn, patch * patch
+        modulation, attention = 6 * h * h + 6 * h, 4 * h * h + 4 * h
+        mlp = 2 * h * f + f + h
+        norms = 2 * (h // self.config.num_heads) if self.config.qk_norm else 0
+        patch_in = (pixels * self.config.channels + 1) * h
+        timestep = 256 * h + h + h * h + h
+        labels = (self.config.num_classes + 1) * h
+        head = 2 * h * h + 2 * h + (h + 1) * pixels * self.output_channels
+        blocks = layers * (modulation + attention + mlp + norms)
+        return blocks + patch_in + timestep + labels + head
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product [m, k] x [k, n] of forward; backward does two of its size, or one."""
+
+    name: str
+    m: float
+    n: float
+    k: float
+    count: float = 1
+    passes: int = 3
+    """Forward, gradient of the input, gradient of the weight."""
+    is_in_block: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Of one pass: two per multiply-add."""
+        return 2 * self.m * self.n * self.k
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """Of one pass: it computes, or reads its operands and writes its result once."""
+        moved = BF16 * (self.m * self.k + self.k * self.n + self.m * self.n)
+        return max(self.flops / ceilings.gemm_tflops / 1e12, moved / ceilings.copy_gb_per_s / 1e9)
+
+
+def products(work: Work) -> Iterator[Product]:
+    """Every matrix product of a rank's step. tp cuts widths, cp tokens, m microbatches the rows."""
+    h, layers, _, patch = work.config.shape
+    f, pixels, t = work.config.ffn, patch * patch, work.size("tp")
+    count, rows = work.microbatches, work.tokens / work.microbatches
+    samples = work.batch / work.microbatches
+    each = layers * count
+    yield Product("qkv", rows, 3 * h / t, h, each)
+    yield Product("attention out", rows, h, h / t, each)
+    yield Product("MLP up", rows, f / t, h, each)
+    yield Product("MLP down", rows, h, f / t, each)
+    yield Product("modulation", samples, 6 * h / t, h, each)
+    ends = {"count": count, "is_in_block": False}
+    # The input of the network needs no gradient. Between blocks tp cuts the tokens, at the ends
+    # every rank does all of them.
+    yield Product("patch", rows, h, pixels * work.config.channels, passes=2, **ends)
+    yield Product("head", rows, pixels * work.output_channels, h, **ends)
+    yield Product("head modulation", samples, 2 * h, h, **ends)
+    yield Product("timestep up", samples, h, 256, passes=2, **ends)
+    yield Product("timestep down", samples, h, h, **ends)
+
+
+def gemm_passes(work: Work, product: Product) -> int:
+    """With what is computed again."""
+    return product.passes + (work.remat == "full" and product.is_in_block)
+
+
+def gemm_s(work: Work, ceilings: Ceilings) -> float:
+    """All matrix products, each at its own shape."""
+    return sum(p.count * gemm_passes(work, p) * p.seconds(ceilings) for p in products(work))
+
+
+def attention_flops(work: Work) -> float:
+    """Forward 4 s^2 h a sample and layer, backward twice that, the model's count."""
+    h, layers, *_ = work.config.shape
+    passes = 3 + (work.remat in ("attention", "full"))
+    return passes * 4 * work.tokens * work.config.token_shape[0] * h * layers / work.size("tp")
+
+
+def attention_s(work: Work, ceilings: Ceilings) -> float:
+    """It computes, or moves: q, k, v and the output; in backward these and four gradients."""
+    h, layers, *_ = work.config.shape
+    forwards = 1 + (work.remat in ("attention", "full"))
+    moved = (4 * forwards + 8) * BF16 * work.tokens * h * layers / work.size("tp")
+    tflops = ceilings.attention_tflops or ceilings.gemm_tflops
+    return max(attention_flops(work) / tflops / 1e12, moved / ceilings.copy_gb_per_s / 1e9)
+
+
+ELEMENTWISE = {
+    #               forward      backward       again under "selective"
+    #              h   f          h   f          h   f
+    "compiled": ((9, 2), (19, 3), (5, 2)),
+    "eager": ((14, 2), (49, 4), (11, 2)),
+}
+"""Elements that pass through memory, per token and layer, in units of h and of f."""
+QK_NORM = (4, 6)
+"""More of them in h, forward and backward."""
+ENDS = 7
+"""In h per token: positions added, the head's modulation and its backward."""
+
+
+def elementwise_bytes(work: Work) -> float:
+    """Norms, modulation, gates, GELU, the sums of residuals and what joins q, k and v."""
+    h, layers, *_ = work.config.shape
+    forward, backward, again = ELEMENTWISE["compiled" if work.is_compiled else "eager"]
+    norm = QK_NORM if work.config.qk_norm else (0, 0)
+    passes = [(forward[0] + norm[0], forward[1]), (backward[0] + norm[1], backward[1])]
+    passes += [passes[0]] if work.remat == "full" else []
+    passes += [(again[0] + norm[0], again[1])] if work.remat == "selective" else []
+    per_token = sum(of_h * h + of_f * work.config.ffn for of_h, of_f in passes)
+    # With sequence parallelism tokens are cut where widths are not.
+    return BF16 * work.tokens * (layers * per_token / work.size("tp") + ENDS * h)
+
+
+def state_bytes(work: Work) -> float:
+    """What the optimizer's part of a step moves, of this rank's parameters.
+
+    AdamW reads weight, gradient and two moments and writes three; clipping reads the gradient,
+    then reads and writes it; an average is read, with the weight, and written; the weight is cast
+    to bf16 and the gradient from it.
+    """
+    shard = work.num_parameters / (work.size("dp_shard") * work.size("cp") * work.size("tp"))
+    adamw, clipping, average = 7 * FP32, 3 * FP32, 3 * FP32
+    casts = 2 * (BF16 + FP32)
+    return shard * (adamw + clipping + average * work.num_averages + casts)
+
+
+def seconds_on(link: float | None, sent: float, axis: str) -> float:
+    """Bytes over a link."""
+    if not sent:
+        return 0.0
+    if link is None:
+        flag = "--link-gbs" if axis == "dp" else "--inner-gbs or --link-gbs"
+        raise UserError(f"{axis} sends {sent:.3g} bytes a step. Say how fast its link is: {flag}.")
+    return sent / link / 1e9
+
+
+def data_parallel_s(work: Work, ceilings: Ceilings) -> float:
+    """FSDP's gathers and reduction, and the replicas' (docs/parallelism.md): can be hidden."""
+    d, r = work.size("dp_shard") * work.size("cp"), work.size("dp_replicate")
+    held = work.num_parameters / work.size("tp")
+    sent = (2 * work.microbatches * BF16 + FP32) * held * (d - 1) / d
+    sent += 2 * (r - 1) / r * FP32 * held / d
+    return seconds_on(ceilings.link_gb_per_s, sent, "dp")
+
+
+def tensor_parallel_s(work: Work, ceilings: Ceilings) -> float:
+    """Those of tp, with sequence parallelism: every layer waits for them."""
+    h, layers, *_ = work.config.shape
+    t = work.size("tp")
+    sent = layers * (t - 1) / t * h * (8 * work.tokens + 12 * work.batch) * BF16
+    return seconds_on(ceilings.inner_gb_per_s or ceilings.link_gb_per_s, sent, "tp")
+
+
+def context_parallel_s(work: Work, ceilings: Ceilings) -> float:
+    """Keys and values on their ring (can be hidden), or heads for tokens (cannot)."""
+    h, layers, *_ = work.config.shape
+    c, t = work.size("cp"), work.size("tp")
+    of_ring, of_ulysses = 4 * BF16 + 2 * FP32, 8 * BF16 / c
+    # `tokens` is a c-th of the samples' already.
+    sent = layers * (c - 1) * work.tokens * h / t
+    sent *= of_ring if work.cp_method == "ring" else of_ulysses
+    return seconds_on(ceilings.inner_gb_per_s or ceilings.link_gb_per_s, sent, "cp")
+
+
+def terms_ms(work: Work, ceilings: Ceilings) -> dict[str, float]:
+    """Milliseconds of every term, and of the step they bound from below."""
+    copy = ceilings.copy_gb_per_s * 1e9
+    computing = {
+        "GEMM": gemm_s(work, ceilings),
+        "attention": attention_s(work, ceilings),
+        "elementwise": elementwise_bytes(work) / copy,
+        "optimizer": state_bytes(work) / copy,
+    }
+    context = context_parallel_s(work, ceilings)
+    is_ring = work.cp_method == "ring"
+    exposed = tensor_parallel_s(work, ceilings) + (0 if is_ring else context)
+    hidden = data_parallel_s(work, ceilings), context if is_ring else 0.0
+    step = max(sum(computing.values()) + exposed, *hidden)
+    parts = computing | {
+        "tp, ulysses": exposed,
+        "dp (hidden)": hidden[0],
+        "ring (hidden)": hidden[1],
+        "step": step,
+    }
+    return {name: 1e3 * seconds for name, seconds in parts.items()}
+
+
+def model_tflop(work: Work) -> float:
+    """The model's FLOPs of the rank's share, in 1e12: nothing that is computed again."""
+    plain = replace(work, remat="none", sizes={})
+    flops = sum(p.count * p.passes * p.flops for p in products(plain)) + attention_flops(plain)
+    return flops / work.size("tp") / work.size("cp") / 1e12
+
+
+def mfu(work: Work, ceilings: Ceilings, ms: float) -> float | None:
+    """The model's FLOPs per second over the data sheet's peak."""
+    return model_tflop(work) / ms * 1e3 / ceilings.peak_tflops if ceilings.peak_tflops else None

@@ -1,0 +1,199 @@
+"""benchmarks/roofline.py: against the FLOPs of the model, counted operators, and by hand."""
+
+import json
+import sys
+
+import pytest
+import torch
+from commands import ROOT, run
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_dit.models.dit import DiTConfig
+from titan_dit.section import UserError
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import limits
+import roofline
+from limits import Ceilings, Work
+
+FLOPS_ONLY = Ceilings(gemm_tflops=1e-12, copy_gb_per_s=1e30)  # a FLOP takes a second
+BYTES_ONLY = Ceilings(gemm_tflops=1e30, copy_gb_per_s=1e-9)  # a byte takes a second
+
+
+def config(**changes):
+    small = {"hidden": 64, "layers": 2, "heads": 4, "patch": 2, "latent_size": 8, "channels": 1}
+    return DiTConfig(num_classes=10, **small | changes)
+
+
+def named(size, latent_size=32):
+    return DiTConfig(size=size, latent_size=latent_size, channels=4, num_classes=1000)
+
+
+def built(work):
+    with torch.device("meta"):
+        return work.config.build(work.output_channels)
+
+
+MODELS = {
+    "XL/2 at 256 tokens": Work(named("XL/2"), 8, 3),
+    "XL/2 at 1024 tokens": Work(named("XL/2", 64), 8, 4, microbatches=2),
+    "7B/4": Work(named("7B/4"), 4, 1),
+    "narrow MLP": Work(config(mlp_ratio=2.5, qk_norm=True), 2, 5),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_products_are_the_models_flops_and_parameters(name):
+    work, model = MODELS[name], built(MODELS[name])
+    flops = model.flops_per_sample(work.config.token_shape[0]) * work.batch
+    assert limits.model_tflop(work) * 1e12 == pytest.approx(flops, rel=1e-12)
+    assert work.num_parameters == sum(p.numel() for p in model.parameters())
+    seconds = limits.gemm_s(work, FLOPS_ONLY) + limits.attention_s(work, FLOPS_ONLY)
+    assert seconds == pytest.approx(flops, rel=1e-12)
+
+
+class Moved(TorchDispatchMode):
+    """Elements that operators other than products and attention read and write."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        left_out = ("mm", "linear", "scaled_dot_product", "detach", "empty", "randn")
+        if not func.is_view and not any(part in func._schema.name for part in left_out):
+            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+            self.elements += sum(map(elements_in_memory, tensors))
+        return out
+
+
+def elements_in_memory(tensor):
+    """Expanded dims are read again and again from the same place."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return torch.Size([size for size, stride in steps if stride]).numel()
+
+
+def moved_by_a_layer(**changes):
+    """(forward, forward and backward) elements per token, in bf16, of eager blocks."""
+    moved = []
+    for layers in (1, 2):
+        model = config(layers=layers, latent_size=32, **changes).build(1).bfloat16()
+        stream = (torch.randn(1, 256, 64), torch.randn(1, 64))
+        stream = tuple(t.bfloat16().requires_grad_() for t in stream)
+        with Moved() as log:
+            for block in model.blocks.values():
+                stream = block(stream, {})
+            forward = log.elements
+            stream[0].backward(torch.randn_like(stream[0]))
+        moved.append((forward, log.elements))
+    return tuple((two - one) / 256 for one, two in zip(*moved, strict=True))
+
+
+@pytest.mark.parametrize("ffn", [256, 512])
+def test_eager_blocks_move_what_is_counted(ffn):
+    (fh, ff), (bh, bf), _ = limits.ELEMENTWISE["eager"]
+    forward, both = moved_by_a_layer(mlp_ratio=ffn / 64)
+    # Besides, what is one vector for all tokens of a sample.
+    assert forward == pytest.approx(fh * 64 + ff * ffn, rel=0.01)
+    assert both == pytest.approx((fh + bh) * 64 + (ff + bf) * ffn, rel=0.01)
+
+
+def test_bytes_of_a_small_step_counted_by_hand():
+    # 3 samples of 16 tokens, h 64, f 256, 2 layers.
+    work = Work(config(), 1, 3)
+    assert limits.elementwise_bytes(work) == 2 * 48 * (2 * (28 * 64 + 5 * 256) + 7 * 64)
+    eager = Work(config(), 1, 3, is_compiled=False)
+    assert limits.elementwise_bytes(eager) == 2 * 48 * (2 * (63 * 64 + 6 * 256) + 7 * 64)
+    cut = Work(config(), 1, 3, sizes={"tp": 4})
+    assert limits.elementwise_bytes(cut) == 2 * 48 * (2 * (28 * 64 + 5 * 256) / 4 + 7 * 64)
+    assert limits.attention_s(work, BYTES_ONLY) == pytest.approx(12 * 2 * 48 * 64 * 2)
+    parameters = work.num_parameters
+    assert limits.state_bytes(work) == parameters * (28 + 12 + 12 + 12)
+    two = Work(config(), 1, 3, num_averages=2, sizes={"dp_shard": 4})
+    assert limits.state_bytes(two) == parameters / 4 * (28 + 12 + 24 + 12)
+    modulation = next(p for p in limits.products(work) if p.name == "modulation")
+    assert modulation.seconds(BYTES_ONLY) == pytest.approx(2 * (3 * 64 + 64 * 384 + 3 * 384))
+    # Few samples, many weights: the weights' way through memory is what lasts.
+    real = Ceilings(gemm_tflops=700, copy_gb_per_s=3000)
+    assert modulation.seconds(real) > modulation.flops / 700e12
+
+
+def test_what_is_computed_again_takes_its_time_but_is_no_model_flop():
+    plain, full = (Work(named("S/2"), 4, 8, remat=mode) for mode in ("none", "full"))
+    assert limits.model_tflop(full) == limits.model_tflop(plain)
+    h, layers, n = 384, 12, 256
+    again = 8 * layers * (24 * n * h * h + 12 * h * h)
+    more = limits.gemm_s(full, FLOPS_ONLY) - limits.gemm_s(plain, FLOPS_ONLY)
+    assert more == pytest.approx(again)
+    assert limits.attention_flops(full) == pytest.approx(limits.attention_flops(plain) * 4 / 3)
+    selective = Work(named("S/2"), 4, 8, remat="selective")
+    assert limits.gemm_s(selective, FLOPS_ONLY) == limits.gemm_s(plain, FLOPS_ONLY)
+    times = [limits.elementwise_bytes(work) for work in (plain, selective, full)]
+    assert times == sorted(set(times))
+
+
+def test_a_step_waits_for_what_cannot_be_hidden_only():
+    links = {"link_gb_per_s": 50, "inner_gb_per_s": 400}
+    ceilings = Ceilings(gemm_tflops=700, copy_gb_per_s=3000, **links)
+    alone = limits.terms_ms(Work(named("XL/2"), 4, 64), ceilings)
+    computing = sum(alone[k] for k in ("GEMM", "attention", "elementwise", "optimizer"))
+    assert alone["step"] == pytest.approx(computing)
+    sharded = Work(named("XL/2"), 4, 64, sizes={"dp_shard": 8})
+    terms = limits.terms_ms(sharded, ceilings)
+    # 674.3e6 parameters, twice in bf16 and once in fp32, 7/8 of them.
+    assert terms["dp (hidden)"] == pytest.approx(sharded.num_parameters * 8 * 7 / 8 / 50e6)
+    assert terms["step"] < alone["step"]  # the optimizer's part is shared
+    slow = Ceilings(gemm_tflops=700, copy_gb_per_s=3000, link_gb_per_s=1)
+    assert limits.terms_ms(sharded, slow)["step"] == limits.terms_ms(sharded, slow)["dp (hidden)"]
+    tp = limits.terms_ms(Work(named("XL/2"), 4, 64, sizes={"tp": 4}), ceilings)
+    sent = 28 * 3 / 4 * 64 * 1152 * (8 * 256 + 12) * 2
+    assert tp["tp, ulysses"] == pytest.approx(sent / 400e6)
+    assert tp["step"] > tp["tp, ulysses"] + tp["GEMM"]
+    tokens = 64 * 256 * 1152 * 28
+    for method, elements in (("ring", 16 * 3 / 4), ("ulysses", 16 * 3 / 16)):
+        work = Work(named("XL/2"), 4, 64, sizes={"cp": 4}, cp_method=method)
+        found = limits.context_parallel_s(work, ceilings)
+        assert found == pytest.approx(tokens * elements / 400e9), method
+    with pytest.raises(UserError, match=r"Say how fast its link is: --link-gbs\."):
+        limits.terms_ms(sharded, Ceilings(gemm_tflops=700, copy_gb_per_s=3000))
+
+
+GPU = {
+    "benchmark": "gpu DiT-XL/2 bf16 ddpm",
+    "device": "a device that does not exist",
+    "ceilings": {"peak_tflops": 1000.0, "gemm_tflops": 500.0, "copy_gb_per_s": 2000.0},
+    "rows": [
+        {"tokens": 256, "batch": 32, "contender": "plain", "ms per step": "1000.0"},
+        {"tokens": 256, "batch": 32, "contender": "ours_compiled", "ms per step": "100.0"},
+        {"tokens": 1024, "batch": 64, "contender": "ours", "ms per step": "out of memory"},
+    ],
+}
+
+
+def test_the_limit_stands_beside_what_gpu_py_measured(tmp_path):
+    (tmp_path / "gpu.json").write_text(json.dumps(GPU))
+    command = [sys.executable, ROOT / "benchmarks" / "roofline.py"]
+    done = run([*command, "--gpu", "gpu.json", "--out", "out.json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    eager, compiled = json.loads((tmp_path / "out.json").read_text())["rows"]
+    ceilings = Ceilings(gemm_tflops=500, copy_gb_per_s=2000, peak_tflops=1000)
+    for row, is_compiled, ms in ((eager, False, 1000), (compiled, True, 100)):
+        terms = limits.terms_ms(Work(named("XL/2"), 8, 32, is_compiled=is_compiled), ceilings)
+        assert float(row["limit"]) == pytest.approx(terms["step"], abs=0.05)
+        assert float(row["limit / measured"]) == pytest.approx(terms["step"] / ms, abs=0.001)
+        # 32 samples of 711.719 GFLOP, as the model says of 256 tokens.
+        assert float(row["MFU"]) == pytest.approx(32 * 0.711719 / ms, abs=0.001)
+        assert float(row["MFU at most"]) == pytest.approx(32 * 0.711719 / terms["step"], abs=0.001)
+    assert "a device that does not exist" in done.stdout
+    assert "dp (hidden)" not in compiled
+
+
+def test_ceilings_must_come_from_somewhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["roofline.py", "--size", "XL/2", "--gemm-tflops", "700"])
+    with pytest.raises(UserError, match=r"No ceilings\. Give --gpu gpu\.json, or --gemm"):
+        roofline.main()
+    toy = tmp_path / "toy.json"
+    toy.write_text(json.dumps(GPU | {"benchmark": "gpu DiT-toy bf16 ddpm"}))
+    monkeypatch.setattr(sys, "argv", ["roofline.py", "--gpu", str(toy)])
+    with pytest.raises(UserError, match=r"is not what benchmarks/gpu\.py --out writes"):
+        roofline.main()

@@ -1,0 +1,166 @@
+"""[profile] as a user sets it, and what it costs a run that does not."""
+
+import gzip
+import json
+import time
+
+import pytest
+import torch
+from commands import train
+from PIL import Image
+
+from titan_dit.config import ProfileConfig
+from titan_dit.observe.profile import Profile
+from titan_dit.observe.profile_summary import MARK, summarize
+from titan_dit.section import UserError
+
+CPU = torch.device("cpu")
+
+
+def table_of(text):
+    """{kind: ms per step} of a summary."""
+    rows = [line.rsplit(maxsplit=2) for line in text.splitlines() if line.endswith("%")]
+    return {what: float(value) for what, value, _ in rows}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_writes_its_profile(ranks, tmp_path):
+    flags = ("--training.steps", 6, "--training.global_batch_size", 8, "--sampling.every", 0,
+             "--checkpoint.every", 0, "--metrics.tensorboard", "false", "--metrics.every", 0,
+             "--profile.enabled", "true", "--profile.start", 3, "--profile.steps", 2,
+             "--profile.memory", "true")  # fmt: skip
+    flags += ("--profile.ranks", 0, 1) if ranks == 2 else ()
+    done = train(*flags, "--job.dir", "run", cwd=tmp_path, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    names = [f"rank-{rank}-steps-3-4" for rank in range(ranks)]
+    expected = [f"{name}.json.gz" for name in names]
+    expected += [f"summary-{name}.{end}" for name in names for end in ("png", "txt")]
+    folder = tmp_path / "run" / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
+    assert "a CPU's allocator keeps no history" in done.stdout
+    for name in names:
+        text = (folder / f"summary-{name}.txt").read_text()
+        table = table_of(text)
+        whole, hidden = table.pop("all"), table.pop("communication hidden")
+        assert sum(table.values()) == pytest.approx(whole, rel=0.01)
+        for kind in ("GEMM", "attention", "elementwise", "optimizer", "data wait", "idle"):
+            assert table[kind] > 0, text
+        assert table["communication exposed"] + hidden > 0, text
+        with gzip.open(folder / f"{name}.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        marks = [e["name"] for e in events if str(e["name"]).startswith(MARK)]
+        if ranks == 2:
+            sent = {e["name"] for e in events if str(e["name"]).startswith("gloo:")}
+            assert {"gloo:all_gather", "gloo:all_reduce"} <= sent
+        assert sorted(marks) == [MARK + "data wait"] * 2 + [MARK + "optimizer"] * 2 + [
+            MARK + "steps"
+        ]
+        if name == names[0]:
+            assert text in done.stdout
+        with Image.open(folder / f"summary-{name}.png") as page:
+            assert page.size[0] == 960
+
+
+def profile_steps(folder, config, steps, work=lambda: None):
+    """What a trainer does with a `Profile`; the profile, and where it was said to be over."""
+    profile, over = Profile(config, folder, 0, 1, CPU), []
+    for step in range(11, 11 + steps):
+        profile.begin(step)
+        with profile.mark("data wait"):
+            work()
+        if profile.is_over():
+            over.append(step)
+            profile.write()
+    return profile, over
+
+
+def wall_and_clock(folder):
+    """The summary of two profiled steps, and how long the host's clock says they took."""
+    ticks = []
+
+    def work():
+        ticks.append(time.perf_counter())
+        time.sleep(0.2)
+        ticks.append(time.perf_counter())
+
+    config = ProfileConfig(enabled=True, start=2, steps=2)
+    _, over = profile_steps(folder, config, 4, work)
+    assert over == [13]
+    with gzip.open(folder / "rank-0-steps-12-13.json.gz", "rt") as file:
+        summary = summarize(json.load(file)["traceEvents"])
+    # From the second step's beginning to the third's end.
+    return summary, 1e3 * (ticks[5] - ticks[2])
+
+
+def test_the_kinds_add_up_to_what_the_clock_of_the_host_says(tmp_path):
+    """The best of several: other processes may stop this one between the two clocks."""
+    for attempt in range(4):
+        summary, clock_ms = wall_and_clock(tmp_path / str(attempt))
+        assert sum(summary.ms.values()) == pytest.approx(summary.wall_ms, rel=1e-6)
+        assert clock_ms <= summary.wall_ms
+        if summary.wall_ms <= 1.01 * clock_ms:
+            break
+    assert summary.wall_ms <= 1.01 * clock_ms
+    assert summary.ms["data wait"] == pytest.approx(clock_ms, rel=0.01)
+
+
+def test_a_launch_that_ends_early_writes_what_it_has(tmp_path):
+    config = ProfileConfig(enabled=True, start=1, steps=5)
+    profile, over = profile_steps(tmp_path, config, 2, lambda: torch.ones(3) + 1)
+    assert over == []
+    assert profile.is_over(stopped=True)
+    assert "steps 11 to 12" in profile.write()[0]
+    assert (tmp_path / "summary-rank-0-steps-11-12.png").is_file()
+    assert not profile.is_over(stopped=True)
+
+
+def test_steps_that_are_done_anew_count_as_often_as_they_are_done(tmp_path):
+    profile = Profile(ProfileConfig(enabled=True, start=1, steps=3), tmp_path, 0, 1, CPU)
+    for step in (8, 6, 7):  # back to a checkpoint
+        profile.begin(step)
+        time.sleep(0.01)
+    assert profile.is_over()
+    table = table_of("\n".join(profile.write()))
+    with gzip.open(tmp_path / "rank-0-steps-8-7.json.gz", "rt") as file:
+        wall_ms = summarize(json.load(file)["traceEvents"]).wall_ms
+    assert table["all"] == pytest.approx(wall_ms / 3, abs=1e-3)
+
+
+def test_a_launch_that_never_came_to_its_profile_says_so(tmp_path):
+    profile, _ = profile_steps(tmp_path / "none", ProfileConfig(enabled=True, start=10), 3)
+    assert not profile.is_over(stopped=True)
+    assert profile.missed() == (
+        "[profile] start=10: nothing was profiled, this launch took 3 steps"
+    )
+    assert not (tmp_path / "none").exists()
+
+
+def test_disabled_it_does_nothing(tmp_path):
+    profile, over = profile_steps(tmp_path / "none", ProfileConfig(start=1, steps=1), 3)
+    assert (over, profile.taken, profile.profiler, profile.missed()) == ([], 0, None, None)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(1, "1 rank was started. Name rank 0"), (2, "2 ranks were started. Name")]
+)
+def test_ranks_that_were_not_started_are_refused(ranks, words, tmp_path):
+    with pytest.raises(UserError, match=rf"\[profile\] ranks=\[0, 2\], but {words}"):
+        Profile(ProfileConfig(enabled=True, ranks=(0, 2)), tmp_path, 0, ranks, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_and_memory_of_a_gpu(tmp_path):
+    device = torch.device("cuda")
+    a = torch.randn(2048, 2048, device=device)
+    profile = Profile(ProfileConfig(enabled=True, start=2, memory=True), tmp_path, 0, 1, device)
+    for step in (1, 2, 3, 4):
+        profile.begin(step)
+        with profile.mark("optimizer"):
+            b = a * 2
+        (a @ b).relu()
+    assert profile.is_over()
+    table = table_of("\n".join(profile.write()))
+    assert min(table["GEMM"], table["optimizer"], table["elementwise"]) > 0
+    assert (tmp_path / "memory-rank-0-steps-2-4.pickle").stat().st_size > 0
