@@ -31,11 +31,13 @@ from titan_dit.observe.metrics import (
     finite_or_none,
     peak_gib,
 )
+from titan_dit.parallel.compile import Recompiles
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import Mesh, followed, solve
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
 from titan_dit.pipeline.checks import check_layout, rows_per_rank
+from titan_dit.pipeline.trial import attention_cost
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 from titan_dit.state import resume, rollback
@@ -89,6 +91,7 @@ class Trainer:
         self.guard = Guard(config.faults, world.device)
         self.checkpoints = resume.checkpoints_of(config.job, config.checkpoint)
         self.meter = Meter()
+        self.recompiles = Recompiles()
         self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
         self.metrics: Metrics | None = None
         self.sample_log: SampleLog | None = None
@@ -114,7 +117,9 @@ class Trainer:
             self.step += 1
             with self.meter.waiting():
                 batch = next(batches)
-            began, (_, _, lr) = self.cursor, self.train_step(batch)
+            began = self.cursor
+            with self.recompiles:
+                _, _, lr = self.train_step(batch)
             if self.sample_log:
                 self.sample_log.write(self.step, self.order.share(began))
             shown = self.step == first or self.due(config.metrics.every)
@@ -241,6 +246,8 @@ class Trainer:
         if self.metrics and (self.step == 1 or self.due(self.config.metrics.every)):
             self.metrics.log(row)
         self.say(console.progress(row, self.config.training.steps))
+        if news := self.recompiles.news():
+            self.say(news)
 
     def go_back(self) -> None:
         """Load the newest checkpoint from before the bad steps, and leave their data out."""
@@ -398,7 +405,8 @@ class Trainer:
             self.say(line)
         for line in (
             f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
-            f"{self.world.device.type}, {config.precision.dtype}",
+            f"{self.world.device.type}, {config.precision.dtype}, "
+            f"attention {config.precision.attention}",
             f"model   {config.model.name}: {self.num_parameters:,} parameters, {self.num_tokens} "
             f"tokens, {self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",
             f"data    {config.data.name}: {len(self.source):,} samples, "
@@ -410,6 +418,8 @@ class Trainer:
             self.say(line)
         if self.world.is_main and (hint := scale_hint(self.source, config.model.sample_shape[0])):
             self.say(hint)
+        if cost := attention_cost(config, self.world.device, self.flops_per_sample):
+            self.say(cost)
 
     def say(self, line: str) -> None:
         """Tell the person at the console, once."""
