@@ -140,9 +140,7 @@ def measure(
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(graph, leaves, d_out, retain_graph=True)
 
-    times = [
-        median_ms(work, shape.device, laps) for work in (lambda: attend(*leaves), backward)
-    ]
+    times = [median_ms(work, shape.device, laps) for work in (lambda: attend(*leaves), backward)]
     exact = attention.by_products(*(x[:1, :1].detach().float() for x in (q, k, v)))
     error = (graph[:1, :1].detach().float() - exact).abs().max() / exact.abs().max()
     return times[0], times[1], error.item()
@@ -153,13 +151,16 @@ def median_ms(work: Callable[[], object], device: torch.device, laps: int) -> fl
     for _ in range(max(1, laps // 4)):
         work()
     if device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(laps + 1)]
+        events: list[Any] = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(laps + 1)
+        ]
         events[0].record()
         for event in events[1:]:
             work()
             event.record()
         torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
+        return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(events)))
     ticks = [time.perf_counter()]
     for _ in range(laps):
         work()
@@ -186,4 +187,6 @@ def place(device: torch.device) -> dict[str, Any]:
     """Where it was measured."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     found = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return found | ({"cudnn": torch.backends.cudnn.version()} if device.type == "cuda" else {})
+    if device.type == "cuda":
+        found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return found

@@ -1,8 +1,8 @@
 """Which of torch's kernels computes attention: [precision] attention. "auto" leaves it to torch.
 
 The choice holds for the model's own layers and nothing else in the process, and becomes a part of
-what is compiled. The ring of context parallelism calls kernels by name (attention_kernels.py), which
-the same key chooses. The only file that calls torch.nn.attention, which may still change.
+what is compiled. The ring of context parallelism calls kernels by name (attention_kernels.py); the
+same key chooses among them. The only file that calls torch.nn.attention, which may still change.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Shape:
 def apply(model: nn.Module, key: str) -> None:
     """Let every attention of the model use a kernel; before context parallelism and remat."""
     for layer in model.modules():
-        if isinstance(layer, Attention):
+        if isinstance(layer, Attention) and key != "auto":
             layer.attend = attend_by(key)
 
 
@@ -157,7 +157,7 @@ def refusal(key: str, shape: Shape) -> str | None:
             if shape.ring:
                 run_kernel(key, q.detach(), k.detach(), v.detach())
             else:
-                attend_by(key)(q, k, v).sum().backward()
+                torch.autograd.grad(attend_by(key)(q, k, v).sum(), (q, k, v))
             if shape.device.type == "cuda":
                 torch.cuda.synchronize(shape.device)
         except (RuntimeError, NotImplementedError) as error:

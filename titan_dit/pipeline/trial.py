@@ -1,4 +1,4 @@
-"""What a run needs of this machine, tried once before anything is built: attention, the compiler."""
+"""What a run needs of its machine, tried before anything is built: attention, the compiler."""
 
 from __future__ import annotations
 
