@@ -20,9 +20,7 @@ def test_a_missing_compiler_is_told_although_the_cache_is_warm(monkeypatch):
     compile.check(CompileConfig(enabled=True), CPU)
     torch._dynamo.reset()
     monkeypatch.setattr(inductor.cpp, "cxx", (None, "/no/such/compiler"))
-    message = (
-        r"\[compile\] enabled=true, but .*/no/such/compiler.*C\+\+.*Set \[compile\] enabled = "
-    )
+    message = r"\[compile\] enabled=true, but .*/no/such/compiler.*C\+\+.*Set .compile. enabled"
     with pytest.raises(UserError, match=message):
         compile.check(CompileConfig(enabled=True), CPU)
     compile.check(CompileConfig(enabled=False), CPU)

@@ -1,14 +1,13 @@
 """torch.compile, block by block: all blocks share one graph, so it is compiled once.
 
-The only file that reads torch._dynamo's counters and sets torch._inductor's settings, which are
-not public.
+The only file that reads torch._dynamo's counters and asks torch._inductor for its compiler: neither
+is public.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import warnings
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
 
 
 def check(config: CompileConfig, device: torch.device) -> None:
-    """Compile one addition for the device, past the cache, as a step will be that is not in it.
+    """Compile one addition for the device, as a step will be.
 
     Raises a UserError where that fails: no C++ compiler (a CPU), no C compiler or no Triton (a
     GPU), a cache folder that cannot be written to.
@@ -33,18 +32,19 @@ def check(config: CompileConfig, device: torch.device) -> None:
     if not config.enabled:
         return
     try:
-        import torch._inductor.config as settings
+        if device.type == "cpu":
+            from torch._inductor import cpp_builder
 
-        with warnings.catch_warnings(), settings.patch(force_disable_caches=True):
-            warnings.simplefilter("ignore")  # torch tells that the cache is off.
-            torch.compile(increment, fullgraph=True)(torch.zeros(8, device=device))
+            # The addition may be in the cache already, the blocks not.
+            cpp_builder.get_cpp_compiler()
+        torch.compile(increment, fullgraph=True)(torch.zeros(8, device=device))
     except Exception as error:  # torch has no class for all of it
         compiler = "a C++ compiler (g++, or what CXX names)"
         if device.type == "cuda":
             compiler = "Triton and a C compiler (gcc, or what CC names)"
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"[compile] enabled=true, but torch.compile fails on this machine: "
+            "[compile] enabled=true, but torch.compile fails on this machine: "
             f"{reason[:300]}. It needs {compiler} and a cache folder it can write to "
             f"(TORCHINDUCTOR_CACHE_DIR={os.environ.get('TORCHINDUCTOR_CACHE_DIR', 'not set')}). "
             "Set [compile] enabled = false, or install what is missing."
