@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_missing_compiler_is_told_although_the_cache_is_warm(monkeypatch):
+def test_a_missing_compiler_is_told_although_the_cache_is_warm():
     import torch._inductor.config as inductor
 
     compile.check(CompileConfig(enabled=True), CPU)
     torch._dynamo.reset()
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "/no/such/compiler"))
     message = r"\[compile\] enabled=true, but .*/no/such/compiler.*C\+\+.*Set .compile. enabled"
-    with pytest.raises(UserError, match=message):
+    missing = inductor.patch({"cpp.cxx": (None, "/no/such/compiler")})
+    with missing, pytest.raises(UserError, match=message):
         compile.check(CompileConfig(enabled=True), CPU)
     compile.check(CompileConfig(enabled=False), CPU)
     torch._dynamo.reset()
