@@ -39,7 +39,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         if isinstance(peers, Exchange) and isinstance(kernel, str):
             ring = peers.group, peers.rank, peers.size
-            out, lse = ring_forward(q, k, v, *ring, kernel)
+            out, lse = ring_forward(q, k, v, kernel, *ring)
         else:
             out, lse = travel_forward(q, k, v, peers, found(kernel, q))
         ctx.save_for_backward(q, k, v, out, lse)
@@ -53,7 +53,7 @@ class _RingAttention(torch.autograd.Function):
         peers, kernel = ctx.peers, ctx.kernel  # type: ignore[attr-defined]
         if isinstance(peers, Exchange) and isinstance(kernel, str):
             ring = peers.group, peers.rank, peers.size
-            dq, dkv = ring_backward(d_out, q, k, v, out, lse, *ring, kernel)
+            dq, dkv = ring_backward(d_out, q, k, v, out, lse, kernel, *ring)
         else:
             dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, found(kernel, q))
         return dq, dkv[0], dkv[1], None, None
@@ -139,7 +139,7 @@ def travel_backward(
 
 @torch.library.custom_op("titan_dit::ring_forward", mutates_args=())
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int
 ) -> tuple[Tensor, Tensor]:
     """`travel_forward` over a process group."""
     out, lse = travel_forward(q, k, v, Exchange(group, rank, size), named(kernel, q))
@@ -154,10 +154,10 @@ def ring_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    kernel: str,
     group: str,
     rank: int,
     size: int,
-    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """`travel_backward` over a process group."""
     peers = Exchange(group, rank, size)
@@ -172,7 +172,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 @ring_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int
 ) -> tuple[Tensor, Tensor]:
     lse = torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
     return _by_token(torch.empty_like(q)), lse
@@ -186,9 +186,9 @@ def _(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    kernel: str,
     group: str,
     rank: int,
     size: int,
-    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     return _by_token(torch.empty_like(q)), k.new_empty(2, *k.shape)
