@@ -29,6 +29,11 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ngpu ? cores / ngpu : 1))}
 # When one node ends first, torch's C++ side tells the others' consoles in thirty lines of frames.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
+# What torch.compile has compiled serves the next launch too, if the machine keeps the folder.
+if [ -n "${HOME:-}" ] && [ -w "$HOME" ]; then
+    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/titan_dit/inductor}
+fi
+
 meeting=(--standalone) restarts=0
 if [ -n "${NNODES:-}" ] && [ "$NNODES" != 1 ]; then
     # A lost node is given up after 4 s without a heartbeat, and those that are there wait 3 s for

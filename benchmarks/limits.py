@@ -1,6 +1,6 @@
 """The least time a training step of a DiT can take on a device, term by term: a roofline.
 
-docs/performance.md derives the counts. All are per rank: b samples of s tokens on a rank and step,
+docs/roofline.md derives the counts. All are per rank: b samples of s tokens on a rank and step,
 width h, MLP width f, l layers, P parameters.
 """
 
@@ -61,7 +61,7 @@ class Work:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole network: docs/performance.md counts them by hand."""
+        """Of the whole network: docs/roofline.md counts them by hand."""
         h, layers, _, patch = self.config.shape
         f, pixels = self.config.ffn, patch * patch
         modulation, attention = 6 * h * h + 6 * h, 4 * h * h + 4 * h

@@ -5,7 +5,7 @@ r"""The limit of a training step from a device's ceilings, beside what was measu
         --dp-shard 64 --tp 4 --link-gbs 40 --inner-gbs 350
 
 The first takes ceilings, model and measured rows from the JSON of gpu.py; flags go before. The
-second needs no device at all. Formulas: docs/performance.md. Times in ms.
+second needs no device at all. Formulas: docs/roofline.md. Times in ms.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ COMMANDS = {
     "replay": "re-create a step of a run, sample by sample",
     "data pack": "turn a folder of latents or pictures into shards",
     "data show": "say and draw what a dataset holds",
+    "bench attention": "time every attention kernel on one shape",
     "checkpoint list": "the checkpoints of a run",
     "checkpoint verify": "compare checkpoints with the digests of when they were written",
     "checkpoint show": "what a checkpoint says of itself",

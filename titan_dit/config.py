@@ -107,6 +107,9 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp64", "fp32", "bf16"] = "bf16"
     """Format of activations and matrix products. fp64 is for comparing layouts."""
+    attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
+    """Which kernel computes attention; auto leaves it to torch. flash3 and flash4 need packages of
+    their own. One that cannot run the model is refused before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +336,7 @@ FREE_ON_RESUME = frozenset(
         "profile",
     }
     | {"training.steps", "training.microbatch_size", "training.deterministic"}
+    | {"precision.attention"}
     # The numbers that a size stands for are compared one by one.
     | {"model.size"}
     # The dataset itself is compared by its digest; it may move, and be read differently.

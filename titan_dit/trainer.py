@@ -34,11 +34,13 @@ from titan_dit.observe.metrics import (
 from titan_dit.observe.profile import Profile
 from titan_dit.observe.profile_summary import DATA_WAIT, OPTIMIZER
 from titan_dit.observe.sparing import Sparing
+from titan_dit.parallel.compile import Recompiles
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import Mesh, followed, solve
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
 from titan_dit.pipeline.checks import check_layout, rows_per_rank
+from titan_dit.pipeline.trial import attention_cost
 from titan_dit.rng import SampleRNG
 from titan_dit.state import resume, rollback
 from titan_dit.state.ema import EMA
@@ -92,6 +94,7 @@ class Trainer:
         self.guard = Guard(config.faults, world.device)
         self.checkpoints = resume.checkpoints_of(config.job, config.checkpoint)
         self.meter, self.sparing = Meter(), Sparing(self.say)
+        self.recompiles = Recompiles()
         self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
         self.profile = Profile(
             config.profile, self.folder / "profile", world.rank, world.size, world.device
@@ -122,7 +125,8 @@ class Trainer:
             self.profile.begin(self.step)
             with self.meter.waiting(), self.profile.mark(DATA_WAIT):
                 batch = next(batches)
-            _, _, lr = self.train_step(batch)
+            with self.recompiles:
+                _, _, lr = self.train_step(batch)
             if self.sample_log:
                 self.sample_log.write(self.step, batch)
             self.write_profile()
@@ -258,6 +262,8 @@ class Trainer:
             with self.sparing("metrics"):
                 self.metrics.log(row)
         self.say(console.progress(row, self.config.training.steps))
+        if news := self.recompiles.news():
+            self.say(news)
 
     def go_back(self) -> None:
         """Load the newest checkpoint from before the bad steps, and leave their data out."""
@@ -410,7 +416,8 @@ class Trainer:
             self.say(line)
         for line in (
             f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
-            f"{self.world.device.type}, {config.precision.dtype}",
+            f"{self.world.device.type}, {config.precision.dtype}, "
+            f"attention {config.precision.attention}",
             f"model   {config.model.name}: {self.num_parameters:,} parameters, {self.num_tokens} "
             f"tokens, {self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",
             f"data    {config.data.name}: {len(self.source):,} samples, "
@@ -422,6 +429,8 @@ class Trainer:
             self.say(line)
         if self.world.is_main and (hint := scale_hint(self.source, config.model.sample_shape[0])):
             self.say(hint)
+        if cost := attention_cost(config, self.world.device, self.flops_per_sample):
+            self.say(cost)
 
     def say(self, line: str) -> None:
         """Tell the person at the console, once."""

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_dit.parallel import attention_kernels
-from titan_dit.parallel.attention_kernels import CPU, EFFICIENT, FLASH, MATH, suitable
+from titan_dit.parallel.attention_kernels import CPU, CUDNN, EFFICIENT, FLASH, MATH, named, suitable
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -116,7 +116,10 @@ def test_a_gpu_takes_flash_for_half_precision_where_it_is_made_for_it(
     assert suitable(OnGPU) is kernel
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [(FLASH, torch.bfloat16), (EFFICIENT, torch.float32)])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [(FLASH, torch.bfloat16), (EFFICIENT, torch.float32), (CUDNN, torch.bfloat16)],
+)
 @pytest.mark.parametrize("d", [12, 64])
 def test_this_torch_takes_the_arguments_of_the_gpu_kernels(kernel, dtype, d):
     # Without a GPU: on the meta device an operator checks its arguments and tells its shapes.
@@ -127,11 +130,27 @@ def test_this_torch_takes_the_arguments_of_the_gpu_kernels(kernel, dtype, d):
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
 
 
+def test_the_key_of_the_config_names_a_kernel():
+    here, there = torch.empty(1, 1, 1, 8), torch.empty(1, 1, 1, 8, device="meta")
+    assert named("auto", here) is named("flash", here) is CPU
+    assert named("math", here) is named("math", there) is MATH
+    found = [named(key, there) for key in ("flash", "flash3", "flash4", "cudnn", "efficient")]
+    assert found == [FLASH, FLASH, FLASH, CUDNN, EFFICIENT]
+    for key in ("flash3", "cudnn", "efficient"):
+        with pytest.raises(RuntimeError, match="a CPU has flash and math only"):
+            named(key, here)
+    # cuDNN would read fp32 as fp16 without a word.
+    with pytest.raises(RuntimeError, match=r"takes bf16 and fp16, not torch\.float32"):
+        CUDNN.forward(there, there, there, 1.0)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
+        ("CUDNN", torch.bfloat16),
+        ("CUDNN", torch.float16),
         ("FLASH", torch.bfloat16),
         ("FLASH", torch.float16),
         ("EFFICIENT", torch.float32),

@@ -1,5 +1,7 @@
 """Context parallelism in one process: see `simulated_peers`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,11 @@ from simulated_peers import SimulatedPeers, from_ranks, to_ranks
 from torch.utils.checkpoint import checkpoint
 
 from titan_dit.models.layers import Attention
+from titan_dit.parallel import attention, attention_kernels, context
 from titan_dit.parallel import ring_attention as ring
 from titan_dit.parallel.attention_kernels import CPU, MATH, Kernel
 from titan_dit.parallel.context import slice_tokens
+from titan_dit.parallel.exchange import Exchange
 from titan_dit.parallel.ring_attention import ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
 from titan_dit.section import UserError
@@ -280,3 +284,25 @@ def test_four_ranks_on_one_gpu_give_what_attention_over_all_tokens_gives(method,
     found, _ = in_slices(METHODS[method], 4, *arguments)
     assert [x.dtype for x in found] == [dtype] * 4
     assert max(errors(found, expected)) <= max(3 * alone, TOLERANCE.get(dtype, 4e-3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_key_of_the_config_reaches_the_kernels(method, monkeypatch):
+    ran = []
+
+    def products(q, k, v, scale):
+        ran.append(q.shape)
+        return MATH.forward(q, k, v, scale)
+
+    model = Attention(32, 4, False)
+    attention.apply(model, "math")
+    alone = Exchange("", 0, 1)  # A ring of one rank sends nothing.
+    monkeypatch.setattr(context.Exchange, "over", lambda group: alone)
+    monkeypatch.setattr(Exchange, "all_to_all", lambda self, parts: parts)
+    context.apply(model, SimpleNamespace(get_group=lambda: None), method, "math")
+    counting = Kernel(products, MATH.backward)
+    monkeypatch.setattr(attention_kernels, "MATH", counting)
+    monkeypatch.setattr(attention, "MATH", counting)
+    x = torch.randn(2, 6, 32)
+    model(x).sum().backward()
+    assert ran == [(2, 4, 6, 8)]

@@ -83,6 +83,9 @@ def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
     # torch.compile needs real tensors. What it would spare is not spared here.
     asked = config
     config = replace(config, compile=replace(config.compile, enabled=False))
+    # Played on a CPU, which lacks most kernels. Those that are fused all keep the same.
+    if config.precision.attention != "math":
+        config = replace(config, precision=replace(config.precision, attention="auto"))
     share = config.training.global_batch_size // sizes.data
     size = config.training.microbatch_size or (share if sizes.pp == 1 else 1)
     count = -(-share // size)

@@ -183,7 +183,7 @@ def group_name(args: Sequence[Any]) -> str:
                 return str(dist.ProcessGroup.unbox(arg).group_name)
             except RuntimeError:  # Another object, such as the kind of a reduction.
                 continue
-    # The name stands behind the kind of a reduction, which is text too.
+    # The name stands behind the kind of a reduction, or of a kernel, which are text too.
     return str([arg for arg in args if isinstance(arg, str)][-1])
 
 

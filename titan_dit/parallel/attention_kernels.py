@@ -50,6 +50,19 @@ def suitable(q: Tensor) -> Kernel:
     return EFFICIENT
 
 
+def named(name: str, q: Tensor) -> Kernel:
+    """The kernel that [precision] attention asks for; RuntimeError where there is none."""
+    if name == "auto":
+        return suitable(q)
+    if name == "math":
+        return MATH
+    if q.device.type == "cpu":
+        if name == "flash":
+            return CPU
+        raise RuntimeError("a CPU has flash and math only")
+    return {"cudnn": CUDNN, "efficient": EFFICIENT}.get(name, FLASH)
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """What sums over blocks are kept in."""
     return torch.promote_types(dtype, torch.float32)
@@ -152,6 +165,34 @@ def _efficient_backward(
     return dq[..., :d], dk[..., :d], dv[..., :d]
 
 
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    # Takes bf16 and fp16, and reads anything else as fp16. Returns (out, lse, cum_seq_q, cum_seq_k,
+    # max_q, max_k, philox_seed, philox_offset, debug_mask); lse is fp32, [b, heads, n, 1].
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError(f"cuDNN attention takes bf16 and fp16, not {q.dtype}")
+    d = q.shape[-1]
+    q, k, v = _padded(q, k, v)
+    result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, False, False, scale=scale
+    )
+    return result[0][..., :d], result[1].flatten(2)
+
+
+def _cudnn_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Returns (dq, dk, dv). Without bias and cum_seq the batch is dense and unmasked; the seeds are
+    # read with dropout only. Wants lse as forward gives it, and its four dims packed.
+    d, n, m = q.shape[-1], q.shape[2], k.shape[2]
+    d_out, q, k, v, out = _padded(d_out, q, k, v, out)
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        d_out, q, k, v, out, lse.contiguous()[..., None], seed, seed, None, None, None, n, m, 0.0,
+        False, scale=scale,
+    )  # fmt: skip
+    return dq[..., :d], dk[..., :d], dv[..., :d]
+
+
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """With the channels next to each other: the kernels take any other strides."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
@@ -168,3 +209,4 @@ MATH = Kernel(_math_forward, _math_backward)
 CPU = Kernel(_cpu_forward, _cpu_backward)
 FLASH = Kernel(_flash_forward, _flash_backward)
 EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
+CUDNN = Kernel(_cudnn_forward, _cudnn_backward)

@@ -1,10 +1,19 @@
-"""torch.compile, block by block: all blocks share one graph, so it is compiled once."""
+"""torch.compile, block by block: all blocks share one graph, so it is compiled once.
+
+The only file that reads torch._dynamo's counters and asks torch._inductor for its compiler: neither
+is public.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+
+import torch
 from torch import nn
 
 from titan_dit.config import CompileConfig
+from titan_dit.section import UserError
 
 
 def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
@@ -12,3 +21,78 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
     if config.enabled:
         for block in model.get_submodule("blocks").children():
             block.compile(fullgraph=True)
+
+
+def check(config: CompileConfig, device: torch.device) -> None:
+    """Compile one addition for the device, as a step will be.
+
+    Raises a UserError where that fails: no C++ compiler (a CPU), no C compiler or no Triton (a
+    GPU), a cache folder that cannot be written to.
+    """
+    if not config.enabled:
+        return
+    try:
+        if device.type == "cpu":
+            from torch._inductor import cpp_builder
+
+            # The addition may be in the cache already, the blocks not.
+            cpp_builder.get_cpp_compiler()
+        torch.compile(increment, fullgraph=True)(torch.zeros(8, device=device))
+    except Exception as error:  # torch has no class for all of it
+        compiler = "a C++ compiler (g++, or what CXX names)"
+        if device.type == "cuda":
+            compiler = "Triton and a C compiler (gcc, or what CC names)"
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            "[compile] enabled=true, but torch.compile fails on this machine: "
+            f"{reason[:300]}. It needs {compiler} and a cache folder it can write to "
+            f"(TORCHINDUCTOR_CACHE_DIR={os.environ.get('TORCHINDUCTOR_CACHE_DIR', 'not set')}). "
+            "Set [compile] enabled = false, or install what is missing."
+        ) from error
+
+
+def increment(x: torch.Tensor) -> torch.Tensor:
+    """What is compiled to see whether it can be."""
+    return x + 1
+
+
+def num_graphs() -> int:
+    """Graphs compiled by this process so far."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0  # Nothing has been compiled; loading it takes a second.
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+class Recompiles:
+    """Counts graphs that training steps compile after the first one, which compiles them all.
+
+    What is compiled between steps, such as for drawing samples, is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._told = 0
+        self._is_first = True
+        self._before = 0
+
+    def __enter__(self) -> None:
+        """Before a step."""
+        self._before = num_graphs()
+
+    def __exit__(self, *_: object) -> None:
+        """After a step."""
+        if not self._is_first:
+            self.count += num_graphs() - self._before
+        self._is_first = False
+
+    def news(self) -> str | None:
+        """A line for the console when there were more since the last time."""
+        if self.count == self._told:
+            return None
+        self._told = self.count
+        return (
+            f"compiled {self.count} graphs again after the first step: shapes or settings change "
+            "from step to step. TORCH_LOGS=recompiles says why"
+        )

@@ -5,7 +5,7 @@ All layers but attention work token by token; only attention needs the others' t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
@@ -18,19 +18,21 @@ from titan_dit.parallel.ring_attention import ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
 
 Method = Literal["ring", "ulysses"]
-METHODS: dict[Method, Callable[..., Tensor]] = {
-    "ring": ring_attention,
-    "ulysses": ulysses_attention,
-}
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, method: Method) -> None:
-    """Let every attention of the model reach the tokens of all ranks of the 1D mesh `cp`."""
+def apply(model: nn.Module, mesh: DeviceMesh, method: Method, attention: str = "auto") -> None:
+    """Let every attention of the model reach the tokens of all ranks of the 1D mesh `cp`.
+
+    `attention`: the kernel, as [precision] attention names it.
+    """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     assert layers
-    attend = partial(METHODS[method], peers=Exchange.over(mesh.get_group()))
+    peers = Exchange.over(mesh.get_group())
     for layer in layers:
-        layer.attend = attend
+        if method == "ring":
+            layer.attend = partial(ring_attention, peers=peers, kernel=attention)
+        else:
+            layer.attend = partial(ulysses_attention, peers=peers, attend=layer.attend)
 
 
 def slice_tokens(

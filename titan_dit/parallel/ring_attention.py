@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from titan_dit.parallel.attention_kernels import Kernel, accumulator, suitable
+from titan_dit.parallel.attention_kernels import Kernel, accumulator, named
 from titan_dit.parallel.exchange import Exchange, Peers
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | None = None
+    q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | str = "auto"
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks, scaled by 1 / sqrt(d).
+
+    `kernel`: what computes a block, or its name in [precision] attention.
 
     Each rank sends 2 (c-1)/c of b n h elements forward and as many backward, where b n h counts
     all tokens; and backward as many again in fp32, the gradients of keys and values.
@@ -33,13 +35,13 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | None
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | str
     ) -> Tensor:
-        if isinstance(peers, Exchange) and kernel is None:
+        if isinstance(peers, Exchange) and isinstance(kernel, str):
             ring = peers.group, peers.rank, peers.size
-            out, lse = ring_forward(q, k, v, *ring)
+            out, lse = ring_forward(q, k, v, kernel, *ring)
         else:
-            out, lse = travel_forward(q, k, v, peers, kernel or suitable(q))
+            out, lse = travel_forward(q, k, v, peers, found(kernel, q))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.peers, ctx.kernel = peers, kernel  # type: ignore[attr-defined]
         result: Tensor = out
@@ -49,12 +51,17 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         peers, kernel = ctx.peers, ctx.kernel  # type: ignore[attr-defined]
-        if isinstance(peers, Exchange) and kernel is None:
+        if isinstance(peers, Exchange) and isinstance(kernel, str):
             ring = peers.group, peers.rank, peers.size
-            dq, dkv = ring_backward(d_out, q, k, v, out, lse, *ring)
+            dq, dkv = ring_backward(d_out, q, k, v, out, lse, kernel, *ring)
         else:
-            dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, kernel or suitable(q))
+            dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, found(kernel, q))
         return dq, dkv[0], dkv[1], None, None
+
+
+def found(kernel: Kernel | str, q: Tensor) -> Kernel:
+    """The kernel itself."""
+    return named(kernel, q) if isinstance(kernel, str) else kernel
 
 
 def travel_forward(
@@ -132,10 +139,10 @@ def travel_backward(
 
 @torch.library.custom_op("titan_dit::ring_forward", mutates_args=())
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int
 ) -> tuple[Tensor, Tensor]:
     """`travel_forward` over a process group."""
-    out, lse = travel_forward(q, k, v, Exchange(group, rank, size), suitable(q))
+    out, lse = travel_forward(q, k, v, Exchange(group, rank, size), named(kernel, q))
     return _by_token(out), lse.contiguous()
 
 
@@ -147,13 +154,14 @@ def ring_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    kernel: str,
     group: str,
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor]:
     """`travel_backward` over a process group."""
     peers = Exchange(group, rank, size)
-    dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, suitable(q))
+    dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, named(kernel, q))
     return _by_token(dq), dkv.contiguous()
 
 
@@ -163,7 +171,9 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 @ring_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int
+) -> tuple[Tensor, Tensor]:
     lse = torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
     return _by_token(torch.empty_like(q)), lse
 
@@ -176,6 +186,7 @@ def _(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    kernel: str,
     group: str,
     rank: int,
     size: int,

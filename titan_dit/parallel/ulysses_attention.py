@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,8 +12,16 @@ from titan_dit.parallel.exchange import Peers
 from titan_dit.section import UserError
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, peers: Peers) -> Tensor:
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    peers: Peers,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention,
+) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks; [b, heads, n/c, d].
+
+    `attend`: what computes it once all tokens are here.
 
     One all-to-all before and one after an attention that sees all tokens, for heads/c of the
     heads: the bits are those of one rank. Each rank sends 8 (c-1)/c^2 of b n h elements forward
@@ -27,7 +37,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, peers: Peers) -> Tensor:
     parts = torch.stack([torch.unflatten(x, 1, (c, -1)).movedim(1, 0) for x in (q, k, v)], dim=2)
     whole = peers.all_to_all(parts)  # [c, ...] now by the rank that had these tokens
     q, k, v = whole.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).unbind(0)  # each [b, heads/c, n, d]
-    out = F.scaled_dot_product_attention(q, k, v)
+    out = attend(q, k, v)
     parts = peers.all_to_all(
         torch.unflatten(out, 2, (c, -1)).movedim(2, 0)
     )  # [c, b, heads/c, n/c, d]

@@ -22,6 +22,7 @@ from titan_dit.pipeline.checks import microbatch_size, num_microbatches
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.pipeline.pipelined import PipelinedExecutor
 from titan_dit.pipeline.sliced import SlicedExecutor
+from titan_dit.pipeline.trial import try_out
 from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
 from titan_dit.schedules.layout import rank_of_stage, stages_of_rank, stages_per_rank
 from titan_dit.schedules.orders import pipeline_order
@@ -46,6 +47,7 @@ def build(
     config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan], device: torch.device
 ) -> Built:
     """The part of the network that this rank holds, spread over the mesh, with initial weights."""
+    try_out(config, mesh.sizes, device)
     parts, count, flops = spread(config, mesh, plan)
     for part in parts.values():
         initialize(part, part.init_laws(), config.job.seed, device)

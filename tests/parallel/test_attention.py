@@ -1,0 +1,182 @@
+"""[precision] attention: the kernel that is asked for runs, or is refused before the first step."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from tiny import assert_same_gradients, randomize, tiny_config
+from torch.profiler import profile
+
+from titan_dit.config import CompileConfig, RematConfig
+from titan_dit.parallel import attention, remat
+from titan_dit.parallel.compile import compile_blocks
+from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.pipeline.trial import attention_cost, attention_shape, try_out
+from titan_dit.section import UserError
+
+CPU = torch.device("cpu")
+FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def shape(dtype=torch.float32, device=CPU, **values):
+    return attention.Shape(heads=4, tokens=16, head_dim=8, dtype=dtype, device=device, **values)
+
+
+def gradients(key, mode="none", compiled=False):
+    """Gradients of a model whose attention is chosen, and the operators that ran."""
+    config = tiny_config().model
+    model = config.build(1)
+    randomize(dict(model.named_parameters()))
+    attention.apply(model, key)
+    remat.apply(model, RematConfig(mode=mode))
+    compile_blocks(model, CompileConfig(enabled=compiled))
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "tokens": torch.randn(4, *config.token_shape, generator=generator),
+        "timestep": torch.rand(4, generator=generator) * 1000,
+        "labels": torch.arange(4),
+    }
+    with profile() as trace:
+        model(inputs, config.static(CPU)).square().sum().backward()
+    ran = {event.key for event in trace.key_averages()}
+    return {name: p.grad for name, p in model.named_parameters()}, ran
+
+
+@pytest.mark.parametrize("mode", ["none", "attention", "selective", "full"])
+def test_the_kernel_that_is_asked_for_runs_and_no_other(mode):
+    expected, ran = gradients("auto")
+    assert FLASH in ran
+    for key in ("flash", "math"):
+        found, ran = gradients(key, mode)
+        assert (FLASH in ran, "aten::bmm" in ran) == (key == "flash", key == "math")
+        assert_same_gradients(found, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_the_compiler_does_not_put_flash_in_the_place_of_math():
+    def layer(x, weight, attend):
+        # As `layers.Attention`, whose shape checks cannot be compiled.
+        split = torch.nn.functional.linear(x, weight).unflatten(-1, (4, 3, 8)).unbind(3)
+        return attend(*(part.transpose(1, 2) for part in split)).transpose(1, 2).flatten(2)
+
+    x, weight = torch.randn(2, 16, 32), (torch.randn(96, 32) / 6).requires_grad_()
+    expected = torch.autograd.grad(layer(x, weight, attention.attend_by("flash")).sum(), weight)
+    with profile() as trace:
+        out = torch.compile(layer, fullgraph=True)(x, weight, attention.attend_by("math"))
+        found = torch.autograd.grad(out.sum(), weight)
+    assert FLASH not in {event.key for event in trace.key_averages()}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_backend_is_a_part_of_what_is_compiled():
+    """On a CPU the compiler must hear of the refusal: that of the backend that was asked for."""
+    q = torch.randn(1, 2, 16, 8)
+    compiled = torch.compile(attention.attend_by("efficient"), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="backend"):
+        compiled(q, q, q)
+
+
+def test_the_choice_ends_with_the_call():
+    attention.attend_by("flash")(*[torch.randn(1, 2, 16, 8)] * 3)
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("key", ["auto", "flash", "math"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_cpu_runs_flash_and_math(key, dtype, ring):
+    attention.check(key, shape(dtype, ring=ring))
+    assert attention.refusal(key, shape(dtype, ring=ring)) is None
+
+
+@pytest.mark.parametrize("key", ["efficient", "cudnn", "flash3", "flash4"])
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_cpu_refuses_the_others_and_says_what_would_do(key, ring):
+    message = (
+        rf'\[precision\] attention="{key}" cannot run 4 heads of 8 channels in float32 on cpu.*: '
+        r'a CPU has flash and math only\. Set attention = "auto", or .*: "flash", "math"\.$'
+    )
+    with pytest.raises(UserError, match=message):
+        attention.check(key, shape(ring=ring))
+
+
+def test_torch_s_reason_is_told_without_those_of_what_is_switched_off():
+    said = [
+        "Memory efficient kernel not used because: (Triggered internally at sdp_utils.cpp:9.)",
+        "Memory Efficient attention has been runtime disabled. (Triggered internally at x:1.)",
+        "Flash attention kernel not used because: (Triggered internally at x:1.)",
+        "Expected query, key and value to all be of dtype: {Half, BFloat16}. (Triggered internally",
+    ]
+    reason = attention.reason_of(said, "No available kernel. Aborting execution.")
+    assert reason == "Expected query, key and value to all be of dtype: {Half, BFloat16}"
+    assert attention.reason_of([], "No kernel.\nC++ frames") == "No kernel"
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    with pytest.raises(RuntimeError, match="it needs the module flash_attn_interface"):
+        attention.use_implementation("flash3")
+    monkeypatch.delattr(attention.implementations, "list_flash_attention_impls")
+    with pytest.raises(RuntimeError, match="has no switch for it"):
+        attention.use_implementation("flash4")
+    attention.use_implementation("flash")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "method", "expected"),
+    [
+        ({}, "ring", (4, 16, False)),
+        ({"tp": 2}, "ring", (2, 16, False)),
+        ({"tp": 2, "cp": 2}, "ring", (2, 8, True)),
+        ({"tp": 2, "cp": 2}, "ulysses", (1, 16, False)),
+    ],
+)
+def test_what_is_tried_has_the_shape_of_a_rank(sizes, method, expected):
+    config = tiny_config(parallel={"cp_method": method})
+    found = attention_shape(config, AxisSizes(**sizes), CPU)
+    assert (found.heads, found.tokens, found.ring) == expected
+    assert (found.head_dim, found.dtype) == (8, torch.float32)
+
+
+def test_a_run_is_refused_before_it_is_built():
+    with pytest.raises(UserError, match=r'\[precision\] attention="cudnn" cannot run 4 heads'):
+        try_out(tiny_config(precision={"attention": "cudnn"}), AxisSizes(), CPU)
+
+
+def test_a_head_dim_that_is_padded_is_told_with_its_cost():
+    # DiT-XL/2 at 1024 tokens: 3147.191 GFLOP a sample, attention's 12 n^2 h l of it 12.9%.
+    config = tiny_config(
+        model={"size": "XL/2", "latent_size": 64, "channels": 4}
+        | dict.fromkeys(("hidden", "layers", "heads", "patch"))
+    )
+    line = attention_cost(config, torch.device("cuda"), 3147191000000)
+    assert "72 channels, no multiple of 32: flash kernels work on 96, 33% more" in line
+    assert "4.3% in the whole model at 1024 tokens" in line
+    assert "bench attention --heads 16 --head-dim 72 --tokens 1024" in line
+    assert attention_cost(config, CPU, 3147191000000) is None
+    for head_dim in (32, 64, 128):
+        assert attention.padding(head_dim, 1024, 0.1) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("key", attention.KEYS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_gpu_kernel_is_right_or_refused_with_a_reason(key, head_dim, ring):
+    on_gpu = attention.Shape(4, 256, head_dim, torch.bfloat16, torch.device("cuda"), ring)
+    reason = attention.refusal(key, on_gpu)
+    if reason is None and not ring:
+        q, k, v = (torch.randn(2, 4, 256, head_dim, device="cuda").bfloat16() for _ in range(3))
+        exact = attention.by_products(q.float(), k.float(), v.float())
+        found = attention.attend_by(key)(q, k, v)
+        torch.testing.assert_close(found.float(), exact, rtol=2e-2, atol=2e-2)
+    elif reason is not None:
+        assert reason
+        with pytest.raises(UserError, match=f'attention="{key}"'):
+            attention.check(key, on_gpu)
+    attention.use_implementation("auto")
+    if key in ("flash", "efficient", "math"):
+        assert reason is None

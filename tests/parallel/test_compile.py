@@ -1,0 +1,54 @@
+"""torch.compile: refused in words where it cannot work, and counted where it works too often."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+from titan_dit.config import CompileConfig
+from titan_dit.parallel import compile
+from titan_dit.section import UserError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_missing_compiler_is_told_although_the_cache_is_warm():
+    import torch._inductor.config as inductor
+
+    compile.check(CompileConfig(enabled=True), CPU)
+    torch._dynamo.reset()
+    message = r"\[compile\] enabled=true, but .*/no/such/compiler.*C\+\+.*Set .compile. enabled"
+    missing = inductor.patch({"cpp.cxx": (None, "/no/such/compiler")})
+    with missing, pytest.raises(UserError, match=message):
+        compile.check(CompileConfig(enabled=True), CPU)
+    compile.check(CompileConfig(enabled=False), CPU)
+    torch._dynamo.reset()
+
+
+def test_recompiles_are_those_of_later_steps():
+    def double(x):
+        return 2 * x
+
+    step = torch.compile(double, backend="eager", dynamic=False)
+    recompiles = compile.Recompiles()
+    for size in (3, 3):
+        with recompiles:
+            step(torch.zeros(size))
+    assert recompiles.count == 0
+    step(torch.zeros(4))  # Between steps: a preview.
+    with recompiles:
+        step(torch.zeros(4))
+    assert recompiles.news() is None
+    with recompiles:
+        step(torch.zeros(5))
+    assert recompiles.count == 1
+    assert "compiled 1 graphs again after the first step" in recompiles.news()
+    assert recompiles.news() is None
+
+
+def test_counting_loads_no_compiler(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    assert compile.num_graphs() == 0
+    assert "torch._dynamo.utils" not in sys.modules

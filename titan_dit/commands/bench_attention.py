@@ -1,0 +1,192 @@
+"""`python -m titan_dit bench attention`: every attention kernel on one shape, beside each other."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from titan_dit.models.dit import SIZES
+from titan_dit.observe import console
+from titan_dit.parallel import attention
+from titan_dit.parallel.fsdp import DTYPES
+from titan_dit.section import Count, Section, UserError
+
+NAMES = ("auto", *attention.KEYS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Time attention forward and backward, by every kernel that can run the shape.
+
+    Queries, keys and values are views of one projection, as in the model. FLOPs: 4 b heads n^2 d
+    forward and twice that backward, as MFU counts them (flash computes a part of them twice).
+    """
+
+    section = "bench attention"
+
+    size: str | None = None
+    """Heads and head dim of a named model: XL/2 (the patch does not matter), 7B, ..."""
+    heads: Count | None = None
+    """Attention heads of a rank."""
+    head_dim: Count | None = None
+    """Channels of a head."""
+    tokens: tuple[Count, ...] = (256, 1024)
+    """Tokens of a sample: one table row each."""
+    batch: Count = 32
+    """Samples at once."""
+    backends: tuple[str, ...] = NAMES
+    """Values of [precision] attention."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    laps: Count = 20
+    """Timed calls, of which the median is shown; a quarter as many go before."""
+    out: str = ""
+    """JSON to write."""
+
+    def __post_init__(self) -> None:
+        """A shape, and known names."""
+        super().__post_init__()
+        if unknown := set(self.backends) - set(NAMES):
+            raise UserError(f"--backends {', '.join(sorted(unknown))}: none of {', '.join(NAMES)}.")
+        if self.size is None and None in (self.heads, self.head_dim):
+            raise UserError("bench attention: give --size XL/2, or --heads 16 --head-dim 72.")
+        if self.size is not None and self.size.partition("/")[0] not in SIZES:
+            raise UserError(f"--size {self.size} is none of {', '.join(SIZES)}.")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Heads and head dim: those given, or else the named model's."""
+        hidden, _, heads = SIZES[(self.size or "XL").partition("/")[0]]
+        return self.heads or heads, self.head_dim or hidden // heads
+
+
+def main(options: Options) -> None:
+    """Measure, print, write."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    heads, head_dim = options.shape
+    console.say(
+        f"{options.batch} samples, {heads} heads of {head_dim} channels, {options.dtype}, "
+        f"{place(device)['device']}"
+    )
+    rows, refused = [], {}
+    for tokens in options.tokens:
+        shape = attention.Shape(heads, tokens, head_dim, DTYPES[options.dtype], device)
+        for name in options.backends:
+            reason = attention.refusal(name, shape)
+            if reason is None:
+                rows.append(row(name, shape, options.batch, options.laps))
+            else:
+                refused[name] = reason
+    attention.use_implementation("auto")
+    for line in table(rows):
+        console.say(line)
+    for name, reason in refused.items():
+        console.say(f"{name}: {reason}")
+    if options.out:
+        found = {"benchmark": "attention", **place(device), "batch": options.batch}
+        found |= {"heads": heads, "head_dim": head_dim, "dtype": options.dtype}
+        path = Path(options.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found | {"rows": rows, "refused": refused}, indent=2) + "\n")
+        console.say(f"wrote {options.out}")
+
+
+def row(name: str, shape: attention.Shape, batch: int, laps: int) -> dict[str, Any]:
+    """One kernel on one shape: medians of its times, TFLOP/s, and how far off it is.
+
+    `error`: of the first sample's first head, max |difference| from plain products in fp32 over
+    their max.
+    """
+    try:
+        forward, backward, error = measure(attention.attend_by(name), shape, batch, laps)
+    except torch.OutOfMemoryError:
+        return {"backend": name, "tokens": shape.tokens, "error": "out of memory"}
+    flops = 4 * batch * shape.heads * shape.tokens**2 * shape.head_dim
+    return {
+        "backend": name,
+        "tokens": shape.tokens,
+        "forward ms": forward,
+        "backward ms": backward,
+        "both ms": forward + backward,
+        "forward TFLOP/s": flops / forward / 1e9,
+        "backward TFLOP/s": 2 * flops / backward / 1e9,
+        "error": error,
+    }
+
+
+def measure(
+    attend: attention.Attend, shape: attention.Shape, batch: int, laps: int
+) -> tuple[float, float, float]:
+    """Milliseconds forward and backward, and the error of `row`."""
+    generator = torch.Generator(shape.device).manual_seed(0)
+    draw = {"generator": generator, "device": shape.device, "dtype": shape.dtype}
+    size = batch, shape.tokens, shape.heads
+    # As `layers.Attention` has them: views of one projection, heads behind tokens.
+    projected = torch.randn(*size, 3, shape.head_dim, **draw).requires_grad_()  # type: ignore[call-overload]
+    q, k, v = (part.transpose(1, 2) for part in projected.unbind(3))
+    d_out = torch.randn(*size, shape.head_dim, **draw).transpose(1, 2)  # type: ignore[call-overload]
+    # Leaves of their own: the projection's gradient is not attention's.
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    graph = attend(*leaves)
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(graph, leaves, d_out, retain_graph=True)
+
+    times = [median_ms(work, shape.device, laps) for work in (lambda: attend(*leaves), backward)]
+    exact = attention.by_products(*(x[:1, :1].detach().float() for x in (q, k, v)))
+    error = (graph[:1, :1].detach().float() - exact).abs().max() / exact.abs().max()
+    return times[0], times[1], error.item()
+
+
+def median_ms(work: Callable[[], object], device: torch.device, laps: int) -> float:
+    """Milliseconds of a call; on a GPU between events in its queue, the host running ahead."""
+    for _ in range(max(1, laps // 4)):
+        work()
+    if device.type == "cuda":
+        events: list[Any] = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(laps + 1)
+        ]
+        events[0].record()
+        for event in events[1:]:
+            work()
+            event.record()
+        torch.cuda.synchronize()
+        return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(events)))
+    ticks = [time.perf_counter()]
+    for _ in range(laps):
+        work()
+        ticks.append(time.perf_counter())
+    return 1e3 * statistics.median(b - a for a, b in pairwise(ticks))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Aligned columns, numbers to three digits."""
+    if not rows:
+        return ["no backend can run this shape"]
+    header = max((list(row) for row in rows), key=len)
+    cells = [header] + [[as_text(row.get(name, "")) for name in header] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(f"{x:>{w}}" for x, w in zip(line, widths, strict=True)) for line in cells]
+
+
+def as_text(value: object) -> str:
+    """Three digits of a float."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def place(device: torch.device) -> dict[str, Any]:
+    """Where it was measured."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    found = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    if device.type == "cuda":
+        found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return found
