@@ -54,6 +54,8 @@ class ParallelConfig(Section):
     """Pipeline-parallel ranks: the layers are cut into stages, see [pipeline]."""
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks as well (arXiv:2205.05198)."""
+    async_tp: bool = False
+    """Send the parts of tokens while others are multiplied; CUDA, compiled blocks, tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free the gathered parameters between forward and backward: always, never, or (auto) as FSDP2
     does by itself, which is all but the outermost group. A pipeline keeps them for the step."""
@@ -107,6 +109,21 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp64", "fp32", "bf16"] = "bf16"
     """Format of activations and matrix products. fp64 is for comparing layouts."""
+    float8: Literal[
+        "off",
+        "tensorwise",
+        "rowwise",
+        "rowwise_with_gw_hp",
+        "te_delayed",
+        "te_current",
+        "te_mxfp8",
+    ] = "off"
+    """Format of the products of the blocks' linears: torchao's recipes, or Transformer Engine's
+    (te_*, an extra). See docs/float8.md."""
+    float8_layers: Literal["auto", "all"] = "auto"
+    """auto takes the shapes that gain on this device, all every one that fits."""
+    float8_emulate: bool = False
+    """Round to float8 and multiply as before: for looking at the numbers on any device, slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)

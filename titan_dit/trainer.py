@@ -31,6 +31,7 @@ from titan_dit.observe.metrics import (
     finite_or_none,
     peak_gib,
 )
+from titan_dit.parallel.float8_checks import check_device
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import Mesh, followed, solve
 from titan_dit.parallel.runtime import World, set_deterministic
@@ -62,6 +63,7 @@ class Trainer:
         following = world.gather(resume.has_begun(config.job, config.checkpoint))[0]
         sizes = solve(config.parallel, world.size, following)
         check_layout(config, sizes, following)
+        check_device(config.precision, config.parallel.async_tp, world.device)
         self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
         check_drawing(
             config.objective,
