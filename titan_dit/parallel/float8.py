@@ -91,36 +91,40 @@ def suits(shape: Shape, precision: PrecisionConfig, device_type: str) -> bool:
 
 
 def convert(
-    model: Model, chosen: Mapping[str, Shape], precision: PrecisionConfig, shards: int
+    model: Model, chosen: Mapping[str, Shape], precision: PrecisionConfig, shards: int | None
 ) -> None:
     """Replace the chosen linears by torchao's, which take over their parameters.
 
-    tensorwise: the weights know how FSDP gathers them, as float8 with one scale for all shards.
+    tensorwise over `shards` ranks: the weights know how FSDP gathers them, as float8 with one scale
+    for all shards. None: no FSDP will shard the model.
     """
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
     plain = replace(recipe, emulate=precision.float8_emulate)
     gathered = plain
-    if precision.float8 == "tensorwise":
+    if precision.float8 == "tensorwise" and shards:
         gathered = replace(plain, enable_fsdp_float8_all_gather=True)
 
-    def even(name: str) -> bool:
-        # FSDP has no way to gather such a weight from shards of unequal size.
-        return bool(model.get_submodule(name).weight.shape[0] % shards == 0)
-
+    # FSDP has no way to gather such a weight from shards of unequal size.
+    even = {name for name, shape in chosen.items() if shards and shape.outputs % shards == 0}
     for config, names in (
-        (gathered, {name for name in chosen if even(name)}),
-        (plain, {name for name in chosen if not even(name)}),
+        (gathered, even),
+        (plain, chosen.keys() - even),
     ):
-        torchao.convert_to_float8_training(
-            model, module_filter_fn=named(names), config=config
-        )
+        torchao.convert_to_float8_training(model, module_filter_fn=named(names), config=config)
     if gathered is not plain:
+        # Of a mesh with tp, torch says that it reduces the largest values over two axes in turn.
+        logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_no_word_of_max)
         # Weights change between forward passes in many ways: a step, a checkpoint, an average
         # that is swapped in. A scale from before would cut off what has grown since.
         model.register_forward_pre_hook(
             lambda module, _: torchao.precompute_float8_dynamic_scale_for_fsdp(module)
         )
+
+
+def is_no_word_of_max(record: logging.LogRecord) -> bool:
+    """Whether to show a line of torch's log."""
+    return "Partial(max)" not in record.getMessage()
 
 
 def named(names: set[str]) -> Callable[[nn.Module, str], bool]:
