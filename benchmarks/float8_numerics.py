@@ -1,7 +1,7 @@
 """What float8 does to the numbers: `python benchmarks/float8_numerics.py [--out FILE.json]`.
 
-Two parts, on any device (`--emulate`, the default without a GPU, rounds to float8 and multiplies in
-bf16). Layers: every block linear of a DiT whose gates are not zero is given the input and the output
+Two parts, on any device; without a GPU float8 is emulated: rounded to, and multiplied in bf16.
+Layers: every block linear of a DiT whose gates are not zero is given the input and the output
 gradient that it has in bf16; the error is |float8 - bf16| / |bf16| (Frobenius) of its output, its
 input gradient and its weight gradient. Losses: the trainer, from the same weights over the same
 samples, in bf16 and in float8; the bar is the mean of the last quarter, within 0.5% of bf16's.
@@ -211,7 +211,7 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
     parser.add_argument("--emulate", action=argparse.BooleanOptionalAction)
     parser.add_argument("--curves")
@@ -234,10 +234,10 @@ def main() -> None:
         print(table(errors), flush=True)
         rows = []
         for run in RUNS:
-            curves[run] = {
-                recipe: losses(world, run, recipe, options.steps, emulate)
-                for recipe in ("bf16", *options.recipes)
-            }
+            curves[run] = {}
+            for recipe in ("bf16", *options.recipes):
+                curves[run][recipe] = losses(world, run, recipe, options.steps, emulate)
+                print(f"{run} {recipe}: {last_quarter(curves[run][recipe]):.5f}", flush=True)
             base = last_quarter(curves[run]["bf16"])
             for recipe, values in curves[run].items():
                 mean = last_quarter(values)

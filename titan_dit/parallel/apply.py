@@ -22,7 +22,7 @@ def parallelize(
     compilation: CompileConfig,
     rows: int = 0,
 ) -> None:
-    """Choose float8 layers, cut, let attention reach other ranks' tokens, recompute, compile, shard.
+    """Choose float8 layers, cut, let attention reach other ranks, recompute, compile, shard.
 
     `rows`: tokens of a microbatch on this rank; float8 asks for them.
     """

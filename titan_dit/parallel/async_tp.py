@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 def apply(mesh: DeviceMesh) -> None:
     """Switch it on for the compiled blocks of this process and the 1D mesh `tp`."""
-    inductor._micro_pipeline_tp = True  # type: ignore[attr-defined]
+    inductor._micro_pipeline_tp = True
     if not torch.cuda.is_available():
         return  # A rehearsal without devices.
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group

@@ -26,7 +26,7 @@ def convert(model: nn.Module, names: Collection[str], float8: str) -> None:
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replaced(te, model.get_submodule(name)))
-    model.forward = under(te, recipe, model.forward)  # type: ignore[method-assign]
+    model.forward = under(te, recipe, model.forward)
 
 
 def load(module: str, float8: str) -> Any:
