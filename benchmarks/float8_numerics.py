@@ -42,12 +42,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "digits": {
         "model": {"hidden": 64, "layers": 4, "heads": 4, "latent_size": 8, "channels": 1},
         "data": {"name": "digits"},
-        "training": {"global_batch_size": 128},
+        "training": {"global_batch_size": 32},
     },
     "synthetic": {
         "model": {"hidden": 128, "layers": 2, "heads": 2, "latent_size": 16, "channels": 4},
         "data": {"name": "synthetic", "latent_size": 16, "channels": 4, "num_classes": 10},
-        "training": {"global_batch_size": 16},
+        "training": {"global_batch_size": 8},
     },
 }
 
