@@ -125,6 +125,11 @@ class PrecisionConfig(Section):
     float8_emulate: bool = False
     """Round to float8 and multiply as before: for looking at the numbers on any device, slowly."""
 
+    def __str__(self) -> str:
+        """For the console: "bf16", or "bf16, float8 rowwise (emulated)"."""
+        emulated = " (emulated)" if self.float8_emulate else ""
+        return self.dtype + (f", float8 {self.float8}{emulated}" if self.float8 != "off" else "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig(Section):

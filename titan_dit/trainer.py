@@ -400,7 +400,7 @@ class Trainer:
             self.say(line)
         for line in (
             f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
-            f"{self.world.device.type}, {config.precision.dtype}",
+            f"{self.world.device.type}, {config.precision}",
             f"model   {config.model.name}: {self.num_parameters:,} parameters, {self.num_tokens} "
             f"tokens, {self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",
             f"data    {config.data.name}: {len(self.source):,} samples, "

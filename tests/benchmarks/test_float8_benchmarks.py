@@ -3,7 +3,6 @@
 import json
 import sys
 
-import pytest
 import torch
 from commands import ROOT
 

@@ -93,7 +93,7 @@ def test_async_tp_needs_compiled_blocks_ranks_to_talk_to_and_cuda():
     ):
         with pytest.raises(UserError, match=r"\[parallel\] async_tp=true .* Set async_tp = false"):
             check(sizes, **sections)
-    with pytest.raises(UserError, match="needs CUDA .* Set async_tp = false"):
+    with pytest.raises(UserError, match=r"needs CUDA .* Set async_tp = false"):
         check_device(tiny_config().precision, True, torch.device("cpu"))
 
 
