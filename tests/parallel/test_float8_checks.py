@@ -8,7 +8,7 @@ import torch
 from tiny import tiny_config
 
 from titan_dit.parallel import float8_checks
-from titan_dit.parallel.float8_checks import NEEDED, check_device
+from titan_dit.parallel.float8_checks import NEEDED, check_device, nearest_to
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.section import UserError
 
@@ -31,6 +31,18 @@ def test_a_cpu_is_refused_with_the_way_to_emulate_if_there_is_one(float8):
 def test_emulation_and_off_run_anywhere():
     for keys in ({"float8": "off"}, {"float8": "rowwise", "float8_emulate": True}):
         check_device(tiny_config(precision=keys).precision, False, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("float8", "played"),
+    [("off", ("off", False)), ("rowwise", ("rowwise", True))]
+    + [(name, ("off", False)) for name in TE],
+)
+def test_a_step_is_played_again_on_a_cpu_as_near_as_it_can_be(float8, played):
+    precision = tiny_config(precision={"float8": float8}).precision
+    found = nearest_to(precision, torch.device("cpu"))
+    assert (found.float8, found.float8_emulate) == played
+    check_device(found, False, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

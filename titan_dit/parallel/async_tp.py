@@ -9,12 +9,13 @@ from __future__ import annotations
 import warnings
 
 import torch
-import torch._inductor.config as inductor
 from torch.distributed.device_mesh import DeviceMesh
 
 
 def apply(mesh: DeviceMesh) -> None:
     """Switch it on for the compiled blocks of this process and the 1D mesh `tp`."""
+    import torch._inductor.config as inductor
+
     inductor._micro_pipeline_tp = True
     if not torch.cuda.is_available():
         return  # A rehearsal without devices.

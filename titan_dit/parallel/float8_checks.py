@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,3 +114,17 @@ def check_device(precision: PrecisionConfig, async_tp: bool, device: torch.devic
             f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, found))}. "
             f"Set float8 to one of {others}."
         )
+
+
+def nearest_to(precision: PrecisionConfig, device: torch.device) -> PrecisionConfig:
+    """The precision of a run as this device can play it again, on any number of rows.
+
+    Emulated where it cannot multiply in float8; without float8 if it cannot be emulated either.
+    """
+    every = replace(precision, float8_layers="all")
+    try:
+        check_device(every, False, device)
+    except UserError:
+        lost = is_transformer_engine(precision.float8)
+        return replace(every, float8="off") if lost else replace(every, float8_emulate=True)
+    return every
