@@ -54,6 +54,8 @@ class ParallelConfig(Section):
     """Pipeline-parallel ranks: the layers are cut into stages, see [pipeline]."""
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks as well (arXiv:2205.05198)."""
+    async_tp: bool = False
+    """Send the parts of tokens while others are multiplied; CUDA, compiled blocks, tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free the gathered parameters between forward and backward: always, never, or (auto) as FSDP2
     does by itself, which is all but the outermost group. A pipeline keeps them for the step."""
@@ -110,6 +112,26 @@ class PrecisionConfig(Section):
     attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
     """Which kernel computes attention; auto leaves it to torch. flash3 and flash4 need packages of
     their own. One that cannot run the model is refused before the first step."""
+    float8: Literal[
+        "off",
+        "tensorwise",
+        "rowwise",
+        "rowwise_with_gw_hp",
+        "te_delayed",
+        "te_current",
+        "te_mxfp8",
+    ] = "off"
+    """Format of the products of the blocks' linears: torchao's recipes, or Transformer Engine's
+    (te_*, an extra). See docs/float8.md."""
+    float8_layers: Literal["auto", "all"] = "auto"
+    """auto takes the shapes that gain on this device, all every one that fits."""
+    float8_emulate: bool = False
+    """Round to float8 and multiply as before: for looking at the numbers on any device, slowly."""
+
+    def __str__(self) -> str:
+        """For the console: "bf16", or "bf16, float8 rowwise (emulated)"."""
+        emulated = " (emulated)" if self.float8_emulate else ""
+        return self.dtype + (f", float8 {self.float8}{emulated}" if self.float8 != "off" else "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from titan_dit.observe.profile import Profile
 from titan_dit.observe.profile_summary import DATA_WAIT, OPTIMIZER
 from titan_dit.observe.sparing import Sparing
 from titan_dit.parallel.compile import Recompiles
+from titan_dit.parallel.float8_checks import check_device
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import Mesh, followed, solve
 from titan_dit.parallel.runtime import World, set_deterministic
@@ -67,6 +68,7 @@ class Trainer:
         following = world.gather(resume.has_begun(config.job, config.checkpoint))[0]
         sizes = solve(config.parallel, world.size, following)
         check_layout(config, sizes, following)
+        check_device(config.precision, config.parallel.async_tp, world.device)
         self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
         check_drawing(
             config.objective,
@@ -416,7 +418,7 @@ class Trainer:
             self.say(line)
         for line in (
             f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
-            f"{self.world.device.type}, {config.precision.dtype}, "
+            f"{self.world.device.type}, {config.precision}, "
             f"attention {config.precision.attention}",
             f"model   {config.model.name}: {self.num_parameters:,} parameters, {self.num_tokens} "
             f"tokens, {self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",

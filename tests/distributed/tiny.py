@@ -84,3 +84,9 @@ def assert_same_gradients(found, expected, tolerance=1e-6):
         scale = max(reference.abs().max().item(), 1e-3 * norm)
         error = (found[name] - reference).abs().max().item()
         assert error <= tolerance * scale, f"{name}: {error / scale:.1e}"
+
+
+def distance(found, expected):
+    """|difference| / |expected| over the gradients of the parameters that a rank holds."""
+    norm = torch.stack([expected[name].norm() for name in found]).norm()
+    return (torch.stack([(found[n] - expected[n]).norm() for n in found]).norm() / norm).item()

@@ -24,6 +24,7 @@ from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.faults import fault_log
 from titan_dit.observe import console
 from titan_dit.parallel import runtime
+from titan_dit.parallel.float8_checks import nearest_to
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.pipeline.build import Built, build
@@ -165,6 +166,7 @@ def rebuilt(config: Config, origin: Origin, size: int, device: torch.device) -> 
         config,
         parallel=ParallelConfig(),
         compile=CompileConfig(),
+        precision=nearest_to(config.precision, device),
         training=replace(config.training, microbatch_size=size),
     )
     mesh = Mesh(AxisSizes(), device.type)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from titan_dit.config import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
 from titan_dit.models.base import Model
-from titan_dit.parallel import attention, context, fsdp, remat, tensor
+from titan_dit.parallel import async_tp, attention, context, float8, fsdp, remat, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -20,10 +20,20 @@ def parallelize(
     precision: PrecisionConfig,
     recompute: RematConfig,
     compilation: CompileConfig,
+    rows: int = 0,
 ) -> None:
-    """Cut, choose attention and let it reach other ranks' tokens, recompute, compile, shard."""
+    """Choose float8 layers and attention, cut, reach other ranks, recompute, compile, shard.
+
+    `rows`: tokens of a microbatch on this rank; float8 asks for them.
+    """
+    styles = plan(parallel.sequence_parallel)
+    if precision.float8 != "off":
+        device_type = mesh.whole.device_type
+        styles = float8.apply(model, styles, precision, mesh.sizes, rows, device_type)
     if mesh.sizes.tp > 1:
-        tensor.shard(model, mesh.tp, plan(parallel.sequence_parallel))
+        tensor.shard(model, mesh.tp, styles)
+        if parallel.async_tp:
+            async_tp.apply(mesh.tp)
     attention.apply(model, precision.attention)
     if mesh.sizes.cp > 1:
         context.apply(model, mesh.cp, parallel.cp_method, precision.attention)

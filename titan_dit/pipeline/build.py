@@ -63,6 +63,7 @@ def spread(
     Beside them the parameters and FLOPs of the whole network, as in `Built`.
     """
     stages = split_of(config, mesh)
+    tokens = config.model.token_shape[0] // mesh.sizes.cp
     parts: dict[int, Model] = {}
     for stage in stages_held(config, mesh):
         with torch.device("meta"):
@@ -79,6 +80,7 @@ def spread(
             config.precision,
             config.remat,
             config.compile,
+            rows=microbatch_size(config, mesh.sizes) * tokens,
         )
         parts[stage] = model
     return parts, count, flops

@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_dit.config import JobConfig
 from titan_dit.models.base import ModelConfig
-from titan_dit.parallel import remat
+from titan_dit.parallel import float8_checks, remat
 from titan_dit.parallel.mesh import AxisSizes, check_batch
 from titan_dit.schedules.balance import check_split
 from titan_dit.schedules.layout import SPLIT_BACKWARD, check_schedule, stages_per_rank
@@ -25,6 +25,7 @@ def check_layout(
     check_context(config, sizes)
     check_pipeline(config, sizes, following)
     remat.check(config.remat, config.pipeline, config.compile, sizes)
+    float8_checks.check(config, sizes)
 
 
 def check_tensor(model: ModelConfig, sizes: AxisSizes) -> None:

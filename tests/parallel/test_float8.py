@@ -1,0 +1,156 @@
+"""float8 in one process: which layers, under which names, with what styles; nothing to be seen."""
+
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+from tiny import distance, gradients, randomize, tiny_config
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_dit.dry_run.rehearse import fake_world
+from titan_dit.models.linear import Linear
+from titan_dit.parallel import float8, runtime, tensor
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.parallel.plans.dit import plan
+from titan_dit.section import UserError
+from titan_dit.trainer import Trainer
+
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+KINDS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+
+
+def converted(recipe, *, rows=256, sizes=None, device_type="cpu", **keys):
+    precision = {"float8": recipe, "float8_emulate": True, **keys}
+    model_keys = {"hidden": 32, "mlp_ratio": 4.0} | keys.pop("model", {})
+    precision.pop("model", None)
+    config = tiny_config(precision=precision, model=model_keys)
+    with torch.device("meta"):
+        model = config.model.build(1)
+    names = list(dict(model.named_parameters()))
+    sizes = sizes or AxisSizes()
+    styles = float8.apply(model, plan(True), config.precision, sizes, rows, device_type)
+    assert list(dict(model.named_parameters())) == names
+    return model, styles
+
+
+def float8_layers(model):
+    from torchao.float8.float8_linear import Float8Linear
+
+    return {name for name, part in model.named_modules() if isinstance(part, Float8Linear)}
+
+
+@pytest.mark.parametrize("recipe", TORCHAO)
+def test_the_linears_of_blocks_are_converted_and_nothing_else(recipe):
+    model, _ = converted(recipe, float8_layers="all")
+    assert float8_layers(model) == {f"blocks.{i}.{kind}" for i in range(3) for kind in KINDS}
+    assert not any(isinstance(part, Linear) for part in model.modules())
+    assert all(type(block.modulation) is nn.Linear for block in model.blocks.values())
+
+
+def test_a_layer_that_the_tensor_cores_cannot_multiply_stays():
+    # 40 is no multiple of 16, 120 neither, 160 is: but every layer has 40 on one side.
+    with pytest.raises(UserError, match=r'float8="rowwise".*\(256, 40, 160\).* Set float8 = "off"'):
+        converted("rowwise", float8_layers="all", model={"hidden": 40})
+    # Cut by 4, an output of 96 is 24 wide on a rank; the MLP's 128 are 32.
+    model, _ = converted("rowwise", float8_layers="all", sizes=AxisSizes(tp=4))
+    assert float8_layers(model) == {f"blocks.{i}.mlp.{k}" for i in range(3) for k in ("up", "down")}
+
+
+def test_auto_leaves_small_layers_and_says_so_if_none_is_left(monkeypatch):
+    with pytest.raises(UserError, match=r'would not make .* faster.* Set float8_layers = "all"'):
+        converted("tensorwise")
+    monkeypatch.setattr(float8, "gains", lambda shape, *_: shape.outputs == 96)
+    model, _ = converted("tensorwise")
+    assert float8_layers(model) == {f"blocks.{i}.attn.qkv" for i in range(3)}
+
+
+def test_weights_that_do_not_divide_over_the_ranks_are_gathered_as_they_are():
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Gathered
+
+    model, _ = converted("tensorwise", float8_layers="all", sizes=AxisSizes(dp_shard=64))
+    gathered = {n for n, p in model.named_parameters() if isinstance(p.data, Gathered)}
+    # 128 outputs divide by 64 ranks, 96 and 32 do not.
+    assert gathered == {f"blocks.{i}.mlp.up.weight" for i in range(3)}
+    assert len(float8_layers(model)) == 12
+
+
+class Gathers(TorchDispatchMode):
+    """The formats of what is gathered over the ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.formats = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "all_gather_into_tensor" in str(func):
+            # A float8 tensor of torchao says that it is what it was made of.
+            self.formats.append(getattr(args[0], "_data", args[0]).dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def gathered_formats(device_type):
+    """Of a forward over two tp ranks; of their collectives only the shapes are right."""
+    with fake_world(0, 2):
+        mesh = Mesh(AxisSizes(tp=2), "cpu")
+        model, styles = converted(
+            "tensorwise", float8_layers="all", sizes=mesh.sizes, device_type=device_type
+        )
+        tensor.shard(model, mesh.tp, styles)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            nn.init.constant_(local.detach(), 0.01)
+        inputs = {
+            "tokens": torch.randn(2, 16, 4),
+            "timestep": torch.rand(2),
+            "labels": torch.arange(2),
+        }
+        config = tiny_config().model
+        with Gathers() as gathers:
+            model(inputs, config.static(torch.device("cpu"))).square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    return gathers.formats
+
+
+def test_tokens_travel_in_float8_where_the_ranks_can_send_it():
+    # In a process of their own: shapes differ from rank to rank, which annotations do not know.
+    with ProcessPoolExecutor(1, get_context("spawn")) as other:
+        on_cuda, on_cpu = other.map(gathered_formats, ("cuda", "cpu"))
+    assert on_cuda.count(torch.float8_e4m3fn) == 2 * 3
+    assert torch.float8_e4m3fn not in on_cpu
+
+
+def test_torchao_is_loaded_in_silence():
+    code = "from titan_dit.parallel.float8 import load_torchao; load_torchao()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def on_gpu(world, emulate):
+    precision = {"dtype": "bf16", "float8": "tensorwise", "float8_layers": "all"}
+    config = tiny_config(
+        model={"hidden": 128},
+        precision=precision | {"float8_emulate": emulate},
+        compile={"enabled": True},
+    )
+    trainer = Trainer(config, world)
+    randomize(trainer.parameters)
+    return gradients(trainer)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU with float8",
+)
+def test_real_products_are_those_of_the_emulation():
+    with runtime.start("cuda") as world:
+        loss, found = on_gpu(world, emulate=False)
+        expected_loss, expected = on_gpu(world, emulate=True)
+    assert loss == pytest.approx(expected_loss, rel=1e-2)
+    assert distance(found, expected) < 0.05

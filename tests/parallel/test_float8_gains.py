@@ -1,0 +1,87 @@
+"""Which layers float8 is for: the measured table, and the roofline where nothing was measured."""
+
+import json
+
+import pytest
+
+from titan_dit.parallel.float8_gains import (
+    COSTS,
+    Measured,
+    Shape,
+    balance,
+    gains,
+    intensity,
+    nearest,
+    read_table,
+)
+
+H100 = "NVIDIA H100 80GB HBM3"
+XL = {"qkv": (1152, 3456), "out": (1152, 1152), "up": (1152, 4608), "down": (4608, 1152)}
+
+
+@pytest.mark.parametrize("recipe", COSTS)
+def test_roofline_is_the_time_saved_against_the_time_paid(recipe):
+    shape, cost, flops, bandwidth = Shape(16384, 2048, 6144), COSTS[recipe], 989e12, 3.35e12
+    m, k, n = shape.rows, shape.inputs, shape.outputs
+    # Each product takes 2 m k n / flops in bf16, and half of that in float8.
+    saved = cost.products * (m * k * n / flops)
+    paid = (cost.input * m * k + cost.weight * k * n + cost.gradient * m * n) / bandwidth
+    assert intensity(shape, recipe) * bandwidth / flops == pytest.approx(saved / paid)
+
+
+def test_what_a_dit_xl_gains_from_on_an_h100():
+    shapes = {name: Shape(128 * 256, *dims) for name, dims in XL.items()}
+    chosen = {name for name, shape in shapes.items() if gains(shape, "tensorwise", H100, [])}
+    assert chosen == {"qkv", "up", "down"}
+    assert not any(gains(shape, "rowwise", H100, []) for shape in shapes.values())
+
+
+def test_a_wide_model_gains_with_every_recipe_and_a_narrow_one_with_none():
+    for recipe in COSTS:
+        assert gains(Shape(16384, 4096, 16384), recipe, H100, [])
+        assert not gains(Shape(16384, 256, 768), recipe, H100, [])
+
+
+@pytest.mark.parametrize("shape", [(1000, 4096, 4096), (4096, 4100, 4096), (4096, 4096, 4104)])
+def test_what_the_tensor_cores_cannot_multiply_never_gains(shape):
+    fast = Measured(H100, "rowwise", Shape(*shape), bf16_ms=2.0, float8_ms=1.0)
+    assert not gains(Shape(*shape), "rowwise", H100, [fast])
+
+
+def test_what_was_measured_overrules_the_roofline():
+    large, small = Shape(16384, 4096, 4096), Shape(1024, 512, 512)
+    table = [
+        Measured(H100, "rowwise", large, bf16_ms=1.0, float8_ms=1.1),
+        Measured(H100, "rowwise", small, bf16_ms=1.0, float8_ms=0.9),
+    ]
+    assert gains(large, "rowwise", H100, [])
+    assert not gains(large, "rowwise", H100, table)
+    assert not gains(small, "rowwise", H100, [])
+    assert gains(small, "rowwise", H100, table)
+    # Of another recipe or device nothing is known.
+    assert gains(large, "tensorwise", H100, table)
+    assert gains(large, "rowwise", "NVIDIA H200", table)
+
+
+def test_the_nearest_measured_shape_speaks_for_one_within_a_factor_of_two():
+    table = [
+        Measured(H100, "rowwise", Shape(1024, 1024, 1024), 1.0, 2.0),
+        Measured(H100, "rowwise", Shape(4096, 1024, 1024), 1.0, 0.5),
+    ]
+    assert nearest(Shape(1536, 1024, 1024), table) is table[0]
+    assert nearest(Shape(3072, 1024, 1024), table) is table[1]
+    assert nearest(Shape(2048, 4096, 1024), table) is None
+
+
+def test_balance_is_that_of_the_device_by_name():
+    assert balance("NVIDIA H200") == pytest.approx(989e12 / 4.8e12, rel=0.01)
+    assert balance(H100) == pytest.approx(989e12 / 3.35e12, rel=0.01)
+    assert balance("") == balance("something new") == 295
+
+
+def test_the_table_that_is_shipped_reads_and_one_of_the_benchmark_does(tmp_path):
+    assert all(row.shape.fits for row in read_table())
+    row = {"device": H100, "recipe": "rowwise", "M": 16, "K": 32, "N": 48}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"rows": [row | {"bf16_ms": 2, "float8_ms": 1}]}))
+    assert read_table(path) == [Measured(H100, "rowwise", Shape(16, 32, 48), 2, 1)]

@@ -1,0 +1,96 @@
+"""Our side of Transformer Engine, with a stand-in in its place: it needs a GPU to be imported."""
+
+import contextlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from tiny import tiny_config
+from torch import nn
+
+from titan_dit.parallel import transformer_engine
+from titan_dit.parallel.float8 import apply
+from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.parallel.plans.dit import plan
+from titan_dit.section import UserError
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the stand-in was asked for."""
+    log = {"recipes": [], "autocast": [], "inside": 0, "calls": 0}
+
+    class Linear(nn.Linear):
+        def __init__(self, inputs, outputs, bias, params_dtype, device):
+            super().__init__(inputs, outputs, bias, device, params_dtype)
+
+        def forward(self, x):
+            assert log["inside"] == 1
+            log["calls"] += 1
+            return super().forward(x)
+
+    @contextlib.contextmanager
+    def autocast(enabled, recipe):
+        log["autocast"].append((enabled, recipe))
+        log["inside"] += 1
+        yield
+        log["inside"] -= 1
+
+    def made(name):
+        return lambda **keys: (name, keys)
+
+    names = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
+    recipe = SimpleNamespace(
+        Format=SimpleNamespace(HYBRID="hybrid", E4M3="e4m3"), **{n: made(n) for n in names}
+    )
+    modules = {
+        "transformer_engine": ModuleType("transformer_engine"),
+        "transformer_engine.common": ModuleType("transformer_engine.common"),
+        "transformer_engine.common.recipe": recipe,
+        "transformer_engine.pytorch": SimpleNamespace(Linear=Linear, autocast=autocast),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    log["Linear"] = Linear
+    return log
+
+
+DELAYED = {"fp8_format": "hybrid", "amax_history_len": 1024, "amax_compute_algo": "max"}
+RECIPES = {
+    "te_delayed": ("DelayedScaling", DELAYED),
+    "te_current": ("Float8CurrentScaling", {"fp8_format": "hybrid"}),
+    "te_mxfp8": ("MXFP8BlockScaling", {"fp8_format": "e4m3"}),
+}
+
+
+@pytest.mark.parametrize("float8", RECIPES)
+def test_block_linears_run_under_the_recipe_with_the_parameters_they_had(seen, float8):
+    config = tiny_config(precision={"float8": float8, "float8_layers": "all"})
+    model = config.model.build(1)
+    before = dict(model.named_parameters())
+    apply(model, plan(True), config.precision, AxisSizes(), 256, "cpu")
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    theirs = {name for name, part in model.named_modules() if isinstance(part, seen["Linear"])}
+    kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+    assert theirs == {f"blocks.{i}.{kind}" for i in range(3) for kind in kinds}
+    inputs = {
+        "tokens": torch.randn(2, *config.model.token_shape),
+        "timestep": torch.rand(2),
+        "labels": torch.arange(2),
+    }
+    model(inputs, config.model.static(torch.device("cpu")))
+    assert seen["calls"] == 12
+    # Once a forward: the largest values of delayed scaling are exchanged at its end.
+    assert seen["autocast"] == [(True, RECIPES[float8])]
+
+
+def test_a_broken_installation_is_a_user_error(monkeypatch):
+    def broken(name):
+        raise OSError("libcublas.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(transformer_engine.importlib, "import_module", broken)
+    with pytest.raises(UserError, match=r"cannot be loaded here \(OSError: libcublas.*float8 = "):
+        transformer_engine.load("transformer_engine.pytorch", "te_current")

@@ -1,0 +1,27 @@
+"""Async tensor parallelism: the compiler cuts a product and its collective, and overlaps the parts.
+
+The only file that touches torch's switches for it, which are not public. CUDA only: the parts go
+through symmetric memory, which every rank of the group can read.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def apply(mesh: DeviceMesh) -> None:
+    """Switch it on for the compiled blocks of this process and the 1D mesh `tp`."""
+    import torch._inductor.config as inductor
+
+    inductor._micro_pipeline_tp = True
+    if not torch.cuda.is_available():
+        return  # A rehearsal without devices.
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        # From 2.12 on groups register themselves; 2.11 needs the call.
+        warnings.simplefilter("ignore")
+        enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -1,0 +1,181 @@
+"""float8 products in the blocks' linears. The only file that touches torchao, when it is wanted.
+
+Weights, gradients and optimizer stay as they are, under their names: a checkpoint does not know of
+float8. Only what a product reads is rounded, just before it, by a scale taken from its own values.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
+
+from titan_dit.config import PrecisionConfig
+from titan_dit.models.base import Model
+from titan_dit.models.linear import Linear
+from titan_dit.parallel import transformer_engine
+from titan_dit.parallel.float8_checks import is_transformer_engine
+from titan_dit.parallel.float8_gains import Shape, gains, read_table
+from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.parallel.tensor import TensorPlan
+from titan_dit.section import UserError, show
+
+
+def apply(
+    model: Model,
+    plan: TensorPlan,
+    precision: PrecisionConfig,
+    sizes: AxisSizes,
+    rows: int,
+    device_type: str,
+) -> TensorPlan:
+    """Convert a model on the meta device, before it is cut; returns the plan to cut it by.
+
+    `rows`: tokens of a microbatch on this rank. Raises UserError where no layer is worth it.
+    """
+    layers = linears(model, plan, sizes, rows)
+    chosen = {name: shape for name, shape in layers.items() if suits(shape, precision, device_type)}
+    if layers and not chosen:
+        shapes = sorted({(s.rows, s.inputs, s.outputs) for s in layers.values()})
+        able = any(shape.fits for shape in layers.values())
+        fix = 'float8_layers = "all" or ' if able and precision.float8_layers == "auto" else ""
+        raise UserError(
+            f"[precision] float8={show(precision.float8)} would not make a layer of this model "
+            f"faster: (tokens of a microbatch, inputs, outputs) on a rank are "
+            f"{', '.join(map(str, shapes))}. Set {fix}"
+            'float8 = "off", or a larger [training] microbatch_size.'
+        )
+    if is_transformer_engine(precision.float8):
+        transformer_engine.convert(model, chosen.keys(), precision.float8)
+        return plan
+    convert(model, chosen, precision, sizes.dp_shard * sizes.cp)
+    # Over gloo nothing travels in float8 but bytes: a gather of tokens keeps its format there.
+    if sizes.tp > 1 and precision.float8 == "tensorwise" and device_type == "cuda":
+        return replace(plan, block=float8_styles(plan.block, model))
+    return plan
+
+
+def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict[str, Shape]:
+    """The linears that work on every token of a block, and their shapes on one rank."""
+    found = {}
+    for key, block in model.blocks.items():
+        for name, layer in block.named_modules():
+            if isinstance(layer, Linear):
+                style = plan.block.get(name)
+                inputs = layer.in_features // sizes.tp ** isinstance(style, RowwiseParallel)
+                outputs = layer.out_features // sizes.tp ** isinstance(style, ColwiseParallel)
+                found[f"blocks.{key}.{name}"] = Shape(rows, inputs, outputs)
+    return found
+
+
+def suits(shape: Shape, precision: PrecisionConfig, device_type: str) -> bool:
+    """Whether a layer is converted."""
+    if precision.float8_layers == "all":
+        return shape.fits
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else ""
+    return gains(shape, precision.float8, device, read_table())
+
+
+def convert(
+    model: Model, chosen: Mapping[str, Shape], precision: PrecisionConfig, shards: int | None
+) -> None:
+    """Replace the chosen linears by torchao's, which take over their parameters.
+
+    tensorwise over `shards` ranks: the weights know how FSDP gathers them, as float8 with one scale
+    for all shards. None: no FSDP will shard the model.
+    """
+    torchao = load_torchao()
+    recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
+    plain = replace(recipe, emulate=precision.float8_emulate)
+    gathered = plain
+    if precision.float8 == "tensorwise" and shards:
+        gathered = replace(plain, enable_fsdp_float8_all_gather=True)
+
+    # FSDP has no way to gather such a weight from shards of unequal size.
+    even = {name for name, shape in chosen.items() if shards and shape.outputs % shards == 0}
+    for config, names in (
+        (gathered, even),
+        (plain, chosen.keys() - even),
+    ):
+        torchao.convert_to_float8_training(model, module_filter_fn=named(names), config=config)
+    if gathered is not plain:
+        # Of a mesh with tp, torch says that it reduces the largest values over two axes in turn.
+        logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_no_word_of_max)
+        # Weights change between forward passes in many ways: a step, a checkpoint, an average
+        # that is swapped in. A scale from before would cut off what has grown since.
+        model.register_forward_pre_hook(
+            lambda module, _: torchao.precompute_float8_dynamic_scale_for_fsdp(module)
+        )
+
+
+def is_no_word_of_max(record: logging.LogRecord) -> bool:
+    """Whether to show a line of torch's log."""
+    return "Partial(max)" not in record.getMessage()
+
+
+def named(names: set[str]) -> Callable[[nn.Module, str], bool]:
+    """The filter of the modules with these names."""
+    return lambda _, name: name in names
+
+
+def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str, ParallelStyle]:
+    """A block's styles with tokens gathered in float8: a quarter of fp32's bytes, half of bf16's.
+
+    A gather is replaced where every column-parallel layer behind it is a float8 one.
+    """
+    load_torchao()
+    from torchao.float8 import float8_linear, float8_tensor_parallel
+
+    block = next(iter(model.blocks.values()))
+    layers = {
+        name: isinstance(layer, float8_linear.Float8Linear)
+        for name, layer in block.named_modules()
+        if name in styles
+    }
+    replaced = dict(styles)
+    for name, style in styles.items():
+        if isinstance(style, PrepareModuleInput):
+            inside = [k for k in layers if k.startswith(f"{name}.")]
+            columns = [k for k in inside if isinstance(styles[k], ColwiseParallel)]
+            if not all(layers[k] for k in columns) or not isinstance(gathered_from(style), Shard):
+                continue
+            replaced[name] = float8_tensor_parallel.PrepareFloat8ModuleInput(
+                input_layouts=style.input_layouts,
+                desired_input_layouts=style.desired_input_layouts,
+            )
+            for k in columns:
+                replaced[k] = float8_tensor_parallel.Float8ColwiseParallel()
+    return replaced
+
+
+def gathered_from(style: PrepareModuleInput) -> Any:
+    """How the first input lies before it is gathered."""
+    layouts = style.input_layouts
+    return layouts[0] if isinstance(layouts, tuple) else layouts
+
+
+def load_torchao() -> ModuleType:
+    """Import torchao.float8 without what it says of CUDA libraries that a CPU lacks."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao.float8
+    finally:
+        logging.disable(logging.NOTSET)
+    module: ModuleType = torchao.float8
+    return module

@@ -1,0 +1,86 @@
+"""NVIDIA's Transformer Engine in place of the blocks' linears. The only file that touches it.
+
+Its layers keep nn.Linear's `weight` and `bias`, in fp32, so names, checkpoints and the optimizer
+are those of every other run. What delayed scaling remembers (the largest values of the last 1024
+calls) is not saved: after a resume it is gathered anew, from the first call on.
+
+Not run on a GPU so far: the tests put a stand-in in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+from titan_dit.section import UserError, show
+
+
+def convert(model: nn.Module, names: Collection[str], float8: str) -> None:
+    """Replace the linears of a model on the meta device, and run its forward under the recipe."""
+    te = load("transformer_engine.pytorch", float8)
+    recipe = recipe_of(load("transformer_engine.common.recipe", float8), float8)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, replaced(te, model.get_submodule(name)))
+    model.forward = under(te, recipe, model.forward)
+
+
+def load(module: str, float8: str) -> Any:
+    """Import a part of Transformer Engine; without its libraries that fails in many ways."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"[precision] float8={show(float8)}: Transformer Engine cannot be loaded here "
+            f"({type(error).__name__}: {error}). Install it again for this CUDA and torch: "
+            "pip install 'titan_dit[te]' --no-build-isolation, or set float8 = \"tensorwise\"."
+        ) from error
+
+
+def recipe_of(recipes: Any, float8: str) -> Any:
+    """E4M3 forward and E5M2 backward, scaled by the past or the present; or blocks of 32 values."""
+    if float8 == "te_delayed":
+        return recipes.DelayedScaling(
+            fp8_format=recipes.Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
+        )
+    if float8 == "te_current":
+        return recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID)
+    return recipes.MXFP8BlockScaling(fp8_format=recipes.Format.E4M3)
+
+
+def replaced(te: Any, linear: nn.Module) -> nn.Module:
+    """The same layer, with the same parameters."""
+    assert isinstance(linear, nn.Linear)
+    made: nn.Module = te.Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        device="meta",
+    )
+    made.weight = linear.weight
+    if linear.bias is not None:
+        made.bias = linear.bias
+    return made
+
+
+def under(te: Any, recipe: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The whole forward under the recipe: the largest values are exchanged once, at its end."""
+    autocast = getattr(te, "autocast", None)
+    # Before 2.9 it had another name, and so had its argument.
+    context = (
+        functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=recipe)
+        if autocast is None
+        else functools.partial(autocast, enabled=True, recipe=recipe)
+    )
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return forward(*args, **kwargs)
+
+    return run
