@@ -339,6 +339,8 @@ class Trainer:
     def save(self) -> None:
         """Begin a checkpoint, and wait until the tensors may change again; all ranks together."""
         with self.watchdog.slow("saving"), self.meter.paused():
+            if self.guard.taken:
+                self.read_guard()
             record = {
                 "step": self.step,
                 "cursor": self.cursor,

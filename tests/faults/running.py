@@ -16,6 +16,12 @@ QUICK = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.eve
 QUICK += ("--model.hidden", 16, "--model.layers", 1, "--training.global_batch_size", 8)
 
 
+def hear_signals():
+    """What was started in the background of a shell, or by nohup, ignores some of them."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Running:
     """The process in a session of its own, what it says in one file, killed with its ranks."""
 
@@ -29,6 +35,7 @@ class Running:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=hear_signals,
             )
 
     def __enter__(self):
