@@ -142,6 +142,8 @@ class CompileConfig(Section):
 
     enabled: bool = False
     """Compile each block once (one graph serves all blocks)."""
+    ends: bool = False
+    """Compile embed and head too: two graphs more, so the first step comes later."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from titan_dit.models.layers import (
     Attention,
     LabelEmbedder,
     TimestepEmbedder,
+    gelu,
     grid_positions,
     modulate,
     patchify,
@@ -190,3 +191,15 @@ def test_the_mlp_uses_the_tanh_form_of_gelu():
     y = x @ layer.up.weight.T + layer.up.bias
     y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
     torch.testing.assert_close(layer(x), y @ layer.down.weight.T + layer.down.bias)
+
+
+def test_gelu_for_compilers_is_the_same_function(monkeypatch):
+    x = torch.linspace(-30, 30, 10001, dtype=torch.float64, requires_grad=True)
+    exact = gelu(x)
+    [slope] = torch.autograd.grad(exact.sum(), x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = gelu(x)
+    assert torch.allclose(found, exact, rtol=0, atol=1e-14)
+    assert torch.allclose(torch.autograd.grad(found.sum(), x)[0], slope, rtol=0, atol=1e-14)
+    assert gelu(x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(gelu(x.bfloat16()), gelu(x.bfloat16().float()).bfloat16())

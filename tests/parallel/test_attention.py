@@ -28,7 +28,7 @@ def gradients(key, mode="none", compiled=False):
     config = tiny_config().model
     model = config.build(1)
     randomize(dict(model.named_parameters()))
-    attention.apply(model, key)
+    attention.apply(model, attention.attend_by(key))
     remat.apply(model, RematConfig(mode=mode))
     compile_blocks(model, CompileConfig(enabled=compiled))
     generator = torch.Generator().manual_seed(0)

@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 from titan_dit.config import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
 from titan_dit.models.base import Model
-from titan_dit.parallel import async_tp, attention, context, float8, fsdp, remat, tensor
+from titan_dit.parallel import (
+    async_tp,
+    attention,
+    context,
+    float8,
+    fsdp,
+    remat,
+    short_attention,
+    tensor,
+)
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -26,15 +35,17 @@ def parallelize(
 
     `rows`: tokens of a microbatch on this rank; float8 asks for them.
     """
-    styles = plan(parallel.sequence_parallel)
+    styles, device_type = plan(parallel.sequence_parallel), mesh.whole.device_type
     if precision.float8 != "off":
-        device_type = mesh.whole.device_type
         styles = float8.apply(model, styles, precision, mesh.sizes, rows, device_type)
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.tp, styles)
         if parallel.async_tp:
             async_tp.apply(mesh.tp)
-    attention.apply(model, precision.attention)
+    if short_attention.suits(device_type, precision, recompute, compilation):
+        attention.apply(model, short_attention.attend)
+    else:
+        attention.apply(model, attention.attend_by(precision.attention))
     if mesh.sizes.cp > 1:
         context.apply(model, mesh.cp, parallel.cp_method, precision.attention)
     remat.apply(model, recompute)

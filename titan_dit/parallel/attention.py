@@ -61,11 +61,11 @@ class Shape:
         return f"{self.heads} heads of {self.head_dim} channels in {name} on {self.device.type}"
 
 
-def apply(model: nn.Module, key: str) -> None:
+def apply(model: nn.Module, attend: Attend) -> None:
     """Let every attention of the model use a kernel; before context parallelism and remat."""
     for layer in model.modules():
-        if isinstance(layer, Attention) and key != "auto":
-            layer.attend = attend_by(key)
+        if isinstance(layer, Attention):
+            layer.attend = attend
 
 
 def attend_by(key: str) -> Attend:

@@ -18,9 +18,13 @@ from titan_dit.section import UserError
 
 def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
     """Compile in place, before fully_shard; the names of parameters stay."""
-    if config.enabled:
-        for block in model.get_submodule("blocks").children():
-            block.compile(fullgraph=True)
+    if not config.enabled:
+        return
+    parts = list(model.get_submodule("blocks").children())
+    if config.ends:
+        parts += [part for name, part in model.named_children() if name != "blocks"]
+    for part in parts:
+        part.compile(fullgraph=True)
 
 
 def check(config: CompileConfig, device: torch.device) -> None:

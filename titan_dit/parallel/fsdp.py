@@ -40,9 +40,10 @@ def shard(
     blocks = model.get_submodule("blocks")
     for part in (*blocks.children(), model):
         sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        # The loss is already divided by the global token count: gradients are summed.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
+        if mesh.size() > 1:  # One rank would divide its gradients by 1.
+            # The loss is already divided by the global token count: gradients are summed.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
