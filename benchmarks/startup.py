@@ -1,9 +1,11 @@
 """How long until the first step? `python benchmarks/startup.py [--times 3] [--config digits.toml]`.
 
-`--compile`: with compiled blocks, the first time into an empty cache, which the others then find.
-
 The time from the command to the line of its first step, with the environment made already. The
 first time is as cold as the machine is; `--drop-caches` (root) makes every time cold.
+
+`--compile [--size S/2]`: from the start of a process to the end of its first step in fp32, with our
+blocks compiled into an empty cache, once more with that cache, and beside it with the same model
+compiled as a whole into an empty cache. "compiling": less an eager process and one step.
 """
 
 from __future__ import annotations
@@ -11,31 +13,82 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from report import ROOT, finish
 
+CASES = {"eager": "eager", "blocks": "blocks", "blocks, warm cache": "blocks", "whole": "whole"}
+"""What is compiled, in this order: the second time, its cache is warm."""
 
-def seconds_to_first_step(config: str, cache: str | None = None) -> float:
-    """Start the command, wait for its first step; compiled if `cache` says where results lie."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--training.steps", "1", "--job.dir", folder, "--checkpoint.every", "0"]
-        if cache:
-            flags += ["--compile.enabled", "true"]
-        environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})
-        began = time.perf_counter()
-        command = [str(ROOT / "run_train.sh"), "--config", config, *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert process.stdout
-        for line in process.stdout:
-            if line.startswith("step "):
-                seconds = time.perf_counter() - began
-                process.stdout.read()
-                process.wait()
-                return seconds
+
+def seconds_to_first_step(command: Sequence[str], cache: str | None = None) -> float:
+    """Start the command and wait for the line of its first step."""
+    environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step "):
+            seconds = time.perf_counter() - began
+            process.stdout.read()
+            process.wait()
+            return seconds
     raise SystemExit("the run ended before its first step")
+
+
+def command_rows(options: argparse.Namespace) -> list[dict[str, object]]:
+    """One row for every start of the command that users give."""
+    rows: list[dict[str, object]] = []
+    for number in range(options.times):
+        if options.drop_caches:
+            subprocess.run(["sync"], check=True)
+            Path("/proc/sys/vm/drop_caches").write_text("3")
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ["--training.steps", "1", "--job.dir", folder, "--checkpoint.every", "0"]
+            command = [str(ROOT / "run_train.sh"), "--config", options.config, *flags]
+            seconds = seconds_to_first_step(command)
+        rows.append({"start": number + 1, "seconds to the first step": f"{seconds:.1f}"})
+    return rows
+
+
+def compile_rows(options: argparse.Namespace) -> list[dict[str, object]]:
+    """One row for every way to compile, each in a process of its own."""
+    rows: list[dict[str, object]] = []
+    seconds: dict[str, float] = {}
+    shape = ["--size", options.size, "--batch", str(options.batch)]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, how in CASES.items():
+            command = [sys.executable, __file__, "--first-step", how, *shape]
+            seconds[name] = seconds_to_first_step(command, f"{folder}/{how}")
+    for name, spent in seconds.items():
+        compiling, whole = (seconds[n] - seconds["eager"] for n in (name, "whole"))
+        rows.append(
+            {
+                "compiled": name,
+                "seconds to the end of the first step": f"{spent:.1f}",
+                "compiling": f"{compiling:.1f}",
+                "/ whole": f"{compiling / whole:.2f}",
+            }
+        )
+    return rows
+
+
+def first_step(how: str, size: str, batch: int) -> None:
+    """In a process of its own: build, take one step, say so."""
+    import step
+    import torch
+
+    from titan_dit.models.dit import DiTConfig
+
+    ways = {"eager": step.eager, "blocks": step.blocks, "whole": lambda model: model.compile()}
+    config = DiTConfig(size=size, latent_size=32, channels=4, num_classes=1000)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loss = step.ours(config, batch, device, ways[how])().item()
+    print(f"step 1 loss {loss:.4f}", flush=True)
 
 
 def main() -> None:
@@ -45,23 +98,18 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--drop-caches", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--size", default="S/2")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--first-step", choices=["eager", "blocks", "whole"])
     parser.add_argument("--out")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as cache:
-        rows = measured(options, cache if options.compile else None)
-    finish(f"startup {options.config}", rows, options.out, compiled=options.compile)
-
-
-def measured(options: argparse.Namespace, cache: str | None) -> list[dict[str, object]]:
-    """One row for every start."""
-    rows: list[dict[str, object]] = []
-    for number in range(options.times):
-        if options.drop_caches:
-            subprocess.run(["sync"], check=True)
-            Path("/proc/sys/vm/drop_caches").write_text("3")
-        seconds = seconds_to_first_step(options.config, cache)
-        rows.append({"start": number + 1, "seconds to the first step": f"{seconds:.1f}"})
-    return rows
+    if options.first_step:
+        first_step(options.first_step, options.size, options.batch)
+    elif options.compile:
+        title = f"startup, compiling {options.size} batch {options.batch}"
+        finish(title, compile_rows(options), options.out)
+    else:
+        finish(f"startup {options.config}", command_rows(options), options.out)
 
 
 if __name__ == "__main__":

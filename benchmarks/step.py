@@ -1,9 +1,13 @@
-"""The cost of a training step beside a plain DiT: `python benchmarks/step.py [--size S/2] ...`.
+"""The cost of a training step beside a plain DiT: `python benchmarks/step.py [--bf16] ...`.
 
 Every contender makes a step from (model config, batch, device); the steps are taken in turn in one
 process, so that a machine that slows down slows down all of them. CPU time is the honest figure on
-a shared machine; ratios are medians of the ratios turn by turn. A contender of your own, from a
-module in the current folder or on PYTHONPATH: `--contenders plain ours mymodule:make_step`.
+a shared machine; ratios are medians of the ratios turn by turn.
+
+With --bf16 all compute in bf16: the plain DiT under autocast, eager and compiled as a whole, with
+an EMA; ours as the trainer takes its steps, through FSDP2, clipping and EMA included, its blocks
+compiled. A contender of your own, from a module in the current folder or on PYTHONPATH:
+`--contenders plain ours mymodule:make_step`.
 """
 
 from __future__ import annotations
@@ -16,17 +20,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import plain_dit
 import torch
-from ours import resident_batch
+from ours import randomize, resident_batch, trainer_step
 from plain_dit import make_step as plain
 from report import finish
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_dit.config import CompileConfig, OptimizerConfig
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.rectified_flow import RectifiedFlow
+from titan_dit.parallel import runtime
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.init import initialize
+from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.rng import SampleRNG
 from titan_dit.state.optimizer import apply_gradients, build_optimizer
@@ -34,14 +41,26 @@ from titan_dit.state.optimizer import apply_gradients, build_optimizer
 MakeStep = Callable[[DiTConfig, int, torch.device], Callable[[], Tensor]]
 
 
+def eager(model: nn.Module) -> None:
+    """Leave the model as it is."""
+
+
+def blocks(model: nn.Module) -> None:
+    """Compile block by block."""
+    compile_blocks(model, CompileConfig(enabled=True))
+
+
 def ours(
-    config: DiTConfig, batch: int, device: torch.device, compiled: bool = False
+    config: DiTConfig,
+    batch: int,
+    device: torch.device,
+    change: Callable[[nn.Module], None] = eager,
 ) -> Callable[[], Tensor]:
     """The same step from titan_dit's parts, its own random numbers included."""
     objective = RectifiedFlow()
     with torch.device("meta"):
         model = config.build(objective.output_channels(config.channels))
-    compile_blocks(model, CompileConfig(enabled=compiled))
+    change(model)
     initialize(model, model.init_laws(), 0, device)
     executor = LocalExecutor(model, objective.loss, None)
     optimizer = build_optimizer(model.parameters(), OptimizerConfig())
@@ -58,7 +77,7 @@ def ours(
 
 def ours_compiled(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
     """`ours`, its blocks compiled."""
-    return ours(config, batch, device, compiled=True)
+    return ours(config, batch, device, blocks)
 
 
 def ours_without_onednn(
@@ -74,12 +93,51 @@ def ours_without_onednn(
     return step
 
 
+def plain_bf16(
+    config: DiTConfig, batch: int, device: torch.device, compiled: bool = False
+) -> Callable[[], Tensor]:
+    """The plain DiT under autocast."""
+    learn = plain_dit.RectifiedFlow()
+    with device:
+        model = plain_dit.PlainDiT(config, learn.output_channels(config.channels))
+    randomize(list(model.parameters()))
+    if compiled:
+        model.compile()
+    return plain_dit.training_step(model, config, batch, learn, autocast=torch.bfloat16, ema=True)
+
+
+def plain_bf16_compiled(
+    config: DiTConfig, batch: int, device: torch.device
+) -> Callable[[], Tensor]:
+    """`plain_bf16`, compiled as a whole."""
+    return plain_bf16(config, batch, device, compiled=True)
+
+
+def ours_bf16(
+    config: DiTConfig, batch: int, device: torch.device, compiled: bool = False
+) -> Callable[[], Tensor]:
+    """The trainer's step, on a mesh of one rank."""
+    mesh = Mesh(AxisSizes(), device.type)
+    return trainer_step(config, batch, device, RectifiedFlow(), mesh, compiled=compiled)
+
+
+def ours_bf16_compiled(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
+    """`ours_bf16`, its blocks compiled."""
+    return ours_bf16(config, batch, device, compiled=True)
+
+
 CONTENDERS: dict[str, MakeStep] = {
     "plain": plain,
     "ours": ours,
     "ours_compiled": ours_compiled,
     "ours_without_onednn": ours_without_onednn,
+    "plain_bf16": plain_bf16,
+    "plain_bf16_compiled": plain_bf16_compiled,
+    "ours_bf16": ours_bf16,
+    "ours_bf16_compiled": ours_bf16_compiled,
 }
+USUAL = ["plain", "ours"]
+USUAL_BF16 = ["plain_bf16", "plain_bf16_compiled", "ours_bf16_compiled"]
 
 
 def find(name: str) -> MakeStep:
@@ -109,6 +167,23 @@ def measure(steps: dict[str, Callable[[], Tensor]], turns: int) -> dict[str, lis
     return seconds
 
 
+def table(seconds: dict[str, list[list[float]]]) -> list[dict[str, str]]:
+    """One row per contender, beside every one that is not ours."""
+    bases = [name for number, name in enumerate(seconds) if not number or name.startswith("plain")]
+    rows = []
+    for name, turns in seconds.items():
+        row = {"contender": name}
+        for i, clock in enumerate(("CPU", "wall")):
+            row[f"{clock} s"] = f"{statistics.median(turn[i] for turn in turns):.3f}"
+            for base in bases:
+                ratios = [
+                    mine[i] / other[i] for mine, other in zip(turns, seconds[base], strict=True)
+                ]
+                row[f"{clock} / {base}"] = f"{statistics.median(ratios):.3f}"
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -116,32 +191,19 @@ def main() -> None:
     parser.add_argument("--latent-size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--contenders", nargs="+", default=["plain", "ours"])
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--contenders", nargs="+")
     parser.add_argument("--out")
     options = parser.parse_args()
+    names = options.contenders or (USUAL_BF16 if options.bf16 else USUAL)
     config = DiTConfig(
         size=options.size, latent_size=options.latent_size, channels=4, num_classes=1000
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    steps = {name: find(name)(config, options.batch, device) for name in options.contenders}
-    seconds = measure(steps, options.turns)
-    base = options.contenders[0]
-    rows = []
-    for name, turns in seconds.items():
-        ratios = [
-            [mine[i] / other[i] for mine, other in zip(turns, seconds[base], strict=True)]
-            for i in (0, 1)
-        ]
-        rows.append(
-            {
-                "contender": name,
-                "CPU s": f"{statistics.median(cpu for cpu, _ in turns):.3f}",
-                "wall s": f"{statistics.median(wall for _, wall in turns):.3f}",
-                f"CPU / {base}": f"{statistics.median(ratios[0]):.3f}",
-                f"wall / {base}": f"{statistics.median(ratios[1]):.3f}",
-            }
-        )
-    finish(f"step {options.size} batch {options.batch}", rows, options.out)
+    with runtime.start(device.type) as world:
+        steps = {name: find(name)(config, options.batch, world.device) for name in names}
+        seconds = measure(steps, options.turns)
+    finish(f"step {options.size} batch {options.batch}", table(seconds), options.out)
 
 
 if __name__ == "__main__":

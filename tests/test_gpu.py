@@ -95,3 +95,28 @@ def test_diffusion_draws_the_samples_of_the_cpu(name):
             )  # fmt: skip
         drawn.append(tokens.cpu())
     torch.testing.assert_close(drawn[1], drawn[0], rtol=1e-3, atol=1e-3)
+
+
+def test_averages_beside_the_step_are_those_of_one_after_the_other():
+    from torch import nn
+
+    from titan_dit.config import EMAConfig
+    from titan_dit.state.ema import EMA
+
+    torch.manual_seed(0)
+    go, found = torch.zeros((), dtype=torch.bool, device="cuda"), []
+    for beside in (False, True):
+        torch.manual_seed(0)
+        weights = {str(i): nn.Parameter(torch.randn(2**24, device="cuda")) for i in range(4)}
+        optimizer = torch.optim.AdamW(weights.values(), lr=0.1, fused=True)
+        ema = EMA(weights, EMAConfig(decays=(0.5,), warmup=False))
+        if beside:
+            ema.run_beside(optimizer)
+        for step in range(1, 6):
+            for weight in weights.values():
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+            ema.update(step, skip=go)
+        found.append({name: average.cpu() for name, average in ema.averages["0.5"].items()})
+    for name, average in found[0].items():
+        assert torch.equal(average, found[1][name])

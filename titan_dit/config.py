@@ -58,7 +58,11 @@ class ParallelConfig(Section):
     """Send the parts of tokens while others are multiplied; CUDA, compiled blocks, tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free the gathered parameters between forward and backward: always, never, or (auto) as FSDP2
-    does by itself, which is all but the outermost group. A pipeline keeps them for the step."""
+    does by itself, which is all but the outermost group; on one rank never. A pipeline keeps them
+    for the step."""
+    prefetch: Whole = 0
+    """Blocks whose parameters are gathered ahead of their turn by an order of ours; 0 leaves it to
+    FSDP2, which gathers the next block as soon as the host comes to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,9 @@ class CompileConfig(Section):
     """Compile each block once (one graph serves all blocks)."""
     ends: bool = False
     """Compile embed and head too: two graphs more, so the first step comes later."""
+    cuda_graphs: bool = False
+    """Replay what is compiled as CUDA graphs: for small models on one GPU, whose steps wait for the
+    host. One microbatch a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,14 @@
 """Every layout gives the loss and the gradients of one process; every checkpoint loads on all."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from harness import on_ranks
 from tiny import assert_same_gradients, gradients, randomize, tiny_config, whole
+from torch.profiler import profile
 
 from titan_dit.parallel.compile import num_graphs
 from titan_dit.trainer import Trainer
@@ -16,6 +18,7 @@ LAYOUTS = {
         {"dp_shard": 2},
         {"dp_replicate": 2, "dp_shard": 1},
         {"dp_shard": 2, "reshard_after_forward": "never"},
+        {"dp_shard": 2, "prefetch": 2},
     ],
     4: [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}],
 }
@@ -72,6 +75,31 @@ def test_every_layout_gives_the_loss_and_gradients_of_one_process(num_ranks, ref
             expected_loss, expected = reference[case if case in reference else "start"]
             assert loss == pytest.approx(expected_loss, rel=1e-6), case
             assert_same_gradients(found, expected)
+
+
+def gathers(world):
+    """The order in which blocks are gathered and run forward, by [parallel] prefetch."""
+    orders = []
+    for prefetch in (0, 1, 2):
+        trainer = Trainer(tiny_config(parallel={"dp_shard": 2, "prefetch": prefetch}), world)
+        batch, trainer.step = next(trainer.batches()), 1
+        with profile() as trace:
+            trainer.train_step(batch)
+        pattern = r"FSDP::(all_gather|pre_forward) \(blocks\.(\d)\)"
+        events = sorted(trace.events(), key=lambda event: event.time_range.start)
+        found = [match.groups() for e in events if (match := re.fullmatch(pattern, e.name))]
+        orders.append(found[:6])
+    return orders
+
+
+def test_blocks_are_gathered_ahead_where_that_is_asked_for():
+    for without, one, two in on_ranks(2, gathers):
+        asked = [[block for what, block in order if what == "all_gather"] for order in (one, two)]
+        before = [order.index(("pre_forward", "1")) for order in (one, two)]
+        assert without.index(("pre_forward", "1")) < without.index(("all_gather", "1"))
+        assert one.index(("all_gather", "1")) < before[0] < one.index(("all_gather", "2"))
+        assert two.index(("all_gather", "2")) < before[1]
+        assert asked[0][:3] == asked[1][:3] == ["0", "1", "2"]
 
 
 def compiled_gradients(world):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from tiny import tiny_config
 
 from titan_dit.config import CompileConfig
 from titan_dit.parallel import compile
@@ -52,3 +53,25 @@ def test_counting_loads_no_compiler(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
     assert compile.num_graphs() == 0
     assert "torch._dynamo.utils" not in sys.modules
+
+
+def test_cuda_graphs_are_refused_without_a_gpu():
+    config = CompileConfig(enabled=True, cuda_graphs=True)
+    with pytest.raises(UserError, match="cuda_graphs=true needs a GPU, and this is a cpu"):
+        compile.check(config, torch.device("cpu"))
+
+
+def test_cuda_graphs_begin_anew_with_every_forward_of_the_model(monkeypatch):
+    model = tiny_config().model.build(4)
+    asked, begun = [], []
+    for part in model.blocks.values():
+        monkeypatch.setattr(part, "compile", lambda **options: asked.append(options))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    compile.compile_blocks(model, CompileConfig(enabled=True, cuda_graphs=True))
+    assert asked == len(model.blocks) * [
+        {"fullgraph": True, "options": {"triton.cudagraphs": True}}
+    ]
+    for count in (1, 2):
+        for hook in model._forward_pre_hooks.values():
+            hook(model, ())
+        assert len(begun) == count

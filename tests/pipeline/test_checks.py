@@ -56,6 +56,18 @@ REFUSED = {
         {"schedule": "zbv_zero_bubble"},
         r"splits the backward pass, which torch cannot do with compiled blocks",
     ),
+    "ends without compilation": (
+        {},
+        {"compile": {"ends": True}},
+        {},
+        r"\[compile\] ends=true does nothing with enabled=false",
+    ),
+    "graphs of several passes": (
+        {},
+        {"compile": {"enabled": True, "cuda_graphs": True}, "training": {"microbatch_size": 4}},
+        {},
+        r"has 4 on each rank. Set cuda_graphs = false, or \[training\] microbatch_size = 16",
+    ),
     "resharded": (
         {"pp": 2},
         {"parallel": {"reshard_after_forward": "always"}},

@@ -146,3 +146,15 @@ def test_without_averages_the_weights_stay():
     with ema.swapped_in():
         assert torch.equal(parameters["matrix"], before)
     assert ema.averages == {}
+
+
+def test_on_a_cpu_nothing_runs_beside():
+    parameters = weights()
+    ema = EMA(parameters, EMAConfig(decays=(0.5,), warmup=False))
+    optimizer = torch.optim.AdamW(parameters.values())
+    ema.run_beside(optimizer)
+    wander(parameters)
+    before = {name: average.clone() for name, average in ema.averages["0.5"].items()}
+    ema.update(1, skip=GO)
+    for name, average in ema.averages["0.5"].items():
+        torch.testing.assert_close(average, (before[name] + parameters[name].detach()) / 2)

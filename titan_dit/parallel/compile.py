@@ -23,8 +23,18 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
     parts = list(model.get_submodule("blocks").children())
     if config.ends:
         parts += [part for name, part in model.named_children() if name != "blocks"]
+    options = None
+    if config.cuda_graphs:
+        options = {"triton.cudagraphs": True}
+        # What the last pass left in the graphs' memory is needed no more.
+        model.register_forward_pre_hook(begin_pass)
     for part in parts:
-        part.compile(fullgraph=True)
+        part.compile(fullgraph=True, options=options)
+
+
+def begin_pass(*_: object) -> None:
+    """Before a forward pass of the model."""
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 def check(config: CompileConfig, device: torch.device) -> None:
@@ -35,6 +45,11 @@ def check(config: CompileConfig, device: torch.device) -> None:
     """
     if not config.enabled:
         return
+    if config.cuda_graphs and device.type != "cuda":
+        raise UserError(
+            f"[compile] cuda_graphs=true needs a GPU, and this is a {device.type}. "
+            "Set cuda_graphs = false."
+        )
     try:
         if device.type == "cpu":
             from torch._inductor import cpp_builder

@@ -33,8 +33,9 @@ def shard(
     )
     # Between stages many microbatches are under way: gathering for each would cost too much, and
     # under a split backward torch loses gradients.
-    pipelined = parallel.pp > 1
-    reshard = False if pipelined else RESHARD[parallel.reshard_after_forward]
+    # One rank gathers from nobody: it would make the same copy of its weights twice.
+    keeps = parallel.pp > 1 or (mesh.size() == 1 and parallel.reshard_after_forward == "auto")
+    reshard = False if keeps else RESHARD[parallel.reshard_after_forward]
     if precision.dtype == "fp64":
         model.double()
     blocks = model.get_submodule("blocks")
@@ -44,6 +45,21 @@ def shard(
             # The loss is already divided by the global token count: gradients are summed.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
+    gather_ahead([*blocks.children()], parallel.prefetch)
+
+
+def gather_ahead(blocks: list[nn.Module], count: int) -> None:
+    """Let every block ask for the parameters of the next `count`, forward and backward.
+
+    A host that is slower than the device comes to a block too late to hide its gather.
+    """
+    if not count:
+        return
+    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    for number, block in enumerate(sharded):
+        block.set_modules_to_forward_prefetch(sharded[number + 1 : number + 1 + count])
+        before = sharded[max(0, number - count) : number]
+        block.set_modules_to_backward_prefetch(before[::-1])
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:

@@ -24,6 +24,7 @@ def check_layout(
     check_tensor(config.model, sizes)
     check_context(config, sizes)
     check_pipeline(config, sizes, following)
+    check_compile(config, sizes)
     remat.check(config.remat, config.pipeline, config.compile, sizes)
     float8_checks.check(config, sizes)
 
@@ -93,6 +94,24 @@ def check_pipeline(
         raise UserError(
             '[parallel] reshard_after_forward="always" would gather the parameters anew for every '
             f'microbatch of pp={sizes.pp}. Set "auto".'
+        )
+
+
+def check_compile(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
+    """What is compiled is asked for; CUDA graphs keep the values of one forward pass."""
+    settings = config.compile
+    for key in ("ends", "cuda_graphs"):
+        if getattr(settings, key) and not settings.enabled:
+            raise UserError(
+                f"[compile] {key}=true does nothing with enabled=false. Set enabled = true, or "
+                f"leave {key} out."
+            )
+    passes = num_microbatches(config, sizes)
+    if settings.cuda_graphs and passes > 1:
+        raise UserError(
+            f"[compile] cuda_graphs=true keeps the values of one forward pass, but a step has "
+            f"{passes} on each rank. Set cuda_graphs = false, or [training] microbatch_size = "
+            f"{microbatch_size(config, sizes) * passes} and pp = 1."
         )
 
 
