@@ -236,6 +236,6 @@ def test_a_checkpoint_loads_bit_exactly_on_every_layout_and_goes_on_the_same(tmp
             for name, value in saved.items():
                 assert torch.equal(loaded[name], value), name
             continued.append(losses)
-    assert len(continued) == 7
+    assert len(continued) == 8
     for losses in continued:
         assert losses == pytest.approx(continued[0], rel=1e-6)

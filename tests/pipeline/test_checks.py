@@ -56,12 +56,6 @@ REFUSED = {
         {"schedule": "zbv_zero_bubble"},
         r"splits the backward pass, which torch cannot do with compiled blocks",
     ),
-    "ends without compilation": (
-        {},
-        {"compile": {"ends": True}},
-        {},
-        r"\[compile\] ends=true does nothing with enabled=false",
-    ),
     "graphs of several passes": (
         {},
         {"compile": {"enabled": True, "cuda_graphs": True}, "training": {"microbatch_size": 4}},
@@ -83,7 +77,7 @@ def test_what_does_not_fit_is_refused_with_its_values_and_a_fix(case):
     sizes, sections, pipeline, words = REFUSED[case]
     with pytest.raises(UserError, match=words) as caught:
         check_layout(tiny_config(pipeline=pipeline, **sections), AxisSizes(**sizes))
-    assert re.match(r"\[(parallel|pipeline|training)\]", str(caught.value))
+    assert re.match(r"\[(parallel|pipeline|training|compile)\]", str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -98,16 +98,10 @@ def check_pipeline(
 
 
 def check_compile(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
-    """What is compiled is asked for; CUDA graphs keep the values of one forward pass."""
+    """CUDA graphs keep the values of one forward pass."""
     settings = config.compile
-    for key in ("ends", "cuda_graphs"):
-        if getattr(settings, key) and not settings.enabled:
-            raise UserError(
-                f"[compile] {key}=true does nothing with enabled=false. Set enabled = true, or "
-                f"leave {key} out."
-            )
     passes = num_microbatches(config, sizes)
-    if settings.cuda_graphs and passes > 1:
+    if settings.enabled and settings.cuda_graphs and passes > 1:
         raise UserError(
             f"[compile] cuda_graphs=true keeps the values of one forward pass, but a step has "
             f"{passes} on each rank. Set cuda_graphs = false, or [training] microbatch_size = "
