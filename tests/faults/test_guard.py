@@ -113,7 +113,7 @@ def test_a_guard_that_is_resumed_judges_as_if_nothing_had_been(cut):
     before, guard = verdicts(norms[:cut], **keys)
     state = json.loads(json.dumps(guard.state()))
     again = Guard(FaultsConfig(**keys), CPU)
-    again.load({"nan_steps": state["nan_steps"], "guard": state})
+    again.load(state)
     after, again = verdicts(norms[cut:], guard=again, first=cut + 1)
     assert repr(before + after) == repr(whole)
     assert again.state() == expected.state()
