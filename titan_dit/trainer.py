@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from titan_dit import __version__, catalog, config_file
+from titan_dit.admission import admit, hints
 from titan_dit.config import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.data.units import scale_hint
-from titan_dit.evaluation.generate import check_drawing, previews
+from titan_dit.evaluation.generate import previews
 from titan_dit.failure import begun, leave
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard, Reading
@@ -26,17 +26,15 @@ from titan_dit.objectives.base import Batch, Objective
 from titan_dit.observe import console
 from titan_dit.observe.flops import Work
 from titan_dit.observe.journal import Journal
-from titan_dit.observe.metrics import Meter, check_installed, peak_gib, row_of
+from titan_dit.observe.metrics import Meter, peak_gib, row_of
 from titan_dit.observe.profile import Profile
 from titan_dit.observe.profile_summary import DATA_WAIT, OPTIMIZER
 from titan_dit.parallel.compile import Recompiles
-from titan_dit.parallel.float8_checks import check_device
 from titan_dit.parallel.gradients import clip_norm
-from titan_dit.parallel.mesh import Mesh, followed, solve
+from titan_dit.parallel.mesh import Mesh, followed
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
-from titan_dit.pipeline.checks import check_layout, rows_per_rank
-from titan_dit.pipeline.trial import attention_cost
+from titan_dit.pipeline.checks import rows_per_rank
 from titan_dit.rng import SampleRNG
 from titan_dit.state import resume, rollback
 from titan_dit.state.ema import EMA
@@ -59,23 +57,13 @@ class Trainer:
         self.folder = resume.folder_of(config.job)
         if config.training.deterministic:
             set_deterministic()
-        check_installed(config.metrics)
-
-        # The first rank's view decides, as it does in `resume`.
-        following = world.gather(resume.has_begun(config.job, config.checkpoint))[0]
-        sizes = solve(config.parallel, world.size, following)
-        check_layout(config, sizes, following)
-        check_device(config.precision, config.parallel.async_tp, world.device)
+        sizes = admit(config, world)
         self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
-        steps, guided = config.sampling.steps, config.sampling.cfg_channels
-        drawn = steps if config.sampling.every else 1
-        check_drawing(config.objective, config.model, drawn, guided, "[sampling] {}")
         self.source = config.data.open()
         check_fits(self.source.facts, config.model.sample_shape, config.model.num_classes)
 
         self.mesh = Mesh(sizes, world.device.type)
-        plan = catalog.tensor_plan(config.model.name)
-        built = build(config, self.mesh, plan, world.device)
+        built = build(config, self.mesh, catalog.tensor_plan(config.model.name), world.device)
         self.executor, self.parameters = built.executor, built.parameters
         self.num_parameters = built.num_parameters
         self.work = Work.of(config, built.flops_per_sample, world.size, world.device)
@@ -83,8 +71,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema)
         self.epochs = EpochOrder(config.job.seed, len(self.source))
-        self.step, self.cursor = 0, 0
-        self.ledger = Ledger()
+        self.step, self.cursor, self.ledger = 0, 0, Ledger()
         self.guard = Guard(config.faults, world.device)
         self.checkpoints = resume.checkpoints_of(config.job, config.checkpoint)
         self.journal = Journal(self.folder, config.job.name, is_written=world.is_main)
@@ -105,7 +92,7 @@ class Trainer:
         with self.watchdog:
             self.resume()
             self.open_run_directory()
-            with StopRequest(self.world.size) as stop:
+            with StopRequest(self.world.size) as stop, self.collector:
                 self.train(stop)
         return stop.exit_code
 
@@ -160,10 +147,8 @@ class Trainer:
             self.save()
         self.finish_saves()
         leave({"stopped": stop.reason.name, "step": self.step})
-        again = (
-            "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
-        )
-        self.say(f"stopped{stop.by} after step {self.step}; {again}")
+        end = "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
+        self.say(f"stopped{stop.by} after step {self.step}; {end}")
 
     def due(self, every: int) -> bool:
         """Whether what is done every so many steps is done after this one; 0 is never."""
@@ -208,29 +193,26 @@ class Trainer:
 
     def read_guard(self) -> Reading:
         """Wait for the device, and write down which steps were bad since the last time."""
+        objective, seed = self.config.objective, self.config.job.seed
         reading = self.guard.read(self.mesh.sum_loss)
         for bad in reading.bad:
             numbers, _ = self.plan(bad.cursor)
             self.ledger = self.ledger.leave_out(bad.step, numbers)
-            rows, seed = self.epochs.rows(numbers), self.config.job.seed
-            times = fault_log.timesteps_of(self.config.objective, seed, numbers, self.world.device)
-            self.journal.add(fault_log.FILE, fault_log.bad_step(bad, numbers, rows, times))
+            times = fault_log.timesteps_of(objective, seed, numbers, self.world.device)
+            line = fault_log.bad_step(bad, numbers, self.epochs.rows(numbers), times)
+            self.journal.add(fault_log.FILE, line)
             self.say(console.skipped(bad.step, bad.kind, bad.grad_norm, self.folder))
         return reading
 
     def report(self, reading: Reading, lr: float) -> None:
         """Write a line of metrics."""
         row = row_of(
-            step=self.step,
-            samples=self.cursor,
-            loss=reading.loss,
-            grad_norm=reading.grad_norm,
-            lr=lr,
-            nan_steps=self.guard.nan_steps,
-            spike_steps=self.guard.spike_steps,
+            *(self.step, self.cursor, reading.loss, reading.grad_norm, lr),
             times=self.meter.read(),
             work=self.work,
             peak_gib=peak_gib(self.world.device),
+            nan_steps=self.guard.nan_steps,
+            spike_steps=self.guard.spike_steps,
         )
         # The first line of a resumed run is for the person at the console only.
         if self.step == 1 or self.due(self.config.metrics.every):
@@ -247,11 +229,8 @@ class Trainer:
             self.checkpoints.wait()
             start = resume.newest_before(self.checkpoints, first)
             # Only the first rank changes the disk; that it cannot be done holds for all.
-            rollbacks = Ranks().first(
-                lambda: rollback.go_back(
-                    self.folder, self.checkpoints, self.config.faults, bad, start
-                )
-            )
+            context = self.folder, self.checkpoints, self.config.faults
+            rollbacks = Ranks().first(lambda: rollback.go_back(*context, bad, start))
             assert start.path
             resume.load(start.path, start.record, self.tensors(), self.ema, verified=True)
         self.say(*start.told(), console.went_back(last, start.path, *bad.numbers))
@@ -360,18 +339,9 @@ class Trainer:
         if self.world.is_main and not self.ledger.skipped:
             (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
         self.open_sample_log()
-        lines = console.beginning(
-            config,
-            versions=VERSIONS,
-            where=f"{self.mesh.sizes} on {device.type}",
-            num_parameters=self.num_parameters,
-            flops_per_sample=flops,
-            num_samples=len(self.source),
-            num_classes=self.source.facts.num_classes,
-            step=self.step,
-            folder=self.folder,
-        )
-        self.say(*followed(config.parallel, self.mesh.sizes), *lines)
+        self.say(*followed(config.parallel, self.mesh.sizes))
+        where, facts = f"{self.mesh.sizes} on {device.type}", self.source.facts
+        sizes = console.Sizes(self.num_parameters, flops, len(self.source), facts.num_classes)
+        self.say(*console.beginning(config, VERSIONS, where, sizes, self.step, self.folder))
         if self.world.is_main:
-            self.say(scale_hint(self.source, config.model.sample_shape[0]))
-        self.say(attention_cost(config, device, flops))
+            self.say(*hints(config, self.source, device, flops))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_dit.config import JobConfig
 
@@ -16,15 +16,20 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+class Sizes(NamedTuple):
+    """Of a run's network and dataset."""
+
+    parameters: int
+    flops_per_sample: int
+    samples: int
+    classes: int
+
+
 def beginning(
     config: JobConfig[Any, Any, Any],
-    *,
     versions: Mapping[str, str],
     where: str,
-    num_parameters: int,
-    flops_per_sample: int,
-    num_samples: int,
-    num_classes: int,
+    sizes: Sizes,
     step: int,
     folder: Path,
 ) -> Iterator[str]:
@@ -33,10 +38,10 @@ def beginning(
     precision, model, training = config.precision, config.model, config.training
     yield f"{software}: {where}, {precision}, attention {precision.attention}"
     yield (
-        f"model   {model.name}: {num_parameters:,} parameters, {model.token_shape[0]} tokens, "
-        f"{flops_per_sample / 1e9:.3g} GFLOP per sample and step"
+        f"model   {model.name}: {sizes.parameters:,} parameters, {model.token_shape[0]} tokens, "
+        f"{sizes.flops_per_sample / 1e9:.3g} GFLOP per sample and step"
     )
-    yield f"data    {config.data.name}: {num_samples:,} samples, {num_classes} classes"
+    yield f"data    {config.data.name}: {sizes.samples:,} samples, {sizes.classes} classes"
     yield f"steps   {step} of {training.steps} done, {training.global_batch_size} samples each"
     yield f"output  {folder}"
 

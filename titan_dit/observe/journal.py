@@ -34,7 +34,7 @@ class Journal:
     def say(self, *lines: str | None) -> None:
         """Tell the person at the console; None is nothing to tell."""
         for line in lines:
-            if self.is_written and line:
+            if self.is_written and line is not None:
                 console.say(line)
 
     def add(self, file: str, line: dict[str, Any]) -> None:

@@ -74,17 +74,17 @@ class Metrics:
 
 
 def row_of(
-    *,
     step: int,
     samples: int,
     loss: float,
     grad_norm: float,
     lr: float,
-    nan_steps: int,
-    spike_steps: int,
+    *,
     times: tuple[float, float],
     work: Work,
     peak_gib: float,
+    nan_steps: int,
+    spike_steps: int,
 ) -> Row:
     """The line of a step, `samples` from the start of training; `times` are of `Meter.read`."""
     step_ms, data_wait_ms = times
