@@ -40,10 +40,14 @@ def test_the_automatic_collector_is_off_from_the_first_step_on_and_on_again_afte
 
 
 def test_it_is_on_again_after_an_error():
-    collector = Collector(5)
-    with pytest.raises(RuntimeError), collector:
-        collector.after(1)
-        raise RuntimeError
+    def fail():
+        with Collector(5) as collector:
+            collector.after(1)
+            assert not gc.isenabled()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

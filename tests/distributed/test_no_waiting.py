@@ -1,4 +1,10 @@
-"""A step asks no tensor for its value: on a GPU the host would wait, and the device run dry."""
+"""A step asks no tensor for its value, and leaves none behind.
+
+On a GPU the host would wait for the value, and the device run dry; and memory that a cycle holds is
+not free before Python's collector has run, which is seldom (see `garbage.py`).
+"""
+
+import gc
 
 import pytest
 import torch
@@ -67,9 +73,29 @@ def behind_the_backward(trainer, ask):
     return lambda: setattr(trainer.guard, "check", original)
 
 
-def asked_in_steps(world):
-    """Of every layout: of a step as it is, and of steps with a planted question."""
-    found, item = {}, QUESTIONS["item"]
+def left_in_cycles(trainer, batches):
+    """How many tensors are in what only the collector frees, after one more step."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    asked(trainer, batches)
+    gc.collect()
+    gc.set_debug(0)
+    gc.enable()
+    left = sum(isinstance(thing, torch.Tensor) for thing in gc.garbage)
+    gc.garbage.clear()
+    return left
+
+
+def in_a_cycle(tensor):
+    """Plant a tensor that only the collector frees."""
+    cycle = [tensor]
+    cycle.append(cycle)
+
+
+def found_in_steps(world):
+    """Of every layout: what a step asks for and leaves, as it is and with something planted."""
+    found, left, item = {}, {}, QUESTIONS["item"]
     for parallel, objective in CASES[world.size]:
         config = tiny_config(
             parallel=parallel,
@@ -95,14 +121,28 @@ def asked_in_steps(world):
                 found[f"planted {name}, {case}"] = asked(trainer, batches)
                 undo()
         found[f"{case}, again"] = asked(trainer, batches)
-    return found
+        left[case] = left_in_cycles(trainer, batches)
+        undo = behind_the_backward(trainer, lambda norm: in_a_cycle(norm.clone()))
+        left[f"planted in {case}"] = left_in_cycles(trainer, batches)
+        undo()
+    return found, left
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_asks_no_tensor_for_its_value(num_ranks):
-    for rank in on_ranks(num_ranks, asked_in_steps):
-        for case, found in rank.items():
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request):
+    return on_ranks(request.param, found_in_steps)
+
+
+def test_a_step_asks_no_tensor_for_its_value(ranks):
+    for asked_for, _ in ranks:
+        for case, found in asked_for.items():
             if case.startswith("planted"):
                 assert found, f"{case}: not seen"
             else:
                 assert found == [], f"{case}: {found}"
+
+
+def test_a_step_leaves_no_tensor_in_a_cycle(ranks):
+    for _, left in ranks:
+        for case, tensors in left.items():
+            assert tensors == case.startswith("planted"), case
