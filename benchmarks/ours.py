@@ -69,6 +69,7 @@ def trainer_step(
     executor = LocalExecutor(model, objective.loss, None)
     optimizer = build_optimizer(parameters.values(), OptimizerConfig())
     ema = EMA(parameters, EMAConfig())
+    ema.run_beside(optimizer)
     data = resident_batch(config, batch, device)
     taken = 0
 

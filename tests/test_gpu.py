@@ -120,3 +120,41 @@ def test_averages_beside_the_step_are_those_of_one_after_the_other():
         found.append({name: average.cpu() for name, average in ema.averages["0.5"].items()})
     for name, average in found[0].items():
         assert torch.equal(average, found[1][name])
+
+
+def forbidden_to_wait(world, objective, planted):
+    """A third step in which every wait of the host for the device is an error."""
+    from titan_dit.trainer import Trainer
+
+    config = tiny_config(
+        objective={"name": objective},
+        training={"microbatch_size": 4},
+        faults={"spike_ratio": 10.0, "spike_after": 1},
+    )
+    trainer = Trainer(config, world)
+    batches = trainer.batches()
+    for trainer.step in (1, 2):  # They make AdamW's state, and the like.
+        trainer.train_step(next(batches))
+    if planted:
+        original = trainer.executor.loss
+        trainer.executor.loss = lambda *args: (
+            original(*args) * (1 + 0 * original(*args).sum().item())
+        )
+    trainer.step, batch = 3, next(batches)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, _, _ = trainer.train_step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return loss.item()
+
+
+@pytest.mark.parametrize("objective", ["rectified_flow", "ddpm"])
+def test_a_step_does_not_wait_for_the_device(objective):
+    from titan_dit.parallel import runtime
+
+    with runtime.start("cuda") as world:
+        assert math.isfinite(forbidden_to_wait(world, objective, planted=False))
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            forbidden_to_wait(world, objective, planted=True)

@@ -103,6 +103,9 @@ class TrainingConfig(Section):
     """Clip the gradient to this global L2 norm; 0 switches clipping off."""
     deterministic: bool = False
     """Only deterministic kernels: a rerun repeats every bit, at some cost on a GPU."""
+    gc_every: Whole = 50
+    """Steps between two runs of Python's garbage collector, on all ranks at once; 0 leaves it to
+    Python, which runs it on every rank at another moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +369,7 @@ FREE_ON_RESUME = frozenset(
         "sampling",
         "profile",
     }
-    | {"training.steps", "training.microbatch_size", "training.deterministic"}
+    | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
     # The numbers that a size stands for are compared one by one.
     | {"model.size"}

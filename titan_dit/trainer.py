@@ -9,49 +9,44 @@ import torch
 from torch import Tensor
 
 from titan_dit import __version__, catalog, config_file
+from titan_dit.admission import admit, hints
 from titan_dit.config import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.data.units import scale_hint
-from titan_dit.evaluation.generate import check_drawing, previews
+from titan_dit.evaluation.generate import previews
 from titan_dit.failure import begun, leave
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard, Reading
 from titan_dit.faults.stop_request import StopRequest
 from titan_dit.faults.watchdog import Watchdog
+from titan_dit.garbage import Collector
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import Batch, Objective
-from titan_dit.observe import console, flops, images
-from titan_dit.observe.metrics import (
-    Meter,
-    Metrics,
-    Row,
-    check_installed,
-    finite_or_none,
-    peak_gib,
-)
+from titan_dit.observe import console
+from titan_dit.observe.flops import Work
+from titan_dit.observe.journal import Journal
+from titan_dit.observe.metrics import Meter, peak_gib, row_of
 from titan_dit.observe.profile import Profile
 from titan_dit.observe.profile_summary import DATA_WAIT, OPTIMIZER
-from titan_dit.observe.sparing import Sparing
 from titan_dit.parallel.compile import Recompiles
-from titan_dit.parallel.float8_checks import check_device
 from titan_dit.parallel.gradients import clip_norm
-from titan_dit.parallel.mesh import Mesh, followed, solve
+from titan_dit.parallel.mesh import Mesh, followed
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
-from titan_dit.pipeline.checks import check_layout, rows_per_rank
-from titan_dit.pipeline.trial import attention_cost
+from titan_dit.pipeline.checks import rows_per_rank
 from titan_dit.rng import SampleRNG
 from titan_dit.state import resume, rollback
 from titan_dit.state.ema import EMA
 from titan_dit.state.ledger import Ledger
 from titan_dit.state.lr_schedule import learning_rate
 from titan_dit.state.optimizer import apply_gradients, build_optimizer, optimizer_tensors
+from titan_dit.state.progress import Progress
 from titan_dit.state.ranks import Ranks
-from titan_dit.state.sample_log import SampleLog, next_attempt
+from titan_dit.state.sample_log import SampleLog
 
 Config: TypeAlias = JobConfig[ModelConfig, Objective, DataConfig]
+VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 
 
 class Trainer:
@@ -62,46 +57,32 @@ class Trainer:
         self.folder = resume.folder_of(config.job)
         if config.training.deterministic:
             set_deterministic()
-        check_installed(config.metrics)
-
-        # The first rank's view decides, as it does in `resume`.
-        following = world.gather(resume.has_begun(config.job, config.checkpoint))[0]
-        sizes = solve(config.parallel, world.size, following)
-        check_layout(config, sizes, following)
-        check_device(config.precision, config.parallel.async_tp, world.device)
+        sizes = admit(config, world)
         self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
-        check_drawing(
-            config.objective,
-            config.model,
-            config.sampling.steps if config.sampling.every else 1,
-            config.sampling.cfg_channels,
-            "[sampling] {}",
-        )
         self.source = config.data.open()
         check_fits(self.source.facts, config.model.sample_shape, config.model.num_classes)
 
         self.mesh = Mesh(sizes, world.device.type)
-        plan = catalog.tensor_plan(config.model.name)
-        built = build(config, self.mesh, plan, world.device)
+        built = build(config, self.mesh, catalog.tensor_plan(config.model.name), world.device)
         self.executor, self.parameters = built.executor, built.parameters
-        self.num_tokens = config.model.token_shape[0]
         self.num_parameters = built.num_parameters
-        self.flops_per_sample = built.flops_per_sample
+        self.work = Work.of(config, built.flops_per_sample, world.size, world.device)
 
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema)
+        self.ema.run_beside(self.optimizer)
         self.epochs = EpochOrder(config.job.seed, len(self.source))
-        self.step, self.cursor = 0, 0
-        self.ledger = Ledger()
+        self.step, self.cursor, self.ledger = 0, 0, Ledger()
         self.guard = Guard(config.faults, world.device)
         self.checkpoints = resume.checkpoints_of(config.job, config.checkpoint)
-        self.meter, self.sparing = Meter(), Sparing(self.say)
-        self.recompiles = Recompiles()
+        self.journal = Journal(self.folder, config.job.name, is_written=world.is_main)
+        self.say = self.journal.say
+        self.meter, self.recompiles = Meter(), Recompiles()
+        self.collector = Collector(config.training.gc_every)
         self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
         self.profile = Profile(
             config.profile, self.folder / "profile", world.rank, world.size, world.device
         )
-        self.metrics: Metrics | None = None
         self.sample_log: SampleLog | None = None
 
     def fit(self) -> int:
@@ -112,14 +93,14 @@ class Trainer:
         with self.watchdog:
             self.resume()
             self.open_run_directory()
-            with StopRequest(self.world.size) as stop:
+            with StopRequest(self.world.size) as stop, self.collector:
                 self.train(stop)
         return stop.exit_code
 
     def train(self, stop: StopRequest) -> None:
         """Take steps until the last one, or until the ranks are asked to stop."""
         config = self.config
-        batches, first = self.batches(), self.step + 1
+        batches, begun_at = self.batches(), self.step + 1
         self.meter.restart()
         begun()
         while self.step < config.training.steps and not stop.agreed():
@@ -132,7 +113,7 @@ class Trainer:
             if self.sample_log:
                 self.sample_log.write(self.step, batch)
             self.write_profile()
-            shown = self.step == first or self.due(config.metrics.every)
+            shown = self.step == begun_at or self.due(config.metrics.every)
             # Looked at before a checkpoint too, which must not hold what has to be undone.
             if shown or self.due(self.guard.every) or self.due(config.checkpoint.every):
                 reading = self.read_guard()
@@ -140,36 +121,35 @@ class Trainer:
                     self.report(reading, lr)
                 if self.guard.limit:
                     self.go_back()
-                    batches, first = self.batches(), self.step + 1
+                    batches, begun_at = self.batches(), self.step + 1
                     continue
             if self.due(config.sampling.every):
                 self.preview()
             if self.due(config.checkpoint.every):
                 self.save()
             self.tell_of_saves()
+            self.collector.after(self.step)
             self.watchdog.alive(self.step)
         self.write_profile(stopped=True)
         if self.step < config.training.steps:
-            self.stop_early(stop, first)
+            self.stop_early(stop, begun_at)
         else:
             self.finish_saves()
             self.say(f"done: step {self.step}, everything is in {self.folder}")
 
-    def stop_early(self, stop: StopRequest, first: int) -> None:
+    def stop_early(self, stop: StopRequest, begun_at: int) -> None:
         """Save what has not been saved, and leave the launcher a note that steps are left."""
         every = self.config.checkpoint.every
         if self.guard.taken:
             self.read_guard()
         if self.guard.limit:
             self.go_back()
-        elif every and self.step >= first and not self.due(every):
+        elif every and self.step >= begun_at and not self.due(every):
             self.save()
         self.finish_saves()
         leave({"stopped": stop.reason.name, "step": self.step})
-        again = (
-            "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
-        )
-        self.say(f"stopped{stop.by} after step {self.step}; {again}")
+        end = "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
+        self.say(f"stopped{stop.by} after step {self.step}; {end}")
 
     def due(self, every: int) -> bool:
         """Whether what is done every so many steps is done after this one; 0 is never."""
@@ -181,23 +161,14 @@ class Trainer:
         """Which samples come in which step."""
         return BatchPlan(self.config.training.global_batch_size, self.ledger.skipped_spans)
 
-    @property
-    def order(self) -> RankOrder:
-        """Those of this rank."""
-        sizes, rows = self.mesh.sizes, rows_per_rank(self.config, self.mesh.sizes)
-        return RankOrder(self.plan, self.epochs, self.mesh.data_rank, sizes.data, rows)
-
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch, from the cursor on."""
-        config = self.config
+        config, mesh, device = self.config, self.mesh, self.world.device
+        rows = rows_per_rank(config, mesh.sizes)
+        order = RankOrder(self.plan, self.epochs, mesh.data_rank, mesh.sizes.data, rows)
+        seed, workers = config.job.seed, config.data.workers
         return loader.load(
-            self.source,
-            self.order,
-            self.cursor,
-            config.model,
-            self.world.device,
-            seed=config.job.seed,
-            workers=config.data.workers,
+            self.source, order, self.cursor, config.model, device, seed=seed, workers=workers
         )
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
@@ -223,49 +194,31 @@ class Trainer:
 
     def read_guard(self) -> Reading:
         """Wait for the device, and write down which steps were bad since the last time."""
+        objective, seed = self.config.objective, self.config.job.seed
         reading = self.guard.read(self.mesh.sum_loss)
         for bad in reading.bad:
             numbers, _ = self.plan(bad.cursor)
             self.ledger = self.ledger.leave_out(bad.step, numbers)
-            if self.metrics:
-                rows, seed = self.epochs.rows(numbers), self.config.job.seed
-                times = fault_log.timesteps_of(
-                    self.config.objective, seed, numbers, self.world.device
-                )
-                with self.sparing(fault_log.FILE):
-                    fault_log.write(self.folder, fault_log.bad_step(bad, numbers, rows, times))
-                self.say(console.skipped(bad.step, bad.kind, bad.grad_norm, self.folder))
+            times = fault_log.timesteps_of(objective, seed, numbers, self.world.device)
+            line = fault_log.bad_step(bad, numbers, self.epochs.rows(numbers), times)
+            self.journal.add(fault_log.FILE, line)
+            self.say(console.skipped(bad.step, bad.kind, bad.grad_norm, self.folder))
         return reading
 
     def report(self, reading: Reading, lr: float) -> None:
         """Write a line of metrics."""
-        step_ms, data_wait_ms = self.meter.read()
-        rate = self.config.training.global_batch_size / step_ms * 1e3
-        tflops = rate * self.flops_per_sample / self.world.size / 1e12
-        peak = flops.peak_tflops(self.world.device, self.config.precision.dtype)
-        row: Row = {
-            "step": self.step,
-            "samples": self.cursor,
-            "loss": finite_or_none(reading.loss),
-            "grad_norm": finite_or_none(reading.grad_norm),
-            "lr": lr,
-            "step_ms": step_ms,
-            "samples_per_s": rate,
-            "tokens_per_s": rate * self.num_tokens,
-            "tflops_per_gpu": tflops,
-            "mfu": tflops / peak if peak else None,
-            "peak_gib": peak_gib(self.world.device),
-            "data_wait_ms": data_wait_ms,
-            "skipped_steps": self.guard.nan_steps + self.guard.spike_steps,
-            "nan_steps": self.guard.nan_steps,
-        }
+        row = row_of(
+            *(self.step, self.cursor, reading.loss, reading.grad_norm, lr),
+            times=self.meter.read(),
+            work=self.work,
+            peak_gib=peak_gib(self.world.device),
+            nan_steps=self.guard.nan_steps,
+            spike_steps=self.guard.spike_steps,
+        )
         # The first line of a resumed run is for the person at the console only.
-        if self.metrics and (self.step == 1 or self.due(self.config.metrics.every)):
-            with self.sparing("metrics"):
-                self.metrics.log(row)
-        self.say(console.progress(row, self.config.training.steps))
-        if news := self.recompiles.news():
-            self.say(news)
+        if self.step == 1 or self.due(self.config.metrics.every):
+            self.journal.log(row)
+        self.say(console.progress(row, self.config.training.steps), self.recompiles.news())
 
     def go_back(self) -> None:
         """Load the newest checkpoint from before the bad steps, and leave their data out."""
@@ -277,23 +230,16 @@ class Trainer:
             self.checkpoints.wait()
             start = resume.newest_before(self.checkpoints, first)
             # Only the first rank changes the disk; that it cannot be done holds for all.
-            rollbacks = Ranks().first(
-                lambda: rollback.go_back(
-                    self.folder, self.checkpoints, self.config.faults, bad, start
-                )
-            )
+            context = self.folder, self.checkpoints, self.config.faults
+            rollbacks = Ranks().first(lambda: rollback.go_back(*context, bad, start))
             assert start.path
             resume.load(start.path, start.record, self.tensors(), self.ema, verified=True)
-        for line in (*start.told(), console.went_back(last, start.path, *bad.numbers)):
-            self.say(line)
-        if self.metrics:
-            with self.sparing(fault_log.FILE):
-                entry = fault_log.rollback(last, start.record["step"], *bad.numbers)
-                fault_log.write(self.folder, entry)
-            with self.sparing("metrics"):
-                self.metrics.forget_after(start.record["step"])
-        self.go_on_from(start.record, rollbacks)
+        self.say(*start.told(), console.went_back(last, start.path, *bad.numbers))
+        self.go_on_from(Progress.of(start.record, rollbacks))
+        self.journal.add(fault_log.FILE, fault_log.rollback(last, self.step, *bad.numbers))
+        self.journal.forget_after(self.step)
         self.open_sample_log()
+        self.collector.rest()  # Data workers are forked once more, and inherit its state.
 
     def preview(self) -> None:
         """Draw samples of the averaged weights, each data rank its share, and the loss curve."""
@@ -301,14 +247,11 @@ class Trainer:
         with slow, self.meter.paused(), self.ema.swapped_in():
             predict, device = self.executor.predict, self.world.device
             tokens, labels = previews(predict, self.config, self.mesh, self.sampler, device)
-            if self.metrics:
-                picture = self.folder / "samples" / f"step-{self.step:08d}.png"
-                facts = self.source.facts
-                latents = facts.to_stored_units(self.config.model.detokenize(tokens))
-                with self.sparing("pictures"):
-                    images.draw_grid(picture, latents, labels.tolist(), facts.value_range)
-                    self.say(f"drew {picture}")
-                self.draw_curve()
+            facts = self.source.facts
+            latents = facts.to_stored_units(self.config.model.detokenize(tokens))
+            self.journal.draw_samples(self.step, latents, labels, facts.value_range)
+            self.journal.draw_curve()
+            self.collector.full()
 
     def write_profile(self, *, stopped: bool = False) -> None:
         """Write the profile if its steps are over, all ranks waiting for those that write."""
@@ -316,17 +259,9 @@ class Trainer:
             with self.watchdog.slow("profiling"), self.meter.paused():
                 lines = self.profile.write()
                 self.world.gather(None)
-            for line in lines:
-                self.say(line)
+            self.say(*lines)
         elif stopped and (missed := self.profile.missed()):
             self.say(missed)
-
-    def draw_curve(self) -> None:
-        """The loss so far, as a picture."""
-        if self.metrics:
-            title = f"{self.config.job.name}: training loss"
-            with self.sparing("loss.png"):
-                images.draw_curve(self.folder / "loss.png", *self.metrics.curve(), title)
 
     def tensors(self) -> dict[str, Any]:
         """Everything a checkpoint holds in tensors, under original names; loads in place."""
@@ -341,19 +276,16 @@ class Trainer:
         with self.watchdog.slow("saving"), self.meter.paused():
             if self.guard.taken:
                 self.read_guard()
-            record = {
-                "step": self.step,
-                "cursor": self.cursor,
-                "nan_steps": self.guard.nan_steps,
-                "guard": self.guard.state(),
-                "ledger": self.ledger.as_json(self.cursor, len(self.source)),
+            progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
+            record = progress.as_record(len(self.source)) | {
                 "config": config_file.to_tables(self.config),
                 "data": self.source.facts.as_json(),
                 "layout": str(self.mesh.sizes),
-                "versions": {"titan_dit": __version__, "torch": torch.__version__},
+                "versions": VERSIONS,
             }
             self.checkpoints.save(self.step, self.tensors(), record)
-            self.draw_curve()
+            self.journal.draw_curve()
+            self.collector.full()
 
     def finish_saves(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -363,8 +295,7 @@ class Trainer:
 
     def tell_of_saves(self) -> None:
         """Say how the saves ended that have ended."""
-        for line in self.checkpoints.poll():
-            self.say(line)
+        self.say(*self.checkpoints.poll())
 
     def resume(self) -> None:
         """Load the checkpoint that the config asks for, if there is one."""
@@ -374,8 +305,7 @@ class Trainer:
         if path is None:
             Ranks().first(lambda: resume.check_not_elsewhere(self.config.job, settings))
             return
-        for line in start.told():
-            self.say(line)
+        self.say(*start.told())
         if not settings.allow_changes:
             # Built anew: keys that did not exist then get their defaults, as they do now.
             before = config_file.build(record["config"], catalog.variant)
@@ -386,57 +316,33 @@ class Trainer:
         load(path, record, self.tensors(), self.ema, verified=True)
         own = resume.is_own(self.checkpoints, path)
         rollbacks = rollback.read(self.folder) if own else rollback.Rollbacks()
-        self.go_on_from(record, self.world.gather(rollbacks)[0])
+        self.go_on_from(Progress.of(record, self.world.gather(rollbacks)[0]))
         if self.world.is_main:
             resume.set_aside_newer(self.checkpoints, start)
         self.say(f"resumed from {path}")
 
-    def go_on_from(self, record: dict[str, Any], rollbacks: rollback.Rollbacks) -> None:
-        """Take up the plain values of a checkpoint whose tensors are loaded."""
-        self.step, self.cursor = record["step"], record["cursor"]
-        self.ledger = Ledger.of(record).skip(rollbacks.skipped)
-        self.guard.load(record)
+    def go_on_from(self, progress: Progress) -> None:
+        """Take up where a checkpoint stands whose tensors are loaded."""
+        self.step, self.cursor, self.ledger = progress.step, progress.cursor, progress.ledger
+        self.guard.load(progress.guard)
 
     def open_sample_log(self) -> None:
         """Begin to write down what every step sees, if that is wanted."""
+        mesh = self.mesh
         if self.config.faults.log_samples:
-            attempt = Ranks().first(lambda: next_attempt(self.folder))
-            if self.mesh.speaks_for_samples:
-                ranks = self.mesh.sizes.data
-                self.sample_log = SampleLog(self.folder, attempt, self.mesh.data_rank, ranks)
+            rank, ranks, writes = mesh.data_rank, mesh.sizes.data, mesh.speaks_for_samples
+            self.sample_log = SampleLog.begin(self.folder, rank, ranks, writes=writes)
 
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics, and say what will be done."""
-        config = self.config
-        if self.world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(config_file.to_toml(config))
-            tables = config_file.to_tables(config)
-            self.metrics = Metrics(self.folder, config.job.name, config.metrics, self.step, tables)
-            if not self.ledger.skipped:
-                (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
+        config, device, flops = self.config, self.world.device, self.work.flops_per_sample
+        self.journal.open(config, self.step)
+        if self.world.is_main and not self.ledger.skipped:
+            (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
         self.open_sample_log()
-        for line in followed(config.parallel, self.mesh.sizes):
-            self.say(line)
-        for line in (
-            f"titan_dit {__version__}, torch {torch.__version__}: {self.mesh.sizes} on "
-            f"{self.world.device.type}, {config.precision}, "
-            f"attention {config.precision.attention}",
-            f"model   {config.model.name}: {self.num_parameters:,} parameters, {self.num_tokens} "
-            f"tokens, {self.flops_per_sample / 1e9:.3g} GFLOP per sample and step",
-            f"data    {config.data.name}: {len(self.source):,} samples, "
-            f"{self.source.facts.num_classes} classes",
-            f"steps   {self.step} of {config.training.steps} done, "
-            f"{config.training.global_batch_size} samples each",
-            f"output  {self.folder}",
-        ):
-            self.say(line)
-        if self.world.is_main and (hint := scale_hint(self.source, config.model.sample_shape[0])):
-            self.say(hint)
-        if cost := attention_cost(config, self.world.device, self.flops_per_sample):
-            self.say(cost)
-
-    def say(self, line: str) -> None:
-        """Tell the person at the console, once."""
+        self.say(*followed(config.parallel, self.mesh.sizes))
+        where, facts = f"{self.mesh.sizes} on {device.type}", self.source.facts
+        sizes = console.Sizes(self.num_parameters, flops, len(self.source), facts.num_classes)
+        self.say(*console.beginning(config, VERSIONS, where, sizes, self.step, self.folder))
         if self.world.is_main:
-            console.say(line)
+            self.say(*hints(config, self.source, device, flops))

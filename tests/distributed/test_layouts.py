@@ -202,7 +202,6 @@ def load_and_continue(world, folder, layout, steps):
     trainer = Trainer(config, world)
     trainer.resume()
     loaded = state(trainer)
-    trainer.metrics = None
     batches = trainer.batches()
     losses = []
     for trainer.step in range(5, steps + 1):

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from tiny import tiny_config
 
 from titan_dit.config import FaultsConfig
 from titan_dit.faults import fault_log
@@ -10,6 +11,7 @@ from titan_dit.faults.guard import Guard
 from titan_dit.objectives.base import Batch
 from titan_dit.objectives.ddpm import DDPM
 from titan_dit.objectives.rectified_flow import RectifiedFlow
+from titan_dit.observe.journal import Journal
 from titan_dit.rng import SampleRNG
 
 CPU = torch.device("cpu")
@@ -113,7 +115,7 @@ def test_a_guard_that_is_resumed_judges_as_if_nothing_had_been(cut):
     before, guard = verdicts(norms[:cut], **keys)
     state = json.loads(json.dumps(guard.state()))
     again = Guard(FaultsConfig(**keys), CPU)
-    again.load({"nan_steps": state["nan_steps"], "guard": state})
+    again.load(state)
     after, again = verdicts(norms[cut:], guard=again, first=cut + 1)
     assert repr(before + after) == repr(whole)
     assert again.state() == expected.state()
@@ -139,7 +141,11 @@ def test_a_fault_log_is_read_without_a_line_that_was_cut_short(tmp_path):
     assert fault_log.read(tmp_path) == []
     bad, _ = verdicts([1.0, math.nan])
     line = fault_log.bad_step(bad[0], [3, 4, 7], [0, 1, 2], [0.5, 1.5, 2.5])
-    fault_log.write(tmp_path, line)
+    journal = Journal(tmp_path, "run", is_written=True)
+    journal.add(fault_log.FILE, line)
+    assert fault_log.read(tmp_path) == []  # A run whose directory is not open writes nothing.
+    journal.open(tiny_config(), 0)
+    journal.add(fault_log.FILE, line)
     with (tmp_path / fault_log.FILE).open("a") as file:
         file.write('{"step": 3, "ki')
     (found,) = fault_log.read(tmp_path)

@@ -1,6 +1,9 @@
-import pytest
+from pathlib import Path
 
-from titan_dit.observe.console import count, duration, progress, say
+import pytest
+from tiny import tiny_config
+
+from titan_dit.observe.console import Sizes, beginning, count, duration, progress, say
 
 ROW = {
     "step": 50,
@@ -61,3 +64,15 @@ def test_durations_are_read_as_a_clock(seconds, text):
 def test_a_line_is_printed_at_once(capsys):
     say("hello")
     assert capsys.readouterr().out == "hello\n"
+
+
+def test_a_run_begins_by_saying_what_will_be_done_on_what():
+    versions, sizes = {"titan_dit": "1", "torch": "2"}, Sizes(1234, 5 * 10**9, 6000, 10)
+    lines = beginning(tiny_config(), versions, "dp_shard=2 on cpu", sizes, 3, Path("run"))
+    assert list(lines) == [
+        "titan_dit 1, torch 2: dp_shard=2 on cpu, fp32, attention auto",
+        "model   dit: 1,234 parameters, 16 tokens, 5 GFLOP per sample and step",
+        "data    digits: 6,000 samples, 10 classes",
+        "steps   3 of 4 done, 16 samples each",
+        "output  run",
+    ]

@@ -9,7 +9,14 @@ import torch
 
 from titan_dit.config import MetricsConfig
 from titan_dit.observe import flops, metrics
-from titan_dit.observe.metrics import Meter, Metrics, finite_or_none, keep_rows, peak_gib
+from titan_dit.observe.metrics import (
+    Meter,
+    Metrics,
+    finite_or_none,
+    keep_rows,
+    peak_gib,
+    row_of,
+)
 from titan_dit.section import UserError
 
 
@@ -199,3 +206,32 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('null\n3\n{"a": 1}\n{"step": 1, "loss": 2}\n')
     assert keep_rows(file, resumed_step=5) == [{"step": 1, "loss": 2}]
+
+
+@pytest.mark.parametrize(("peak", "mfu"), [(None, None), (100.0, 0.02)])
+def test_a_row_says_how_fast_the_step_was(peak, mfu):
+    work = flops.Work(32, 256, 10**12, ranks=8, peak_tflops=peak)
+    found = row_of(
+        *(7, 224, math.nan, 1.5, 1e-3),
+        times=(2000.0, 3.0),
+        work=work,
+        peak_gib=4.0,
+        nan_steps=2,
+        spike_steps=1,
+    )
+    assert found == {
+        "step": 7,
+        "samples": 224,
+        "loss": None,
+        "grad_norm": 1.5,
+        "lr": 1e-3,
+        "step_ms": 2000.0,
+        "samples_per_s": 16.0,
+        "tokens_per_s": 4096.0,
+        "tflops_per_gpu": 2.0,
+        "mfu": mfu,
+        "peak_gib": 4.0,
+        "data_wait_ms": 3.0,
+        "skipped_steps": 3,
+        "nan_steps": 2,
+    }

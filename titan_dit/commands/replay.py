@@ -34,7 +34,7 @@ from titan_dit.section import Count, Section, UserError, Whole
 from titan_dit.spans import numbers_of, spans_of
 from titan_dit.state import checkpoint, rollback
 from titan_dit.state.checkpoints import step_of
-from titan_dit.state.ledger import Ledger
+from titan_dit.state.progress import Progress
 from titan_dit.state.store import Place
 
 Config = JobConfig[Any, Any, Any]
@@ -126,10 +126,9 @@ def main(options: Options) -> None:
 def origin_of(run: Path, step: int, config: Config) -> Origin:
     """What a step saw: as the run wrote it down if it was bad, else by the plan of batches."""
     before = [path for path in series(run).whole() if step_of(path) < step]
-    record: dict[str, Any] = {"step": 0, "cursor": 0}
-    if before:
-        record = checkpoint.read_record(before[-1])
-    weights, weights_step = (before[-1] if before else None), int(record["step"])
+    record = checkpoint.read_record(before[-1]) if before else {}
+    progress = Progress.of(record, rollback.read(run))
+    weights, weights_step = (before[-1] if before else None), progress.step
     digest = record["data"]["digest"] if before else None
     lines = fault_log.read(run)
     # What was undone by going back to before the step, the run did anew or never.
@@ -139,9 +138,8 @@ def origin_of(run: Path, step: int, config: Config) -> Origin:
             seen = tuple(numbers_of(line["sample_numbers"]))
             found_in = f"{fault_log.FILE}: {line['kind']}"
             return Origin(seen, found_in, weights, weights_step, digest)
-    ledger = Ledger.of(record).skip(rollback.read(run).skipped)
-    plan = BatchPlan(config.training.global_batch_size, ledger.skipped_spans)
-    cursor = record["cursor"]
+    plan = BatchPlan(config.training.global_batch_size, progress.ledger.skipped_spans)
+    cursor = progress.cursor
     for _ in range(step - weights_step):
         numbers, cursor = plan(cursor)
     return Origin(tuple(numbers), "the plan of batches", weights, weights_step, digest)

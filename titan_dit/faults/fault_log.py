@@ -54,12 +54,6 @@ def timesteps_of(
     return [float(timestep) for timestep in drawn.tolist()]
 
 
-def write(folder: Path, line: dict[str, Any]) -> None:
-    """Add a line to a run's file."""
-    with (folder / FILE).open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's file, without one that a kill cut short."""
     file = folder / FILE

@@ -8,7 +8,7 @@ while the run trains; the host asks for the verdicts of several steps at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,11 +150,10 @@ class Guard:
             "num_good": round(self.num_good.item()),
         }
 
-    def load(self, record: dict[str, Any]) -> None:
-        """Go on from a checkpoint; one from before there was a guard has `nan_steps` alone."""
-        saved = record.get("guard", {})
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from the values of `state`; where there was no guard yet, `nan_steps` is alone."""
         self.taken, self.limit = [], None
-        self.nan_steps = record["nan_steps"]
+        self.nan_steps = saved["nan_steps"]
         self.spike_steps = saved.get("spike_steps", 0)
         self.in_a_row = saved.get("in_a_row", 0)
         first = saved.get("streak")

@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from titan_dit.config import JobConfig
 
 
 def say(line: str) -> None:
     """Print a line at once, also into a file or a pipe."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+class Sizes(NamedTuple):
+    """Of a run's network and dataset."""
+
+    parameters: int
+    flops_per_sample: int
+    samples: int
+    classes: int
+
+
+def beginning(
+    config: JobConfig[Any, Any, Any],
+    versions: Mapping[str, str],
+    where: str,
+    sizes: Sizes,
+    step: int,
+    folder: Path,
+) -> Iterator[str]:
+    """What will be done, on what: the first lines of a run that goes on after `step`."""
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    precision, model, training = config.precision, config.model, config.training
+    yield f"{software}: {where}, {precision}, attention {precision.attention}"
+    yield (
+        f"model   {model.name}: {sizes.parameters:,} parameters, {model.token_shape[0]} tokens, "
+        f"{sizes.flops_per_sample / 1e9:.3g} GFLOP per sample and step"
+    )
+    yield f"data    {config.data.name}: {sizes.samples:,} samples, {sizes.classes} classes"
+    yield f"steps   {step} of {training.steps} done, {training.global_batch_size} samples each"
+    yield f"output  {folder}"
 
 
 def progress(row: dict[str, Any], steps: int) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+
+from titan_dit.config import JobConfig
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets; the longest match wins.
 PEAK_BF16_TFLOPS = {
@@ -28,3 +33,36 @@ def peak_tflops(device: torch.device, dtype: str) -> float | None:
     name = torch.cuda.get_device_name(device)
     matches = [known for known in PEAK_BF16_TFLOPS if known in name]
     return PEAK_BF16_TFLOPS[max(matches, key=len)] if matches else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of all ranks does, to say how fast it is done."""
+
+    samples: int
+    tokens_per_sample: int
+    flops_per_sample: int
+    """Forward and backward, nothing computed twice."""
+    ranks: int
+    peak_tflops: float | None
+    """Of one rank's device; None where it is not known."""
+
+    @classmethod
+    def of(
+        cls, config: JobConfig[Any, Any, Any], flops: int, ranks: int, device: torch.device
+    ) -> Work:
+        """That of a run whose samples cost so many FLOPs each."""
+        peak = peak_tflops(device, config.precision.dtype)
+        batch, tokens = config.training.global_batch_size, config.model.token_shape[0]
+        return cls(batch, tokens, flops, ranks, peak)
+
+    def rates(self, step_ms: float) -> dict[str, float | None]:
+        """What a step that takes so long comes to, under the names in metrics.jsonl."""
+        samples_per_s = self.samples / step_ms * 1e3
+        tflops = samples_per_s * self.flops_per_sample / self.ranks / 1e12
+        return {
+            "samples_per_s": samples_per_s,
+            "tokens_per_s": samples_per_s * self.tokens_per_sample,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+        }

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from titan_dit.config import MetricsConfig
+from titan_dit.observe.flops import Work
 from titan_dit.section import UserError
 
 Row = dict[str, Any]
@@ -70,6 +71,36 @@ class Metrics:
     def _write_line(self, row: Row) -> None:
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def row_of(
+    step: int,
+    samples: int,
+    loss: float,
+    grad_norm: float,
+    lr: float,
+    *,
+    times: tuple[float, float],
+    work: Work,
+    peak_gib: float,
+    nan_steps: int,
+    spike_steps: int,
+) -> Row:
+    """The line of a step, `samples` from the start of training; `times` are of `Meter.read`."""
+    step_ms, data_wait_ms = times
+    return {
+        "step": step,
+        "samples": samples,
+        "loss": finite_or_none(loss),
+        "grad_norm": finite_or_none(grad_norm),
+        "lr": lr,
+        "step_ms": step_ms,
+        **work.rates(step_ms),
+        "peak_gib": peak_gib,
+        "data_wait_ms": data_wait_ms,
+        "skipped_steps": nan_steps + spike_steps,
+        "nan_steps": nan_steps,
+    }
 
 
 def keep_rows(file: Path, resumed_step: int) -> list[Row]:

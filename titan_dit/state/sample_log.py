@@ -16,6 +16,7 @@ from typing import Any
 from titan_dit.objectives.base import Batch
 from titan_dit.spans import numbers_of, spans_of
 from titan_dit.state.ledger import Ledger
+from titan_dit.state.ranks import Ranks
 
 FOLDER = "samples-seen"
 
@@ -38,6 +39,12 @@ class SampleLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"rank-{rank:05d}.jsonl").open("a")
         self.num_ranks = num_ranks
+
+    @classmethod
+    def begin(cls, run: Path, rank: int, num_ranks: int, *, writes: bool) -> SampleLog | None:
+        """That of a new attempt, where this rank `writes`; every rank calls."""
+        attempt = Ranks().first(lambda: next_attempt(run))
+        return cls(run, attempt, rank, num_ranks) if writes else None
 
     def write(self, step: int, batch: Batch) -> None:
         """The samples of a step, as they were trained on. Out of this process when this returns.
