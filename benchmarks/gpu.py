@@ -19,7 +19,7 @@ import argparse
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ PARTS = ("ceilings", "steps", "max_tokens")
 
 # 139 GiB hold 20 bytes a parameter (weights, gradients, two moments, EMA: XL 12.6 GiB, 8 layers of
 # the 7B shape 47, 3B 57), a bf16 copy of the weights, and per token and layer 48 h bytes for the
-# plain DiT under autocast (most of all), 40 h ours, 34 h ours compiled. The plain DiT's sums: XL/2
-# at 256 tokens 110 GiB, at 1024 61; 7B shape 103; 3B 122.
+# plain DiT under autocast, 40 h ours, 34 h ours compiled. The plain DiT's sums: XL/2 at 1024 tokens
+# 61 GiB, at 256 108; 7B shape 99; 3B 122.
 CELLS = ["XL/2:64:32", "XL/2:32:256", "7B/2x8:128:8", "7B/2x8:256:2", "3B/2:128:4"]
 
 
@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="times each contender is built")
     parser.add_argument("--warmup", type=int, default=2, help="steps after the first, not timed")
     parser.add_argument("--steps", type=int, help="timed steps per row (1.5 s of them, at least 5)")
-    parser.add_argument("--tokens-s", type=float, default=90, help="seconds per max_tokens row")
+    parser.add_argument("--tokens-s", type=float, default=100, help="seconds per max_tokens row")
     parser.add_argument("--budget-s", type=float, default=520, help="of all: drops what is over")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, any device")
     parser.add_argument("--wheels", type=Path, default=wheelhouse.FOLDER, help="see wheelhouse.py")
@@ -87,14 +87,37 @@ def wanted_of(options: argparse.Namespace, cells: list[Any]) -> list[tuple[int, 
 
     if unknown := set(options.only or ()) - set(CONTENDERS):
         raise UserError(f"--only {', '.join(unknown)} is none of {', '.join(CONTENDERS)}.")
-    later = {"ours_compiled_cudnn": 2, "ours_compiled_never_resharded": 3}
     rows = [
-        # The first two cells count alike.
-        (max(0, place - 1) + later.get(name, 0), cell, name)
+        (importance(place, name), cell, name)
         for place, cell in enumerate(cells)
         for name in options.only or CONTENDERS
     ]
     return sorted(rows, key=lambda row: row[0])
+
+
+def compiler_for(device_type: str) -> AbstractContextManager[object]:
+    """On a GPU torch's own. A CPU would compile for minutes: there graphs are made, and run so."""
+    import torch
+
+    if device_type == "cuda":
+        return nullcontext()
+    # It holds from the call on, not from the `with`.
+    return torch.compiler.set_stance(force_backend="aot_eager")
+
+
+FIRST = ("ours_compiled", "ours_float8_tensorwise")
+"""What the third cell is there for."""
+LATER = {
+    "ours_float8_rowwise": 1,
+    "ours_compiled_cudnn": 2,
+    "ours_compiled_never_resharded": 3,
+}
+
+
+def importance(place: int, name: str) -> int:
+    """Of a contender in the cell of that place; 0 comes before max_tokens, all else after."""
+    cell = max(0, place - 1)
+    return 0 if cell == 1 and name in FIRST else cell + LATER.get(name, 0)
 
 
 def run(options: argparse.Namespace, began: float) -> None:
@@ -119,9 +142,7 @@ def run(options: argparse.Namespace, began: float) -> None:
     found = Findings(options.objective, cells, [row[1:] for row in wanted], options.out)
     found.save()
     timing = gpu_rounds.Timing(options.rounds, options.warmup, options.steps)
-    # A CPU would compile for minutes what nobody reads: there the graphs are made, not compiled.
-    stance = torch.compiler.set_stance(force_backend="aot_eager")
-    with runtime.start(device.type) as world, stance if device.type == "cpu" else nullcontext():
+    with runtime.start(device.type) as world, compiler_for(device.type):
         place = Place(world.device, Mesh(AxisSizes(), device.type), meter)
         jobs: list[Job] = []
         if "ceilings" in options.parts:
@@ -131,13 +152,12 @@ def run(options: argparse.Namespace, began: float) -> None:
         if "steps" in options.parts:
             pairs = [row[1:] for row in wanted]
             jobs += gpu_rounds.jobs(pairs, place, timing, found.ceilings["peak_tflops"])
-            # The rows of the first three cells that say most.
-            first += sum(importance <= 1 for importance, *_ in wanted)
+            first += sum(rank == 0 for rank, *_ in wanted)
         if "max_tokens" in options.parts:
             # Its side of the grid, and so the latent size, is what is looked for.
             cell = Cell(config_of(options.size, 64), 1, options.objective, options.size)
             jobs[first:first] = [
-                gpu_tokens.job(cell, mode, place, clock, options.tokens_s)
+                gpu_tokens.job(cell, mode, place, clock, options.tokens_s, tiny=options.tiny)
                 for mode in gpu_tokens.KEPT
             ]
         for job, row in work_off(jobs, meter, clock, say):

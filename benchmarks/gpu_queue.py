@@ -25,6 +25,8 @@ class Job:
     """What tells its row from others."""
     estimate_s: float
     take: Callable[[], Row]
+    keeps_time: bool = False
+    """Whether it ends by itself after so many seconds, however slow the device is."""
 
     def __str__(self) -> str:
         """For progress lines."""
@@ -58,6 +60,10 @@ class Clock:
         # Ten seconds as expected weigh against a first measurement that is a mere outlier.
         return min(4.0, max(0.25, (self.spent_s + 10) / (self.estimated_s + 10)))
 
+    def expected_s(self, job: Job) -> float:
+        """Seconds that a job will take."""
+        return job.estimate_s if job.keeps_time else job.estimate_s * self.pace
+
     def book(self, estimate_s: float, taken_s: float) -> None:
         """One is done."""
         self.spent_s, self.estimated_s = self.spent_s + taken_s, self.estimated_s + estimate_s
@@ -88,11 +94,11 @@ def work_off(
     A job of less importance may still fit where a longer one did not.
     """
     for number, job in enumerate(jobs):
-        expected = job.estimate_s * clock.pace
+        expected = clock.expected_s(job)
         if expected > clock.left_s:
             yield job, {**job.key, "result": "not begun"}
             continue
-        rest = sum(other.estimate_s for other in jobs[number:]) * clock.pace
+        rest = sum(map(clock.expected_s, jobs[number:]))
         say(
             f"[{clock.now_s:4.0f} s, {clock.left_s:.0f} left] {number + 1}/{len(jobs)} {job}: "
             f"about {expected:.0f} s, all that is left {rest:.0f}"
@@ -100,6 +106,6 @@ def work_off(
         began = time.monotonic()
         row = attempt(job.take, meter)
         taken = time.monotonic() - began
-        if row["result"] == "measured":
+        if row["result"] == "measured" and not job.keeps_time:
             clock.book(job.estimate_s, taken)
         yield job, {**job.key, **row, "took_s": round(taken, 1)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +22,13 @@ HOLDS = """A step of all contenders: forward, backward, AdamW and one EMA of the
 that lies on the device; fp32 weights, moments and averages, matrix products in bf16.
 plain: autocast, torch's default AdamW, the EMA parameter by parameter.
 ours: FSDP2 on one rank, random numbers by sample number, gradient clipping, fused AdamW and EMA.
-Compiled: block by block. float8: compiled, the layers that [precision] float8_layers = "auto" takes.
+Compiled: block by block. float8: compiled, in the layers that float8_layers = "auto" takes.
 FLOPs: our model's flops_per_sample, for all. MFU: of the data sheet's dense bf16 peak. of GEMM: of
 the product measured here. Peak: allocated in the timed steps. First step: of the first round, with
 compilation (short where the compiler finds its results of an earlier run)."""
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Findings:
@@ -73,6 +77,7 @@ class Findings:
                 summary(self.wanted, self.measured, self.ceilings),
                 self.out,
                 objective=self.objective,
+                allocator={name: os.environ[name] for name in ALLOCATOR if name in os.environ},
                 step=HOLDS,
                 ceilings=self.ceilings,
                 measured=self.measured,

@@ -8,6 +8,7 @@ of that, and takes seconds; besides, the largest step that the time allows is ta
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -44,13 +45,13 @@ class Limits:
     """What can be allocated."""
     seconds: float
     """Nothing is begun that would end later."""
-    unit: int = 8
+    unit: int = 4
     """Sides of the grid are multiples of it."""
 
 
-def along_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def along_rows(q: Tensor, k: Tensor, v: Tensor, side: int) -> Tensor:
     """Attention [b, heads, n, d] of every row of the square grid of tokens to itself."""
-    b, side = q.shape[0], math.isqrt(q.shape[2])
+    b = q.shape[0]
 
     def rows(x: Tensor) -> Tensor:
         return x.transpose(1, 2).unflatten(1, (-1, side)).flatten(0, 1).transpose(1, 2)
@@ -59,18 +60,21 @@ def along_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2).unflatten(0, (b, -1)).flatten(1, 2).transpose(1, 2)
 
 
-def job(cell: Cell, mode: str, place: Place, clock: Clock, seconds: float) -> Job:
-    """The search in one [remat] mode; the cell's latent size is left out."""
+def job(
+    cell: Cell, mode: str, place: Place, clock: Clock, seconds: float, *, tiny: bool = False
+) -> Job:
+    """The search in one [remat] mode, whatever the cell's latent size.
+
+    `tiny`: as if the device could hold 64 tokens.
+    """
     key = {"max tokens of": cell.model, "remat": mode}
-    # A CPU counts no memory: its steps are tiny, what they take is reckoned.
-    on_gpu = place.device.type == "cuda"
 
     def take() -> Row:
-        capacity = free_gib() if on_gpu else reckoned_gib(cell, 8, mode)
-        left = min(seconds, clock.left_s)
-        return result(list(trials(cell, mode, place, Limits(capacity, left, 8 if on_gpu else 2))))
+        capacity, unit = (reckoned_gib(cell, 8, mode), 2) if tiny else (free_gib(), 4)
+        limits = Limits(capacity, min(seconds, clock.left_s), unit)
+        return result(list(trials(cell, mode, place, limits)))
 
-    return Job(key, seconds if on_gpu else 1.0, take)
+    return Job(key, 1.0 if tiny else seconds, take, keeps_time=not tiny)
 
 
 def free_gib() -> float:
@@ -159,15 +163,15 @@ def step_s(cell: Cell, mode: str, side: int, place: Place, *, whole: bool) -> fl
     """Seconds that a trial is expected to take: it builds, compiles and takes two steps."""
     if place.device.type != "cuda":
         return 1.0
-    return BUILD_S + COMPILE_S + 2 * one_step_s(cell, mode, side, whole=whole)
+    return BUILD_S + COMPILE_S + 2 * one_step_s(cell, mode, side, place, whole=whole)
 
 
-def one_step_s(cell: Cell, mode: str, side: int, *, whole: bool) -> float:
+def one_step_s(cell: Cell, mode: str, side: int, place: Place, *, whole: bool) -> float:
     """Seconds of one step, what is computed again included."""
     work = work_of(cell, side, mode)
     flops = sum(p.count * gemm_passes(work, p) * p.flops for p in products(work))
     flops += attention_flops(work) / (1 if whole else side)
-    peak = peak_tflops(torch.device("cuda"), "bf16") or 300
+    peak = peak_tflops(place.device, "bf16") or 300
     return flops / (USUAL_MFU * peak * 1e12)
 
 
@@ -184,7 +188,7 @@ def trial(cell: Cell, mode: str, place: Place, side: int, *, whole: bool) -> Row
     meter = place.meter
 
     def take() -> Row:
-        attend = None if whole else along_rows
+        attend = None if whole else functools.partial(along_rows, side=side)
         step = ours(sized(cell, side), place, compiled=True, remat=mode, attend=attend)
         meter.laps_ms(step, 1)
         meter.restart_peak()

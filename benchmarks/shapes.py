@@ -1,4 +1,4 @@
-"""Models and cells by name: "7B/2x8:128:8" is 8 layers of the 7B shape, latents of 128, 8 samples."""
+"""Models and cells by name: "7B/2x8:128:4" is 8 layers of the 7B shape, 4 latents of 128 x 128."""
 
 from __future__ import annotations
 
