@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="times each contender is built")
     parser.add_argument("--warmup", type=int, default=2, help="steps after the first, not timed")
     parser.add_argument("--steps", type=int, help="timed steps per row (1.5 s of them, at least 5)")
-    parser.add_argument("--tokens-s", type=float, default=100, help="seconds per max_tokens row")
+    parser.add_argument("--tokens-s", type=float, default=110, help="seconds per max_tokens row")
     parser.add_argument("--budget-s", type=float, default=520, help="of all: drops what is over")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, any device")
     parser.add_argument("--wheels", type=Path, default=wheelhouse.FOLDER, help="see wheelhouse.py")

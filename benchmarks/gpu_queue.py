@@ -71,10 +71,10 @@ class Clock:
 
 def attempt(take: Callable[[], Row], meter: Meter) -> Row:
     """A row in any case: what was measured, or why nothing was; on an otherwise empty device."""
-    # Compiled code of the last one goes too: a second shape would be compiled as dynamic.
-    torch.compiler.reset()
-    meter.release()
     try:
+        # Compiled code of the last one goes too: a second shape would be compiled as dynamic.
+        torch.compiler.reset()
+        meter.release()
         return {"result": "measured", **take()}
     except UserError as error:
         return {"result": f"not measured: {error}"}

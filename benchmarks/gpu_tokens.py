@@ -1,6 +1,6 @@
 """How many tokens one sample can have on one GPU, for `gpu.py`: training steps, larger and larger.
 
-A step of a million tokens would take most of an hour, nearly all of it attention. What it keeps in
+A step of a million tokens takes half an hour or more, nearly all of it attention. What it keeps in
 memory does not depend on how far attention looks: q, k, v, the output and one number per query and
 head. So sizes are tried with attention along the rows of the grid of tokens only, which keeps all
 of that, and takes seconds; besides, the largest step that the time allows is taken whole.
@@ -32,7 +32,8 @@ KEPT = {"none": 17.03, "full": 1.0}
 """Elements per token and layer in units of h that compiled blocks keep (docs/remat.md)."""
 AT_WORK = 25
 """The same of the block whose backward runs: a guess, for the first size that is tried."""
-USUAL_MFU = 0.4
+PRODUCTS, ATTENTION = 0.5, 0.25
+"""Expected shares of the peak: heads of 72 channels are no flash kernel's best."""
 FIRST, LATER = 0.96, 0.985
 """The share of the memory that is aimed at: one size tells less of the next than two."""
 
@@ -170,9 +171,9 @@ def one_step_s(cell: Cell, mode: str, side: int, place: Place, *, whole: bool) -
     """Seconds of one step, what is computed again included."""
     work = work_of(cell, side, mode)
     flops = sum(p.count * gemm_passes(work, p) * p.flops for p in products(work))
-    flops += attention_flops(work) / (1 if whole else side)
-    peak = peak_tflops(place.device, "bf16") or 300
-    return flops / (USUAL_MFU * peak * 1e12)
+    seen = attention_flops(work) / (1 if whole else side)
+    peak = 1e12 * (peak_tflops(place.device, "bf16") or 300)
+    return (flops / PRODUCTS + seen / ATTENTION) / peak
 
 
 def largest_in_time(

@@ -86,3 +86,15 @@ def test_every_attempt_begins_without_the_compiled_code_of_the_last(monkeypatch)
 
     gpu_queue.attempt(lambda: told.append("take") or {}, Memory())
     assert told == ["reset", "release", "take"]
+
+
+def test_a_device_that_is_lost_fails_every_row_and_ends_no_run(capsys):
+    class Lost(meter.HostMeter):
+        def release(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    jobs = [Job({"name": name}, 0.0, dict) for name in "ab"]
+    rows = [row for _, row in work_off(jobs, Lost(), Clock(1e9, 0.0), lambda line: None)]
+    assert [row["result"] for row in rows] == ["failed: RuntimeError"] * 2
+    assert "illegal memory access" in rows[0]["error"]
+    assert "Traceback" in capsys.readouterr().err
