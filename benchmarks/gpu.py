@@ -165,8 +165,8 @@ def run(options: argparse.Namespace, began: float) -> None:
             ]
         for job, row in work_off(jobs, meter, clock, say):
             found.add(job, row)
+        found.show()
         meter.release()
-    found.show()
     if failed := [str(job) for job in jobs if found.has_failed(job)]:
         raise RuntimeError(f"failed, with tracebacks above: {'; '.join(failed)}")
 
