@@ -1,33 +1,37 @@
-"""First figures of a GPU: `python benchmarks/gpu.py [--out JSON]`, a few minutes on one H100 or so.
+"""All figures of one GPU: `python benchmarks/gpu.py [--out JSON]`, under 9 minutes on an H200.
 
-The ceilings of the device (a large bf16 product, a copy within its memory), then training steps of
-DiT-XL/2 at 256 and 1024 tokens, ours beside a plain DiT, eager and compiled block by block. Needs
-torch and jaxtyping; see wheelhouse.py for a machine that has torch only. `--tiny` runs all of it on
-whatever there is, a CPU too, to see that it runs: its figures mean nothing.
+ceilings    what the device reaches: bf16 products (8192 cubed, and those of the models), a copy
+            within its memory, attention of 64, 72 and 128 channels at 256 to 65,536 tokens
+steps       training steps of DiT-XL/2 at 1024 and 256 tokens, of the 7B shape (8 of 24 layers) at
+            4096 and 16384 tokens and of the 3B shape: ours beside a plain DiT, eager and compiled,
+            bf16 and float8
+max_tokens  how many tokens one sample of DiT-XL/2 can have, with and without recomputation
+
+The most important rows come first; what the time budget does not hold is listed as "not begun".
+Needs torch and jaxtyping (float8: torchao, too); see wheelhouse.py for a machine that has torch
+only, docs/gpu.md for what is read off. `--tiny` runs all of it on whatever there is, a CPU too, to
+see that it runs: its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
+import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import wheelhouse
 
-HOLDS = """A step of all contenders: forward, backward, AdamW and one EMA of the weights, on a batch
-that lies on the device; fp32 weights, moments and averages, matrix products in bf16.
-plain: autocast, torch's default AdamW, the EMA parameter by parameter.
-ours: FSDP2 on one rank, random numbers by sample number, gradient clipping, fused AdamW and EMA.
-FLOPs: our model's flops_per_sample, for all. MFU: of the data sheet's dense bf16 peak. of GEMM: of
-the product measured here. Peak: allocated in the timed steps. First step: of the first round, with
-compilation (short where the compiler finds its results of an earlier run)."""
+PARTS = ("ceilings", "steps", "max_tokens")
 
-FULL = {"size": "XL/2", "cells": ["32:256", "64:32"], "gemm": 8192, "copy": 2**30}
-TINY = {"size": None, "cells": ["8:4", "16:2"], "gemm": 64, "copy": 2**16}
+# 139 GiB hold 20 bytes a parameter (weights, gradients, two moments, EMA: XL 12.6 GiB, 8 layers of
+# the 7B shape 47, 3B 57), a bf16 copy of the weights, and per token and layer 48 h bytes for the
+# plain DiT under autocast, 40 h ours, 34 h ours compiled. The plain DiT's sums: XL/2 at 1024 tokens
+# 61 GiB, at 256 108; 7B shape 99; 3B 122.
+CELLS = ["XL/2:64:32", "XL/2:32:256", "7B/2x8:128:8", "7B/2x8:256:2", "3B/2:128:4"]
 
 
 def parse() -> argparse.Namespace:
@@ -35,103 +39,150 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", help="of the model (XL/2)")
-    parser.add_argument("--cells", nargs="+", help="latent size:batch (32:256 64:32)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--size", help="model of cells that name none, and of max_tokens (XL/2)")
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        help="latent size:batch or model:latent size:batch, most important first (32:256, "
+        "7B/2x8:128:8: 8 layers of the 7B shape)",
+    )
     parser.add_argument("--only", nargs="+", help="contenders: plain, plain_compiled, ours, ...")
     parser.add_argument("--objective", default="rectified_flow")
-    parser.add_argument("--rounds", type=int, default=2, help="times each contender is built")
-    parser.add_argument("--warmup", type=int, default=3, help="steps after the first, not timed")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps per round")
-    parser.add_argument("--budget-s", type=float, default=480, help="begin nothing after this")
+    parser.add_argument("--rounds", type=int, default=1, help="times each contender is built")
+    parser.add_argument("--warmup", type=int, default=2, help="steps after the first, not timed")
+    parser.add_argument("--steps", type=int, help="timed steps per row (1.5 s of them, at least 5)")
+    parser.add_argument("--tokens-s", type=float, default=110, help="seconds per max_tokens row")
+    parser.add_argument("--budget-s", type=float, default=520, help="of all: drops what is over")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, any device")
     parser.add_argument("--wheels", type=Path, default=wheelhouse.FOLDER, help="see wheelhouse.py")
     parser.add_argument("--out", help="JSON, written anew after every measurement")
     options = parser.parse_args()
-    scale = TINY if options.tiny else FULL
-    options.size = options.size or scale["size"]
-    options.cells = options.cells or scale["cells"]
-    options.gemm, options.copy = scale["gemm"], scale["copy"]
-    options.laps = 4 if options.tiny else 100
+    options.size = options.size or ("toy" if options.tiny else "XL/2")
+    options.cells = options.cells or (["toy:8:4"] if options.tiny else CELLS)
     return options
 
 
 def cells_of(options: argparse.Namespace) -> list[Any]:
     """The cells that the flags ask for."""
-    from gpu_rounds import OBJECTIVES, Cell
+    from gpu_contenders import OBJECTIVES, Cell
+    from shapes import config_of, parse_cell
 
-    from titan_dit.models.dit import DiTConfig
     from titan_dit.section import UserError
 
     if options.objective not in OBJECTIVES:
         raise UserError(f"--objective {options.objective} is none of {', '.join(OBJECTIVES)}.")
-    toy = {"hidden": 64, "layers": 2, "heads": 2, "patch": 2}
-    shape: dict[str, Any] = {"size": options.size} if options.size else toy
     cells = []
     for text in options.cells:
-        if not re.fullmatch(r"\d+:\d+", text):
-            raise UserError(f"--cells {text} is no latent size:batch, such as 32:256.")
-        latent_size, batch = map(int, text.split(":"))
-        config = DiTConfig(**shape, latent_size=latent_size, channels=4, num_classes=1000)
-        cells.append(Cell(config, batch, options.objective))
+        model, latent_size, batch = parse_cell(text, options.size)
+        cells.append(Cell(config_of(model, latent_size), batch, options.objective, model))
     return cells
 
 
-def names_of(options: argparse.Namespace) -> list[str]:
-    """The contenders that the flags ask for."""
-    from gpu_rounds import CONTENDERS, USUAL
+def wanted_of(options: argparse.Namespace, cells: list[Any]) -> list[tuple[int, Any, str]]:
+    """(importance, cell, contender), the most important first: 0 and up."""
+    from gpu_contenders import CONTENDERS
 
     from titan_dit.section import UserError
 
     if unknown := set(options.only or ()) - set(CONTENDERS):
         raise UserError(f"--only {', '.join(unknown)} is none of {', '.join(CONTENDERS)}.")
-    return options.only or USUAL
+    rows = [
+        (importance(place, name), cell, name)
+        for place, cell in enumerate(cells)
+        for name in options.only or CONTENDERS
+    ]
+    return sorted(rows, key=lambda row: row[0])
+
+
+def compiler_for(device_type: str) -> AbstractContextManager[object]:
+    """On a GPU torch's own. A CPU would compile for minutes: there graphs are made, and run so."""
+    import torch
+
+    if device_type == "cuda":
+        return nullcontext()
+    # It holds from the call on, not from the `with`.
+    stance: AbstractContextManager[object] = torch.compiler.set_stance(force_backend="aot_eager")
+    return stance
+
+
+FIRST = ("ours_compiled", "ours_float8_tensorwise")
+"""What the third cell is there for."""
+LATER = {
+    "ours_float8_rowwise": 1,
+    "ours_compiled_cudnn": 2,
+    "ours_compiled_never_resharded": 3,
+}
+
+
+def importance(place: int, name: str) -> int:
+    """Of a contender in the cell of that place; 0 comes before max_tokens, all else after."""
+    cell = max(0, place - 1)
+    return 0 if cell == 1 and name in FIRST else cell + LATER.get(name, 0)
 
 
 def run(options: argparse.Namespace, began: float) -> None:
-    """Measure the ceilings, then row by row; print and write."""
+    """Measure job by job; print and write."""
+    import gpu_ceilings
+    import gpu_rounds
+    import gpu_tokens
     import torch
-    from gpu_rounds import Place, Plan, Row, measure, summary
-    from meter import ceilings_of, meter_of
-    from report import finish, write
+    from gpu_contenders import Cell, Place
+    from gpu_queue import Clock, Job, work_off
+    from gpu_report import Findings
+    from meter import meter_of
+    from shapes import config_of
 
     from titan_dit.parallel import runtime
     from titan_dit.parallel.mesh import AxisSizes, Mesh
 
-    cells, names = cells_of(options), names_of(options)
+    cells = cells_of(options)
+    wanted = wanted_of(options, cells)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    meter = meter_of(device)
-    ceilings = ceilings_of(device, meter, options.gemm, options.copy, options.laps)
-    print(f"bf16 product of {options.gemm}^3: {ceilings['gemm_tflops']:.3g} TFLOP/s")
-    print(f"copy, read + written: {ceilings['copy_gb_per_s']:.4g} GB/s", flush=True)
-
-    title = f"gpu DiT-{options.size or 'toy'} bf16 {options.objective}"
-    measured: list[Row] = []
-    # The list grows, so every writing holds what is measured by then.
-    more = {"step": HOLDS, "ceilings": ceilings, "measured": measured}
-    plan = Plan(options.rounds, options.warmup, options.steps, options.budget_s, began)
-
-    def save() -> None:
-        if options.out:
-            write(title, summary(cells, names, measured, ceilings), options.out, **more)
-
-    save()
-    with runtime.start(device.type) as world:
+    meter, clock = meter_of(device), Clock(options.budget_s, began)
+    found = Findings(options.objective, cells, [row[1:] for row in wanted], options.out)
+    found.save()
+    timing = gpu_rounds.Timing(options.rounds, options.warmup, options.steps)
+    with runtime.start(device.type) as world, compiler_for(device.type):
         place = Place(world.device, Mesh(AxisSizes(), device.type), meter)
-        for row in measure(cells, names, place, plan):
-            measured.append(row)
-            print(json.dumps(row), flush=True)
-            save()
+        jobs: list[Job] = []
+        if "ceilings" in options.parts:
+            sizes = gpu_ceilings.TINY if options.tiny else gpu_ceilings.FULL
+            jobs += gpu_ceilings.jobs(cells, place, sizes, found.ceilings)
+        first = len(jobs)
+        if "steps" in options.parts:
+            pairs = [row[1:] for row in wanted]
+            # A GPU that no table knows is taken for a slow one: rows end sooner than expected.
+            peak = found.ceilings["peak_tflops"] or (300 if device.type == "cuda" else None)
+            jobs += gpu_rounds.jobs(pairs, place, timing, peak)
+            first += sum(rank == 0 for rank, *_ in wanted)
+        if "max_tokens" in options.parts:
+            # Its side of the grid, and so the latent size, is what is looked for.
+            cell = Cell(config_of(options.size, 64), 1, options.objective, options.size)
+            jobs[first:first] = [
+                gpu_tokens.job(cell, mode, place, clock, options.tokens_s, tiny=options.tiny)
+                for mode in gpu_tokens.KEPT
+            ]
+        for job, row in work_off(jobs, meter, clock, say):
+            found.add(job, row)
+        found.show()
         meter.release()
-    print(f"\n{title}\n{HOLDS}\n")
-    finish(title, summary(cells, names, measured, ceilings), options.out, **more)
-    if any(row["result"].startswith("failed") for row in measured):
-        raise RuntimeError("a measurement failed; its traceback stands above")
+    if failed := [str(job) for job in jobs if found.has_failed(job)]:
+        raise RuntimeError(f"failed, with tracebacks above: {'; '.join(failed)}")
+
+
+def say(line: str) -> None:
+    """Progress."""
+    print(line, flush=True)
 
 
 def main() -> None:
     """Look for what is needed, then run."""
     began = time.monotonic()
     options = parse()
+    # Sizes that come and go would leave holes; read when torch is loaded.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     wheelhouse.use(options.wheels)
     if complaint := wheelhouse.complaint():
         sys.exit(f"benchmarks/gpu.py: {complaint}")

@@ -11,8 +11,6 @@ from typing import Protocol
 
 import torch
 
-from titan_dit.observe.flops import peak_tflops
-
 CALLS = 10
 """Calls of a ceiling's kernel per timed lap, so that a lap is long against the clock's ticks."""
 
@@ -91,17 +89,6 @@ class CudaMeter:
 def meter_of(device: torch.device) -> Meter:
     """The meter of a device."""
     return CudaMeter() if device.type == "cuda" else HostMeter()
-
-
-def ceilings_of(
-    device: torch.device, meter: Meter, size: int, num_bytes: int, laps: int
-) -> dict[str, float | None]:
-    """The data sheet's bf16 peak (None where it is not known) and the two ceilings."""
-    return {
-        "peak_tflops": peak_tflops(device, "bf16"),
-        "gemm_tflops": gemm_tflops(meter, device, size, laps),
-        "copy_gb_per_s": copy_gb_per_s(meter, device, num_bytes, laps),
-    }
 
 
 def gemm_tflops(meter: Meter, device: torch.device, size: int, laps: int) -> float:

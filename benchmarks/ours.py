@@ -21,6 +21,7 @@ from titan_dit.config import (
 )
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import Batch, Objective
+from titan_dit.parallel import attention
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.init import initialize
@@ -56,13 +57,23 @@ def trainer_step(
     *,
     compiled: bool,
     reshard: str = "auto",
+    precision: PrecisionConfig | None = None,
+    remat: str = "none",
+    attend: attention.Attend | None = None,
 ) -> Callable[[], Tensor]:
-    """A step in bf16 through FSDP2, in the order of `Trainer.__init__` and `train_step`."""
+    """A step in bf16 through FSDP2, in the order of `Trainer.__init__` and `train_step`.
+
+    `attend` takes the place of the attention that `precision` asks for.
+    """
+    precision = precision or PrecisionConfig(dtype="bf16")
     with torch.device("meta"):
         model = config.build(objective.output_channels(config.channels))
     parallel = ParallelConfig(reshard_after_forward=reshard)  # type: ignore[arg-type]
-    precision, compilation = PrecisionConfig(dtype="bf16"), CompileConfig(enabled=compiled)
-    parallelize(model, mesh, plan, parallel, precision, RematConfig(), compilation)
+    recompute = RematConfig(mode=remat)  # type: ignore[arg-type]
+    compilation, rows = CompileConfig(enabled=compiled), batch * config.token_shape[0]
+    parallelize(model, mesh, plan, parallel, precision, recompute, compilation, rows)
+    if attend is not None:
+        attention.apply(model, attend)
     initialize(model, model.init_laws(), 0, device)
     parameters = dict(model.named_parameters())
     randomize(local(parameters))

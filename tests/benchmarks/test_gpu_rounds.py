@@ -12,25 +12,23 @@ from harness import on_ranks
 from tiny import randomize, tiny_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_contenders
 import gpu_rounds
 import meter
 import report
+from gpu_queue import Clock, work_off
 
-CEILINGS = {"peak_tflops": 100.0, "gemm_tflops": 80.0, "copy_gb_per_s": 1.0}
+CEILINGS = {"peak_tflops": 100.0, "gemm_tflops": 80.0}
 
 
 @pytest.fixture
 def cell():
-    return gpu_rounds.Cell(tiny_config().model, 4, "rectified_flow")
+    return gpu_contenders.Cell(tiny_config().model, 4, model="toy")
 
 
 @pytest.fixture
 def place():
-    return gpu_rounds.Place(torch.device("cpu"), None, meter.HostMeter())
-
-
-def plan(budget_s=1e9, rounds=2):
-    return gpu_rounds.Plan(rounds, 1, 2, budget_s, time.monotonic())
+    return gpu_contenders.Place(torch.device("cpu"), None, meter.HostMeter())
 
 
 def broken(message):
@@ -38,6 +36,13 @@ def broken(message):
         raise RuntimeError(message)
 
     return make
+
+
+def rows_of(wanted, place, timing):
+    """All rows that the jobs give within a budget that holds them."""
+    clock = Clock(1e9, time.monotonic())
+    jobs = list(gpu_rounds.jobs(wanted, place, timing, None))
+    return [row for _, row in work_off(jobs, place.meter, clock, lambda line: None)]
 
 
 def test_a_contender_that_fails_is_a_row_and_is_not_tried_again(monkeypatch, cell, place):
@@ -48,22 +53,41 @@ def test_a_contender_that_fails_is_a_row_and_is_not_tried_again(monkeypatch, cel
         "nan": lambda cell, place: lambda: torch.tensor(float("nan")),
     }
     monkeypatch.setattr(gpu_rounds, "CONTENDERS", steps)
-    measured = list(gpu_rounds.measure([cell], list(steps), place, plan()))
+    wanted = [(cell, name) for name in steps]
+    measured = rows_of(wanted, place, gpu_rounds.Timing(2, 1, 2))
     assert [(row["contender"], row["round"], row["result"]) for row in measured] == [
         ("good", 1, "measured"),
         ("big", 1, "out of memory"),
         ("bad", 1, "failed: RuntimeError"),
         ("nan", 1, "failed: ArithmeticError"),
+        # The second round goes backwards.
+        ("nan", 2, "not tried again"),
+        ("bad", 2, "not tried again"),
+        ("big", 2, "not tried again"),
         ("good", 2, "measured"),
     ]
-    table = report.table(gpu_rounds.summary([cell], list(steps), measured, CEILINGS))
-    assert "| 16 | 4 | big | out of memory | - |" in table
+    table = report.table(gpu_rounds.summary(wanted, measured, CEILINGS))
+    assert "| toy | 16 | 4 | big | out of memory | - |" in table
+    assert "| toy | 16 | 4 | bad | failed: RuntimeError | - |" in table
 
 
-def test_nothing_is_begun_when_the_budget_is_spent(cell, place):
-    assert list(gpu_rounds.measure([cell], ["plain"], place, plan(budget_s=0))) == []
-    [row] = gpu_rounds.summary([cell], ["plain"], [], CEILINGS)
+def test_what_was_not_begun_says_so(cell):
+    [row] = gpu_rounds.summary([(cell, "plain")], [], CEILINGS)
     assert row["ms per step"] == "not begun"
+
+
+def test_short_steps_are_timed_more_often_than_long_ones():
+    timing = gpu_rounds.Timing(seconds=1.5)
+    assert [timing.count([ms]) for ms in (1.0, 100.0, 250.0, 2000.0)] == [40, 15, 6, 5]
+    assert gpu_rounds.Timing(steps=3).count([1.0]) == 3
+
+
+def test_a_compiled_row_is_expected_to_take_longer(cell):
+    timing = gpu_rounds.Timing()
+    eager, compiled = (
+        gpu_rounds.estimate_s(cell, name, timing, 989) for name in ("ours", "ours_compiled")
+    )
+    assert compiled - eager == pytest.approx(gpu_rounds.COMPILE_S, rel=0.01)
 
 
 def test_the_figures_follow_from_the_median_step(cell):
@@ -72,14 +96,17 @@ def test_the_figures_follow_from_the_median_step(cell):
         {**mine, "round": 1, "laps_ms": [1.0, 2.0, 3.0], "peak_gib": 3.0},
         {**mine, "round": 2, "laps_ms": [2.0, 4.0, 9.0], "peak_gib": 3.5},
         {**mine, "contender": "plain", "round": 1, "laps_ms": [5.0], "peak_gib": 4.0},
+        {**mine, "contender": "plain_compiled", "round": 1, "laps_ms": [2.0], "peak_gib": 4.0},
+        {**mine, "contender": "ours", "model": "other", "round": 1, "laps_ms": [99.0]},
     ]
-    row, _ = gpu_rounds.summary([cell], ["ours", "plain"], measured, CEILINGS)
+    row, _ = gpu_rounds.summary([(cell, "ours"), (cell, "plain")], measured, CEILINGS)
     with torch.device("meta"):
         model = cell.config.build(1)
     tflops = model.flops_per_sample(16) * 4 / 2.5e-3 / 1e12
     assert row["ms per step"] == "2.5"
     assert row["by round"] == "2.0 / 4.0"
     assert row["time / plain"] == "0.500"
+    assert row["time / plain compiled"] == "1.250"
     assert row["TFLOP/s"] == f"{tflops:.3g}"
     assert row["MFU"] == f"{tflops / 100:.3f}"
     assert row["of GEMM"] == f"{tflops / 80:.3f}"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,6 +187,58 @@ def test_the_limit_stands_beside_what_gpu_py_measured(tmp_path):
         assert float(row["MFU at most"]) == pytest.approx(32 * 0.711719 / terms["step"], abs=0.001)
     assert "a device that does not exist" in done.stdout
     assert "dp (hidden)" not in compiled
+
+
+def attention_row(head_dim, tokens, backend, tflops):
+    return {"head_dim": head_dim, "tokens": tokens, "backend": backend, "both TFLOP/s": tflops}
+
+
+MODELS_OF_ROWS = {
+    "benchmark": "gpu bf16 rectified_flow",
+    "objective": "rectified_flow",
+    "ceilings": GPU["ceilings"]
+    | {
+        "attention": [
+            attention_row(72, 1024, "auto", 250.0),
+            attention_row(72, 1024, "cudnn", 400.0),
+            attention_row(72, 16384, "auto", 450.0),
+            attention_row(128, 4096, "auto", 600.0),
+            {"head_dim": 128, "tokens": 4096, "backend": "cudnn", "error": "out of memory"},
+        ]
+    },
+    "rows": [
+        {"model": model, "tokens": tokens, "batch": batch, "contender": name, "ms per step": "99.0"}
+        for model, tokens, batch, name in [
+            ("XL/2", 1024, 32, "ours_compiled"),
+            ("7B/2x8", 4096, 8, "ours_compiled"),
+            ("7B/2x8", 16384, 2, "ours_compiled"),
+            ("7B/2x8", 4096, 8, "ours_float8_rowwise"),
+        ]
+    ],
+}
+
+
+def test_every_row_has_its_own_model_and_attention(tmp_path):
+    (tmp_path / "gpu.json").write_text(json.dumps(MODELS_OF_ROWS))
+    command = [sys.executable, ROOT / "benchmarks" / "roofline.py"]
+    done = run([*command, "--gpu", "gpu.json", "--out", "out.json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    # float8 can be faster than a limit of bf16 products.
+    xl, near, far = json.loads((tmp_path / "out.json").read_text())["rows"]
+    shape = {"hidden": 4096, "layers": 8, "heads": 32, "patch": 2, "channels": 4}
+    expected = [
+        (xl, Work(named("XL/2", 64), 4, 32), 400),
+        (near, Work(config(**shape, latent_size=128), 4, 8), 600),
+        # Four times as many tokens as were measured: as a product.
+        (far, Work(config(**shape, latent_size=256), 4, 2), None),
+    ]
+    for row, work, attention in expected:
+        ceilings = Ceilings(500, 2000, attention_tflops=attention, peak_tflops=1000)
+        work = replace(work, config=replace(work.config, num_classes=1000))
+        terms = limits.terms_ms(work, ceilings)
+        assert float(row["attention"]) == pytest.approx(terms["attention"], abs=0.01)
+        assert float(row["limit"]) == pytest.approx(terms["step"], abs=0.05)
+    assert (xl["h x layers"], far["h x layers"]) == ("1152 x 28", "4096 x 8")
 
 
 def test_ceilings_must_come_from_somewhere(monkeypatch, tmp_path):

@@ -21,6 +21,8 @@ from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.section import Count, Section, UserError
 
 NAMES = ("auto", *attention.KEYS)
+CHECKED = 1024
+"""Queries whose output is held against plain products: n x n scores in fp32 would not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +104,8 @@ def main(options: Options) -> None:
 def row(name: str, shape: attention.Shape, batch: int, laps: int) -> dict[str, Any]:
     """One kernel on one shape: medians of its times, TFLOP/s, and how far off it is.
 
-    `error`: of the first sample's first head, max |difference| from plain products in fp32 over
-    their max.
+    `error`: of the first queries of the first sample's first head, max |difference| from plain
+    products in fp32 over their max.
     """
     try:
         forward, backward, error = measure(attention.attend_by(name), shape, batch, laps)
@@ -118,6 +120,7 @@ def row(name: str, shape: attention.Shape, batch: int, laps: int) -> dict[str, A
         "both ms": forward + backward,
         "forward TFLOP/s": flops / forward / 1e9,
         "backward TFLOP/s": 2 * flops / backward / 1e9,
+        "both TFLOP/s": 3 * flops / (forward + backward) / 1e9,
         "error": error,
     }
 
@@ -141,8 +144,10 @@ def measure(
         return torch.autograd.grad(graph, leaves, d_out, retain_graph=True)
 
     times = [median_ms(work, shape.device, laps) for work in (lambda: attend(*leaves), backward)]
-    exact = attention.by_products(*(x[:1, :1].detach().float() for x in (q, k, v)))
-    error = (graph[:1, :1].detach().float() - exact).abs().max() / exact.abs().max()
+    first = (x[:1, :1].detach().float() for x in (q[:, :, :CHECKED], k, v))
+    exact = attention.by_products(*first)
+    found = graph[:1, :1, :CHECKED].detach().float()
+    error = (found - exact).abs().max() / exact.abs().max()
     return times[0], times[1], error.item()
 
 

@@ -1,0 +1,169 @@
+"""What a device reaches at best, for `gpu.py`: products, a copy, attention. Random data only."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_contenders import Cell, Place
+from gpu_queue import Job, Row
+from meter import CALLS, Meter, copy_gb_per_s, gemm_tflops
+from torch import Tensor
+
+from titan_dit.commands import bench_attention
+from titan_dit.observe.flops import peak_tflops
+from titan_dit.parallel import attention
+from titan_dit.section import UserError
+
+BACKENDS = ("auto", "cudnn")
+"""`auto` is what a step takes if nothing is said; the ceiling is the faster of the two."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the measurements are."""
+
+    gemm: int
+    """Of the square product."""
+    copy: int
+    """Bytes."""
+    laps: int
+    tokens: tuple[int, ...]
+    """Of attention, one sample each; samples are added up to the largest."""
+    heads: int
+    head_dims: tuple[int, ...]
+
+
+FULL = Sizes(8192, 2**30, 100, (256, 1024, 4096, 16384, 65536), 16, (72, 128, 64))
+TINY = Sizes(64, 2**16, 4, (16, 64), 2, (16,))
+
+
+def jobs(cells: Sequence[Cell], place: Place, sizes: Sizes, ceilings: dict[str, Any]) -> list[Job]:
+    """Every ceiling; each writes what it found into `ceilings`."""
+    device, meter = place.device, place.meter
+    ceilings["peak_tflops"] = peak = peak_tflops(device, "bf16")
+
+    def keep(name: str, find: Callable[[], Any]) -> Callable[[], Row]:
+        def take() -> Row:
+            ceilings[name] = find()
+            return {}
+
+        return take
+
+    def gemm() -> float:
+        return gemm_tflops(meter, device, sizes.gemm, sizes.laps)
+
+    def copy() -> float:
+        return copy_gb_per_s(meter, device, sizes.copy, sizes.laps)
+
+    def shapes() -> list[Row]:
+        return [products(place, *shape) for shape in shapes_of(cells)]
+
+    taken = [
+        Job({"ceiling": "bf16 product"}, 4, keep("gemm_tflops", gemm)),
+        Job({"ceiling": "copy"}, 3, keep("copy_gb_per_s", copy)),
+        Job({"ceiling": "products of the models"}, 10, keep("gemm_shapes", shapes)),
+    ]
+    ceilings["attention"] = []
+    for head_dim in sizes.head_dims:
+
+        def of_attention(head_dim: int = head_dim) -> Row:
+            rows = list(attention_rows(place, sizes, head_dim, peak))
+            if not rows:
+                raise UserError(f"no attention kernel takes {head_dim} channels in bf16")
+            ceilings["attention"] += rows
+            return {}
+
+        taken.append(Job({"ceiling": f"attention of {head_dim} channels"}, 8, of_attention))
+    return taken
+
+
+def shapes_of(cells: Sequence[Cell]) -> list[tuple[int, int, int]]:
+    """(tokens, inputs, outputs) of the linear layers of the cells' blocks, each once."""
+    found = []
+    for cell in cells:
+        hidden, ffn = cell.config.shape[0], cell.config.ffn
+        rows = cell.batch * cell.config.token_shape[0]
+        pairs = (hidden, 3 * hidden), (hidden, hidden), (hidden, ffn), (ffn, hidden)
+        found += [(rows, k, n) for k, n in pairs]
+    return list(dict.fromkeys(found))
+
+
+def products(place: Place, rows: int, inputs: int, outputs: int) -> Row:
+    """TFLOP/s of the three products of a linear layer, in the layouts of nn.Linear."""
+    device, meter = place.device, place.meter
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, device=device, dtype=torch.bfloat16)
+
+    x, weight, gradient = draw(rows, inputs), draw(outputs, inputs), draw(rows, outputs)
+    factors = {
+        "forward": (x, weight.t()),
+        "gradient of input": (gradient, weight),
+        "gradient of weight": (gradient.t(), x),
+    }
+    flops = 2 * rows * inputs * outputs
+    ms = {name: product_ms(meter, *pair) for name, pair in factors.items()}
+    found = {name: flops / taken / 1e9 for name, taken in ms.items()}
+    size = {"M": rows, "K": inputs, "N": outputs}
+    return {**size, **found, "all": 3 * flops / sum(ms.values()) / 1e9}
+
+
+def product_ms(meter: Meter, a: Tensor, b: Tensor) -> float:
+    """Median milliseconds of one product."""
+    out = torch.empty(a.shape[0], b.shape[1], device=a.device, dtype=a.dtype)
+
+    def lap() -> None:
+        for _ in range(CALLS):
+            torch.mm(a, b, out=out)
+
+    meter.laps_ms(lap, 1)
+    return statistics.median(meter.laps_ms(lap, 5)) / CALLS
+
+
+def attention_rows(
+    place: Place, sizes: Sizes, head_dim: int, peak: float | None
+) -> Iterator[dict[str, Any]]:
+    """Rows of `bench attention` of every kernel that can, from few tokens to many."""
+    for tokens in sizes.tokens:
+        batch = max(sizes.tokens) // tokens
+        shape = attention.Shape(sizes.heads, tokens, head_dim, torch.bfloat16, place.device)
+        flops = 12 * batch * sizes.heads * tokens**2 * head_dim
+        # A third of a second each, at half of what the data sheet promises.
+        laps = 3 if peak is None else min(20, max(3, round(0.3 / (flops / peak / 0.5e12))))
+        for name in BACKENDS:
+            if attention.refusal(name, shape) is None:
+                row = bench_attention.row(name, shape, batch, laps)
+                yield {"head_dim": head_dim, "heads": sizes.heads, "batch": batch, **row}
+            place.meter.release()
+    attention.use_implementation("auto")
+
+
+def gemm_table(ceilings: dict[str, Any]) -> list[Row]:
+    """The products of the models' layers, rounded for people."""
+    rows = ceilings.get("gemm_shapes", [])
+    return [{k: v if isinstance(v, int) else f"{v:.3g}" for k, v in row.items()} for row in rows]
+
+
+def attention_table(ceilings: dict[str, Any]) -> list[Row]:
+    """One row per head dim and tokens: TFLOP/s forward and backward, of every kernel."""
+    shapes = dict.fromkeys((row["head_dim"], row["tokens"]) for row in ceilings["attention"])
+    return [
+        {"channels": head_dim, "tokens": tokens}
+        | {name: found(ceilings["attention"], head_dim, tokens, name) for name in BACKENDS}
+        for head_dim, tokens in shapes
+    ]
+
+
+def found(rows: Sequence[Row], head_dim: int, tokens: int, backend: str) -> str:
+    """Forward / backward / both, in model TFLOP/s."""
+    for row in rows:
+        if (row["head_dim"], row["tokens"], row["backend"]) == (head_dim, tokens, backend):
+            names = ("forward", "backward", "both")
+            if "both ms" in row:
+                return " / ".join(f"{row[f'{name} TFLOP/s']:.3g}" for name in names)
+            return str(row["error"])
+    return "-"

@@ -1,0 +1,126 @@
+"""Whose training steps `gpu.py` times: a plain DiT's and titan_dit's, on one cell of work."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import plain_dit
+import torch
+from meter import Meter
+from ours import randomize, trainer_step
+from torch import Tensor
+
+from titan_dit.config import PrecisionConfig
+from titan_dit.models.dit import DiTConfig
+from titan_dit.objectives.base import Objective
+from titan_dit.objectives.rectified_flow import RectifiedFlow
+from titan_dit.parallel import attention, float8_checks
+from titan_dit.parallel.mesh import Mesh
+from titan_dit.section import UserError
+
+Row = dict[str, Any]
+Step = Callable[[], Tensor]
+
+OBJECTIVES: dict[str, tuple[Objective, plain_dit.Learn]] = {
+    "rectified_flow": (RectifiedFlow(), plain_dit.RectifiedFlow()),
+}
+"""What is learned, by name: ours, and the same for the plain network."""
+
+BF16 = PrecisionConfig(dtype="bf16")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model, a batch, and what it learns."""
+
+    config: DiTConfig
+    batch: int
+    objective: str = "rectified_flow"
+    model: str = ""
+    """As shapes.py reads it."""
+
+    @property
+    def key(self) -> Row:
+        """What tells this cell from others in a row."""
+        return {"model": self.model, "tokens": self.config.token_shape[0], "batch": self.batch}
+
+    @functools.cached_property
+    def tflop(self) -> float:
+        """Model TFLOPs of a step, by the `flops_per_sample` of our model, for every contender."""
+        objective, _ = OBJECTIVES[self.objective]
+        with torch.device("meta"):
+            model = self.config.build(objective.output_channels(self.config.channels))
+        return model.flops_per_sample(self.config.token_shape[0]) * self.batch / 1e12
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it is measured."""
+
+    device: torch.device
+    mesh: Mesh
+    meter: Meter
+
+
+def plain(cell: Cell, place: Place, *, compiled: bool) -> Step:
+    """The plain DiT as its users train it: fp32 weights, autocast to bf16."""
+    _, learn = OBJECTIVES[cell.objective]
+    with place.device:
+        model = plain_dit.PlainDiT(cell.config, learn.output_channels(cell.config.channels))
+    randomize(list(model.parameters()))
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+    return plain_dit.training_step(
+        model, cell.config, cell.batch, learn, autocast=torch.bfloat16, ema=True
+    )
+
+
+def ours(cell: Cell, place: Place, *, compiled: bool, **changes: Any) -> Step:
+    """titan_dit's step as its trainer takes it; `changes` are those of `trainer_step`."""
+    objective, _ = OBJECTIVES[cell.objective]
+    config, batch = cell.config, cell.batch
+    return trainer_step(
+        config, batch, place.device, objective, place.mesh, compiled=compiled, **changes
+    )
+
+
+def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
+    """Compiled, with one of torch's attention kernels; a UserError where it cannot run."""
+    hidden, _, heads, _ = cell.config.shape
+    tokens, head_dim = cell.config.token_shape[0], hidden // heads
+    attention.check(key, attention.Shape(heads, tokens, head_dim, torch.bfloat16, place.device))
+    precision = PrecisionConfig(dtype="bf16", attention=key)  # type: ignore[arg-type]
+    return ours(cell, place, compiled=True, precision=precision)
+
+
+def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
+    """Compiled, with float8 products; a UserError where they cannot be had.
+
+    Without a GPU they are emulated in every layer, to try what a GPU would run.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("torchao is not installed")
+    on_gpu = place.device.type == "cuda"
+    settings: dict[str, Any] = {} if on_gpu else {"float8_emulate": True, "float8_layers": "all"}
+    precision = PrecisionConfig(dtype="bf16", float8=recipe, **settings)  # type: ignore[arg-type]
+    float8_checks.check_device(precision, False, place.device)
+    return ours(cell, place, compiled=True, precision=precision)
+
+
+CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
+    "plain": partial(plain, compiled=False),
+    "plain_compiled": partial(plain, compiled=True),
+    "ours_compiled": partial(ours, compiled=True),
+    "ours_float8_tensorwise": partial(float8, recipe="tensorwise"),
+    "ours_float8_rowwise": partial(float8, recipe="rowwise"),
+    "ours": partial(ours, compiled=False),
+    "ours_compiled_cudnn": partial(with_attention, key="cudnn"),
+    "ours_compiled_never_resharded": partial(ours, compiled=True, reshard="never"),
+}
+"""In the order in which they are measured."""

@@ -1,0 +1,90 @@
+"""What the figures of `gpu.py` are read for: targets, and what was measured beside each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpu_contenders import Cell, Row
+from gpu_rounds import laps_of
+
+BF16 = ("ours_compiled", "ours_compiled_cudnn", "ours_compiled_never_resharded")
+FLOAT8 = ("ours_float8_tensorwise", "ours_float8_rowwise")
+MFU = {("XL/2", 256): 0.47, ("XL/2", 1024): 0.45, ("7B/2x8", 4096): 0.57}
+"""Model FLOPs of a step over its time and the data sheet's dense bf16 peak, by model and tokens."""
+FASTER = {"plain": 1.3, "plain_compiled": 1.05}
+"""Speed over that of the plain DiT, in every cell."""
+FLOAT8_FASTER = {("XL/2", 1024): 1.12, ("7B/2x8", 4096): 1.3}
+"""Speed of the faster recipe over bf16's."""
+FLOAT8_LEAST = 1.0
+"""Speed of any recipe over bf16's, in every cell."""
+TOKENS = {"none": 100_000, "full": 1_000_000}
+"""Of one sample on one GPU of 141 GB, by [remat] mode."""
+
+
+def targets(
+    cells: Sequence[Cell],
+    measured: Sequence[Row],
+    max_tokens: Sequence[Row],
+    ceilings: Mapping[str, Any],
+) -> list[Row]:
+    """Every target with what was measured; "not measured" where it was not."""
+    rows = []
+    for cell in cells:
+        key = cell.model, cell.config.token_shape[0]
+        where = f"{cell.model} at {key[1]} tokens"
+        ms = {name: median(cell, name, measured) for name in (*BF16, *FLOAT8, *FASTER)}
+        ours, name = fastest(ms, BF16)
+        peak = ceilings.get("peak_tflops")
+        if key in MFU:
+            reached = cell.tflop / ours * 1e3 / peak if ours and peak else None
+            rows.append(row(f"{where}: MFU", MFU[key], reached, name))
+        for base, target in FASTER.items():
+            what = f"{where}: speed over {base.replace('_', ' ')} DiT"
+            rows.append(row(what, target, over(ms[base], ours), name))
+        base = ms["ours_compiled"]
+        if key in FLOAT8_FASTER:
+            fast, name = fastest(ms, FLOAT8)
+            what = f"{where}: speed of float8 over bf16"
+            rows.append(row(what, FLOAT8_FASTER[key], over(base, fast), name))
+        for recipe in FLOAT8:
+            what = f"{where}: speed of {recipe.removeprefix('ours_')} over bf16"
+            rows.append(row(what, FLOAT8_LEAST, over(base, ms[recipe]), ""))
+    for mode, least in TOKENS.items():
+        found = next((r for r in max_tokens if r["remat"] == mode and "fits" in r), None)
+        fits, by = (found["fits"]["tokens"], whole_step(found)) if found else (None, "")
+        rows.append(row(f"tokens on one GPU, remat {mode}", least, fits, by))
+    return rows
+
+
+def whole_step(found: Row) -> str:
+    """What was also tried with attention between all tokens (see gpu_tokens.py)."""
+    return f"a whole step: {found['whole']['tokens']:,}" if found["whole"] else "no whole step"
+
+
+def median(cell: Cell, name: str, measured: Sequence[Row]) -> float | None:
+    """Milliseconds of a contender's step."""
+    laps = laps_of(cell, name, measured)
+    return statistics.median(laps) if laps else None
+
+
+def fastest(ms: Mapping[str, float | None], names: Sequence[str]) -> tuple[float | None, str]:
+    """The least time, and whose it is."""
+    found = [(taken, name) for name in names if (taken := ms[name])]
+    return min(found, default=(None, ""))
+
+
+def over(base: float | None, mine: float | None) -> float | None:
+    """How many times as fast."""
+    return base / mine if base and mine else None
+
+
+def row(what: str, target: float, reached: float | None, by: str) -> Row:
+    """One line of the table."""
+    if reached is None:
+        return {"target": what, "at least": f"{target:,}", "measured": "not measured", "met": "-"}
+    text = f"{reached:,}" if isinstance(reached, int) else f"{reached:.3f}"
+    text += f" ({by})" if by else ""
+    met = "yes" if reached >= target else "no"
+    return {"target": what, "at least": f"{target:,}", "measured": text, "met": met}

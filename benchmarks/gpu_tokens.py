@@ -1,0 +1,249 @@
+"""How many tokens one sample can have on one GPU, for `gpu.py`: training steps, larger and larger.
+
+A step of a million tokens takes half an hour or more, nearly all of it attention. What it keeps in
+memory does not depend on how far attention looks: q, k, v, the output and one number per query and
+head. So sizes are tried with attention along the rows of the grid of tokens only, which keeps all
+of that, and takes seconds; besides, the largest step that the time allows is taken whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_contenders import Cell, Place, ours
+from gpu_queue import Clock, Job, Row, attempt
+from gpu_rounds import BUILD_S, COMPILE_S
+from limits import Work, attention_flops, gemm_passes, products
+from torch import Tensor
+
+from titan_dit.observe.flops import peak_tflops
+
+GIB = 2**30
+STATE = 20
+"""Bytes a parameter: weight, gradient, two moments and an average in fp32."""
+KEPT = {"none": 17.03, "full": 1.0}
+"""Elements per token and layer in units of h that compiled blocks keep (docs/remat.md)."""
+AT_WORK = 25
+"""The same of the block whose backward runs: a guess, for the first size that is tried."""
+PRODUCTS, ATTENTION = 0.5, 0.25
+"""Expected shares of the peak: heads of 72 channels are no flash kernel's best."""
+FIRST, LATER = 0.96, 0.985
+"""The share of the memory that is aimed at: one size tells less of the next than two."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one search."""
+
+    capacity_gib: float
+    """What can be allocated."""
+    seconds: float
+    """Nothing is begun that would end later."""
+    unit: int = 4
+    """Sides of the grid are multiples of it."""
+
+
+def along_rows(q: Tensor, k: Tensor, v: Tensor, side: int) -> Tensor:
+    """Attention [b, heads, n, d] of every row of the square grid of tokens to itself."""
+    b = q.shape[0]
+
+    def rows(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).unflatten(1, (-1, side)).flatten(0, 1).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(rows(q), rows(k), rows(v))
+    return out.transpose(1, 2).unflatten(0, (b, -1)).flatten(1, 2).transpose(1, 2)
+
+
+def job(
+    cell: Cell, mode: str, place: Place, clock: Clock, seconds: float, *, tiny: bool = False
+) -> Job:
+    """The search in one [remat] mode, whatever the cell's latent size.
+
+    `tiny`: as if the device could hold 64 tokens.
+    """
+    key = {"max tokens of": cell.model, "remat": mode}
+
+    def take() -> Row:
+        capacity, unit = (reckoned_gib(cell, 8, mode), 2) if tiny else (free_gib(), 4)
+        limits = Limits(capacity, min(seconds, clock.left_s), unit)
+        return result(list(trials(cell, mode, place, limits)))
+
+    return Job(key, 1.0 if tiny else seconds, take, keeps_time=not tiny)
+
+
+def free_gib() -> float:
+    """What this process could allocate."""
+    return torch.cuda.mem_get_info()[0] / GIB
+
+
+def sized(cell: Cell, side: int) -> Cell:
+    """One sample of side^2 tokens."""
+    return replace(cell, config=replace(cell.config, latent_size=side * cell.config.shape[3]))
+
+
+def work_of(cell: Cell, side: int, mode: str) -> Work:
+    """A step as limits.py counts it."""
+    return Work(sized(cell, side).config, cell.config.channels, 1, remat=mode)
+
+
+def reckoned_gib(cell: Cell, side: int, mode: str) -> float:
+    """The state, what blocks keep, and one block at work."""
+    h, layers, *_ = cell.config.shape
+    kept = 2 * h * side**2 * (layers * KEPT[mode] + AT_WORK)
+    return (STATE * work_of(cell, side, mode).num_parameters + kept) / GIB
+
+
+def trials(cell: Cell, mode: str, place: Place, limits: Limits) -> Iterator[Row]:
+    """Sizes with attention along rows: a small one, the one it lets expect to fit, a finer one.
+
+    Before the finer one, which is the least important, a step with whole attention.
+    """
+    began = time.monotonic()
+    tried: list[tuple[int, float | None]] = []
+    state = STATE * work_of(cell, 1, mode).num_parameters / GIB
+    guess = guessed(cell, mode, limits)
+    was_whole = False
+
+    def left() -> float:
+        return limits.seconds - (time.monotonic() - began)
+
+    while len(tried) < 6:
+        side = next_side(tried, guess, state, limits)
+        if not was_whole and (side is None or sum(peak is not None for _, peak in tried) > 1):
+            was_whole = True
+            best = max((good for good, peak in tried if peak is not None), default=0)
+            if whole := largest_in_time(cell, mode, best, left(), limits.unit, place):
+                yield trial(cell, mode, place, whole, whole=True)
+        if side is None or step_s(cell, mode, side, place, whole=False) > left():
+            return
+        row = trial(cell, mode, place, side, whole=False)
+        yield row
+        if row["result"] not in ("measured", "out of memory"):
+            return
+        tried.append((side, row.get("peak_gib")))
+
+
+def guessed(cell: Cell, mode: str, limits: Limits) -> int:
+    """The side of the grid that fills the memory, as reckoned."""
+    one, four = (reckoned_gib(cell, side, mode) for side in (1, 2))
+    slope = (four - one) / 3
+    return math.isqrt(max(0, int((limits.capacity_gib - one) / slope)))
+
+
+def next_side(
+    tried: Sequence[tuple[int, float | None]], guess: int, state_gib: float, limits: Limits
+) -> int | None:
+    """The side to try after these (side, peak in GiB or None where it did not fit); None: enough.
+
+    Memory grows with the tokens in a straight line, from the state on.
+    """
+    good = sorted((side, peak) for side, peak in tried if peak is not None)
+    bad = [side for side, peak in tried if peak is None]
+    if not good:
+        side = min([guess, *bad]) // 2 // limits.unit * limits.unit
+        return side or None
+    best, peak = good[-1]
+    under, base = good[-2] if len(good) > 1 else (0, state_gib)
+    slope = max((peak - base) / (best**2 - under**2), 1e-12)
+    aim = (FIRST if len(good) == 1 else LATER) * limits.capacity_gib
+    side = math.isqrt(max(0, int(best**2 + (aim - peak) / slope)))
+    if bad:
+        side = min(side, math.isqrt((best**2 + min(bad) ** 2) // 2))
+    side = side // limits.unit * limits.unit
+    return side if side > best else None
+
+
+def step_s(cell: Cell, mode: str, side: int, place: Place, *, whole: bool) -> float:
+    """Seconds that a trial is expected to take: it builds, compiles and takes two steps."""
+    if place.device.type != "cuda":
+        return 1.0
+    return BUILD_S + COMPILE_S + 2 * one_step_s(cell, mode, side, place, whole=whole)
+
+
+def one_step_s(cell: Cell, mode: str, side: int, place: Place, *, whole: bool) -> float:
+    """Seconds of one step, what is computed again included."""
+    work = work_of(cell, side, mode)
+    flops = sum(p.count * gemm_passes(work, p) * p.flops for p in products(work))
+    seen = attention_flops(work) / (1 if whole else side)
+    peak = 1e12 * (peak_tflops(place.device, "bf16") or 300)
+    return (flops / PRODUCTS + seen / ATTENTION) / peak
+
+
+def largest_in_time(
+    cell: Cell, mode: str, best: int, left_s: float, unit: int, place: Place
+) -> int | None:
+    """The largest side up to the best whose whole step can be taken in the time that is left."""
+    sides = range(best, 0, -unit)
+    return next((s for s in sides if step_s(cell, mode, s, place, whole=True) <= left_s), None)
+
+
+def trial(cell: Cell, mode: str, place: Place, side: int, *, whole: bool) -> Row:
+    """Two compiled steps: the first makes the optimizer's state, the second has its peak."""
+    meter = place.meter
+
+    def take() -> Row:
+        attend = None if whole else functools.partial(along_rows, side=side)
+        step = ours(sized(cell, side), place, compiled=True, remat=mode, attend=attend)
+        meter.laps_ms(step, 1)
+        meter.restart_peak()
+        lap = meter.laps_ms(step, 1)[0]
+        peak = meter.peak_gib()
+        peak = reckoned_gib(cell, side, mode) if peak is None else peak
+        return {"peak_gib": peak, "step_s": round(lap / 1e3, 3)}
+
+    row = attempt(take, meter)
+    return {"tokens": side**2, "attention": "whole" if whole else "along rows", **row}
+
+
+def result(tried: Sequence[Row]) -> Row:
+    """What a search has found, with all that it tried."""
+    good = [row for row in tried if row["result"] == "measured"]
+    best = {
+        kind: max((row for row in good if row["attention"] == kind), key=tokens_of, default=None)
+        for kind in ("along rows", "whole")
+    }
+    if best["along rows"] is None:
+        raise RuntimeError(f"no size could be measured: {[row['result'] for row in tried]}")
+    largest = max(tried, key=tokens_of)
+    return {"fits": best["along rows"], "whole": best["whole"], "largest": largest, "tried": tried}
+
+
+def tokens_of(row: Row) -> int:
+    """To order trials."""
+    return int(row["tokens"])
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One line per [remat] mode, for people."""
+    lines = []
+    for row in rows:
+        line = {"model": row["max tokens of"], "remat": row["remat"]}
+        if row["result"] != "measured":
+            lines.append(line | dict.fromkeys(COLUMNS, "-") | {COLUMNS[0]: row["result"]})
+            continue
+        fits, whole, largest = row["fits"], row["whole"], row["largest"]
+        values = [fits["tokens"], f"{fits['peak_gib']:.1f}", f"{fits['step_s']:.1f}"]
+        values += ["-"] * 3
+        if whole:
+            values[3:] = whole["tokens"], f"{whole['peak_gib']:.1f}", f"{whole['step_s']:.1f}"
+        values.append(f"{largest['tokens']} ({largest['result']})")
+        lines.append(line | dict(zip(COLUMNS, values, strict=True)))
+    return lines
+
+
+COLUMNS = (
+    "tokens that fit",
+    "peak GiB",
+    "s per step, attention along rows",
+    "tokens of a whole step",
+    "its peak GiB",
+    "its s per step",
+    "largest tried",
+)

@@ -1,0 +1,74 @@
+"""The ceilings and the targets of benchmarks/gpu.py, on figures that are given."""
+
+import sys
+
+import pytest
+import torch
+from commands import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_ceilings
+import meter
+from gpu_contenders import Cell, Place
+from gpu_targets import targets
+from shapes import config_of
+
+
+class OneMillisecond(meter.HostMeter):
+    def laps_ms(self, work, times):
+        work()
+        return [1.0 * meter.CALLS] * times
+
+
+def test_a_layer_is_three_products_of_equal_flops():
+    place = Place(torch.device("cpu"), None, OneMillisecond())
+    row = gpu_ceilings.products(place, 32, 16, 48)
+    each = 2 * 32 * 16 * 48 / 1e-3 / 1e12
+    names = ("forward", "gradient of input", "gradient of weight", "all")
+    assert [row[name] for name in names] == pytest.approx([each] * 4)
+    assert (row["M"], row["K"], row["N"]) == (32, 16, 48)
+
+
+def test_the_products_are_those_of_the_blocks_each_once():
+    cells = [Cell(config_of("XL/2", 64), 32), Cell(config_of("XL/2", 32), 128)]
+    sizes = (1152, 3456), (1152, 1152), (1152, 4608), (4608, 1152)
+    assert gpu_ceilings.shapes_of(cells) == [(32 * 1024, k, n) for k, n in sizes]
+
+
+def test_the_attention_table_has_a_column_per_kernel():
+    rows = [
+        {"head_dim": 72, "tokens": 256, "backend": "auto", "both ms": 1.0}
+        | {"forward TFLOP/s": 300.0, "backward TFLOP/s": 200.0, "both TFLOP/s": 225.0},
+        {"head_dim": 72, "tokens": 256, "backend": "cudnn", "error": "out of memory"},
+        {"head_dim": 64, "tokens": 256, "backend": "cudnn", "error": "out of memory"},
+    ]
+    assert gpu_ceilings.attention_table({"attention": rows}) == [
+        {"channels": 72, "tokens": 256, "auto": "300 / 200 / 225", "cudnn": "out of memory"},
+        {"channels": 64, "tokens": 256, "auto": "-", "cudnn": "out of memory"},
+    ]
+
+
+def test_targets_are_read_off_the_medians():
+    cell = Cell(config_of("XL/2", 64), 32, model="XL/2")
+    ms = {"plain": 400.0, "plain_compiled": 250.0, "ours_compiled": 240.0}
+    ms |= {"ours_compiled_cudnn": 220.0, "ours_float8_tensorwise": 200.0}
+    ms |= {"ours_float8_rowwise": 250.0}
+    measured = [{**cell.key, "contender": name, "laps_ms": [9e9, t, 0.0]} for name, t in ms.items()]
+    tokens = [{"remat": "none", "fits": {"tokens": 120_000}, "whole": {"tokens": 99_225}}]
+    rows = targets([cell], measured, tokens, {"peak_tflops": 989})
+    found = {row["target"]: (row["measured"], row["met"]) for row in rows}
+    # 32 samples of 3147.191 GFLOP in 220 ms.
+    at = "XL/2 at 1024 tokens"
+    cudnn = "(ours_compiled_cudnn)"
+    assert found == {
+        f"{at}: MFU": (f"{32 * 3.147191 / 0.22 / 989:.3f} {cudnn}", "yes"),
+        f"{at}: speed over plain DiT": (f"1.818 {cudnn}", "yes"),
+        f"{at}: speed over plain compiled DiT": (f"1.136 {cudnn}", "yes"),
+        f"{at}: speed of float8 over bf16": ("1.200 (ours_float8_tensorwise)", "yes"),
+        f"{at}: speed of float8_tensorwise over bf16": ("1.200", "yes"),
+        f"{at}: speed of float8_rowwise over bf16": ("0.960", "no"),
+        "tokens on one GPU, remat none": ("120,000 (a whole step: 99,225)", "yes"),
+        "tokens on one GPU, remat full": ("not measured", "-"),
+    }
+    nothing = targets([cell], [], [], {"peak_tflops": None})
+    assert {row["measured"] for row in nothing} == {"not measured"}
