@@ -81,7 +81,7 @@ def cells_of(options: argparse.Namespace) -> list[Any]:
 
 def wanted_of(options: argparse.Namespace, cells: list[Any]) -> list[tuple[int, Any, str]]:
     """(importance, cell, contender), the most important first: 0 and up."""
-    from gpu_contenders import CONTENDERS
+    from gpu_contenders import CONTENDERS, USUAL
 
     from titan_dit.section import UserError
 
@@ -90,7 +90,7 @@ def wanted_of(options: argparse.Namespace, cells: list[Any]) -> list[tuple[int, 
     rows = [
         (importance(place, name), cell, name)
         for place, cell in enumerate(cells)
-        for name in options.only or CONTENDERS
+        for name in options.only or USUAL
     ]
     return sorted(rows, key=lambda row: row[0])
 
@@ -111,7 +111,7 @@ FIRST = ("ours_compiled", "ours_float8_tensorwise")
 LATER = {
     "ours_float8_rowwise": 1,
     "ours_compiled_cudnn": 2,
-    "ours_compiled_never_resharded": 3,
+    "ours_compiled_resharded": 3,
 }
 
 

@@ -121,6 +121,10 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_float8_rowwise": partial(float8, recipe="rowwise"),
     "ours": partial(ours, compiled=False),
     "ours_compiled_cudnn": partial(with_attention, key="cudnn"),
-    "ours_compiled_never_resharded": partial(ours, compiled=True, reshard="never"),
+    "ours_compiled_resharded": partial(ours, compiled=True, reshard="always"),
+    "ours_compiled_ends": partial(ours, compiled=True, ends=True),
+    "ours_compiled_cuda_graphs": partial(ours, compiled=True, cuda_graphs=True),
 }
 """In the order in which they are measured."""
+USUAL = tuple(CONTENDERS)[:-2]
+"""Those that are not for `--only` alone."""

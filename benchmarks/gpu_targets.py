@@ -9,7 +9,7 @@ from typing import Any
 from gpu_contenders import Cell, Row
 from gpu_rounds import laps_of
 
-BF16 = ("ours_compiled", "ours_compiled_cudnn", "ours_compiled_never_resharded")
+BF16 = ("ours_compiled", "ours_compiled_cudnn", "ours_compiled_resharded")
 FLOAT8 = ("ours_float8_tensorwise", "ours_float8_rowwise")
 MFU = {("XL/2", 256): 0.47, ("XL/2", 1024): 0.45, ("7B/2x8", 4096): 0.57}
 """Model FLOPs of a step over its time and the data sheet's dense bf16 peak, by model and tokens."""

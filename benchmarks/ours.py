@@ -56,6 +56,8 @@ def trainer_step(
     mesh: Mesh,
     *,
     compiled: bool,
+    ends: bool = False,
+    cuda_graphs: bool = False,
     reshard: str = "auto",
     precision: PrecisionConfig | None = None,
     remat: str = "none",
@@ -70,7 +72,8 @@ def trainer_step(
         model = config.build(objective.output_channels(config.channels))
     parallel = ParallelConfig(reshard_after_forward=reshard)  # type: ignore[arg-type]
     recompute = RematConfig(mode=remat)  # type: ignore[arg-type]
-    compilation, rows = CompileConfig(enabled=compiled), batch * config.token_shape[0]
+    compilation = CompileConfig(enabled=compiled, ends=ends, cuda_graphs=cuda_graphs)
+    rows = batch * config.token_shape[0]
     parallelize(model, mesh, plan, parallel, precision, recompute, compilation, rows)
     if attend is not None:
         attention.apply(model, attend)

@@ -78,7 +78,7 @@ def test_every_line_runs_on_a_cpu_and_every_row_is_in_the_table_and_the_json(tmp
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     names = ["plain", "plain_compiled", "ours_compiled", "ours_float8_tensorwise", "ours"]
-    later = ["ours_float8_rowwise", "ours_compiled_cudnn", "ours_compiled_never_resharded"]
+    later = ["ours_float8_rowwise", "ours_compiled_cudnn", "ours_compiled_resharded"]
     assert [row["contender"] for row in report["rows"]] == names + later
     results = {row["contender"]: row["result"] for row in report["measured"]}
     assert list(results) == names + later
