@@ -6,6 +6,7 @@
 #   NNODES         nodes, "4" or elastic "2:4"; with RDZV_ENDPOINT=host:port and the same RDZV_ID
 #   MAX_RESTARTS   restarts from the newest checkpoint after a rank has died (default 0; elastic 10)
 #   GRACE          seconds that ranks have to save and end after SIGTERM, SIGUSR1, Ctrl-C (600)
+#   TORCHINDUCTOR_CACHE_DIR   where compiled code is kept (~/.cache/titan_dit/inductor)
 #   STOPPED_CODE   exit code when they did, with steps left (0); Ctrl-C's is 130
 # docs/launching.md: several nodes, Slurm, Kubernetes.
 set -euo pipefail
@@ -30,8 +31,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ngpu ? cores / ngpu : 1))}
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 # What torch.compile has compiled serves the next launch too, if the machine keeps the folder.
-if [ -n "${HOME:-}" ] && [ -w "$HOME" ]; then
-    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/titan_dit/inductor}
+caches=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}}
+if [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ] && [ -n "$caches" ] && mkdir -p "$caches/titan_dit" 2>/dev/null; then
+    export TORCHINDUCTOR_CACHE_DIR=$caches/titan_dit/inductor
 fi
 
 meeting=(--standalone) restarts=0

@@ -5,13 +5,15 @@ first time is as cold as the machine is; `--drop-caches` (root) makes every time
 
 `--compile [--size S/2]`: from the start of a process to the end of its first step in fp32, with our
 blocks compiled into an empty cache, once more with that cache, and beside it with the same model
-compiled as a whole into an empty cache. "compiling": less an eager process and one step.
+compiled as a whole into an empty cache; `--times` of each. "compiling": less what an eager process
+takes to the end of its first step.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,16 +58,19 @@ def command_rows(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def compile_rows(options: argparse.Namespace) -> list[dict[str, object]]:
-    """One row for every way to compile, each in a process of its own."""
-    rows: list[dict[str, object]] = []
-    seconds: dict[str, float] = {}
+    """One row for every way to compile, each in processes of its own: medians over `--times`."""
+    seconds: dict[str, list[float]] = {name: [] for name in CASES}
     shape = ["--size", options.size, "--batch", str(options.batch)]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, how in CASES.items():
-            command = [sys.executable, __file__, "--first-step", how, *shape]
-            seconds[name] = seconds_to_first_step(command, f"{folder}/{how}")
-    for name, spent in seconds.items():
-        compiling, whole = (seconds[n] - seconds["eager"] for n in (name, "whole"))
+    command = [sys.executable, __file__, *shape, "--first-step"]
+    seconds_to_first_step([*command, "eager"])  # It reads torch's libraries from the disk.
+    for _ in range(options.times):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, how in CASES.items():
+                seconds[name].append(seconds_to_first_step([*command, how], f"{folder}/{how}"))
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    rows: list[dict[str, object]] = []
+    for name, spent in medians.items():
+        compiling, whole = (medians[n] - medians["eager"] for n in (name, "whole"))
         rows.append(
             {
                 "compiled": name,

@@ -88,7 +88,10 @@ def test_the_readme_links_to_files_that_exist():
 
 def test_nothing_is_left_to_be_filled_in():
     for page in ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS)):
-        assert not re.search(r"@@|TODO|FIXME|TBD", (ROOT / page).read_text()), page
+        assert not re.search(
+            r"@@|TODO|FIXME|TBD|\b[A-Z]+_(TABLE|COMMIT|START)\b|MODULATION",
+            (ROOT / page).read_text(),
+        ), page
 
 
 def test_the_readme_maps_every_package():

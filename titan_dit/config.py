@@ -117,7 +117,8 @@ class PrecisionConfig(Section):
     dtype: Literal["fp64", "fp32", "bf16"] = "bf16"
     """Format of activations and matrix products. fp64 is for comparing layouts."""
     attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
-    """Which kernel computes attention; auto leaves it to torch. flash3 and flash4 need packages of
+    """Which kernel computes attention; auto leaves it to torch, but for few tokens in compiled bf16
+    on a CPU. flash3 and flash4 need packages of
     their own. One that cannot run the model is refused before the first step."""
     float8: Literal[
         "off",
@@ -150,9 +151,9 @@ class CompileConfig(Section):
     enabled: bool = False
     """Compile each block once (one graph serves all blocks)."""
     ends: bool = False
-    """Compile embed and head too: two graphs more, so the first step comes later."""
+    """With `enabled`, compile embed and head too: two graphs more before the first step ends."""
     cuda_graphs: bool = False
-    """Replay what is compiled as CUDA graphs: for small models on one GPU, whose steps wait for the
+    """With `enabled`, replay what is compiled as CUDA graphs: for small models on one GPU, whose steps wait for the
     host. One microbatch a step."""
 
 
