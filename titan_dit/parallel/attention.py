@@ -1,8 +1,9 @@
 """Which of torch's kernels computes attention: [precision] attention. "auto" leaves it to torch.
 
-For few tokens in compiled bf16 on a CPU "auto" is short_attention.py. The choice holds for the model's
-own layers and nothing else in the process, and becomes a part of what is compiled. The ring of context parallelism calls kernels by name (attention_kernels.py); the
-same key chooses among them. The only file that calls torch.nn.attention, which may still change.
+For few tokens in compiled bf16 on a CPU "auto" is short_attention.py. The choice holds for the
+model's own layers and nothing else in the process, and becomes a part of what is compiled. The ring
+of context parallelism calls kernels by name (attention_kernels.py); the same key chooses among them.
+The only file that calls torch.nn.attention, which may still change.
 """
 
 from __future__ import annotations
