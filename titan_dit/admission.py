@@ -11,6 +11,7 @@ from titan_dit.data.base import Source
 from titan_dit.data.units import scale_hint
 from titan_dit.evaluation.generate import check_drawing
 from titan_dit.observe.metrics import check_installed
+from titan_dit.observe.profile import check_ranks
 from titan_dit.parallel.float8_checks import check_device
 from titan_dit.parallel.mesh import AxisSizes, solve
 from titan_dit.parallel.runtime import World
@@ -26,6 +27,8 @@ def admit(config: JobConfig[Any, Any, Any], world: World) -> AxisSizes:
     following = world.gather(resume.has_begun(config.job, config.checkpoint))[0]
     sizes = solve(config.parallel, world.size, following)
     check_layout(config, sizes, following)
+    if not following:  # A run that comes back on fewer ranks goes on without them.
+        check_ranks(config.profile, world.size)
     check_device(config.precision, config.parallel.async_tp, world.device)
     sampling = config.sampling
     check_drawing(

@@ -153,8 +153,8 @@ class CompileConfig(Section):
     ends: bool = False
     """With `enabled`, compile embed and head too: two graphs more before the first step ends."""
     cuda_graphs: bool = False
-    """With `enabled`, replay what is compiled as CUDA graphs: for small models on one GPU, whose steps wait for the
-    host. One microbatch a step."""
+    """With `enabled`, replay what is compiled as CUDA graphs: for small models on one GPU, whose
+    steps wait for the host. One microbatch a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

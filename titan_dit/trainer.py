@@ -65,7 +65,7 @@ class Trainer:
         self.mesh = Mesh(sizes, world.device.type)
         built = build(config, self.mesh, catalog.tensor_plan(config.model.name), world.device)
         self.executor, self.parameters = built.executor, built.parameters
-        self.num_parameters = built.num_parameters
+        self.num_parameters, self.notes = built.num_parameters, built.notes
         self.work = Work.of(config, built.flops_per_sample, world.size, world.device)
 
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
@@ -80,9 +80,7 @@ class Trainer:
         self.meter, self.recompiles = Meter(), Recompiles()
         self.collector = Collector(config.training.gc_every)
         self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
-        self.profile = Profile(
-            config.profile, self.folder / "profile", world.rank, world.size, world.device
-        )
+        self.profile = Profile(config.profile, self.folder / "profile", world.rank, world.device)
         self.sample_log: SampleLog | None = None
 
     def fit(self) -> int:
@@ -130,10 +128,10 @@ class Trainer:
             self.tell_of_saves()
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
-        self.write_profile(stopped=True)
         if self.step < config.training.steps:
             self.stop_early(stop, begun_at)
         else:
+            self.write_profile(stopped=True)
             self.finish_saves()
             self.say(f"done: step {self.step}, everything is in {self.folder}")
 
@@ -146,6 +144,7 @@ class Trainer:
             self.go_back()
         elif every and self.step >= begun_at and not self.due(every):
             self.save()
+        self.write_profile(stopped=True)
         self.finish_saves()
         leave({"stopped": stop.reason.name, "step": self.step})
         end = "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
@@ -257,9 +256,9 @@ class Trainer:
         """Write the profile if its steps are over, all ranks waiting for those that write."""
         if self.profile.is_over(stopped=stopped):
             with self.watchdog.slow("profiling"), self.meter.paused():
-                lines = self.profile.write()
+                with self.journal.sparing("the profile"):
+                    self.say(*self.profile.write())
                 self.world.gather(None)
-            self.say(*lines)
         elif stopped and (missed := self.profile.missed()):
             self.say(missed)
 
@@ -345,4 +344,4 @@ class Trainer:
         sizes = console.Sizes(self.num_parameters, flops, len(self.source), facts.num_classes)
         self.say(*console.beginning(config, VERSIONS, where, sizes, self.step, self.folder))
         if self.world.is_main:
-            self.say(*hints(config, self.source, device, flops))
+            self.say(*self.notes, *hints(config, self.source, device, flops))

@@ -57,6 +57,17 @@ def all_layouts(world, folder):
     return found, moved(world, folder), fresh_scales(world)
 
 
+def first_hook(world):
+    """What runs before a forward of the model, FSDP's own hook included."""
+    model = trainer_with(world, "tensorwise", layout={"dp_shard": 2}).executor.model
+    return next(iter(model._forward_pre_hooks.values())).__qualname__
+
+
+def test_scales_are_launched_before_fsdp_lets_its_streams_wait():
+    for name in on_ranks(2, first_hook):
+        assert name.startswith("scale_before_gathers")
+
+
 def moved(world, folder):
     """Two steps in one precision and layout, saved; loaded in another, and two more steps."""
     sides = {"float8": ("tensorwise", {"dp_shard": 2}), "fp32": ("off", {"tp": 2})}

@@ -10,7 +10,7 @@ from commands import train
 from PIL import Image
 
 from titan_dit.config import ProfileConfig
-from titan_dit.observe.profile import Profile
+from titan_dit.observe.profile import Profile, check_ranks
 from titan_dit.observe.profile_summary import MARK, summarize
 from titan_dit.section import UserError
 
@@ -63,7 +63,7 @@ def test_a_run_writes_its_profile(ranks, tmp_path):
 
 def profile_steps(folder, config, steps, work=lambda: None):
     """What a trainer does with a `Profile`; the profile, and where it was said to be over."""
-    profile, over = Profile(config, folder, 0, 1, CPU), []
+    profile, over = Profile(config, folder, 0, CPU), []
     for step in range(11, 11 + steps):
         profile.begin(step)
         with profile.mark("data wait"):
@@ -115,7 +115,7 @@ def test_a_launch_that_ends_early_writes_what_it_has(tmp_path):
 
 
 def test_steps_that_are_done_anew_count_as_often_as_they_are_done(tmp_path):
-    profile = Profile(ProfileConfig(enabled=True, start=1, steps=3), tmp_path, 0, 1, CPU)
+    profile = Profile(ProfileConfig(enabled=True, start=1, steps=3), tmp_path, 0, CPU)
     for step in (8, 6, 7):  # back to a checkpoint
         profile.begin(step)
         time.sleep(0.01)
@@ -144,9 +144,9 @@ def test_disabled_it_does_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "words"), [(1, "1 rank was started. Name rank 0"), (2, "2 ranks were started. Name")]
 )
-def test_ranks_that_were_not_started_are_refused(ranks, words, tmp_path):
+def test_ranks_that_were_not_started_are_refused(ranks, words):
     with pytest.raises(UserError, match=rf"\[profile\] ranks=\[0, 2\], but {words}"):
-        Profile(ProfileConfig(enabled=True, ranks=(0, 2)), tmp_path, 0, ranks, CPU)
+        check_ranks(ProfileConfig(enabled=True, ranks=(0, 2)), ranks)
 
 
 @pytest.mark.gpu
@@ -154,7 +154,7 @@ def test_ranks_that_were_not_started_are_refused(ranks, words, tmp_path):
 def test_kernels_and_memory_of_a_gpu(tmp_path):
     device = torch.device("cuda")
     a = torch.randn(2048, 2048, device=device)
-    profile = Profile(ProfileConfig(enabled=True, start=2, memory=True), tmp_path, 0, 1, device)
+    profile = Profile(ProfileConfig(enabled=True, start=2, memory=True), tmp_path, 0, device)
     for step in (1, 2, 3, 4):
         profile.begin(step)
         with profile.mark("optimizer"):

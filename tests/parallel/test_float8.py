@@ -1,5 +1,6 @@
 """float8 in one process: which layers, under which names, with what styles; nothing to be seen."""
 
+import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_dit.config import PrecisionConfig
 from titan_dit.dry_run.rehearse import fake_world
 from titan_dit.models.linear import Linear
 from titan_dit.parallel import float8, runtime, tensor
@@ -62,11 +64,16 @@ def test_a_layer_that_the_tensor_cores_cannot_multiply_stays():
 
 
 def test_auto_leaves_small_layers_and_says_so_if_none_is_left(monkeypatch):
-    with pytest.raises(UserError, match=r'would not make .* faster.* Set float8_layers = "all"'):
-        converted("tensorwise")
+    model, _ = converted("tensorwise")
+    assert not float8_layers(model)
+    [line] = float8.account([model], PrecisionConfig(float8="tensorwise"))
+    assert re.match(r"float8  tensorwise in 0 of 12 .*no other would be faster", line)
     monkeypatch.setattr(float8, "gains", lambda shape, *_: shape.outputs == 96)
     model, _ = converted("tensorwise")
     assert float8_layers(model) == {f"blocks.{i}.attn.qkv" for i in range(3)}
+    [line] = float8.account([model], PrecisionConfig(float8="tensorwise"))
+    assert line == "float8  tensorwise in 3 of 12 block linears of this rank"
+    assert float8.account([model], PrecisionConfig()) == []
 
 
 def test_weights_that_do_not_divide_over_the_ranks_are_gathered_as_they_are():

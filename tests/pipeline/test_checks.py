@@ -60,7 +60,7 @@ REFUSED = {
         {},
         {"compile": {"enabled": True, "cuda_graphs": True}, "training": {"microbatch_size": 4}},
         {},
-        r"has 4 on each rank. Set cuda_graphs = false, or \[training\] microbatch_size = 16",
+        r"a step has 4. Set cuda_graphs = false, or \[training\] microbatch_size = 16",
     ),
     "resharded": (
         {"pp": 2},

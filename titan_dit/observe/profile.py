@@ -16,6 +16,17 @@ from titan_dit.observe.profile_summary import MARK, STEPS, summarize
 from titan_dit.section import UserError
 
 
+def check_ranks(config: ProfileConfig, num_ranks: int) -> None:
+    """Raise a UserError where a rank is chosen that there is not."""
+    if config.enabled and max(config.ranks, default=0) >= num_ranks:
+        started, valid = "1 rank was", "rank 0"
+        if num_ranks > 1:
+            started, valid = f"{num_ranks} ranks were", f"ranks from 0 to {num_ranks - 1}"
+        raise UserError(
+            f"[profile] ranks={list(config.ranks)}, but {started} started. Name {valid}."
+        )
+
+
 class Profile:
     """Profiles [profile] steps of this launch on this rank. Disabled, it does nothing at all.
 
@@ -23,16 +34,10 @@ class Profile:
     """
 
     def __init__(
-        self, config: ProfileConfig, folder: Path, rank: int, num_ranks: int, device: torch.device
+        self, config: ProfileConfig, folder: Path, rank: int, device: torch.device
     ) -> None:
-        ranks = config.ranks or (0,)
-        if config.enabled and max(ranks) >= num_ranks:
-            started, valid = "1 rank was", "rank 0"
-            if num_ranks > 1:
-                started, valid = f"{num_ranks} ranks were", f"ranks from 0 to {num_ranks - 1}"
-            raise UserError(f"[profile] ranks={list(ranks)}, but {started} started. Name {valid}.")
         self.config, self.folder, self.rank, self.device = config, folder, rank, device
-        self.is_chosen = rank in ranks
+        self.is_chosen = rank in (config.ranks or (0,))
         self.taken = 0
         """Steps that this launch has begun."""
         self.span: tuple[int, int] | None = None

@@ -40,8 +40,7 @@ def parallelize(
         styles = float8.apply(model, styles, precision, mesh.sizes, rows, device_type)
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.tp, styles)
-        if parallel.async_tp:
-            async_tp.apply(mesh.tp)
+    async_tp.apply(mesh.tp if parallel.async_tp and mesh.sizes.tp > 1 else None)
     if short_attention.suits(device_type, precision, recompute, compilation):
         attention.apply(model, short_attention.attend)
     else:
@@ -51,3 +50,5 @@ def parallelize(
     remat.apply(model, recompute)
     compile_blocks(model, compilation)
     fsdp.shard(model, mesh.fsdp, parallel, precision)
+    if precision.float8 == "tensorwise":
+        float8.scale_before_gathers(model)

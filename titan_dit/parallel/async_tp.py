@@ -6,14 +6,19 @@ through symmetric memory, which every rank of the group can read.
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def apply(mesh: DeviceMesh) -> None:
-    """Switch it on for the compiled blocks of this process and the 1D mesh `tp`."""
+def apply(mesh: DeviceMesh | None) -> None:
+    """Switch it on for the compiled blocks of this process and the 1D mesh `tp`; off without."""
+    if mesh is None:
+        if "torch._inductor.config" in sys.modules:
+            sys.modules["torch._inductor.config"]._micro_pipeline_tp = False  # type: ignore[attr-defined]
+        return
     import torch._inductor.config as inductor
 
     inductor._micro_pipeline_tp = True

@@ -2,8 +2,8 @@
 
 For few tokens in compiled bf16 on a CPU "auto" is short_attention.py. The choice holds for the
 model's own layers and nothing else in the process, and becomes a part of what is compiled. The ring
-of context parallelism calls kernels by name (attention_kernels.py); the same key chooses among them.
-The only file that calls torch.nn.attention, which may still change.
+of context parallelism calls kernels by name (attention_kernels.py), by the same key. The only file
+that calls torch.nn.attention, which may still change.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def check(key: str, shape: Shape) -> None:
     Raises a UserError that gives torch's reason, and names those that would do. "auto" always does.
     """
     if key == "auto":
+        use_implementation(key)
         return
     reason = refusal(key, shape)
     if reason is None:
@@ -144,7 +145,9 @@ def refusal(key: str, shape: Shape) -> str | None:
     """
     if shape.device.type == "cpu" and key not in ("auto", "flash", "math"):
         return "a CPU has flash and math only"
-    size = (1, min(shape.tokens, PROBE_TOKENS), shape.heads, shape.head_dim)
+    # Few, but as uneven as they are: kernels differ in the lengths they take.
+    tokens = min(shape.tokens, PROBE_TOKENS + shape.tokens % PROBE_TOKENS)
+    size = (1, tokens, shape.heads, shape.head_dim)
     # As views, as the layers make them.
     q, k, v = (
         torch.zeros(size, dtype=shape.dtype, device=shape.device).transpose(1, 2).requires_grad_()
@@ -161,7 +164,7 @@ def refusal(key: str, shape: Shape) -> str | None:
                 torch.autograd.grad(attend_by(key)(q, k, v).sum(), (q, k, v))
             if shape.device.type == "cuda":
                 torch.cuda.synchronize(shape.device)
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:  # Other packages' kernels raise what they like.
             return reason_of([str(warning.message) for warning in said], str(error))
     return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -28,7 +28,7 @@ from titan_dit.models.base import Model
 from titan_dit.models.linear import Linear
 from titan_dit.parallel import transformer_engine
 from titan_dit.parallel.float8_checks import is_transformer_engine
-from titan_dit.parallel.float8_gains import Shape, gains, read_table
+from titan_dit.parallel.float8_gains import UNIT, Shape, gains, read_table
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.section import UserError, show
@@ -44,19 +44,18 @@ def apply(
 ) -> TensorPlan:
     """Convert a model on the meta device, before it is cut; returns the plan to cut it by.
 
-    `rows`: tokens of a microbatch on this rank. Raises UserError where no layer is worth it.
+    `rows`: tokens of a microbatch on this rank. Raises UserError where no layer can be converted;
+    where none would be faster none is, see `account`.
     """
     layers = linears(model, plan, sizes, rows)
     chosen = {name: shape for name, shape in layers.items() if suits(shape, precision, device_type)}
-    if layers and not chosen:
+    if layers and not any(shape.fits for shape in layers.values()):
         shapes = sorted({(s.rows, s.inputs, s.outputs) for s in layers.values()})
-        able = any(shape.fits for shape in layers.values())
-        fix = 'float8_layers = "all" or ' if able and precision.float8_layers == "auto" else ""
         raise UserError(
-            f"[precision] float8={show(precision.float8)} would not make a layer of this model "
-            f"faster: (tokens of a microbatch, inputs, outputs) on a rank are "
-            f"{', '.join(map(str, shapes))}. Set {fix}"
-            'float8 = "off", or a larger [training] microbatch_size.'
+            f"[precision] float8={show(precision.float8)} takes products of multiples of {UNIT}, "
+            "but (tokens of a microbatch, inputs, outputs) on a rank are "
+            f"{', '.join(map(str, shapes))}. Set float8 = "
+            '"off", or another [training] microbatch_size.'
         )
     if is_transformer_engine(precision.float8):
         transformer_engine.convert(model, chosen.keys(), precision.float8)
@@ -115,11 +114,36 @@ def convert(
     if gathered is not plain:
         # Of a mesh with tp, torch says that it reduces the largest values over two axes in turn.
         logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_no_word_of_max)
-        # Weights change between forward passes in many ways: a step, a checkpoint, an average
-        # that is swapped in. A scale from before would cut off what has grown since.
+
+
+def scale_before_gathers(model: nn.Module) -> None:
+    """Compute the scales of what FSDP gathers in float8 anew before every forward; after FSDP.
+
+    Weights change between forward passes in many ways: a step, a checkpoint, an average that is
+    swapped in. A scale from before would cut off what has grown since. First of all hooks: FSDP's
+    own lets its stream, on which weights are cast, wait for what was launched by then.
+    """
+    torchao, kind = load_torchao(), float8_linear()
+    if any(
+        isinstance(layer, kind) and layer.config.enable_fsdp_float8_all_gather
+        for layer in model.modules()
+    ):
         model.register_forward_pre_hook(
-            lambda module, _: torchao.precompute_float8_dynamic_scale_for_fsdp(module)
+            lambda module, _: torchao.precompute_float8_dynamic_scale_for_fsdp(module),
+            prepend=True,
         )
+
+
+def account(parts: Iterable[nn.Module], precision: PrecisionConfig) -> list[str]:
+    """A line about how many layers of these multiply in torchao's float8, if that is asked for."""
+    if precision.float8 == "off" or is_transformer_engine(precision.float8):
+        return []
+    kind = float8_linear()
+    layers = [layer for part in parts for layer in part.modules()]
+    number = sum(isinstance(layer, kind) for layer in layers)
+    total = number + sum(isinstance(layer, Linear) for layer in layers)
+    why = "" if number else ': no other would be faster (float8_layers = "all" takes all that fit)'
+    return [f"float8  {precision.float8} in {number} of {total} block linears of this rank{why}"]
 
 
 def is_no_word_of_max(record: logging.LogRecord) -> bool:
@@ -137,12 +161,12 @@ def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str
 
     A gather is replaced where every column-parallel layer behind it is a float8 one.
     """
-    load_torchao()
-    from torchao.float8 import float8_linear, float8_tensor_parallel
+    kind = float8_linear()
+    from torchao.float8 import float8_tensor_parallel
 
     block = next(iter(model.blocks.values()))
     layers = {
-        name: isinstance(layer, float8_linear.Float8Linear)
+        name: isinstance(layer, kind)
         for name, layer in block.named_modules()
         if name in styles
     }
@@ -166,6 +190,14 @@ def gathered_from(style: PrepareModuleInput) -> Any:
     """How the first input lies before it is gathered."""
     layouts = style.input_layouts
     return layouts[0] if isinstance(layouts, tuple) else layouts
+
+
+def float8_linear() -> Any:
+    """The class of torchao's layers."""
+    load_torchao()
+    from torchao.float8.float8_linear import Float8Linear
+
+    return Float8Linear
 
 
 def load_torchao() -> ModuleType:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from titan_dit.config import JobConfig, PrecisionConfig
+from titan_dit.parallel import attention
+from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.section import UserError, show
 
@@ -39,6 +41,11 @@ def check(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
         raise UserError(
             f'[precision] dtype="fp64" is for comparing layouts, float8={show(precision.float8)} '
             'rounds to 3 bits. Set float8 = "off" or dtype = "bf16".'
+        )
+    if precision.dtype == "fp32" and "rowwise" in precision.float8 and not precision.float8_emulate:
+        raise UserError(
+            f"[precision] float8={show(precision.float8)} gives its products in bf16, and dtype is "
+            '"fp32". Set dtype = "bf16" or float8 = "tensorwise".'
         )
     if is_transformer_engine(precision.float8):
         check_transformer_engine(config, sizes)
@@ -120,8 +127,13 @@ def nearest_to(precision: PrecisionConfig, device: torch.device) -> PrecisionCon
     """The precision of a run as this device can play it again, on any number of rows.
 
     Emulated where it cannot multiply in float8; without float8 if it cannot be emulated either.
+    Attention by torch's choice where it lacks the kernel.
     """
     every = replace(precision, float8_layers="all")
+    probe = attention.Shape(1, 64, 64, DTYPES[precision.dtype], device)
+    if precision.attention != "auto" and attention.refusal(precision.attention, probe):
+        attention.use_implementation("auto")
+        every = replace(every, attention="auto")
     try:
         check_device(every, False, device)
     except UserError:

@@ -33,8 +33,9 @@ def shard(
     )
     # Between stages many microbatches are under way: gathering for each would cost too much, and
     # under a split backward torch loses gradients.
-    # One rank gathers from nobody: it would make the same copy of its weights twice.
-    keeps = parallel.pp > 1 or (mesh.size() == 1 and parallel.reshard_after_forward == "auto")
+    # A shard of its own is gathered from nobody: the same copy would be made twice.
+    alone = mesh.size(mesh.ndim - 1) == 1
+    keeps = parallel.pp > 1 or (alone and parallel.reshard_after_forward == "auto")
     reshard = False if keeps else RESHARD[parallel.reshard_after_forward]
     if precision.dtype == "fp64":
         model.double()

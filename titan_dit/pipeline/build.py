@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_dit.config import JobConfig
 from titan_dit.models.base import Model
-from titan_dit.parallel import tensor
+from titan_dit.parallel import float8, tensor
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.init import initialize
@@ -41,6 +41,8 @@ class Built:
     """Of the whole network."""
     flops_per_sample: int
     """Of the whole network, forward and backward."""
+    notes: Sequence[str]
+    """What a user had better know of how it was built."""
 
 
 def build(
@@ -52,7 +54,9 @@ def build(
     for part in parts.values():
         initialize(part, part.init_laws(), config.job.seed, device)
     parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
-    return Built(executor_of(config, mesh, parts, plan, device), parameters, count, flops)
+    executor = executor_of(config, mesh, parts, plan, device)
+    notes = float8.account(parts.values(), config.precision)
+    return Built(executor, parameters, count, flops, notes)
 
 
 def spread(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from titan_dit.config import JobConfig
@@ -100,12 +101,20 @@ def check_pipeline(
 def check_compile(config: JobConfig[Any, Any, Any], sizes: AxisSizes) -> None:
     """CUDA graphs keep the values of one forward pass."""
     settings = config.compile
+    if not (settings.enabled and settings.cuda_graphs):
+        return
+    ranks = math.prod(vars(sizes).values())
+    if ranks > 1:
+        raise UserError(
+            f"[compile] cuda_graphs=true is for one GPU, but {ranks} ranks were started. "
+            "Set cuda_graphs = false."
+        )
     passes = num_microbatches(config, sizes)
-    if settings.enabled and settings.cuda_graphs and passes > 1:
+    if passes > 1:
         raise UserError(
             f"[compile] cuda_graphs=true keeps the values of one forward pass, but a step has "
-            f"{passes} on each rank. Set cuda_graphs = false, or [training] microbatch_size = "
-            f"{microbatch_size(config, sizes) * passes} and pp = 1."
+            f"{passes}. Set cuda_graphs = false, or [training] microbatch_size = "
+            f"{config.training.global_batch_size}."
         )
 
 

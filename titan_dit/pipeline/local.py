@@ -43,6 +43,7 @@ class LocalExecutor:
         parts = []
         for first in range(0, rows, size):
             part = {name: value[first : first + size] for name, value in inputs.items()}
-            parts.append(self.model(part, static).float())
+            # A copy: what CUDA graphs give is overwritten by the next part.
+            parts.append(self.model(part, static).to(torch.float32, copy=True))
         fsdp.reshard(self.model)
         return torch.cat(parts)
