@@ -14,6 +14,7 @@ from titan_dit.models.dit import DiTConfig
 from titan_dit.section import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import collectives
 import limits
 import roofline
 from limits import Ceilings, Work
@@ -157,6 +158,60 @@ def test_a_step_waits_for_what_cannot_be_hidden_only():
         assert found == pytest.approx(tokens * elements / 400e9), method
     with pytest.raises(UserError, match=r"Say how fast its link is: --link-gbs\."):
         limits.terms_ms(sharded, Ceilings(gemm_tflops=700, copy_gb_per_s=3000))
+
+
+def test_replicas_reduce_shards_and_every_microbatch_gathers():
+    ceilings = Ceilings(gemm_tflops=700, copy_gb_per_s=3000, link_gb_per_s=50)
+    sizes = {"dp_replicate": 2, "dp_shard": 4, "cp": 2, "tp": 2}
+    work = Work(named("S/2"), 4, 8, microbatches=4, sizes=sizes)
+    # A tp rank's half of the parameters: 4 microbatches gather 7/8 of it twice in bf16 and reduce
+    # it once in fp32, and replicas reduce an eighth to all.
+    half = work.num_parameters / 2
+    sent = half * (4 * 2 * 2 + 4) * 7 / 8 + 2 * (1 / 2) * 4 * half / 8
+    assert limits.data_parallel_s(work, ceilings) == pytest.approx(sent / 50e9, rel=1e-12)
+
+
+SENDING = [
+    ("tp", "selective", {}),
+    ("tp", "full", {}),
+    ("cp", "full", {"cp_method": "ring"}),
+    ("cp", "attention", {"cp_method": "ulysses"}),
+    ("cp", "full", {"cp_method": "ulysses"}),
+]
+
+
+@pytest.mark.parametrize(("axis", "remat", "method"), SENDING)
+def test_backward_sends_again_what_the_operators_of_a_step_do(axis, remat, method):
+    """Per layer, to the byte; the rest is tested without remat in test_collectives_benchmark.py."""
+    sections = {"parallel": {axis: 4, **method}, "remat": {"mode": remat}}
+    case = collectives.Case(axis, 4, sections, "", lambda ranks: 0)
+    counted = collectives.sent(case, 2)[1] - collectives.sent(case, 1)[1]
+    shape = {"hidden": 128, "heads": 8, "patch": 2, "latent_size": 16}
+    assert (collectives.HIDDEN, collectives.LATENT) == (128, 16)
+    works = [
+        Work(config(**shape, layers=n), 1, collectives.BATCH, sizes={axis: 4}, remat=remat, **method)
+        for n in (1, 2)
+    ]
+    send = limits.tensor_parallel_s if axis == "tp" else limits.context_parallel_s
+    link = Ceilings(gemm_tflops=1, copy_gb_per_s=1, link_gb_per_s=1e-9)  # a byte takes a second
+    one, two = (send(work, link) for work in works)
+    assert two - one == pytest.approx(counted, rel=1e-12)
+
+
+def test_what_is_sent_again_by_hand():
+    """The modes that no case above counts send as `none` does."""
+    link = Ceilings(gemm_tflops=1, copy_gb_per_s=1, link_gb_per_s=1e-9)
+
+    def sent(send, remat, **layout):
+        sizes = {"tp": 4} if send is limits.tensor_parallel_s else {"cp": 4}
+        return send(Work(config(), 1, 8, remat=remat, sizes=sizes, **layout), link)
+
+    tensor, context = limits.tensor_parallel_s, limits.context_parallel_s
+    assert sent(tensor, "attention") == sent(tensor, "none")
+    for method in ("ring", "ulysses"):
+        kept = sent(context, "none", cp_method=method)
+        assert sent(context, "selective", cp_method=method) == kept
+    assert sent(context, "attention") == sent(context, "full") > sent(context, "none")
 
 
 GPU = {
