@@ -21,6 +21,7 @@ from limits import Ceilings, Work
 
 FLOPS_ONLY = Ceilings(gemm_tflops=1e-12, copy_gb_per_s=1e30)  # a FLOP takes a second
 BYTES_ONLY = Ceilings(gemm_tflops=1e30, copy_gb_per_s=1e-9)  # a byte takes a second
+SENT_BYTES = Ceilings(gemm_tflops=1, copy_gb_per_s=1, link_gb_per_s=1e-9)  # one sent, too
 
 
 def config(**changes):
@@ -180,31 +181,40 @@ SENDING = [
 ]
 
 
-@pytest.mark.parametrize(("axis", "remat", "method"), SENDING)
-def test_backward_sends_again_what_the_operators_of_a_step_do(axis, remat, method):
-    """Per layer, to the byte; the rest is tested without remat in test_collectives_benchmark.py."""
-    sections = {"parallel": {axis: 4, **method}, "remat": {"mode": remat}}
-    case = collectives.Case(axis, 4, sections, "", lambda ranks: 0)
-    counted = collectives.sent(case, 2)[1] - collectives.sent(case, 1)[1]
-    shape = {"hidden": 128, "heads": 8, "patch": 2, "latent_size": 16}
-    assert (collectives.HIDDEN, collectives.LATENT) == (128, 16)
-    works = [
-        Work(config(**shape, layers=n), 1, collectives.BATCH, sizes={axis: 4}, remat=remat, **method)
-        for n in (1, 2)
-    ]
-    send = limits.tensor_parallel_s if axis == "tp" else limits.context_parallel_s
-    link = Ceilings(gemm_tflops=1, copy_gb_per_s=1, link_gb_per_s=1e-9)  # a byte takes a second
-    one, two = (send(work, link) for work in works)
-    assert two - one == pytest.approx(counted, rel=1e-12)
+COUNT = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from collectives import Case, sent
+found = []
+for axis, mode, method in json.loads(sys.argv[1]):
+    sections = {{"parallel": {{axis: 4, **method}}, "remat": {{"mode": mode}}}}
+    case = Case(axis, 4, sections, "", float)
+    # Under tp the ends of the network send, too.
+    found.append(sent(case, 2)[1] - sent(case, 1)[1] if axis == "tp" else sent(case, 1)[1])
+print(json.dumps(found))
+"""
+
+
+def test_backward_sends_again_what_the_operators_of_a_step_do(tmp_path):
+    """Per layer, to the byte; test_collectives_benchmark.py counts without remat."""
+    # A process of its own: under tp shapes are not those that the tests check.
+    done = run([sys.executable, "-c", COUNT, json.dumps(SENDING)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for (axis, remat, method), counted in zip(SENDING, json.loads(done.stdout), strict=True):
+        layout = {"sizes": {axis: 4}, "remat": remat, **method}
+        send = limits.tensor_parallel_s if axis == "tp" else limits.context_parallel_s
+        shape = {"hidden": collectives.HIDDEN, "heads": collectives.HEADS}
+        shape |= {"latent_size": collectives.LATENT, "layers": 1}
+        work = Work(config(**shape), 1, collectives.BATCH, **layout)
+        assert send(work, SENT_BYTES) == pytest.approx(counted, rel=1e-12), (axis, remat, method)
 
 
 def test_what_is_sent_again_by_hand():
     """The modes that no case above counts send as `none` does."""
-    link = Ceilings(gemm_tflops=1, copy_gb_per_s=1, link_gb_per_s=1e-9)
 
     def sent(send, remat, **layout):
         sizes = {"tp": 4} if send is limits.tensor_parallel_s else {"cp": 4}
-        return send(Work(config(), 1, 8, remat=remat, sizes=sizes, **layout), link)
+        return send(Work(config(), 1, 8, remat=remat, sizes=sizes, **layout), SENT_BYTES)
 
     tensor, context = limits.tensor_parallel_s, limits.context_parallel_s
     assert sent(tensor, "attention") == sent(tensor, "none")
@@ -215,13 +225,17 @@ def test_what_is_sent_again_by_hand():
 
 
 GPU = {
-    "benchmark": "gpu DiT-XL/2 bf16 ddpm",
+    "benchmark": "gpu bf16 ddpm",
+    "objective": "ddpm",
     "device": "a device that does not exist",
     "ceilings": {"peak_tflops": 1000.0, "gemm_tflops": 500.0, "copy_gb_per_s": 2000.0},
     "rows": [
-        {"tokens": 256, "batch": 32, "contender": "plain", "ms per step": "1000.0"},
-        {"tokens": 256, "batch": 32, "contender": "ours_compiled", "ms per step": "100.0"},
-        {"tokens": 1024, "batch": 64, "contender": "ours", "ms per step": "out of memory"},
+        {"model": "XL/2", "tokens": tokens, "batch": batch, "contender": name, "ms per step": said}
+        for tokens, batch, name, said in [
+            (256, 32, "plain", "1000.0"),
+            (256, 32, "ours_compiled", "100.0"),
+            (1024, 64, "ours", "out of memory"),
+        ]
     ],
 }
 
@@ -300,8 +314,29 @@ def test_ceilings_must_come_from_somewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["roofline.py", "--size", "XL/2", "--gemm-tflops", "700"])
     with pytest.raises(UserError, match=r"No ceilings\. Give --gpu gpu\.json, or --gemm"):
         roofline.main()
-    toy = tmp_path / "toy.json"
-    toy.write_text(json.dumps(GPU | {"benchmark": "gpu DiT-toy bf16 ddpm"}))
-    monkeypatch.setattr(sys, "argv", ["roofline.py", "--gpu", str(toy)])
-    with pytest.raises(UserError, match=r"is not what benchmarks/gpu\.py --out writes"):
-        roofline.main()
+    other = tmp_path / "other.json"
+    for wrong in ({"rows": []}, GPU | {"rows": [{"tokens": 256}]}):
+        other.write_text(json.dumps(wrong))
+        monkeypatch.setattr(sys, "argv", ["roofline.py", "--gpu", str(other)])
+        with pytest.raises(UserError, match=r"is not what benchmarks/gpu\.py --out writes"):
+            roofline.main()
+
+
+def asked(monkeypatch, *flags):
+    """The works of flags beside a gpu.json."""
+    monkeypatch.setattr(sys, "argv", ["roofline.py", *flags])
+    return [work for *_, work in roofline.works(roofline.parse(), GPU)]
+
+
+def test_cells_are_those_of_gpu_py(monkeypatch):
+    cells = ["--cells", "64:8", "S/2:32:4", "7B/2x8:32:1"]
+    works = asked(monkeypatch, "--size", "XL/2", *cells)
+    shapes = [work.config.shape for work in works]
+    assert shapes == [(1152, 28, 16, 2), (384, 12, 6, 2), (4096, 8, 32, 2)]
+    assert [(work.config.latent_size, work.batch) for work in works] == [(64, 8), (32, 4), (32, 1)]
+    four = ["--hidden", "64", "--layers", "2", "--heads", "4", "--patch", "4"]
+    assert asked(monkeypatch, *four, "--cells", "32:2")[0].config.shape == (64, 2, 4, 4)
+    with pytest.raises(UserError, match=r"--cells 64:8 names no model\. Give --size XL/2, or"):
+        asked(monkeypatch, "--cells", "64:8")
+    with pytest.raises(UserError, match="--cells 64 is no latent size:batch, such as 32:256, nor"):
+        asked(monkeypatch, "--cells", "64")

@@ -90,7 +90,9 @@ def test_balance_is_that_of_the_device_by_name(device, tflops, terabytes):
     assert balance(device) == pytest.approx(tflops / terabytes)
 
 
-@pytest.mark.parametrize("device", ["", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H20", "H1000"])
+@pytest.mark.parametrize(
+    "device", ["", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H20", "H1000"]
+)
 def test_a_name_that_holds_that_of_another_device_is_not_known(device):
     assert balance(device) == UNKNOWN_BALANCE == pytest.approx(989 / 3.35)
 
