@@ -206,7 +206,7 @@ def data_parallel_s(work: Work, ceilings: Ceilings) -> float:
 
 
 SENT_AGAIN = {
-    # tokens, vectors of tp; keys and values of the ring; tensors of Ulysses
+    # tp: tokens, vectors; cp: the ring's keys and values, Ulysses' tensors
     "none": (0, 0, 0, 0),
     "attention": (0, 0, 2, 3),
     "selective": (2, 1, 0, 0),
