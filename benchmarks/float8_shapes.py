@@ -1,33 +1,44 @@
 """Which linear layers float8 makes faster: `python benchmarks/float8_shapes.py --write`.
 
 Forward and backward of one compiled bf16 layer (M tokens, K inputs, N outputs) and of the same in
-float8, by the device's own clock, in turn; medians. `--write` puts the rows of this device into
-titan_dit/parallel/float8_shapes.json, in the place of those it had; `[precision] float8_layers =
-"auto"` asks that table first. Beside each ratio stands what the roofline says without it.
+float8, by the device's own clock and with a full queue, in turn; medians. `--write` puts each row,
+as soon as it is measured, into titan_dit/parallel/float8_shapes.json, in the place of that of the
+same device, recipe and shape; `[precision] float8_layers = "auto"` asks that table first. Beside
+each ratio stands what the roofline says without it. A shape that does not fit is passed over.
 Needs a GPU with float8; `--emulate` tries every line anywhere, and its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import finish
+from gpu_queue import attempt
+from meter import meter_of
+from report import finish, place
+from report import write as write_json
 from torch import nn
 
 from titan_dit.config import PrecisionConfig
+from titan_dit.failure import guarded
 from titan_dit.models.dit import SIZES
 from titan_dit.parallel import float8
 from titan_dit.parallel.float8_checks import check_device
 from titan_dit.parallel.float8_gains import TABLE, Shape, gains
+from titan_dit.section import UserError
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+NAME = "float8 shapes"
+KEY = ("device", "recipe", "M", "K", "N")
+"""Of a row of the table."""
 
 
 def shapes_of(sizes: list[str], rows: list[int]) -> list[Shape]:
@@ -61,74 +72,105 @@ def step_of(shape: Shape, recipe: str, device: torch.device, emulate: bool) -> C
     return step
 
 
-def milliseconds(step: Callable[[], None], device: torch.device) -> float:
-    """One call, by the device's clock where it has one."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        step()
-        return (time.perf_counter() - began) * 1e3
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
 def measure(
     shape: Shape, recipe: str, device: torch.device, emulate: bool, turns: int
 ) -> tuple[float, float]:
-    """Median milliseconds in bf16 and in float8, taken in turn after three turns to warm up."""
+    """Median milliseconds in bf16 and in float8, taken in turn after two turns to warm up."""
+    meter = meter_of(device)
     steps = [step_of(shape, kind, device, emulate) for kind in ("bf16", recipe)]
-    taken: list[list[float]] = [[], []]
-    for turn in range(turns + 3):
-        for times, step in zip(taken, steps, strict=True):
-            spent = milliseconds(step, device)
-            if turn >= 3:
-                times.append(spent)
-    torch._dynamo.reset()
+    taken: tuple[list[float], list[float]] = ([], [])
+    for turn in range(turns + 2):
+        # Each goes first equally often.
+        for which in (turn % 2, 1 - turn % 2):
+            spent = meter.call_ms(steps[which])
+            if turn >= 2:
+                taken[which].append(spent)
     return statistics.median(taken[0]), statistics.median(taken[1])
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Put the rows of their device in the place of those that the table had."""
-    device = rows[0]["device"]
-    kept = [row for row in json.loads(path.read_text())["rows"] if row["device"] != device]
-    path.write_text(json.dumps({"rows": kept + rows}, indent=1) + "\n")
+    """Put rows in the place of those of the same device, recipe and shape, behind all others."""
+    table = json.loads(path.read_text())["rows"] + rows
+    latest = {tuple(row[key] for key in KEY): row for row in table}
+    draft = path.with_name(path.name + ".part")
+    lines = ",\n".join(json.dumps(row) for row in latest.values())
+    draft.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    draft.replace(path)
 
 
-def main() -> None:
-    """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", default=["B", "L", "XL", "3B", "7B"], choices=SIZES)
     parser.add_argument("--rows", nargs="+", type=int, default=[4096, 16384, 65536])
     parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--emulate", action="store_true")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--out")
-    options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    parser.add_argument("--out", help="JSON")
+    return parser.parse_args()
+
+
+def check(options: argparse.Namespace, device: torch.device) -> None:
+    """Refuse what cannot be measured before anything is."""
     if options.write and options.emulate:
-        raise SystemExit("--write: the figures of --emulate mean nothing.")
-    table, shown = [], []
+        raise UserError("--write: the figures of --emulate mean nothing. Leave one of them out.")
     for recipe in options.recipes:
         precision = PrecisionConfig(float8=recipe, float8_emulate=options.emulate)
         check_device(precision, False, device)
-        for shape in shapes_of(options.sizes, options.rows):
-            bf16, fast = measure(shape, recipe, device, options.emulate, options.turns)
-            sizes = {"M": shape.rows, "K": shape.inputs, "N": shape.outputs}
-            row = {"device": name, "recipe": recipe, **sizes}
-            table.append(row | {"bf16_ms": round(bf16, 4), "float8_ms": round(fast, 4)})
-            expected = "gain" if gains(shape, recipe, name, []) else "loss"
-            ratio = {"float8 / bf16": f"{fast / bf16:.3f}", "roofline": expected}
-            shown.append({"recipe": recipe, **sizes, "bf16 ms": f"{bf16:.3f}", **ratio})
-    finish("float8 shapes", shown, options.out)
+
+
+def main() -> int:
+    """Measure and report, shape by shape: what is there stays, whatever comes of the next."""
+    options = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check(options, device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    # Asked before the first row is written, which changes the checkout.
+    where = {key: place()[key] for key in ("date", "commit", "torch")} | {"torchao": version()}
+    meter, shown = meter_of(device), []
+    wanted = itertools.product(options.recipes, shapes_of(options.sizes, options.rows))
+    for recipe, shape in wanted:
+        take = partial(times, shape, recipe, device, options.emulate, options.turns)
+        row = attempt(take, meter)
+        sizes = {"M": shape.rows, "K": shape.inputs, "N": shape.outputs}
+        if options.write and row["result"] == "measured":
+            both = {key: round(row[key], 4) for key in ("bf16_ms", "float8_ms")}
+            write([{"device": name, "recipe": recipe, **sizes, **both, **where}], TABLE)
+        expected = "gain" if gains(shape, recipe, name, []) else "loss"
+        shown.append({"recipe": recipe, **sizes, **cells(row), "roofline": expected})
+        print(json.dumps(shown[-1]), flush=True)
+        if options.out:
+            write_json(NAME, shown, options.out, torchao=where["torchao"])
+    finish(NAME, shown, options.out, torchao=where["torchao"])
     if options.write:
-        write(table, TABLE)
         print(f"wrote {TABLE}")
+    return int(any(row["result"].startswith("failed") for row in shown))
+
+
+def times(*what: Any) -> dict[str, float]:
+    """`measure` as part of a row."""
+    bf16, fast = measure(*what)
+    return {"bf16_ms": bf16, "float8_ms": fast}
+
+
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """What the table shows of a row, measured or not."""
+    if row["result"] != "measured":
+        return dict.fromkeys(("bf16 ms", "float8 ms", "float8 / bf16"), "-") | {
+            "result": row["result"]
+        }
+    bf16, fast = row["bf16_ms"], row["float8_ms"]
+    ratio = {"float8 / bf16": f"{fast / bf16:.3f}", "result": "measured"}
+    return {"bf16 ms": f"{bf16:.3f}", "float8 ms": f"{fast:.3f}", **ratio}
+
+
+def version() -> str:
+    """torchao's, which makes the kernels what they are as much as torch's."""
+    return importlib.metadata.version("torchao")
 
 
 if __name__ == "__main__":
-    main()
+    guarded(main)

@@ -205,11 +205,24 @@ def data_parallel_s(work: Work, ceilings: Ceilings) -> float:
     return seconds_on(ceilings.link_gb_per_s, sent, "dp")
 
 
+SENT_AGAIN = {
+    # tp: tokens, vectors; cp: the ring's keys and values, Ulysses' tensors
+    "none": (0, 0, 0, 0),
+    "attention": (0, 0, 2, 3),
+    "selective": (2, 1, 0, 0),
+    "full": (4, 1, 2, 4),
+}
+"""What backward sends again per layer (docs/remat.md): under tp times the tokens, and times the
+modulation's six vectors of a sample; keys and values on the ring; q, k, v (and the output) for
+Ulysses. Counted as benchmarks/collectives.py does, tested against it."""
+
+
 def tensor_parallel_s(work: Work, ceilings: Ceilings) -> float:
     """Those of tp, with sequence parallelism: every layer waits for them."""
     h, layers, *_ = work.config.shape
-    t = work.size("tp")
-    sent = layers * (t - 1) / t * h * (8 * work.tokens + 12 * work.batch) * BF16
+    t, (tokens, vectors, *_) = work.size("tp"), SENT_AGAIN[work.remat]
+    sent = (8 + tokens) * work.tokens + (2 + vectors) * 6 * work.batch
+    sent *= layers * (t - 1) / t * h * BF16
     return seconds_on(ceilings.inner_gb_per_s or ceilings.link_gb_per_s, sent, "tp")
 
 
@@ -217,7 +230,8 @@ def context_parallel_s(work: Work, ceilings: Ceilings) -> float:
     """Keys and values on their ring (can be hidden), or heads for tokens (cannot)."""
     h, layers, *_ = work.config.shape
     c, t = work.size("cp"), work.size("tp")
-    of_ring, of_ulysses = 4 * BF16 + 2 * FP32, 8 * BF16 / c
+    *_, ring, ulysses = SENT_AGAIN[work.remat]
+    of_ring, of_ulysses = (4 + ring) * BF16 + 2 * FP32, (8 + ulysses) * BF16 / c
     # `tokens` is a c-th of the samples' already.
     sent = layers * (c - 1) * work.tokens * h / t
     sent *= of_ring if work.cp_method == "ring" else of_ulysses

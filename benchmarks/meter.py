@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from typing import Protocol
 import torch
 
 CALLS = 10
-"""Calls of a ceiling's kernel per timed lap, so that a lap is long against the clock's ticks."""
+"""Calls per timed lap, so that a lap is long against the clock's ticks."""
+LEAD = 4096
+"""Rows and columns of the product that keeps a GPU busy while the host fills its queue."""
 
 
 class Meter(Protocol):
@@ -20,6 +23,10 @@ class Meter(Protocol):
 
     def laps_ms(self, work: Callable[[], object], times: int) -> list[float]:
         """Milliseconds of each of `times` calls, end to end: a gap in which nothing runs counts."""
+        ...
+
+    def call_ms(self, work: Callable[[], object]) -> float:
+        """Milliseconds that the device takes for one call while the host is ahead of it."""
         ...
 
     def restart_peak(self) -> None:
@@ -45,6 +52,10 @@ class HostMeter:
             work()
             ticks.append(time.perf_counter())
         return [1e3 * (end - start) for start, end in pairwise(ticks)]
+
+    def call_ms(self, work: Callable[[], object]) -> float:
+        """See `Meter`: the host is the device."""
+        return self.laps_ms(work, 1)[0]
 
     def restart_peak(self) -> None:
         """See `Meter`."""
@@ -72,6 +83,26 @@ class CudaMeter:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairwise(events)]
 
+    def call_ms(self, work: Callable[[], object]) -> float:
+        """See `Meter`: the mean of CALLS calls, behind products that last until all are queued.
+
+        On an idle queue a small call would take as long as the host needs to launch it.
+        """
+        lead = self.lead()
+        # The median: the first call may compile.
+        launching_ms = CALLS * statistics.median(HostMeter().laps_ms(work, CALLS))
+        # The first product may still load its kernel.
+        leads = math.ceil(2 * launching_ms / self.laps_ms(lead, 2)[1])
+        parts = iter([(lead, leads), (work, CALLS)])
+        return self.laps_ms(lambda: _repeat(*next(parts)), 2)[1] / CALLS
+
+    def lead(self) -> Callable[[], object]:
+        """A product that needs the device for long and the host for a moment."""
+        kind = {"device": "cuda", "dtype": torch.bfloat16}
+        a, b = (torch.randn(LEAD, LEAD, **kind) for _ in range(2))  # type: ignore[call-overload]
+        out = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=out)
+
     def restart_peak(self) -> None:
         """See `Meter`."""
         torch.cuda.reset_peak_memory_stats()
@@ -89,6 +120,11 @@ class CudaMeter:
 def meter_of(device: torch.device) -> Meter:
     """The meter of a device."""
     return CudaMeter() if device.type == "cuda" else HostMeter()
+
+
+def _repeat(work: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        work()
 
 
 def gemm_tflops(meter: Meter, device: torch.device, size: int, laps: int) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 
 from limits import Ceilings, Work, mfu, terms_ms
 from report import finish
-from shapes import shape_of
+from shapes import parse_cell, shape_of
 
 from titan_dit import catalog
 from titan_dit.failure import guarded
@@ -30,8 +30,6 @@ from titan_dit.section import UserError
 
 SHAPE = ("size", "hidden", "layers", "heads", "patch")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp")
-TITLE = r"gpu DiT-(\w+/\d) \S+ (\w+)"
-"""Of a JSON whose rows name no model: one for all."""
 
 
 def parse() -> argparse.Namespace:
@@ -48,14 +46,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, help="of the data sheet, for MFU")
     parser.add_argument("--link-gbs", type=float, help="GB/s that a rank sends along dp_*")
     parser.add_argument("--inner-gbs", type=float, help="the same along tp and cp")
-    parser.add_argument("--size", help='such as "XL/2"; or the four numbers:')
+    parser.add_argument("--size", help="model of cells that name none, XL/2; or four numbers:")
     for name in SHAPE[1:]:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--mlp-ratio", type=float, default=4.0)
     parser.add_argument("--qk-norm", action="store_true")
     parser.add_argument("--channels", type=int, default=4)
     parser.add_argument("--objective", help="rectified_flow, or ddpm, which learns sigma, too")
-    parser.add_argument("--cells", nargs="+", help="latent size:samples of a rank, such as 32:256")
+    parser.add_argument(
+        "--cells", nargs="+", help="[model:]latent size:samples of a rank, 32:256 or XL/2:64:8"
+    )
     parser.add_argument("--eager", action="store_true", help="blocks that are not compiled")
     parser.add_argument(
         "--remat", default="none", choices=["none", "attention", "selective", "full"]
@@ -77,10 +77,10 @@ def read(path: Path | None) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"--gpu {path} cannot be read as JSON: {error}") from error
-    has_models = bool(found.get("rows")) and all("model" in row for row in found["rows"])
-    if not has_models and not re.match(TITLE, found.get("benchmark", "")):
+    if "ceilings" not in found or not all("model" in row for row in found["rows"]):
         raise UserError(
-            f"--gpu {path} is not what benchmarks/gpu.py --out writes for a model of a named size."
+            f"--gpu {path} is not what benchmarks/gpu.py --out writes: it has no ceilings, or rows "
+            "that name no model."
         )
     return found
 
@@ -118,15 +118,32 @@ def attention_tflops(gpu: dict[str, Any], config: DiTConfig) -> float | None:
     return -tflops if octaves <= 1 else None
 
 
-def work_of(
-    options: argparse.Namespace, gpu: dict[str, Any], model: str | None, latent: int, batch: int
-) -> Work:
-    """A step of one cell; its model unless the flags name one."""
-    title = re.match(TITLE, gpu.get("benchmark", ""))
+def flags_shape(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The model of the flags, if they name one."""
     shape: dict[str, Any] = {name: getattr(options, name) for name in SHAPE}
-    model = model or (title[1] if title else None)
-    if model and not any(shape.values()):
-        shape = shape_of(model)
+    return shape if any(shape.values()) else None
+
+
+def cell_of(options: argparse.Namespace, text: str) -> tuple[dict[str, Any], int, int]:
+    """(model, latent size, batch): a cell's own model, or else that of the flags."""
+    model, latent, batch = parse_cell(text, "")
+    shape = shape_of(model) if model else flags_shape(options)
+    if shape is None:
+        raise UserError(
+            f"--cells {text} names no model. Give --size XL/2, or --hidden, --layers, --heads and "
+            f"--patch, or say --cells XL/2:{text}."
+        )
+    return shape, latent, batch
+
+
+def work_of(
+    options: argparse.Namespace,
+    gpu: dict[str, Any],
+    shape: dict[str, Any],
+    latent: int,
+    batch: int,
+) -> Work:
+    """A step of one cell."""
     config = DiTConfig(
         **shape,
         mlp_ratio=options.mlp_ratio,
@@ -135,8 +152,7 @@ def work_of(
         num_classes=1000,
         qk_norm=options.qk_norm,
     )
-    told = gpu.get("objective") or (title[2] if title else "rectified_flow")
-    objective = options.objective or told
+    objective = options.objective or gpu.get("objective", "rectified_flow")
     learned: Any = catalog.variant("objective", objective)()
     return Work(
         config,
@@ -157,9 +173,7 @@ def works(
     """(contender, its measured ms, its work): the cells of the flags, or the rows of gpu.py."""
     if options.cells or not gpu:
         for text in options.cells or ["32:256"]:
-            if not re.fullmatch(r"\d+:\d+", text):
-                raise UserError(f"--cells {text} is no latent size:samples, such as 32:256.")
-            yield "", None, work_of(options, gpu, None, *map(int, text.split(":")))
+            yield "", None, work_of(options, gpu, *cell_of(options, text))
         return
     for row in gpu["rows"]:
         name = row["contender"]
@@ -167,7 +181,8 @@ def works(
         if not re.fullmatch(r"[\d.]+", row["ms per step"]) or "float8" in name:
             continue
         # Any patch divides 8: the shape says which one it is.
-        work = work_of(options, gpu, row.get("model"), 8, row["batch"])
+        shape = flags_shape(options) or shape_of(row["model"])
+        work = work_of(options, gpu, shape, 8, row["batch"])
         latent = work.config.shape[3] * round(row["tokens"] ** 0.5)
         work = replace(work, config=replace(work.config, latent_size=latent))
         yield name, float(row["ms per step"]), replace(work, is_compiled="compiled" in name)

@@ -14,12 +14,14 @@ from titan_dit.models.dit import DiTConfig
 from titan_dit.section import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import collectives
 import limits
 import roofline
 from limits import Ceilings, Work
 
 FLOPS_ONLY = Ceilings(gemm_tflops=1e-12, copy_gb_per_s=1e30)  # a FLOP takes a second
 BYTES_ONLY = Ceilings(gemm_tflops=1e30, copy_gb_per_s=1e-9)  # a byte takes a second
+SENT_BYTES = Ceilings(gemm_tflops=1, copy_gb_per_s=1, link_gb_per_s=1e-9)  # one sent, too
 
 
 def config(**changes):
@@ -159,14 +161,81 @@ def test_a_step_waits_for_what_cannot_be_hidden_only():
         limits.terms_ms(sharded, Ceilings(gemm_tflops=700, copy_gb_per_s=3000))
 
 
+def test_replicas_reduce_shards_and_every_microbatch_gathers():
+    ceilings = Ceilings(gemm_tflops=700, copy_gb_per_s=3000, link_gb_per_s=50)
+    sizes = {"dp_replicate": 2, "dp_shard": 4, "cp": 2, "tp": 2}
+    work = Work(named("S/2"), 4, 8, microbatches=4, sizes=sizes)
+    # A tp rank's half of the parameters: 4 microbatches gather 7/8 of it twice in bf16 and reduce
+    # it once in fp32, and replicas reduce an eighth to all.
+    half = work.num_parameters / 2
+    sent = half * (4 * 2 * 2 + 4) * 7 / 8 + 2 * (1 / 2) * 4 * half / 8
+    assert limits.data_parallel_s(work, ceilings) == pytest.approx(sent / 50e9, rel=1e-12)
+
+
+SENDING = [
+    ("tp", "selective", {}),
+    ("tp", "full", {}),
+    ("cp", "full", {"cp_method": "ring"}),
+    ("cp", "attention", {"cp_method": "ulysses"}),
+    ("cp", "full", {"cp_method": "ulysses"}),
+]
+
+
+COUNT = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from collectives import Case, sent
+found = []
+for axis, mode, method in json.loads(sys.argv[1]):
+    sections = {{"parallel": {{axis: 4, **method}}, "remat": {{"mode": mode}}}}
+    case = Case(axis, 4, sections, "", float)
+    # Under tp the ends of the network send, too.
+    found.append(sent(case, 2)[1] - sent(case, 1)[1] if axis == "tp" else sent(case, 1)[1])
+print(json.dumps(found))
+"""
+
+
+def test_backward_sends_again_what_the_operators_of_a_step_do(tmp_path):
+    """Per layer, to the byte; test_collectives_benchmark.py counts without remat."""
+    # A process of its own: under tp shapes are not those that the tests check.
+    done = run([sys.executable, "-c", COUNT, json.dumps(SENDING)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for (axis, remat, method), counted in zip(SENDING, json.loads(done.stdout), strict=True):
+        layout = {"sizes": {axis: 4}, "remat": remat, **method}
+        send = limits.tensor_parallel_s if axis == "tp" else limits.context_parallel_s
+        shape = {"hidden": collectives.HIDDEN, "heads": collectives.HEADS}
+        shape |= {"latent_size": collectives.LATENT, "layers": 1}
+        work = Work(config(**shape), 1, collectives.BATCH, **layout)
+        assert send(work, SENT_BYTES) == pytest.approx(counted, rel=1e-12), (axis, remat, method)
+
+
+def test_what_is_sent_again_by_hand():
+    """The modes that no case above counts send as `none` does."""
+
+    def sent(send, remat, **layout):
+        sizes = {"tp": 4} if send is limits.tensor_parallel_s else {"cp": 4}
+        return send(Work(config(), 1, 8, remat=remat, sizes=sizes, **layout), SENT_BYTES)
+
+    tensor, context = limits.tensor_parallel_s, limits.context_parallel_s
+    assert sent(tensor, "attention") == sent(tensor, "none")
+    for method in ("ring", "ulysses"):
+        kept = sent(context, "none", cp_method=method)
+        assert sent(context, "selective", cp_method=method) == kept
+    assert sent(context, "attention") == sent(context, "full") > sent(context, "none")
+
+
 GPU = {
-    "benchmark": "gpu DiT-XL/2 bf16 ddpm",
+    "benchmark": "gpu bf16 ddpm",
+    "objective": "ddpm",
     "device": "a device that does not exist",
     "ceilings": {"peak_tflops": 1000.0, "gemm_tflops": 500.0, "copy_gb_per_s": 2000.0},
     "rows": [
-        {"tokens": 256, "batch": 32, "contender": "plain", "ms per step": "1000.0"},
-        {"tokens": 256, "batch": 32, "contender": "ours_compiled", "ms per step": "100.0"},
-        {"tokens": 1024, "batch": 64, "contender": "ours", "ms per step": "out of memory"},
+        {"model": "XL/2", "tokens": tokens, "batch": batch, "contender": name, "ms per step": said}
+        for tokens, batch, name, said in [
+            (256, 32, "plain", "1000.0"),
+            (256, 32, "ours_compiled", "100.0"),
+            (1024, 64, "ours", "out of memory"),
+        ]
     ],
 }
 
@@ -245,8 +314,29 @@ def test_ceilings_must_come_from_somewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["roofline.py", "--size", "XL/2", "--gemm-tflops", "700"])
     with pytest.raises(UserError, match=r"No ceilings\. Give --gpu gpu\.json, or --gemm"):
         roofline.main()
-    toy = tmp_path / "toy.json"
-    toy.write_text(json.dumps(GPU | {"benchmark": "gpu DiT-toy bf16 ddpm"}))
-    monkeypatch.setattr(sys, "argv", ["roofline.py", "--gpu", str(toy)])
-    with pytest.raises(UserError, match=r"is not what benchmarks/gpu\.py --out writes"):
-        roofline.main()
+    other = tmp_path / "other.json"
+    for wrong in ({"rows": []}, GPU | {"rows": [{"tokens": 256}]}):
+        other.write_text(json.dumps(wrong))
+        monkeypatch.setattr(sys, "argv", ["roofline.py", "--gpu", str(other)])
+        with pytest.raises(UserError, match=r"is not what benchmarks/gpu\.py --out writes"):
+            roofline.main()
+
+
+def asked(monkeypatch, *flags):
+    """The works of flags beside a gpu.json."""
+    monkeypatch.setattr(sys, "argv", ["roofline.py", *flags])
+    return [work for *_, work in roofline.works(roofline.parse(), GPU)]
+
+
+def test_cells_are_those_of_gpu_py(monkeypatch):
+    cells = ["--cells", "64:8", "S/2:32:4", "7B/2x8:32:1"]
+    works = asked(monkeypatch, "--size", "XL/2", *cells)
+    shapes = [work.config.shape for work in works]
+    assert shapes == [(1152, 28, 16, 2), (384, 12, 6, 2), (4096, 8, 32, 2)]
+    assert [(work.config.latent_size, work.batch) for work in works] == [(64, 8), (32, 4), (32, 1)]
+    four = ["--hidden", "64", "--layers", "2", "--heads", "4", "--patch", "4"]
+    assert asked(monkeypatch, *four, "--cells", "32:2")[0].config.shape == (64, 2, 4, 4)
+    with pytest.raises(UserError, match=r"--cells 64:8 names no model\. Give --size XL/2, or"):
+        asked(monkeypatch, "--cells", "64:8")
+    with pytest.raises(UserError, match="--cells 64 is no latent size:batch, such as 32:256, nor"):
+        asked(monkeypatch, "--cells", "64")

@@ -6,6 +6,7 @@ import pytest
 
 from titan_dit.parallel.float8_gains import (
     COSTS,
+    UNKNOWN_BALANCE,
     Measured,
     Shape,
     balance,
@@ -73,15 +74,33 @@ def test_the_nearest_measured_shape_speaks_for_one_within_a_factor_of_two():
     assert nearest(Shape(2048, 4096, 1024), table) is None
 
 
-def test_balance_is_that_of_the_device_by_name():
-    assert balance("NVIDIA H200") == pytest.approx(989e12 / 4.8e12, rel=0.01)
-    assert balance(H100) == pytest.approx(989e12 / 3.35e12, rel=0.01)
-    assert balance("") == balance("something new") == 295
+@pytest.mark.parametrize(
+    ("device", "tflops", "terabytes"),
+    [
+        ("NVIDIA H200", 989, 4.8),
+        ("NVIDIA H200 NVL", 835, 4.8),
+        (H100, 989, 3.35),
+        ("NVIDIA H100 PCIe", 756, 2),
+        ("NVIDIA H100 NVL", 835, 3.9),
+        ("NVIDIA L40S", 362, 0.864),
+        ("NVIDIA B200", 2250, 8),
+    ],
+)
+def test_balance_is_that_of_the_device_by_name(device, tflops, terabytes):
+    assert balance(device) == pytest.approx(tflops / terabytes)
+
+
+@pytest.mark.parametrize(
+    "device", ["", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H20", "H1000"]
+)
+def test_a_name_that_holds_that_of_another_device_is_not_known(device):
+    assert balance(device) == UNKNOWN_BALANCE == pytest.approx(989 / 3.35)
 
 
 def test_the_table_that_is_shipped_reads_and_one_of_the_benchmark_does(tmp_path):
     assert all(row.shape.fits for row in read_table())
     row = {"device": H100, "recipe": "rowwise", "M": 16, "K": 32, "N": 48}
     path = tmp_path / "table.json"
-    path.write_text(json.dumps({"rows": [row | {"bf16_ms": 2, "float8_ms": 1}]}))
+    row |= {"bf16_ms": 2, "float8_ms": 1, "date": "2026-01-01", "torch": "2.13.0"}
+    path.write_text(json.dumps({"rows": [row]}))
     assert read_table(path) == [Measured(H100, "rowwise", Shape(16, 32, 48), 2, 1)]

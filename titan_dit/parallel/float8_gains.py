@@ -20,15 +20,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("float8_shapes.json")
-"""What the benchmark has measured: {"rows": [{device, recipe, M, K, N, bf16_ms, float8_ms}]}."""
+"""What the benchmark has measured: {"rows": [{device, recipe, M, K, N, bf16_ms, float8_ms}]}.
+
+A row also says when and where it was measured (date, commit, torch, torchao): for people only.
+"""
 
 UNIT = 16
 """The tensor cores' float8 products want every dimension in multiples of this."""
 
-BALANCE = {"L40S": 419.0, "H100": 295.0, "H200": 206.0, "B200": 281.0}
-"""Dense bf16 FLOPs per byte of memory traffic, of the vendors' data sheets."""
+BALANCE = {
+    "L40S": 362 / 0.864,
+    "H100 PCIe": 756 / 2.0,
+    "H100 NVL": 835 / 3.9,
+    "H100": 989 / 3.35,
+    "H200 NVL": 835 / 4.8,
+    "H200": 989 / 4.8,
+    "B200": 2250 / 8.0,
+}
+"""Dense bf16 FLOPs per byte of memory traffic: TFLOP/s and TB/s of the vendors' data sheets."""
 
-UNKNOWN_BALANCE = 295.0
+UNKNOWN_BALANCE = BALANCE["H100"]
+"""Of a device that is not in BALANCE."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,10 @@ def intensity(shape: Shape, recipe: str) -> float:
 
 
 def balance(device: str) -> float:
-    """BALANCE by a part of the device's name; the longest match wins."""
-    known = [name for name in BALANCE if name in device]
+    """BALANCE by whole words of the device's name, the longest match first; else UNKNOWN_BALANCE.
+
+    Whole words: a GH200 has other memory than an H200, and an H20 is another GPU.
+    """
+    name = f" {device} "
+    known = [model for model in BALANCE if f" {model} " in name]
     return BALANCE[max(known, key=len)] if known else UNKNOWN_BALANCE
