@@ -166,9 +166,7 @@ def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str
 
     block = next(iter(model.blocks.values()))
     layers = {
-        name: isinstance(layer, kind)
-        for name, layer in block.named_modules()
-        if name in styles
+        name: isinstance(layer, kind) for name, layer in block.named_modules() if name in styles
     }
     replaced = dict(styles)
     for name, style in styles.items():
