@@ -87,11 +87,15 @@ def first_step(how: str, size: str, batch: int) -> None:
     import step
     import torch
 
+    from titan_dit.config import CompileConfig
     from titan_dit.models.dit import DiTConfig
+    from titan_dit.parallel import compile
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if how == "blocks":
+        compile.check(CompileConfig(enabled=True), device)  # As the trainer does.
     ways = {"eager": step.eager, "blocks": step.blocks, "whole": lambda model: model.compile()}
     config = DiTConfig(size=size, latent_size=32, channels=4, num_classes=1000)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loss = step.ours(config, batch, device, ways[how])().item()
     print(f"step 1 loss {loss:.4f}", flush=True)
 

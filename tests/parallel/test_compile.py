@@ -1,10 +1,13 @@
 """torch.compile: refused in words where it cannot work, and counted where it works too often."""
 
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from harness import on_ranks
 from tiny import tiny_config
 
 from titan_dit.config import CompileConfig
@@ -26,6 +29,42 @@ def test_a_missing_compiler_is_told_although_the_cache_is_warm():
         compile.check(CompileConfig(enabled=True), CPU)
     compile.check(CompileConfig(enabled=False), CPU)
     torch._dynamo.reset()
+
+
+def trial_with(world, folder, forbidden):
+    """The trial with a compiler that knows no such flag: whether probes were spared, and what for.
+
+    The flags are those of the last library that it made, the addition's.
+    """
+    compiler = Path(folder) / "g++"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$*" >> {folder}/calls\n'
+        f'case "$*" in *{forbidden}*) echo "unknown option" >&2; exit 1;; esac\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
+    import torch._inductor.config as inductor
+    from torch._inductor import cpu_vec_isa
+
+    with inductor.patch({"cpp.cxx": (None, str(compiler))}):
+        compile.check(CompileConfig(enabled=True), CPU)
+        calls = (Path(folder) / "calls").read_text().splitlines()
+        flags = [call for call in calls if ".so" in call][-1]
+        return inductor.cpp.vec_isa_ok, str(cpu_vec_isa.pick_vec_isa()), flags
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="asks for x86's instructions")
+def test_probes_are_spared_where_the_compiler_knows_what_the_cpu_has(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old").mkdir()
+    [(spared, best, flags)] = on_ranks(1, trial_with, str(tmp_path / "new"), "no-such-flag")
+    assert spared is True
+    assert f"-m{best.split()[0]}" in flags
+    [(spared, less, flags)] = on_ranks(1, trial_with, str(tmp_path / "old"), best.split()[0])
+    assert spared is None
+    assert less != best
+    assert best.split()[0] not in flags
 
 
 def test_recompiles_are_those_of_later_steps():

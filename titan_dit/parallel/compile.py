@@ -7,6 +7,7 @@ is public.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import torch
@@ -52,10 +53,7 @@ def check(config: CompileConfig, device: torch.device) -> None:
         )
     try:
         if device.type == "cpu":
-            from torch._inductor import cpp_builder
-
-            # The addition may be in the cache already, the blocks not.
-            cpp_builder.get_cpp_compiler()
+            spare_probes()
         torch.compile(increment, fullgraph=True)(torch.zeros(8, device=device))
     except Exception as error:  # torch has no class for all of it
         compiler = "a C++ compiler (g++, or what CXX names)"
@@ -68,6 +66,27 @@ def check(config: CompileConfig, device: torch.device) -> None:
             f"(TORCHINDUCTOR_CACHE_DIR={os.environ.get('TORCHINDUCTOR_CACHE_DIR', 'not set')}). "
             "Set [compile] enabled = false, or install what is missing."
         ) from error
+
+
+def spare_probes() -> None:
+    """Let torch take the vector instructions that the CPU says it has, if the compiler knows them.
+
+    With an empty cache it would compile and load a probe for each kind of them, 3 s each. That the
+    best kind works, the addition shows.
+    """
+    import torch._inductor.config as inductor
+    from torch._inductor import cpp_builder, cpu_vec_isa
+
+    # The addition may be in the cache already, the blocks not.
+    compiler = cpp_builder.get_cpp_compiler()
+    has = cpu_vec_isa.x86_isa_checker()
+    kinds = [k for k in cpu_vec_isa.supported_vec_isa_list if set(str(k).split()) <= set(has)]
+    if inductor.cpp.vec_isa_ok is not None or not kinds:
+        return
+    flags = " ".join(kind.build_arch_flags() for kind in kinds).split()
+    command = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        inductor.cpp.vec_isa_ok = True
 
 
 def increment(x: torch.Tensor) -> torch.Tensor:
