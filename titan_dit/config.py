@@ -118,8 +118,8 @@ class PrecisionConfig(Section):
     """Format of activations and matrix products. fp64 is for comparing layouts."""
     attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
     """Which kernel computes attention; auto leaves it to torch, but for few tokens in compiled bf16
-    on a CPU. flash3 and flash4 need packages of
-    their own. One that cannot run the model is refused before the first step."""
+    on a CPU. flash3 and flash4 need packages of their own. One that cannot run the model is refused
+    before the first step."""
     float8: Literal[
         "off",
         "tensorwise",

@@ -36,6 +36,16 @@ def tiny_config(**sections):
     return config_file.build(tables, catalog.variant)
 
 
+def inputs_of(config):
+    """What a model's `embed` takes, for four samples; the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "tokens": torch.randn(4, *config.token_shape, generator=generator),
+        "timestep": torch.rand(4, generator=generator) * 1000,
+        "labels": torch.arange(4),
+    }
+
+
 @torch.no_grad()
 def randomize(parameters):
     """The same weights on every layout, none of them zero.

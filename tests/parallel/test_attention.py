@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny import assert_same_gradients, randomize, tiny_config
+from tiny import assert_same_gradients, inputs_of, randomize, tiny_config
 from torch.profiler import profile
 
 from titan_dit.config import CompileConfig, RematConfig
@@ -31,14 +31,8 @@ def gradients(key, mode="none", compiled=False):
     attention.apply(model, attention.attend_by(key))
     remat.apply(model, RematConfig(mode=mode))
     compile_blocks(model, CompileConfig(enabled=compiled))
-    generator = torch.Generator().manual_seed(0)
-    inputs = {
-        "tokens": torch.randn(4, *config.token_shape, generator=generator),
-        "timestep": torch.rand(4, generator=generator) * 1000,
-        "labels": torch.arange(4),
-    }
     with profile() as trace:
-        model(inputs, config.static(CPU)).square().sum().backward()
+        model(inputs_of(config), config.static(CPU)).square().sum().backward()
     ran = {event.key for event in trace.key_averages()}
     return {name: p.grad for name, p in model.named_parameters()}, ran
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import ROOT
 from harness import on_ranks
-from tiny import assert_same_gradients, randomize, tiny_config
+from tiny import assert_same_gradients, inputs_of, randomize, tiny_config
 
 from titan_dit.config import CompileConfig, PipelineConfig, RematConfig
 from titan_dit.parallel import remat
@@ -33,13 +33,7 @@ def gradients(mode, qk_norm=False, change=None, compiled=False, dtype=torch.floa
     if change:
         change(model)
     compile_blocks(model, CompileConfig(enabled=compiled))
-    generator = torch.Generator().manual_seed(0)
-    inputs = {
-        "tokens": torch.randn(4, *config.token_shape, generator=generator),
-        "timestep": torch.rand(4, generator=generator) * 1000,
-        "labels": torch.arange(4),
-    }
-    model(inputs, config.static(torch.device("cpu"))).float().square().sum().backward()
+    model(inputs_of(config), config.static(torch.device("cpu"))).float().square().sum().backward()
     return {name: p.grad.float() for name, p in model.named_parameters()}
 
 

@@ -79,9 +79,11 @@ def spare_probes() -> None:
 
     # The addition may be in the cache already, the blocks not.
     compiler = cpp_builder.get_cpp_compiler()
+    if inductor.cpp.vec_isa_ok is not None:
+        return
     has = cpu_vec_isa.x86_isa_checker()
     kinds = [k for k in cpu_vec_isa.supported_vec_isa_list if set(str(k).split()) <= set(has)]
-    if inductor.cpp.vec_isa_ok is not None or not kinds:
+    if not kinds:
         return
     flags = " ".join(kind.build_arch_flags() for kind in kinds).split()
     command = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
