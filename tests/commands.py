@@ -8,6 +8,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+import forked
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -26,12 +28,16 @@ def train_command(*flags, ranks=1, config="digits"):
     return [*words, "--config", config, *map(str, flags)]
 
 
-def run(command, cwd, timeout=240):
-    """The finished process, its output as text."""
+def run(command, cwd, timeout=240, **variables):
+    """The finished process, its output as text; forked if it is a Python of ours."""
+    command = [str(word) for word in command]
+    variables = environment() | {name: str(value) for name, value in variables.items()}
+    if command[0] == sys.executable:
+        return forked.run(command, cwd, variables, timeout)
     return subprocess.run(
-        [str(word) for word in command],
+        command,
         cwd=cwd,
-        env=environment(),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -1,5 +1,7 @@
 """Every test runs with the shapes and types of titan_dit's annotations checked."""
 
+import shutil
+
 import pytest
 from jaxtyping import install_import_hook
 
@@ -21,20 +23,27 @@ install_import_hook(
 )
 
 
-ALONE = (
-    "faults/test_agents.py",
-    "faults/test_chaos.py",
-    "faults/test_stop_request.py",
-    "faults/test_stops.py",
-    "faults/test_watchdog.py",
-    "benchmarks/test_step_benchmark.py",
-    "test_loader_benchmark.py",
-)
-"""Tests of time, beside which nothing else runs: see run_tests.sh."""
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also run what is marked `long`")
+
+
+def needs_of(module):
+    """Markers of what a module's tests start, by the helpers that it imports."""
+    names = vars(module)
+    if "on_ranks" in names:
+        yield "ranks"
+    if names.keys() & {"commands", "environment", "run", "train", "Running"}:
+        yield "process"
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.path.as_posix().endswith(ALONE):
-            item.add_marker("alone")
+        for marker in needs_of(item.module):
+            item.add_marker(marker)
+        if item.get_closest_marker("compiler") and shutil.which("g++") is None:
+            item.add_marker(pytest.mark.skip(reason="torch.compile needs a C++ compiler"))
+    if not config.getoption("--long"):
+        kept = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept

@@ -1,46 +1,81 @@
-"""Run a function on several gloo ranks; spawned, so that nothing of pytest leaks into them."""
+"""Run a function on several gloo ranks, forked from a server that has imported torch."""
 
 import os
-import socket
 import tempfile
+import time
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
+import forked
 import torch
-import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
 
-def on_ranks(num_ranks, function, *arguments):
-    """Call function(world, *arguments) on every rank; return the results in the order of ranks."""
+class RankFailed(Exception):
+    """A rank raised, was killed or took too long; the others were ended."""
+
+
+def on_ranks(num_ranks, function, *arguments, variables=None, timeout=600):
+    """Call function(world, *arguments) on every rank; return the results in the order of ranks.
+
+    `variables` are added to the environment of the ranks. Raises RankFailed.
+    """
+    # The store of the ranks binds a port and says which: no other test can take it in between.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        mp.start_processes(
-            _rank_main,
-            args=(num_ranks, port, folder, function, arguments),
-            nprocs=num_ranks,
-            start_method="spawn",
-        )
+        shared = {
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        environment = os.environ | shared | (variables or {})
+        # In a file: multiprocessing would send every tensor as a descriptor of shared memory.
+        torch.save((function, arguments), Path(folder) / "call.pt")
+        ranks = [
+            forked.call(_rank_main, environment | {"RANK": str(rank)}, folder)
+            for rank in range(num_ranks)
+        ]
+        try:
+            _wait(ranks, timeout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
         files = [Path(folder) / f"{rank}.pt" for rank in range(num_ranks)]
         return [torch.load(file, weights_only=False) for file in files]
 
 
-def _rank_main(rank, num_ranks, port, folder, function, arguments):
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def _wait(ranks, timeout):
+    """Until all have ended well, or one has not."""
+    deadline = time.monotonic() + timeout
+    left = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while left:
+        ended = wait(left, timeout=max(0, deadline - time.monotonic()))
+        if not ended:
+            raise RankFailed(f"ranks {sorted(left.values())} have not ended within {timeout} s")
+        for sentinel in ended:
+            rank = left.pop(sentinel)
+            ranks[rank].join()
+            if code := ranks[rank].exitcode:
+                raise RankFailed(f"rank {rank} ended with exit code {code}")
+
+
+def _rank_main(environment, folder):
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     from titan_dit.parallel import runtime
 
+    code = 1
     try:
+        function, arguments = torch.load(Path(folder) / "call.pt", weights_only=False)
         with runtime.start("cpu") as world:
-            torch.save(function(world, *arguments), Path(folder) / f"{rank}.pt")
-    except Exception:
+            result = function(world, *arguments)
+            torch.save(result, Path(folder) / f"{world.rank}.pt")
+        code = 0
+    except BaseException:
         traceback.print_exc()
-        os._exit(1)
     # As `failure.guarded` does, and for its reason.
-    os._exit(0)
+    os._exit(code)

@@ -1,6 +1,7 @@
 """Every axis alone, in pairs and in mixes of three gives the loss, gradients and predictions of one
 process."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -45,27 +46,32 @@ CASES = {
         (PP, schedule("dualpipev"), FLOW),
     ],
     4: [
+        (HSDP, {}, DDPM),
+        (DP | TP, {}, FLOW),
+        (DP | CP, {}, DDPM),
+        (DP | PP, schedule("zbv_zero_bubble"), FLOW),
+        (COPIES | ULYSSES, {}, FLOW),
+        (TP | CP, {}, DDPM),
+        (TP | PP, schedule("dualpipev"), FLOW),
+        (ULYSSES | PP, FOLDED, DDPM),
+    ],
+    8: [(PP | TP | CP, FOLDED, FLOW, "selective")],
+}
+# The whole grid, for ./run_tests.sh --long.
+LONG = {
+    4: [
         ({"tp": 4}, {}, FLOW),
         ({"cp": 4}, {}, DDPM),
         ({"cp": 4, "cp_method": "ulysses"}, {}, FLOW),
         ({"pp": 4}, FOLDED, FLOW),
-        (HSDP, {}, DDPM),
-        (DP | TP, {}, FLOW),
         (COPIES | TP, {}, FLOW),
-        (DP | CP, {}, DDPM),
-        (COPIES | ULYSSES, {}, FLOW),
         (COPIES | CP, {}, FLOW),
-        (DP | PP, schedule("zbv_zero_bubble"), FLOW),
         (COPIES | PP, schedule("interleaved_1f1b", 4), FLOW),
-        (TP | CP, {}, DDPM),
         (TP | ULYSSES, {}, FLOW),
-        (TP | PP, schedule("dualpipev"), FLOW),
         (PLAIN | PP, schedule("1f1b"), DDPM),
         (CP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
-        (ULYSSES | PP, FOLDED, DDPM),
     ],
     8: [
-        (PP | TP | CP, FOLDED, FLOW, "selective"),
         (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), DDPM, "attention"),
         (PP | DP | TP, schedule("dualpipev"), FLOW),
         (PP | DP | CP, schedule("1f1b"), DDPM, "full"),
@@ -76,7 +82,7 @@ CASES = {
         (HSDP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
     ],
 }
-IN_FP64 = {2: [TP, CP, PP], 4: [TP | CP, CP | PP, HSDP], 8: [PP | TP | CP, DP | CP | TP]}
+IN_FP64 = [TP, CP, PP, TP | CP, CP | PP, HSDP, PP | TP | CP, DP | CP | TP]
 
 
 def case_config(parallel, pipeline, objective, dtype="fp32", mode="none", layers=None):
@@ -157,12 +163,11 @@ def compare(found, expected):
     }
 
 
-def all_cases(world, references):
-    torch.set_num_threads(1)
+def all_cases(world, references, cases):
     results = {}
-    for parallel, pipeline, objective, *mode in CASES[world.size]:
+    for parallel, pipeline, objective, *mode in cases:
         for dtype in ("fp32", "fp64"):
-            if dtype == "fp64" and parallel not in IN_FP64[world.size]:
+            if dtype == "fp64" and parallel not in IN_FP64:
                 continue
             found = measure(world, case_config(parallel, pipeline, objective, dtype, *mode))
             expected = references[json.dumps([objective, dtype, layers_for(parallel, pipeline)])]
@@ -180,7 +185,16 @@ TOLERANCE = {"fp32": 1e-6, "fp64": 1e-9}
 
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
-    by_rank = on_ranks(num_ranks, all_cases, references)
+    check(on_ranks(num_ranks, all_cases, references, CASES[num_ranks]), references)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", LONG)
+def test_the_rest_of_the_grid_gives_what_one_process_gives(num_ranks, references):
+    check(on_ranks(num_ranks, all_cases, references, LONG[num_ranks]), references)
+
+
+def check(by_rank, references):
     whole_models = {len(reference[1]): set(reference[1]) for reference in references.values()}
     for case in by_rank[0]:
         seen = set().union(*(results[case]["names"] for results in by_rank))
@@ -196,16 +210,16 @@ def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
 
 def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
     axes = {"pp", "dp_replicate", "dp_shard", "cp", "tp"}
-    meshes = {
-        frozenset(axis for axis in axes if parallel.get(axis, 1) > 1)
-        for cases in CASES.values()
-        for parallel, *_ in cases
-    }
-    assert sum(len(cases) for cases in CASES.values()) >= 24
-    assert sum(len(cases) for cases in IN_FP64.values()) == 8
+
+    def meshes(*grids):
+        cases = [case for grid in grids for some in grid.values() for case in some]
+        return [frozenset(a for a in axes if parallel.get(a, 1) > 1) for parallel, *_ in cases]
+
+    landing, whole_grid = meshes(CASES), meshes(CASES, LONG)
     for axis in axes:
-        assert frozenset({axis}) in meshes
-    for one in ("pp", "cp", "tp"):
-        for other in axes - {one}:
-            assert frozenset({one, other}) in meshes, (one, other)
-    assert sum(len(mesh) >= 3 for mesh in meshes) >= 5
+        assert frozenset({axis}) in landing
+    # Copies beside another axis are like shards beside it, and come with the whole grid.
+    for one, other in itertools.combinations(sorted(axes), 2):
+        pair = frozenset({one, other})
+        assert pair in (whole_grid if "dp_replicate" in pair else landing), pair
+    assert sum(len(mesh) >= 3 for mesh in whole_grid) >= 5

@@ -1,31 +1,35 @@
 """A checkpoint of any layout loads, to the bit, on any other; previews are drawn on all."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import on_ranks
 from test_grid import COPIES, CP, DP, HSDP, PP, TP, ULYSSES, schedule
 from tiny import randomize, tiny_config, whole
 
+from titan_dit.state import resume
 from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)
 
 LAYOUTS = {
     1: [({}, {})],
-    2: [(TP, {}), (CP, {}), (PP, schedule("zbv_zero_bubble"))],
+    2: [(PP, schedule("zbv_zero_bubble")), (DP, {}), (TP, {}), (CP, {})],
     4: [
         (TP | PP, schedule("interleaved_1f1b", 2)),
-        (DP | CP, {}),
         (HSDP, {}),
-        (COPIES | TP, {}),
-        (ULYSSES | PP, schedule("1f1b", split=[5, 3])),
+        (ULYSSES | PP, schedule("1f1b", split=[3, 1])),
     ],
 }
+LONG = {4: [(DP | CP, {}), (COPIES | TP, {}), ({"dp_shard": 4}, {}), (COPIES | CP, {})]}
+LOADED = ("1-0", "2-0", "4-0")
+"""Checkpoints that every layout loads: all that one process saved, and two of pipelines."""
 
 
 def trainer_in(world, folder, parallel, pipeline):
     config = tiny_config(
-        model={"layers": 8},
+        model={"layers": 4},
         parallel=parallel,
         pipeline=pipeline,
         job={"dir": str(folder)},
@@ -45,87 +49,120 @@ def tensors_of(trainer):
     return found
 
 
-def saved_in(world, folder):
-    """Two steps in each layout of this many ranks, then a checkpoint of each."""
-    found = {}
-    for number, layout in enumerate(LAYOUTS[world.size]):
+def visit(world, folder, layouts, names, first=0):
+    """In each layout: a preview, two steps and their checkpoint, then what others have saved.
+
+    By layout: the picture, what was saved, and by name what was loaded with the loss of the step
+    after it. The layouts of a second visit save nothing.
+    """
+    found = []
+    for number, layout in enumerate(layouts, first):
         trainer = trainer_in(world, f"{folder}/{world.size}-{number}", *layout)
         randomize(trainer.parameters)
-        batches = trainer.batches()
-        for trainer.step in (1, 2):
-            trainer.train_step(next(batches))
-        trainer.save()
-        trainer.checkpoints.finish()
-        found[f"{world.size}-{number}"] = tensors_of(trainer)
+        picture = saved = None
+        if not trainer.checkpoints.whole():
+            trainer.open_run_directory()
+            trainer.preview()
+            batches = trainer.batches()
+            for trainer.step in (1, 2):
+                trainer.train_step(next(batches))
+            trainer.save()
+            trainer.checkpoints.finish()
+            saved = tensors_of(trainer)
+            drawn = trainer.folder / "samples" / "step-00000000.png"
+            picture = drawn.read_bytes() if world.is_main else None
+        loaded = {name: load(trainer, f"{folder}/{name}") for name in names}
+        found.append((picture, saved, loaded))
     return found
 
 
-def loaded_in(world, folder, names):
-    """Each checkpoint in each layout of this many ranks."""
-    found = {}
-    for name in names:
-        for number, layout in enumerate(LAYOUTS[world.size]):
-            trainer = trainer_in(world, f"{folder}/{name}", *layout)
-            trainer.resume()
-            found[name, number] = tensors_of(trainer)
-    return found
+def load(trainer, folder):
+    """What a trainer of another layout finds in a run, and the loss of its next step."""
+    job, settings = replace(trainer.config.job, dir=str(folder)), trainer.config.checkpoint
+    trainer.checkpoints = resume.checkpoints_of(job, settings)
+    trainer.resume()
+    tensors = tensors_of(trainer)
+    trainer.step += 1
+    loss, _, _ = trainer.train_step(next(trainer.batches()))
+    return tensors, trainer.mesh.sum_loss(loss).item()
 
 
-def joined(by_rank, key):
+def joined(parts):
     """The parts of all ranks."""
-    return {name: tensor for found in by_rank for name, tensor in found[key].items()}
+    return {name: tensor for found in parts for name, tensor in found.items()}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    by_size = {size: on_ranks(size, saved_in, str(folder)) for size in LAYOUTS}
-    wholes = {key: joined(runs, key) for runs in by_size.values() for key in runs[0]}
-    return folder, wholes
+def visits(tmp_path_factory):
+    """By number of ranks and layout: what all ranks found, in the order of visits."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    found = {}
+    for size, names in ((1, LOADED[:1]), (2, LOADED[:2]), (4, LOADED), (2, LOADED[2:])):
+        by_rank = on_ranks(size, visit, folder, LAYOUTS[size], names)
+        for number, ranks in enumerate(zip(*by_rank, strict=True)):
+            found.setdefault((size, number), []).append(ranks)
+    by_rank = on_ranks(1, visit, folder, LAYOUTS[1], LOADED[1:])
+    found[1, 0].append(tuple(rank[0] for rank in by_rank))
+    return folder, found
 
 
-@pytest.mark.parametrize("num_ranks", LAYOUTS)
-def test_every_checkpoint_loads_to_the_bit_on_every_layout(num_ranks, saved):
-    folder, wholes = saved
-    # All that one process saved, and two of pipelines.
-    names = ["1-0", "2-2", "4-0"]
-    by_rank = on_ranks(num_ranks, loaded_in, str(folder), names)
-    for key in by_rank[0]:
-        found, expected = joined(by_rank, key), wholes[key[0]]
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), (key, name)
+def saved_by(visits, key):
+    return joined(saved for _, saved, _ in visits[key][0])
 
 
-def test_two_steps_of_training_are_those_of_one_process(saved):
+def check_loads(ranks, wholes, losses):
+    """That the ranks of one layout loaded, to the bit, what was saved, and went on the same."""
+    for name in ranks[0][2]:
+        found = joined(loaded[name][0] for _, _, loaded in ranks)
+        assert found.keys() == wholes[name].keys()
+        for key, tensor in wholes[name].items():
+            assert torch.equal(found[key], tensor), (name, key)
+        for _, _, loaded in ranks:
+            losses.setdefault(name, []).append(loaded[name][1])
+
+
+def test_every_checkpoint_loads_to_the_bit_on_every_layout_and_goes_on_the_same(visits):
+    _, found = visits
+    wholes = {name: saved_by(found, tuple(map(int, name.split("-")))) for name in LOADED}
+    losses = {}
+    for calls in found.values():
+        assert [len(ranks[0][2]) for ranks in calls] in ([3], [1, 2], [2, 1])
+        for ranks in calls:
+            check_loads(ranks, wholes, losses)
+    for name in LOADED:
+        assert len(losses[name]) == sum(size * len(layouts) for size, layouts in LAYOUTS.items())
+        assert losses[name] == pytest.approx([losses[name][0]] * len(losses[name]), rel=1e-6)
+
+
+def test_two_steps_of_training_are_those_of_one_process(visits):
     """Moments and averages included, through clipping and AdamW."""
-    _, wholes = saved
-    for key, found in wholes.items():
-        for name, expected in wholes["1-0"].items():
+    _, found = visits
+    alone = saved_by(found, (1, 0))
+    for key in found:
+        saved = saved_by(found, key)
+        for name, expected in alone.items():
             # The true gradient of the keys' bias is 0, and AdamW makes steps of its rounding.
             if "attn.qkv.bias" in name:
                 continue
             torch.testing.assert_close(
-                found[name].float(), expected.float(), rtol=1e-3, atol=2e-6, msg=f"{key} {name}"
+                saved[name].float(), expected.float(), rtol=1e-3, atol=2e-6, msg=f"{key} {name}"
             )
 
 
-def previewed(world, folder):
-    pictures = []
-    for number, layout in enumerate(LAYOUTS[world.size]):
-        trainer = trainer_in(world, f"{folder}/{world.size}-{number}", *layout)
-        randomize(trainer.parameters)
-        trainer.open_run_directory()
-        trainer.preview()
-        path = trainer.folder / "samples" / "step-00000000.png"
-        if world.is_main:
-            pictures.append(path.read_bytes())
-    return pictures
+def test_previews_are_the_same_pictures_in_every_layout(visits):
+    _, found = visits
+    expected = found[1, 0][0][0][0]
+    assert expected.startswith(b"\x89PNG")
+    for key, (ranks, *_) in found.items():
+        assert ranks[0][0] == expected, key
 
 
-def test_previews_are_the_same_pictures_in_every_layout(tmp_path):
-    [[expected]] = on_ranks(1, previewed, str(tmp_path))
-    for size in (2, 4):
-        pictures = on_ranks(size, previewed, str(tmp_path))[0]
-        assert len(pictures) == len(LAYOUTS[size])
-        assert all(picture == expected for picture in pictures)
+@pytest.mark.long
+def test_the_other_layouts_load_them_too(visits):
+    folder, found = visits
+    wholes = {name: saved_by(found, tuple(map(int, name.split("-")))) for name in LOADED}
+    losses = {}
+    for ranks in zip(*on_ranks(4, visit, folder, LONG[4], LOADED, 10), strict=True):
+        check_loads(ranks, wholes, losses)
+    for name in LOADED:
+        assert losses[name] == pytest.approx([losses[name][0]] * len(losses[name]), rel=1e-6)

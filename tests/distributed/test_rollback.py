@@ -5,8 +5,7 @@ from collections import Counter
 
 import torch
 from harness import on_ranks
-from test_layouts import state
-from tiny import tiny_config
+from tiny import state, tiny_config
 
 from titan_dit.faults.stop_request import Reason
 from titan_dit.section import UserError

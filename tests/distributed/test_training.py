@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 from harness import on_ranks
-from test_layouts import state
-from tiny import randomize, tiny_config
+from tiny import randomize, state, tiny_config
 
 from titan_dit.section import UserError
 from titan_dit.trainer import Trainer

@@ -1,5 +1,8 @@
 """A tiny run whose weights hide nothing: random, non-zero gates included."""
 
+import contextlib
+from unittest import mock
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +39,23 @@ def tiny_config(**sections):
     return config_file.build(tables, catalog.variant)
 
 
+@contextlib.contextmanager
+def graphs_alone():
+    """torch.compile up to the graphs and what they keep for backward, run operator by operator.
+
+    The code that Inductor makes of a graph takes g++ most of a minute, and is the same on every
+    layout.
+    """
+    compile = torch.compile
+
+    def compile_graph(*args, options=None, **kwargs):
+        assert options is None, "these are Inductor's"
+        return compile(*args, backend="aot_eager_decomp_partition", **kwargs)
+
+    with mock.patch.object(torch, "compile", compile_graph):
+        yield
+
+
 def inputs_of(config):
     """What a model's `embed` takes, for four samples; the same every time."""
     generator = torch.Generator().manual_seed(0)
@@ -64,6 +84,17 @@ def whole(tensor):
     """A plain copy of a tensor that may be sharded."""
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().clone()
+
+
+def state(trainer):
+    """Everything that a checkpoint holds, whole, by name."""
+    tensors = trainer.tensors()
+    flat = {f"model.{name}": whole(p) for name, p in tensors["model"].items()}
+    for name, moments in tensors["optimizer"].items():
+        flat |= {f"optimizer.{name}.{key}": whole(value) for key, value in moments.items()}
+    for decay, average in tensors["ema"].items():
+        flat |= {f"ema.{decay}.{name}": whole(value) for name, value in average.items()}
+    return flat | {"step": torch.tensor(trainer.step), "cursor": torch.tensor(trainer.cursor)}
 
 
 def gradients(trainer):

@@ -1,25 +1,16 @@
 """A run that goes on while a test sends signals to it."""
 
-import contextlib
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forked
 from commands import environment, train_command
 
 QUICK = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
 QUICK += ("--model.hidden", 16, "--model.layers", 1, "--training.global_batch_size", 8)
-
-
-def hear_signals():
-    """What was started in the background of a shell, or by nohup, ignores some of them."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
 
 
 class Running:
@@ -27,24 +18,15 @@ class Running:
 
     def __init__(self, command, cwd, name="said", **variables):
         self.file = cwd / name
-        with self.file.open("w") as file:
-            self.process = subprocess.Popen(
-                [str(word) for word in command],
-                cwd=cwd,
-                env=environment() | {k: str(v) for k, v in variables.items()},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=hear_signals,
-            )
+        self.file.touch()
+        variables = environment() | {k: str(v) for k, v in variables.items()}
+        self.process = forked.start(command, cwd, variables, self.file)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        for pid in (*self.children(), self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        forked.kill_all(self.process.pid)
         self.process.wait()
 
     @property
@@ -58,10 +40,7 @@ class Running:
         return int(steps[-1]) if steps else 0
 
     def children(self):
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
-        )
-        return [int(pid) for pid in found.stdout.split()]
+        return forked.children(self.process.pid)
 
     def wait_until(self, done, seconds=90):
         """Until `done()`; what was said is shown where that never comes."""

@@ -6,16 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import on_ranks
-from tiny import gradients, randomize, tiny_config
+from tiny import gradients, graphs_alone, randomize, tiny_config
 
 from titan_dit.config import CompileConfig, PrecisionConfig, RematConfig
 from titan_dit.parallel import short_attention
 from titan_dit.parallel.compile import num_graphs
 from titan_dit.trainer import Trainer
-
-NEEDS_COMPILER = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
-)
 
 
 def inputs(tokens=64, spread=3.0):
@@ -76,35 +72,53 @@ def test_it_is_for_compiled_bf16_on_a_cpu_alone():
 LAYOUTS = [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ulysses"}]
 
 
-def compiled_layouts(world):
-    found = {}
-    for layout in LAYOUTS if world.size > 1 else [{}]:
-        torch._dynamo.reset()
-        config = tiny_config(
-            precision={"dtype": "bf16"},
-            compile={"enabled": True},
-            parallel=layout,
-            training={"microbatch_size": 4},
-        )
-        trainer = Trainer(config, world)
-        randomize(trainer.parameters)
-        before = num_graphs()
-        found[str(layout)] = (*gradients(trainer), num_graphs() - before)
-    return found
+def in_layout(world, layout):
+    torch._dynamo.reset()
+    config = tiny_config(
+        precision={"dtype": "bf16"},
+        compile={"enabled": True},
+        parallel=layout,
+        training={"microbatch_size": 4},
+    )
+    trainer = Trainer(config, world)
+    randomize(trainer.parameters)
+    before = num_graphs()
+    return (*gradients(trainer), num_graphs() - before)
 
 
-@NEEDS_COMPILER
-def test_compiled_bf16_blocks_agree_on_every_layout():
-    [alone] = on_ranks(1, compiled_layouts)
-    loss, expected, graphs = alone["{}"]
-    assert graphs == 1
-    largest = max(float(g.abs().max()) for g in expected.values())
-    for results_of_rank in on_ranks(2, compiled_layouts):
-        assert len(results_of_rank) == len(LAYOUTS)
-        for layout, (found_loss, found, graphs) in results_of_rank.items():
-            assert graphs == 1, layout
-            # bf16: three digits, and sums in another order.
-            assert found_loss == pytest.approx(loss, rel=2e-3), layout
-            for name, gradient in found.items():
-                difference = float((gradient - expected[name]).abs().max())
-                assert difference < 0.02 * largest, (layout, name)
+def all_layouts(world):
+    with graphs_alone():
+        return {str(layout): in_layout(world, layout) for layout in LAYOUTS}
+
+
+def one_process(world):
+    with graphs_alone():
+        graph = in_layout(world, {})
+    return graph, in_layout(world, {}) if shutil.which("g++") else None
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return on_ranks(1, one_process)[0]
+
+
+def assert_close(result, expected):
+    """bf16: three digits, and sums in another order. One graph each."""
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    assert result[2] == expected[2] == 1
+    assert result[0] == pytest.approx(expected[0], rel=2e-3)
+    for name, gradient in result[1].items():
+        assert float((gradient - expected[1][name]).abs().max()) < 0.02 * largest, name
+
+
+def test_bf16_graphs_agree_on_every_layout(alone):
+    for found in on_ranks(2, all_layouts):
+        assert len(found) == len(LAYOUTS)
+        for result in found.values():
+            assert_close(result, alone[0])
+
+
+@pytest.mark.compiler
+def test_the_compiled_code_does_what_the_graphs_do(alone):
+    graph, compiled = alone
+    assert_close(compiled, graph)
