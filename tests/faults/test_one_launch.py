@@ -4,11 +4,14 @@ import json
 import os
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from commands import environment, only_error, run
 from running import Running, alone, checkpoints, hear_signals, trainer
 
+from titan_dit.faults.agent import Agent
 from titan_dit.state.run_lock import FILE, Holder
 
 ENDLESS = ("--training.steps", 100_000, "--checkpoint.every", 20)
@@ -49,6 +52,7 @@ def test_a_launch_goes_on_unread_and_a_second_one_into_its_run_is_refused(tmp_pa
         holder = Holder.of((folder / FILE).read_text())
         (rank,) = first.children()
         assert holder.pid == rank
+        assert holder.launch
         os.kill(rank, signal.SIGSTOP)  # Its steps would take the second one's core.
         message = only_error(run(alone(*ENDLESS), tmp_path))
         os.kill(rank, signal.SIGCONT)
@@ -63,3 +67,14 @@ def test_a_launch_goes_on_unread_and_a_second_one_into_its_run_is_refused(tmp_pa
     assert rows() == list(range(1, rows()[-1] + 1))
     assert checkpoints(tmp_path)[-1] >= rows()[-1]
     assert not list(folder.rglob(FILE))
+
+
+def test_launchers_that_meet_give_their_ranks_one_name_and_others_another():
+    def names(store):
+        group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=SimpleNamespace(_store=store)))
+        return [Agent.name_of_job(None, group) for _ in range(2)]
+
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True) for _ in range(2)]
+    (first, again), (other, _) = map(names, stores)
+    assert first == again != other
+    assert names(None) == ["", ""]
