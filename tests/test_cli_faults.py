@@ -7,16 +7,20 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 
 import commands
 import pytest
 import torch
 from commands import metrics, train, train_command
 
+from titan_dit.commands import replay as replay_command
 from titan_dit.data.latents import write_shards
 from titan_dit.data.order import EpochOrder
+from titan_dit.section import UserError
 from titan_dit.state.checkpoint import read_record
 from titan_dit.state.checkpoints import Checkpoints
 from titan_dit.state.ledger import Ledger
@@ -100,6 +104,34 @@ def test_replay_of_a_good_step_gives_the_loss_of_its_metrics(finished, tmp_path)
     bad = replay(finished.parent.parent, "--run", finished, "--step", 21, "--microbatch", 5)
     assert bad.returncode == 2
     assert "--microbatch 5: 16 samples make 1 microbatches of 32" in bad.stderr
+
+
+def test_a_step_that_was_never_taken_is_not_replayed(finished, tmp_path):
+    with pytest.raises(UserError, match=r"--step 61: .*outputs/run has taken steps 1 to 60\.$"):
+        replay_command.main(replay_command.Options(run=str(finished), step=61))
+
+    def newest(rows=(), saved=(), faults=()):
+        """Of a run that left these; a kill has cut the last line of metrics short."""
+        run = Path(tempfile.mkdtemp(dir=tmp_path))
+        lines = [json.dumps({"step": step}) for step in rows]
+        (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9']))
+        (run / "faults.jsonl").write_text("".join(json.dumps(line) + "\n" for line in faults))
+        for step in saved:
+            (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+            (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").touch()
+        (run / "checkpoints" / "step-00000099.set-aside-1").mkdir(parents=True)
+        return replay_command.newest_step(run)
+
+    bad, back = {"step": 14, "kind": "spike"}, {"step": 14, "kind": "rollback", "to_step": 6}
+    assert newest() == 0
+    assert newest(rows=(1, 10), saved=(4, 8)) == 10
+    assert newest(rows=(1, 10), saved=(8, 12)) == 12
+    assert newest(rows=(1, 10), saved=(8,), faults=[bad]) == 14
+    # Undone steps do not count, unless they were done anew.
+    assert newest(rows=(1,), saved=(6,), faults=[bad, back]) == 6
+    assert newest(rows=(1,), saved=(6,), faults=[bad, back, bad]) == 14
+    with pytest.raises(UserError, match="has taken no step"):
+        replay_command.check_taken(tmp_path, 1)
 
 
 LONG = ("--training.steps", 60, "--training.global_batch_size", 16, "--metrics.every", 1)

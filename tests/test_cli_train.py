@@ -167,15 +167,20 @@ BAD_RESUMES = {
 }
 
 
+def changes_in(folder):
+    """What is there, and when each file was changed; a lock comes and goes in the folders."""
+    return {p: p.is_file() and p.stat().st_mtime_ns for p in folder.rglob("*")}
+
+
 @pytest.mark.parametrize("case", BAD_RESUMES)
 def test_a_resume_that_cannot_be_is_refused_and_nothing_is_overwritten(case, finished_run):
     flags, wanted = BAD_RESUMES[case]
     folder = finished_run / "outputs"
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    before = changes_in(folder)
     message = only_error(train(*SHORT, *SMALL, "--training.steps", 9, *flags, cwd=finished_run))
     for words in wanted:
         assert words in message
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert changes_in(folder) == before
 
 
 def test_a_run_on_another_dataset_is_refused(finished_run):
@@ -185,10 +190,10 @@ def test_a_run_on_another_dataset_is_refused(finished_run):
     )
     flags = ("--training.steps", 9, "--data.name", "latents", "--data.path", "other")
     folder = finished_run / "outputs"
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    before = changes_in(folder)
     message = only_error(train(*SHORT, *SMALL, *flags, cwd=finished_run))
     assert "[data]: its contents are not those that the checkpoint was trained on" in message
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert changes_in(folder) == before
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(finished_run, tmp_path):

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -79,3 +80,37 @@ def test_a_process_ends_with_the_code_and_one_message(monkeypatch, statement, co
     assert (done.returncode, done.stderr) == (code, stderr)
     # What was printed before is not lost, though the process ends at once.
     assert done.stdout.startswith("begun\n")
+
+
+UNREAD = {
+    "a command": ("console.say('more')", 141, ""),
+    "a command at its end": ("print('more'); sys.exit(0)", 141, ""),
+    "a long text of a library": ("print('more' * 10_000)", 141, ""),
+    "a run": ("console.mention('more'); console.mention('more'); print('more')", 0, ""),
+    "a run that ends": ("failure.begun(); print('more')", 0, ""),
+    "an error": ("raise UserError('tp=3')", 2, "error: tp=3\n"),
+    "sys.exit with words": ("sys.exit('words')", 1, "words\n"),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_nobody_reads_ends_a_command_quietly_and_no_run(monkeypatch, case):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    statement, code, stderr = UNREAD[case]
+    program = (
+        "import sys\nfrom titan_dit import failure\nfrom titan_dit.observe import console\n"
+        f"from titan_dit.config import UserError\ndef main():\n    {statement}\n"
+        "failure.guarded(main)\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (code, stderr)
+
+
+def test_a_broken_pipe_of_another_kind_is_an_error_like_any_other():
+    assert not failure.is_unread(BrokenPipeError())
+    assert raised(BrokenPipeError())[0] == 1

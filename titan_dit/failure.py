@@ -12,14 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from titan_dit import streams
 from titan_dit.section import UserError
 
-USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED, UNREAD = 2, 1, 130, 141
+"""UNREAD, 128 + SIGPIPE, is what a shell reports of any command whose reader left before its end:
+what it had to say, or to write, is not all there."""
 HUNG, LEFT = 124, 143
 """A rank that took no step in time; one that was told to leave before it had done anything, or
 because another had died."""
 STARTED = "TITAN_DIT_STARTED"
 """Set by the launcher for ranks of a job that had ranks before, on this node or on others."""
+LAUNCH = "TITAN_DIT_LAUNCH"
+"""Set by the launcher: one name for all ranks of a job, on all nodes and after every restart."""
 
 is_training = False
 
@@ -41,14 +46,44 @@ def guarded(main: Callable[[], int | None]) -> None:
     a thread of a whole one has been seen to abort a run that was done.
     """
     try:
-        code = main() or 0
+        code = returned(main)
         atexit._run_exitfuncs()  # What loggers and worker processes have asked for.
     except (Exception, KeyboardInterrupt) as error:
-        code, message = describe(error)
-        report(message, is_user_error=code == USER_ERROR)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        if is_unread(error):
+            code = UNREAD
+        else:
+            code, message = describe(error)
+            report(message, is_user_error=code == USER_ERROR)
+    os._exit(flushed(code))
+
+
+def returned(main: Callable[[], int | None]) -> int:
+    """The exit code that `main` returns, or gives to sys.exit."""
+    try:
+        return main() or 0
+    except SystemExit as error:
+        if isinstance(error.code, int | None):
+            return error.code or 0
+        streams.tell(sys.stderr, f"{error.code}\n")
+        return INTERNAL_ERROR
+
+
+def is_unread(error: BaseException) -> bool:
+    """Whether a command, not a training run, has nobody left to read what it says."""
+    is_pipe = isinstance(error, BrokenPipeError) and not is_training
+    return is_pipe and any(map(streams.has_lost_reader, (sys.stdout, sys.stderr)))
+
+
+def flushed(code: int) -> int:
+    """The exit code, once all is written; UNREAD where a command was not read to its end."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        streams.silence(sys.stdout)
+        if isinstance(error, BrokenPipeError) and not is_training:
+            code = code or UNREAD
+    streams.tell(sys.stderr, "")
+    return code
 
 
 def describe(error: BaseException) -> tuple[int, str]:
@@ -83,7 +118,7 @@ def report(message: str, is_user_error: bool) -> None:
     """
     if not is_launched():
         if message:
-            sys.stderr.write(message + "\n")
+            streams.tell(sys.stderr, message + "\n")
         return
     details = {"timestamp": str(int(time.time())), "moment": time.time(), "user": is_user_error}
     leave({"message": {"message": message, "extraInfo": details}})

@@ -13,6 +13,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from titan_dit import streams
 from titan_dit.failure import INTERRUPTED
 from titan_dit.faults.listener import Listener
 
@@ -64,7 +65,6 @@ class Launcher:
         """Nothing is waited for."""
         if self.agent:
             self.agent.kill()
-        sys.stderr.flush()
         os._exit(code)
 
     def code(self) -> int:
@@ -84,10 +84,11 @@ class Launcher:
         except agent.Stopped:
             return self.code()
         except agent.RendezvousError as error:
-            sys.stderr.write(
+            streams.tell(
+                sys.stderr,
                 "error: the nodes did not meet, or another node ended first and says why. If the "
                 "node of RDZV_ENDPOINT has gone, the others cannot go on without it: start it "
-                f"again, then this one (RDZV_ENDPOINT, NNODES): {error}\n"
+                f"again, then this one (RDZV_ENDPOINT, NNODES): {error}\n",
             )
             return 1
         return self.code()
@@ -101,14 +102,13 @@ class Launcher:
         if self.asked and obeyed and is_consequence(failure):
             say("stopped before the first step was done: nothing new to save")
             return self.code()
-        sys.stderr.write(message_of(rank, failure) + "\n")
+        streams.tell(sys.stderr, message_of(rank, failure) + "\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def say(line: str) -> None:
     """Tell the person at this node's console."""
-    sys.stderr.write(f"titan_dit: {line}\n")
-    sys.stderr.flush()
+    streams.tell(sys.stderr, f"titan_dit: {line}\n")
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
 from titan_dit.pipeline.checks import rows_per_rank
 from titan_dit.rng import SampleRNG
-from titan_dit.state import resume, rollback
+from titan_dit.state import resume, rollback, run_lock
 from titan_dit.state.ema import EMA
 from titan_dit.state.ledger import Ledger
 from titan_dit.state.lr_schedule import learning_rate
@@ -88,7 +88,7 @@ class Trainer:
 
         Returns the process's exit code: 0, or 130 after Ctrl-C.
         """
-        with self.watchdog:
+        with self.watchdog, run_lock.held(self.folder, self.checkpoints.folder, self.say):
             self.resume()
             self.open_run_directory()
             with StopRequest(self.world.size) as stop, self.collector:

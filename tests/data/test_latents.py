@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from folders_of_files import files_in
 from safetensors.torch import load_file, save_file
 
 from titan_dit.data.base import DataFacts, check_fits
@@ -119,10 +120,24 @@ def test_the_digest_tells_datasets_apart_but_not_their_places(folder, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.copytree(folder, moved)
     assert LatentShards(moved).facts == LatentShards(folder).facts
+    shutil.rmtree(moved)
     write_shards(
         moved, latents_of(torch.float16) + 1, torch.arange(10) % 4, num_classes=4, source="b"
     )
     assert LatentShards(moved).facts.digest != LatentShards(folder).facts.digest
+
+
+def test_a_dataset_that_is_there_is_not_overwritten(folder):
+    before = files_in(folder)
+    with pytest.raises(UserError, match=r"set holds a dataset already.*Delete the folder, or"):
+        write_shards(
+            folder, latents_of(torch.uint8), torch.zeros(10).long(), num_classes=1, source=""
+        )
+    assert files_in(folder) == before
+    # Without a manifest there is none: what an unfinished write has left is overwritten.
+    (folder / "manifest.json").unlink()
+    write_shards(folder, latents_of(torch.uint8), torch.zeros(10).long(), num_classes=1, source="")
+    assert len(LatentShards(folder)) == 10
 
 
 def test_a_missing_manifest_is_named(tmp_path):

@@ -1,4 +1,5 @@
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -381,7 +382,7 @@ def test_two_processes_do_not_pack_into_one_folder(tmp_path):
 
 
 def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    flock = claim.fcntl.flock
+    flock = fcntl.flock
     removed = []
 
     def remove_first(descriptor, how):
@@ -389,7 +390,7 @@ def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch)
             removed.append((tmp_path / "pack.json").unlink())
         flock(descriptor, how)
 
-    monkeypatch.setattr(claim.fcntl, "flock", remove_first)
+    monkeypatch.setattr(fcntl, "flock", remove_first)
     with claim.claimed(tmp_path, "digest"):
         assert "digest" in (tmp_path / "pack.json").read_text()
     assert removed

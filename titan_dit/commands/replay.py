@@ -22,7 +22,7 @@ from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.faults import fault_log
-from titan_dit.observe import console
+from titan_dit.observe import console, metrics
 from titan_dit.parallel import runtime
 from titan_dit.parallel.float8_checks import nearest_to
 from titan_dit.parallel.gradients import clip_norm
@@ -32,7 +32,7 @@ from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Count, Section, UserError, Whole
 from titan_dit.spans import numbers_of, spans_of
-from titan_dit.state import checkpoint, rollback
+from titan_dit.state import checkpoint, rollback, sample_log
 from titan_dit.state.checkpoints import step_of
 from titan_dit.state.progress import Progress
 from titan_dit.state.store import Place
@@ -51,7 +51,7 @@ class Options(Section):
     run: str
     """Run directory, such as outputs/digits."""
     step: Count
-    """Which step; RUN/faults.jsonl has those that were skipped."""
+    """Which step, of those that the run has taken; RUN/faults.jsonl has those that were skipped."""
     microbatch: Whole | None = None
     """Only this one, counted from 0; all if not given."""
     microbatch_size: Count | None = None
@@ -97,6 +97,7 @@ def main(options: Options) -> None:
     if not (run / "config.toml").is_file():
         raise UserError(f"--run {run}: no config.toml there. Give a run directory.")
     config: Config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
+    check_taken(run, options.step)
     origin = origin_of(run, options.step, config)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
@@ -121,6 +122,28 @@ def main(options: Options) -> None:
             norms.append((number, len(part), norm))
     for line in report(samples, norms, options.show):
         console.say(line)
+
+
+def check_taken(run: Path, step: int) -> None:
+    """Refuse a step that the run does not show to have been taken. Raises UserError."""
+    newest = newest_step(run)
+    if step > newest:
+        there = f"steps 1 to {newest}" if newest else "no step"
+        raise UserError(
+            f"--step {step}: by its metrics.jsonl, {fault_log.FILE} and checkpoints, {run} has "
+            f"taken {there}."
+        )
+
+
+def newest_step(run: Path) -> int:
+    """The newest step that is written down: none of them need be, a kill may come before."""
+    logged: list[int] = [row["step"] for row in metrics.read_rows(run / "metrics.jsonl")]
+    saved = [step_of(path) for path in series(run).whole()]
+    faulty: int = 0
+    for line in fault_log.read(run):
+        # What was undone does not count, unless the run came so far once more.
+        faulty = line["to_step"] if "to_step" in line else max(faulty, line["step"])
+    return max(0, faulty, *logged, *saved, *sample_log.seen(run))
 
 
 def origin_of(run: Path, step: int, config: Config) -> Origin:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from titan_dit.data.manifest import CLAIM, sync_folder
+from titan_dit.file_lock import open_locked
 from titan_dit.section import UserError
 
 
@@ -35,18 +35,8 @@ def claimed(output: Path, digest: str) -> Iterator[None]:
 
 
 def lock(output: Path) -> int:
-    """`pack.json`, opened, locked, and still the file of that name when it is."""
-    claim = output / CLAIM
-    while True:
-        descriptor = os.open(claim, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise UserError(f"[data pack] another process is packing into {output}.") from None
-        except OSError:
-            return descriptor  # A file system without locks.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), claim.stat()):
-                return descriptor
-        os.close(descriptor)  # Whoever held it has finished and removed it.
+    """`pack.json`, opened and locked."""
+    try:
+        return open_locked(output / CLAIM)
+    except BlockingIOError:
+        raise UserError(f"[data pack] another process is packing into {output}.") from None

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from titan_dit import streams
 from titan_dit.data.base import DataFacts, Sample, Samples, Source
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.listing import Listing, list_folder
@@ -102,7 +103,8 @@ class LatentFolder(Source):
             self[row]
             if time.monotonic() - written >= every_s and os.environ.get("RANK", "0") == "0":
                 written = time.monotonic()
-                sys.stderr.write(f"verified {row + 1:,} of {len(self):,} files\n")
+                line = f"verified {row + 1:,} of {len(self):,} files\n"
+                streams.tell(sys.stderr, line)
 
     def _probe(self, most: int = 32) -> tuple[tuple[int, int, int], torch.dtype]:
         """The one shape, and the dtype, of a file of each of up to `most` classes."""

@@ -212,8 +212,14 @@ def write_shards(
 ) -> None:
     """Write a dataset; the manifest comes last, so that an unfinished one is never opened.
 
-    `labels` are int64 [n], from 0 to num_classes - 1. What could not be opened is not written.
+    `labels` are int64 [n], from 0 to num_classes - 1. What could not be opened is not written, and
+    a dataset that is there is not overwritten.
     """
+    if (path / MANIFEST).exists():
+        raise UserError(
+            f"[data] {path} holds a dataset already ({MANIFEST}). Delete the folder, or write to "
+            "another one."
+        )
     if not len(latents):
         raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample.")
     check_labels(labels, len(latents), num_classes, path)
@@ -223,7 +229,6 @@ def write_shards(
         row = int((~finite).nonzero()[0])
         raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Leave such rows out.")
     path.mkdir(parents=True, exist_ok=True)
-    (path / MANIFEST).unlink(missing_ok=True)
     shards = []
     for number, first in enumerate(range(0, len(latents), shard_size)):
         rows = slice(first, first + shard_size)

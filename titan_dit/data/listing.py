@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from titan_dit import streams
 from titan_dit.data.files import LABEL_LIMIT, LATENT_SUFFIXES, BadFileError, read_label
 from titan_dit.data.manifest import CLAIM, FORMAT, MANIFEST, read_folder_manifest, read_json
 from titan_dit.section import UserError
@@ -268,9 +269,10 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
 def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
     """The labels of a pair, about 20 s for a million; threads would wait for each other."""
     if len(paths) > MANY_LABELS and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(
+        streams.tell(
+            sys.stderr,
             f"reading {len(paths):,} label files in {paths[0].parent}; shards, made by `python -m "
-            "titan_dit data pack`, open at once\n"
+            "titan_dit data pack`, open at once\n",
         )
     labels = []
     for path in paths:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
-from titan_dit.failure import STARTED
+from titan_dit.failure import LAUNCH, STARTED
 from titan_dit.faults.cause import first_cause, is_consequence, is_users, message_of
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
@@ -96,8 +97,10 @@ class Agent(LocalElasticAgent):
         with self.starting:
             if self.is_stopping:
                 raise Stopped
+            # The ranks inherit both.
             if self.has_met_before(worker_group):
-                os.environ[STARTED] = "1"  # The ranks inherit it.
+                os.environ[STARTED] = "1"
+            os.environ[LAUNCH] = self.name_of_job(worker_group)
             started: dict[int, Any] = super()._start_workers(worker_group)
         nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
         if self.starts or nodes != 1:
@@ -192,6 +195,17 @@ class Agent(LocalElasticAgent):
         """
         holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
         return self.starts > 0 or (holder is not None and holder.state.round > 0)
+
+    def name_of_job(self, worker_group: WorkerGroup) -> str:
+        """One name for all nodes that meet here, now and later: the first one to ask chooses it.
+
+        Empty where the nodes meet in another way than ours.
+        """
+        store = getattr(worker_group.spec.rdzv_handler, "_store", None)
+        if store is None:
+            return ""
+        name: bytes = store.compare_set("titan_dit.job", "", uuid.uuid4().hex)
+        return name.decode()
 
     def after_failure(self, failures: dict[int, ProcessFailure], is_regrouping: bool) -> None:
         """Say why, and whether there is another attempt: torchrun does as the number says."""

@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from titan_dit import streams
 from titan_dit.failure import INTERRUPTED, LEFT, is_launched
 from titan_dit.faults.listener import Listener
 
@@ -131,7 +132,8 @@ class StopRequest:
         if number == signal.SIGINT:
             if signal.SIGINT in self.heard:
                 os._exit(INTERRUPTED)
-            sys.stderr.write("\nfinishing the step and saving; Ctrl-C again leaves at once\n")
+            again = "\nfinishing the step and saving; Ctrl-C again leaves at once\n"
+            streams.tell(sys.stderr, again)
         self.heard.append(number)
 
     def leave_if_stuck(self) -> None:

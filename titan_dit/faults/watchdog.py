@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -94,7 +93,6 @@ class Watchdog:
             is_user_error=False,
         )
         time.sleep(SETTLE_S)
-        sys.stderr.flush()
         os._exit(HUNG)
 
     def dump(self, silent: float) -> None:

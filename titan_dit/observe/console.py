@@ -7,13 +7,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titan_dit import streams
 from titan_dit.config import JobConfig
 
 
 def say(line: str) -> None:
-    """Print a line at once, also into a file or a pipe."""
+    """Print a line at once, also into a file or a pipe: what a command is there for."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def mention(line: str) -> None:
+    """Print a line of a run, which goes on whether anybody reads it or not."""
+    streams.tell(sys.stdout, line + "\n")
 
 
 class Sizes(NamedTuple):

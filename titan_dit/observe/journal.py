@@ -35,7 +35,7 @@ class Journal:
         """Tell the person at the console; None is nothing to tell."""
         for line in lines:
             if self.is_written and line is not None:
-                console.say(line)
+                console.mention(line)
 
     def add(self, file: str, line: dict[str, Any]) -> None:
         """A line of JSON, to a file of the run directory."""

@@ -104,22 +104,25 @@ def row_of(
 
 
 def keep_rows(file: Path, resumed_step: int) -> list[Row]:
-    """The rows up to the step a run goes on from; later ones will be written anew.
+    """The rows up to the step a run goes on from; later ones will be written anew."""
+    rows = [row for row in read_rows(file) if row["step"] <= resumed_step]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    aside = file.with_suffix(".jsonl.partial")
+    aside.write_text(text)
+    aside.replace(file)
+    return rows
 
-    A line that a kill cut short is dropped.
-    """
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a metrics.jsonl, without a line that a kill cut short."""
     rows = []
     for line in file.read_text().splitlines() if file.is_file() else []:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(row, dict) and row.get("step", resumed_step + 1) <= resumed_step:
+        if isinstance(row, dict) and "step" in row:
             rows.append(row)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    aside = file.with_suffix(".jsonl.partial")
-    aside.write_text(text)
-    aside.replace(file)
     return rows
 
 

@@ -83,6 +83,18 @@ class Store(Protocol):
     def write(self, file: Any, text: str) -> None:
         """Write a file; it is there for good when this returns."""
 
+    def make(self, folder: Any) -> None:
+        """Make a folder, if it is missing."""
+
+    def modified(self, file: Any) -> float:
+        """When a file was written or renewed, in seconds, by the clock of the store."""
+
+    def renew(self, file: Any) -> None:
+        """Give a file the time of now."""
+
+    def delete(self, file: Any) -> None:
+        """Delete a file, if it is there."""
+
     def aside(self, final: Any) -> Any:
         """The folder in which what will be the checkpoint `final` is written."""
 
@@ -126,6 +138,22 @@ class Disk:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
+
+    def make(self, folder: Path) -> None:
+        """As Store."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def modified(self, file: Path) -> float:
+        """As Store."""
+        return file.stat().st_mtime
+
+    def renew(self, file: Path) -> None:
+        """As Store."""
+        os.utime(file)
+
+    def delete(self, file: Path) -> None:
+        """As Store."""
+        file.unlink(missing_ok=True)
 
     def aside(self, final: Path) -> Path:
         """As Store. It has another name until it is whole."""
@@ -207,6 +235,26 @@ class ObjectStore:
         with self.files.open(str(file), "wb") as stream:
             stream.write(text.encode())
 
+    def make(self, folder: URL) -> None:
+        """As Store."""
+        self.files.makedirs(str(folder), exist_ok=True)
+
+    def modified(self, file: URL) -> float:
+        """As Store."""
+        return float(self.files.modified(str(file)).timestamp())
+
+    def renew(self, file: URL) -> None:
+        """As Store."""
+        with self.files.open(str(file), "rb") as stream:
+            data = stream.read()
+        with self.files.open(str(file), "wb") as stream:
+            stream.write(data)
+
+    def delete(self, file: URL) -> None:
+        """As Store."""
+        with contextlib.suppress(FileNotFoundError):
+            self.files.rm(str(file))
+
     def aside(self, final: URL) -> URL:
         """As Store. It has its name from the start, and no manifest."""
         return final
@@ -214,7 +262,7 @@ class ObjectStore:
     def begin(self, final: URL) -> URL:
         """As Store."""
         self.remove(final)
-        self.files.makedirs(str(final), exist_ok=True)
+        self.make(final)
         return final
 
     def commit(self, aside: URL, final: URL) -> None:
@@ -223,7 +271,7 @@ class ObjectStore:
     def rename(self, folder: URL, name: str) -> None:
         """As Store. The store copies file by file, and the manifest last."""
         target, names = folder.with_name(name), self.names(folder)
-        self.files.makedirs(str(target), exist_ok=True)
+        self.make(target)
         for file in sorted(names, key=lambda file: file == MANIFEST):
             self.files.copy(str(folder / file), str(target / file))
         self.remove(folder)
