@@ -12,6 +12,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import subprocess
@@ -38,6 +39,29 @@ def call(function, *arguments):
     process = CONTEXT.Process(target=function, args=arguments)
     process.start()
     return process
+
+
+def result(function, *arguments):
+    """What a function returns in a process of its own; what it raises is raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result"
+        process = call(_write_result, str(file), function, arguments)
+        process.join()
+        if not file.is_file():
+            raise RuntimeError(f"{function.__name__} ended with exit code {process.exitcode}")
+        value, error = pickle.loads(file.read_bytes())
+        if error:
+            raise error
+        return value
+
+
+def _write_result(file, function, arguments):
+    value = error = None
+    try:
+        value = function(*arguments)
+    except Exception as raised:
+        error = raised
+    Path(file).write_bytes(pickle.dumps((value, error)))
 
 
 class Command:

@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from multiprocessing import get_context
 
 import commands
+import forked
 import pytest
 import torch
 from harness import on_ranks
@@ -26,17 +25,9 @@ B, H, LAYERS, TOKENS = 8, 128, 4, 256  # samples of a microbatch, width, layers,
 MODEL = {"hidden": H, "layers": LAYERS, "heads": 8, "latent_size": 32}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def elsewhere():
-    """A process for rehearsals: the shape checks of the tests do not know of sharded tokens."""
-    global rehearsed
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-
-        def rehearsed(config, world):
-            sizes = solve(config.parallel, world)
-            return pool.submit(rehearse, config, sizes, world).result()
-
-        yield
+def rehearsed(config, world):
+    """In a process of its own: the shape checks of the tests do not know of sharded tokens."""
+    return forked.result(rehearse, config, solve(config.parallel, world), world)
 
 
 def small(world=1, batch=B, **sections):
@@ -249,6 +240,7 @@ def test_free_memory_is_read_where_linux_says_it(tmp_path):
     assert estimate.host_memory(tmp_path / "none") > 2**20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [16, 1024])
 def test_a_7b_is_rehearsed_on_a_laptop(world, tmp_path):
     flags = ("--dry-run",) if world == 16 else ("--dry-run", world)
@@ -288,11 +280,12 @@ def test_the_script_starts_one_process(tmp_path):
 
 
 RECIPES = [(path.stem, ()) for path in sorted(CONFIG_DIR.glob("*.toml"))]
-RECIPES += [
-    ("dit_7b", ("--parallel.tp", "8", "--parallel.pp", "2")),
+RECIPES += [("dit_7b", ("--parallel.tp", "8", "--parallel.pp", "2"))]
+LARGE = [
     ("dit_7b", ("--parallel.tp", "2", "--parallel.pp", "8")),
     ("dit_3b", ("--parallel.cp", "1", "--parallel.pp", "8", "--remat.mode", "full")),
 ]
+RECIPES += [pytest.param(*recipe, marks=pytest.mark.long) for recipe in LARGE]
 
 
 @pytest.mark.parametrize(("name", "flags"), RECIPES)
@@ -314,3 +307,9 @@ def test_every_recipe_passes(name, flags):
     assert text[0].startswith(f"dry run of {name}: {world} rank")
     assert all(rank.peak.total > 0 for rank in result.ranks)
     assert config.compile.enabled == any("without torch.compile" in line for line in text)
+    for axis in ("pp", "tp"):
+        size = getattr(config.parallel, axis)
+        assert (f"{axis} {size}" in text[0]) == (size > 1)
+    for first_rank in range(0, world, world // pp) if pp > 1 else ():
+        assert any(line.split()[:1] == [str(first_rank)] for line in text)
+    assert text[-1].startswith("a device needs ")
