@@ -1,7 +1,7 @@
 """The packages of the wheel; everything else stands in pyproject.toml.
 
-train_configs/ lies at the top of the clone and is the package data of `titan_dit.train_configs` in the
-wheel. pyproject.toml can find packages or list them by hand, but cannot find them and add one.
+train_configs/ lies at the top of the clone, in the wheel it is `titan_dit.train_configs`.
+pyproject.toml can find packages or list them all, but cannot find them and add one.
 """
 
 from setuptools import find_packages, setup

@@ -1,4 +1,4 @@
-"""`titan_dit train` in its front process: how many ranks it starts, with which options and where."""
+"""`titan_dit train` in its front process: how many ranks it starts, and with which options."""
 
 import os
 import subprocess

@@ -120,7 +120,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def meeting_of(environment: Mapping[str, str]) -> list[str]:
-    """torchrun's options for where the nodes meet."""
+    """Options of torchrun for where the nodes meet."""
     nodes = environment.get("NNODES")
     if not nodes or nodes == "1":
         return ["--standalone"]
@@ -135,6 +135,6 @@ def meeting_of(environment: Mapping[str, str]) -> list[str]:
 
 
 def max_restarts(environment: Mapping[str, str]) -> str:
-    """MAX_RESTARTS, else 10 where nodes come and go, as the ranks that stay fail with a lost one."""
+    """MAX_RESTARTS, else 10 for elastic nodes: losing one is a failure of the ranks that stay."""
     elastic = ":" in environment.get("NNODES", "")
     return environment.get("MAX_RESTARTS") or ("10" if elastic else "0")
