@@ -2,14 +2,25 @@ SHELL := /bin/bash
 ENVIRONMENT := source scripts/environment.sh && use_environment dev &&
 PYTHON := $(ENVIRONMENT) $$python
 
-.PHONY: check format test
+.PHONY: check ruff types imports spelling conflicts format test
 
-check:  ## linters, types, the direction of imports, spelling
+# Each is a hook in .pre-commit-config.yaml, too.
+check: ruff types imports spelling conflicts
+
+ruff:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+types:
 	$(PYTHON) -m mypy
+
+imports:
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as check; check()"
+
+spelling:
 	$(PYTHON) -m codespell_lib
+
+conflicts:
 	! grep -rnE '^(<<<<<<<|>>>>>>>) ' --include='*.md' --include='*.py' --include='*.toml' --exclude-dir=.venv .
 
 format:

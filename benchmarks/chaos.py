@@ -35,6 +35,7 @@ from report import ROOT, finish
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from titan_dit.commands.train import RDZV_CONF
 from titan_dit.state.ledger import Ledger
 from titan_dit.state.sample_log import trained
 
@@ -265,7 +266,7 @@ def agents(folder: Path, steps: int) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     meeting = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "chaos")
-    meeting += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", rendezvous_settings())
+    meeting += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RDZV_CONF)
     flags = ("--training.steps", steps, "--checkpoint.every", 5)
     calm = finish_undisturbed(folder / "calm-2", *flags, ranks=2)
     first = Job(folder / "agents", *flags, ranks=1, restarts=5, meeting=meeting)
@@ -289,13 +290,6 @@ def agents(folder: Path, steps: int) -> dict[str, Any]:
         **verdict(same_curve(first.run, calm)),
         "s to the next step": round(seconds, 1),
     }
-
-
-def rendezvous_settings() -> str:
-    """Those of run_train.sh."""
-    found = re.search(r"RDZV_CONF:-([\w=,.]+)}", (ROOT / "run_train.sh").read_text())
-    assert found
-    return found[1]
 
 
 def speaking(*jobs: Job) -> Iterator[Job]:

@@ -50,7 +50,7 @@ def test_the_readme_commands_train_and_draw(copy_of_the_checkout):
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join(commands)],
         cwd=copy_of_the_checkout,
-        env=environment() | {"PATH": bin_folder, "PYTHONPATH": ""},
+        env=environment() | {"PATH": bin_folder, "PYTHONPATH": "", "NGPU": "1"},
         capture_output=True,
         text=True,
         timeout=280,

@@ -1,4 +1,4 @@
-"""`python -m titan_dit COMMAND`: everything but training."""
+"""`titan_dit COMMAND`, or `python -m titan_dit COMMAND`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from titan_dit import failure
 from titan_dit.section import Section, UserError, hints_of
 
 # Each is a file in titan_dit/commands with a dataclass `Options` and a function `main(options)`;
-# a name of two words has an underscore there.
+# a name of two words has an underscore there. `train` alone reads its words itself: its flags are
+# the config's keys.
 COMMANDS = {
+    "train": "train a run on the ranks of this node",
     "sample": "draw samples from a trained run",
     "convert": "weights of the original DiT to a checkpoint, and back",
     "predict": "run a network on given inputs",
@@ -34,13 +36,17 @@ def main() -> None:
     if name not in COMMANDS and asks_for_help:
         listed = "\n".join(f"  {command:19}{what}" for command, what in (group or COMMANDS).items())
         sys.stdout.write(
-            f"python -m titan_dit COMMAND\n\n{listed}\n\nEach explains itself with --help. "
-            "Training: ./run_train.sh --config FILE\n"
+            f"python -m titan_dit COMMAND\n\n{listed}\n\nEach explains itself with --help.\n"
         )
         return
     if name not in COMMANDS:
         there = f"There is: {', '.join(group or COMMANDS)}."
         raise UserError(f"{' '.join(words[:2] if group else words[:1])}: no such command. {there}")
+
+    if name == "train":
+        from titan_dit.commands import train
+
+        train.main(words[1:])
 
     import tyro
 
@@ -71,5 +77,10 @@ def as_python(words: list[str], options: type[Section]) -> list[str]:
     return spelled
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The console script `titan_dit`."""
     failure.guarded(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -17,7 +17,10 @@ Tables = dict[str, dict[str, Any]]
 Variant = Callable[[str, str], type[Section]]
 """(section, name) -> the dataclass that reads it: `catalog.variant`."""
 
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "train_configs"
+PACKAGE = Path(__file__).resolve().parent
+# The recipes are a part of the package where it is installed, and lie beside it in a clone.
+INSTALLED = PACKAGE / "train_configs"
+CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
 CHOSEN_BY_NAME = ("model", "objective", "data")
 
 

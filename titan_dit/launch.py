@@ -1,7 +1,7 @@
 """torchrun, with one error message instead of one per rank, and an orderly stop.
 
-run_train.sh calls it. SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C ask the ranks to save and end;
-a second Ctrl-C ends them at once.
+commands/train.py calls it. SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C ask the ranks to save and
+end; a second Ctrl-C ends them at once.
 """
 
 from __future__ import annotations

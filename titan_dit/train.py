@@ -1,4 +1,4 @@
-"""Train: `python -m titan_dit.train --config digits.toml`, mostly through run_train.sh."""
+"""Train: `python -m titan_dit.train --config digits.toml`, mostly through commands/train.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def show_help(arguments: list[str]) -> None:
     kinds = (type(config.model), type(config.objective), type(config.data))
     tyro.cli(
         type(config)[kinds],  # type: ignore[index]
-        prog="./run_train.sh --config FILE",
+        prog="python -m titan_dit train --config FILE",
         description="Train a diffusion transformer. Flags win over the config file. The name of "
         f"[model], [objective] and [data] decides what their other keys are: {names}.",
         args=["--help"],

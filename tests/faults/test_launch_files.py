@@ -209,7 +209,8 @@ def test_the_jobset_agrees_with_itself_and_with_the_launcher(jobset):
         for code in rule.get("onExitCodes", {"values": []})["values"]
     }
     assert actions == {int(variables["STOPPED_CODE"]): "Ignore", 2: "FailJob"}
-    script = (ROOT / "run_train.sh").read_text() + (ROOT / "titan_dit" / "launch.py").read_text()
-    assert all(variable in script for variable in variables)
+    readers = (ROOT / "titan_dit" / name for name in ("commands/train.py", "launch.py"))
+    code = "".join(path.read_text() for path in readers)
+    assert all(f'"{variable}"' in code for variable in variables)
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}

@@ -1,4 +1,4 @@
-"""`./run_train.sh --config FILE --dry-run [WORLD]`: one process, whatever the world."""
+"""`titan_dit train --config FILE --dry-run [WORLD]`: one process, whatever the world."""
 
 from __future__ import annotations
 

@@ -1,0 +1,160 @@
+"""`titan_dit train` in its front process: how many ranks it starts, and with which options."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT
+
+from titan_dit import __main__
+from titan_dit.commands import train
+from titan_dit.section import UserError
+
+
+class Became(Exception):
+    """What this process would have become."""
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """`titan_dit train ...` to (the command line after python -m, the environment)."""
+
+    def run(*words, cores=8, gpus=0, **variables):
+        environment = {"HOME": str(tmp_path)} | variables
+        monkeypatch.setattr(os, "environ", environment)
+        monkeypatch.setattr(train, "num_cores", lambda: cores)
+        monkeypatch.setattr(train, "num_gpus", lambda environment: gpus)
+        monkeypatch.setattr(sys, "argv", ["titan_dit", "train", *words])
+
+        def execv(path, command):
+            assert [path, "-m"] == [sys.executable, command[1]]
+            raise Became(command[2:])
+
+        monkeypatch.setattr(os, "execv", execv)
+        with pytest.raises(Became) as became:
+            __main__.main()
+        return became.value.args[0], environment
+
+    return run
+
+
+def after(command, option):
+    return command[command.index(option) + 1]
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "threads"),
+    [
+        ({"gpus": 4, "cores": 32}, "4", "8"),
+        ({"gpus": 0, "cores": 32}, "2", "16"),
+        ({"gpus": 0, "cores": 1}, "1", "1"),
+        ({"gpus": 8, "cores": 4}, "8", "1"),
+        ({"gpus": 4, "cores": 32, "NGPU": "2"}, "2", "16"),
+        ({"cores": 8, "NGPU": "", "OMP_NUM_THREADS": ""}, "2", "4"),
+        # Threads of a rank say nothing about the number of ranks.
+        ({"cores": 8, "OMP_NUM_THREADS": "1"}, "2", "1"),
+    ],
+)
+def test_ranks_and_their_threads_fit_the_machine(start, machine, ranks, threads):
+    command, environment = start("--config", "digits", **machine)
+    assert command[:2] == ["titan_dit.launch", "--standalone"]
+    assert after(command, "--nproc-per-node") == ranks
+    assert after(command, "--max-restarts") == "0"
+    assert command[-4:] == ["-m", "titan_dit.train", "--config", "digits"]
+    assert environment["OMP_NUM_THREADS"] == threads
+    assert environment["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+
+
+def test_several_nodes_meet_as_the_variables_say(start, capsys):
+    where = {"NNODES": "4", "RDZV_ENDPOINT": "node1:29500"}
+    command, _ = start(**where)
+    assert after(command, "--nnodes") == "4"
+    assert after(command, "--rdzv-endpoint") == "node1:29500"
+    assert after(command, "--rdzv-id") == "titan_dit"
+    assert after(command, "--rdzv-conf") == train.RDZV_CONF
+    assert after(command, "--max-restarts") == "0"
+    assert capsys.readouterr().err == "titan_dit: meeting 4 nodes at node1:29500\n"
+    command, _ = start(**where | {"NNODES": "2:4", "RDZV_ID": "run", "RDZV_CONF": "timeout=9"})
+    assert after(command, "--rdzv-id") == "run"
+    assert after(command, "--rdzv-conf") == "timeout=9"
+    assert after(command, "--max-restarts") == "10"
+    command, _ = start(**where | {"NNODES": "2:4", "MAX_RESTARTS": "3"})
+    assert after(command, "--max-restarts") == "3"
+    command, _ = start(NNODES="1", RDZV_ENDPOINT="node1:29500")
+    assert "--standalone" in command
+
+
+@pytest.mark.parametrize(
+    "words", [("--dry-run",), ("--dry-run=3",), ("--dry_run", "3"), ("--help",), ("-h",)]
+)
+def test_a_dry_run_and_help_start_no_ranks(start, words, capsys):
+    command, environment = start("--config", "digits", *words)
+    assert command == ["titan_dit.train", "--config", "digits", *words]
+    assert "OMP_NUM_THREADS" not in environment
+    assert ("NGPU" in capsys.readouterr().out) == (words[0] in ("--help", "-h"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"NGPU": "all"}, "NGPU=all: give the number"),
+        ({"NGPU": "0"}, "NGPU=0: give the number"),
+        ({"NNODES": "2"}, "NNODES=2: set RDZV_ENDPOINT=host:port"),
+    ],
+)
+def test_a_variable_that_cannot_be_meant_is_answered_in_words(monkeypatch, variables, words):
+    monkeypatch.setattr(os, "environ", variables)
+    with pytest.raises(UserError, match=words):
+        train.main([])
+
+
+def test_compiled_code_is_kept_among_the_users_caches_if_there_are_any(start, tmp_path):
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    assert start()[1][name] == str(tmp_path / ".cache" / "titan_dit" / "inductor")
+    caches = tmp_path / "caches"
+    assert start(XDG_CACHE_HOME=str(caches))[1][name] == str(caches / "titan_dit" / "inductor")
+    assert (caches / "titan_dit").is_dir()
+    assert start(**{name: "/scratch"})[1][name] == "/scratch"
+    (tmp_path / "file").touch()
+    assert name not in start(XDG_CACHE_HOME=str(tmp_path / "file"))[1]
+    assert name not in start(HOME="")[1]
+
+
+NVIDIA_SMI = """#!/bin/sh
+if [ -f broken ]; then echo 'NVIDIA-SMI has failed'; exit 9; fi
+echo 'GPU 0: NVIDIA X (UUID: GPU-1)'
+echo '  MIG 1g.5gb Device 0: (UUID: MIG-1)'
+echo 'GPU 1: NVIDIA X (UUID: GPU-2)'
+"""
+
+
+def test_gpus_are_those_of_the_driver_that_are_visible(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(NVIDIA_SMI)
+    tool.chmod(0o755)
+    assert train.num_gpus({}) == 2
+    assert train.num_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert train.num_gpus({"CUDA_VISIBLE_DEVICES": "0,1,"}) == 2
+    assert train.num_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    (tmp_path / "broken").touch()
+    assert train.num_gpus({}) == 0
+    assert train.num_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
+
+
+def test_the_front_process_imports_nothing_heavy():
+    """It stands before every start: torch, tyro and the config are the ranks' business."""
+    code = (
+        "import os, sys\n"
+        "def execv(*_): print(*sys.modules); raise SystemExit\n"
+        "os.execv, sys.argv = execv, ['titan_dit', 'train']\n"
+        "from titan_dit import __main__\n"
+        "__main__.main()"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = set(done.stdout.split())
+    assert "titan_dit.commands.train" in modules
+    assert not modules & {"torch", "tyro", "tomli", "numpy", "titan_dit.config"}
