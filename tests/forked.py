@@ -12,7 +12,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import pickle
 import runpy
 import signal
 import subprocess
@@ -30,38 +29,22 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["preload"])
 
 
-def call(function, *arguments):
-    """A started process that calls `function(*arguments)`; it has the server's environment."""
-    # Read when the server imports torch, which the first call starts; later changes do not matter.
+def context():
+    """The server's, which is started if it was not: for `Process` and `ProcessPoolExecutor`.
+
+    Processes have the environment that the server began with, whatever is set later.
+    """
     paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}):
         forkserver.ensure_running()
-    process = CONTEXT.Process(target=function, args=arguments)
+    return CONTEXT
+
+
+def call(function, *arguments):
+    """A started process that calls `function(*arguments)`."""
+    process = context().Process(target=function, args=arguments)
     process.start()
     return process
-
-
-def result(function, *arguments):
-    """What a function returns in a process of its own; what it raises is raised here."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result"
-        process = call(_write_result, str(file), function, arguments)
-        process.join()
-        if not file.is_file():
-            raise RuntimeError(f"{function.__name__} ended with exit code {process.exitcode}")
-        value, error = pickle.loads(file.read_bytes())
-        if error:
-            raise error
-        return value
-
-
-def _write_result(file, function, arguments):
-    value = error = None
-    try:
-        value = function(*arguments)
-    except Exception as raised:
-        error = raised
-    Path(file).write_bytes(pickle.dumps((value, error)))
 
 
 class Command:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
 import commands
@@ -25,9 +26,17 @@ B, H, LAYERS, TOKENS = 8, 128, 4, 256  # samples of a microbatch, width, layers,
 MODEL = {"hidden": H, "layers": LAYERS, "heads": 8, "latent_size": 32}
 
 
-def rehearsed(config, world):
-    """In a process of its own: the shape checks of the tests do not know of sharded tokens."""
-    return forked.result(rehearse, config, solve(config.parallel, world), world)
+@pytest.fixture(scope="module", autouse=True)
+def elsewhere():
+    """A process for rehearsals: the shape checks of the tests do not know of sharded tokens."""
+    global rehearsed
+    with ProcessPoolExecutor(1, forked.context()) as pool:
+
+        def rehearsed(config, world):
+            sizes = solve(config.parallel, world)
+            return pool.submit(rehearse, config, sizes, world).result()
+
+        yield
 
 
 def small(world=1, batch=B, **sections):
