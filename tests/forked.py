@@ -177,6 +177,7 @@ def _run(words):
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path.insert(0, str(Path.cwd()))
+        sys.modules.pop(words[1], None)  # It runs anew, under the name __main__.
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv[:] = ["-c", *words[2:]]
