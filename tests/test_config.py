@@ -154,10 +154,6 @@ def test_the_sections_refuse_what_makes_no_sense(section, values, words):
     assert words in str(caught.value)
 
 
-def test_ema_may_be_switched_off():
-    assert EMAConfig(decays=[]).decays == ()
-
-
 def test_bounds_survive_the_resolving_of_annotations():
     # get_type_hints drops them unless asked not to; then nothing would be checked any more.
     hint = hints_of(TrainingConfig)["steps"]

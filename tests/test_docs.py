@@ -1,12 +1,11 @@
 """The commands of docs/official-dit.md, as they stand there, for a DiT that is really an S/8."""
 
 import re
-import subprocess
 import sys
 
 import numpy as np
 import torch
-from commands import ROOT, environment
+from commands import ROOT, run
 from safetensors.torch import load_file, save_file
 
 from titan_dit.models.dit import DiTConfig
@@ -52,14 +51,7 @@ def test_the_way_from_the_original_dit_works_as_written(tmp_path):
         here = command.replace("NGPU=8 ./run_train.sh", "python -m titan_dit.train")
         here = re.sub("^python", sys.executable, here)
         here += "".join(f" {flags}" for part, flags in SMALLER.items() if part in here)
-        done = subprocess.run(
-            here.split(),
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        done = run(here.split(), tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     assert load_file(tmp_path / "out.safetensors")["out"].shape == (2, 8, 32, 32)
     drawn = load_file(tmp_path / "samples.safetensors")

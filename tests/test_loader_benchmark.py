@@ -1,17 +1,49 @@
-"""benchmarks/loader.py runs, on a dataset that takes no time."""
+"""benchmarks/loader.py, on a dataset that takes no time."""
 
-import json
+import itertools
 import sys
+from types import SimpleNamespace
 
-from commands import ROOT, run
+import torch
+from commands import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import loader
+
+from titan_dit.models.dit import DiTConfig
+
+MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=4, channels=1, num_classes=10)
 
 
-def test_the_loader_benchmark_compares_every_reader_with_one_npy_per_sample(tmp_path):
-    sizes = ("--count", 32, "--channels", 1, "--latent-size", 8, "--batch", 4)
-    command = [sys.executable, ROOT / "benchmarks" / "loader.py", *sizes]
-    done = run([*command, "--batches", 2, "--turns", 2, "--out", "out.json"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["workers"] for row in rows] == [0, 0, 0, 1, 1, 1]
-    assert rows[0]["/ one .npy per sample"] == rows[3]["/ one .npy per sample"] == "1.0"
-    assert all(float(row["samples/s"].replace(",", "")) > 0 for row in rows)
+def test_all_contenders_read_the_same_samples(tmp_path):
+    loader.make_datasets(tmp_path, 12, (1, 4, 4))
+    stored = torch.randn(12, 1, 4, 4, generator=torch.Generator().manual_seed(0)).half().float()
+    read = [next(loader.plain(tmp_path, 12, 12, 0))]
+    for name in ("shards", "files"):
+        batch = next(loader.ours(tmp_path / name, MODEL, 12, 0))
+        read.append((MODEL.detokenize(batch.tokens), batch.labels))
+    for latents, labels in read:
+        pairs = zip(latents.flatten(1).tolist(), labels.tolist(), strict=True)
+        assert sorted(pairs) == sorted(
+            (x, i % 10) for i, x in enumerate(stored.flatten(1).tolist())
+        )
+
+
+def test_the_rate_is_that_of_the_timed_batches_and_everyone_goes_first(monkeypatch):
+    """The first six batches of a turn are not timed; a batch of `a` takes 1 s, one of `b` 4 s."""
+    now, order = [0.0], []
+    monkeypatch.setattr(loader, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def contender(name, seconds):
+        def batches():
+            order.append(name)
+            for number in itertools.count():
+                now[0] += 100 if number < 6 else seconds
+                yield None
+
+        return batches
+
+    contenders = {"a": contender("a", 1), "b": contender("b", 4)}
+    rates = loader.measure(contenders, num_batches=3, batch=8, turns=2)
+    assert rates == {"a": [8.0, 8.0], "b": [2.0, 2.0]}
+    assert order == ["a", "b", "b", "a"]

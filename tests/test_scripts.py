@@ -48,9 +48,6 @@ def pinned(name):
 def test_the_locks_pin_everything_that_pyproject_asks_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     runtime = {name.lower(): v for name, v in pinned("requirements.lock").items()}
-    assert runtime["torch"] == "2.13.0"
-    assert runtime["torchao"] == "0.18.0"
-    assert runtime["torchdata"] == "0.11.0"
     everything = runtime | {k.lower(): v for k, v in pinned("requirements-dev.lock").items()}
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     for requirement in wanted:

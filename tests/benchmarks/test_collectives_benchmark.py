@@ -1,10 +1,12 @@
-"""benchmarks/collectives.py: an axis sends what its formula says, to the byte."""
+"""benchmarks/collectives.py: its formulas, and the ratio of what is counted to them.
 
-import json
+test_roofline.py counts what tp and cp send, test_dry_run.py what the other axes do.
+"""
+
 import sys
 
 import pytest
-from commands import ROOT, run
+from commands import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import collectives
@@ -24,17 +26,21 @@ HAND = {
 }
 
 
-@pytest.mark.parametrize("case", collectives.CASES, ids=lambda case: case.formula)
-def test_the_formulas_give_what_is_counted_by_hand(case):
-    assert case.theory(case.ranks) == HAND[case.formula]
+def test_the_formulas_give_what_is_counted_by_hand():
+    found = {case.formula: case.theory(case.ranks) for case in collectives.CASES}
+    assert found == HAND
 
 
-def test_what_is_sent_is_what_theory_says(tmp_path):
-    """One axis: the others are held to theory in test_dry_run.py, too."""
-    command = [sys.executable, ROOT / "benchmarks" / "collectives.py", "--out", "out.json"]
-    done = run([*command, "--axes", "tp"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["axis"] for row in rows] == ["tp", "tp"]
-    assert [row["bytes"] for row in rows] == [f"{HAND[row['elements']]:,}" for row in rows]
-    assert {row["ratio"] for row in rows} == {"1.000"}
+@pytest.mark.parametrize(("per_layer", "ratio"), [(1.0, "1.000"), (1.5, "1.500")])
+def test_the_ratio_is_that_of_one_layer_without_the_ends_of_the_network(
+    monkeypatch, per_layer, ratio
+):
+    case = next(case for case in collectives.CASES if case.axis == "tp")
+    theory = HAND[case.formula]
+
+    def sent(case, layers):
+        return 3 * layers + 5, round(layers * per_layer * theory) + 12_345
+
+    monkeypatch.setattr(collectives, "sent", sent)
+    row = collectives.compared(case)
+    assert (row["calls"], row["bytes"], row["ratio"]) == ("3", f"{per_layer * theory:,.0f}", ratio)

@@ -29,25 +29,6 @@ def test_a_layer_is_three_products_of_equal_flops():
     assert (row["M"], row["K"], row["N"]) == (32, 16, 48)
 
 
-def test_the_products_are_those_of_the_blocks_each_once():
-    cells = [Cell(config_of("XL/2", 64), 32), Cell(config_of("XL/2", 32), 128)]
-    sizes = (1152, 3456), (1152, 1152), (1152, 4608), (4608, 1152)
-    assert gpu_ceilings.shapes_of(cells) == [(32 * 1024, k, n) for k, n in sizes]
-
-
-def test_the_attention_table_has_a_column_per_kernel():
-    rows = [
-        {"head_dim": 72, "tokens": 256, "backend": "auto", "both ms": 1.0}
-        | {"forward TFLOP/s": 300.0, "backward TFLOP/s": 200.0, "both TFLOP/s": 225.0},
-        {"head_dim": 72, "tokens": 256, "backend": "cudnn", "error": "out of memory"},
-        {"head_dim": 64, "tokens": 256, "backend": "cudnn", "error": "out of memory"},
-    ]
-    assert gpu_ceilings.attention_table({"attention": rows}) == [
-        {"channels": 72, "tokens": 256, "auto": "300 / 200 / 225", "cudnn": "out of memory"},
-        {"channels": 64, "tokens": 256, "auto": "-", "cudnn": "out of memory"},
-    ]
-
-
 def test_targets_are_read_off_the_medians():
     cell = Cell(config_of("XL/2", 64), 32, model="XL/2")
     ms = {"plain": 400.0, "plain_compiled": 250.0, "ours_compiled": 240.0}

@@ -1,33 +1,37 @@
-"""benchmarks/step.py with a contender of the user's own."""
+"""benchmarks/step.py: whose turn it is, what is kept, and the ratios made of it."""
 
-import json
 import sys
+from types import SimpleNamespace
 
-from commands import ROOT, run
-
-STEP = [sys.executable, ROOT / "benchmarks" / "step.py"]
-
-MINE = """
 import torch
+from commands import ROOT
 
-def make_step(config, batch, device):
-    weight = torch.zeros((), device=device)
-    assert (config.latent_size, batch) == (4, 2)
-    return lambda: weight.add_(1)
-"""
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import step
 
 
-def test_a_module_of_the_current_folder_can_compete(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
-    flags = ["--latent-size", 4, "--batch", 2, "--turns", 1, "--out", "rows.json"]
-    done = run([*STEP, *flags, "--contenders", "plain", "ours", "mine:make_step"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["contender"] for row in rows] == ["plain", "ours", "mine:make_step"]
-    assert float(rows[2]["CPU / plain"]) < 1
+def test_ratios_are_medians_turn_by_turn_and_the_first_turn_is_not_kept(monkeypatch):
+    """A machine that slows down tenfold on its way: the ratio of the medians would be another."""
+    now, order = [0.0], []
+    clock = SimpleNamespace(process_time=lambda: now[0], perf_counter=lambda: 2 * now[0])
+    monkeypatch.setattr(step, "time", clock)
 
+    def contender(name, seconds):
+        turns = iter(seconds)
 
-def test_a_contender_that_nobody_knows_is_refused(tmp_path):
-    done = run([*STEP, "--contenders", "theirs"], tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("--contenders: theirs is none of plain, ours,")
+        def take():
+            order.append(name)
+            now[0] += next(turns)
+            return torch.ones(())
+
+        return take
+
+    steps = {
+        "plain": contender("plain", [100, 1, 10, 20]),
+        "ours": contender("ours", [900, 0.5, 6, 16]),
+    }
+    seconds = step.measure(steps, 3)
+    assert order == ["plain", "ours", "ours", "plain", "plain", "ours", "ours", "plain"]
+    plain, ours = step.table(seconds)
+    assert (plain["CPU s"], plain["wall s"], plain["CPU / plain"]) == ("10.000", "20.000", "1.000")
+    assert (ours["CPU s"], ours["wall / plain"], ours["CPU / plain"]) == ("6.000", "0.600", "0.600")

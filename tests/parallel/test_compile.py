@@ -1,5 +1,6 @@
 """torch.compile: refused in words where it cannot work, and counted where it works too often."""
 
+import functools
 import os
 import shutil
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import on_ranks
-from tiny import tiny_config
+from tiny import inputs_of, tiny_config
 
 from titan_dit.config import CompileConfig
 from titan_dit.parallel import compile
@@ -31,37 +32,50 @@ def test_a_missing_compiler_is_told_although_the_cache_is_warm():
     torch._dynamo.reset()
 
 
-def trial_with(world, folder, forbidden):
+def trial_with(folder, forbidden):
     """The trial with a compiler that knows no such flag: whether probes were spared, and what for.
 
     The flags are those of the last library that it made, the addition's.
     """
-    compiler = Path(folder) / "g++"
+    from torch._inductor import cpp_builder, cpu_vec_isa
+
+    torch._dynamo.reset()
+    classes = [c for c in vars(cpu_vec_isa).values() if isinstance(c, type)]
+    for place in (cpp_builder, cpu_vec_isa, *classes):
+        for known in vars(place).values():  # Of the compiler: nothing, as in a fresh process.
+            if isinstance(known, functools._lru_cache_wrapper):
+                known.cache_clear()
+    folder.mkdir()
+    compiler = folder / "g++"
     compiler.write_text(
         f'#!/bin/sh\necho "$*" >> {folder}/calls\n'
-        f'case "$*" in *{forbidden}*) echo "unknown option" >&2; exit 1;; esac\nexec g++ "$@"\n'
+        f'case "$*" in *{forbidden}*) echo "unknown option" >&2; exit 1;; esac\nexec g++ "$@" -O0\n'
     )
     compiler.chmod(0o755)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
     import torch._inductor.config as inductor
-    from torch._inductor import cpu_vec_isa
 
-    with inductor.patch({"cpp.cxx": (None, str(compiler))}):
+    settings = {"cpp.vec_isa_ok": None, "cpp_cache_precompile_headers": False}
+    with inductor.patch({"cpp.cxx": (None, str(compiler)), **settings}):
         compile.check(CompileConfig(enabled=True), CPU)
         calls = (Path(folder) / "calls").read_text().splitlines()
         flags = [call for call in calls if ".so" in call][-1]
         return inductor.cpp.vec_isa_ok, str(cpu_vec_isa.pick_vec_isa()), flags
 
 
+def both_trials(world, folder):
+    """With a compiler that knows everything, and with one that lacks what the first made use of."""
+    new = trial_with(Path(folder) / "new", "no-such-flag")
+    return new, trial_with(Path(folder) / "old", new[1].split()[0])
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="asks for x86's instructions")
 def test_probes_are_spared_where_the_compiler_knows_what_the_cpu_has(tmp_path):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "old").mkdir()
-    [(spared, best, flags)] = on_ranks(1, trial_with, str(tmp_path / "new"), "no-such-flag")
+    [((spared, best, flags), old)] = on_ranks(1, both_trials, str(tmp_path))
     assert spared is True
     assert f"-m{best.split()[0]}" in flags
-    [(spared, less, flags)] = on_ranks(1, trial_with, str(tmp_path / "old"), best.split()[0])
+    spared, less, flags = old
     assert spared is None
     assert less != best
     assert best.split()[0] not in flags
@@ -100,17 +114,16 @@ def test_cuda_graphs_are_refused_without_a_gpu():
         compile.check(config, torch.device("cpu"))
 
 
-def test_cuda_graphs_begin_anew_with_every_forward_of_the_model(monkeypatch):
-    model = tiny_config().model.build(4)
-    asked, begun = [], []
-    for part in model.blocks.values():
-        monkeypatch.setattr(part, "compile", lambda **options: asked.append(options))
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+def test_cuda_graphs_begin_anew_with_every_forward_of_the_model():
+    """torch counts the passes downwards, with a GPU or without."""
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    config = tiny_config().model
+    model = config.build(4)
+    for block in model.blocks.values():
+        block.compile = lambda **_: None
     compile.compile_blocks(model, CompileConfig(enabled=True, cuda_graphs=True))
-    assert asked == len(model.blocks) * [
-        {"fullgraph": True, "options": {"triton.cudagraphs": True}}
-    ]
+    before = MarkStepBox.mark_step_counter
     for count in (1, 2):
-        for hook in model._forward_pre_hooks.values():
-            hook(model, ())
-        assert len(begun) == count
+        model(inputs_of(config), config.static(CPU))
+        assert before - MarkStepBox.mark_step_counter == count

@@ -1,17 +1,16 @@
 """float8 in one process: which layers, under which names, with what styles; nothing to be seen."""
 
 import re
-import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
+from commands import run
 from tiny import distance, gradients, randomize, tiny_config
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from unchecked import unchecked
 
 from titan_dit.config import PrecisionConfig
 from titan_dit.dry_run.rehearse import fake_world
@@ -125,16 +124,21 @@ def gathered_formats(device_type):
 
 
 def test_tokens_travel_in_float8_where_the_ranks_can_send_it():
-    # In a process of their own: shapes differ from rank to rank, which annotations do not know.
-    with ProcessPoolExecutor(1, get_context("spawn")) as other:
-        on_cuda, on_cpu = other.map(gathered_formats, ("cuda", "cpu"))
+    with unchecked():
+        on_cuda, on_cpu = map(gathered_formats, ("cuda", "cpu"))
     assert on_cuda.count(torch.float8_e4m3fn) == 2 * 3
     assert torch.float8_e4m3fn not in on_cpu
 
 
-def test_torchao_is_loaded_in_silence():
-    code = "from titan_dit.parallel.float8 import load_torchao; load_torchao()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def test_torchao_is_loaded_where_it_is_used_and_in_silence(tmp_path):
+    code = (
+        "import sys, titan_dit.trainer\n"
+        "assert 'torchao' not in sys.modules\n"
+        "from titan_dit.parallel.float8 import load_torchao\n"
+        "load_torchao()\n"
+        "assert 'torchao' in sys.modules\n"
+    )
+    done = run([sys.executable, "-c", code], tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -1,6 +1,5 @@
 """float8 where it cannot be had: an answer before anything is built."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -107,10 +106,3 @@ def test_async_tp_needs_compiled_blocks_ranks_to_talk_to_and_cuda():
             check(sizes, **sections)
     with pytest.raises(UserError, match=r"needs CUDA .* Set async_tp = false"):
         check_device(tiny_config().precision, True, torch.device("cpu"))
-
-
-def test_a_run_without_float8_does_not_load_torchao():
-    import subprocess
-
-    code = "import sys, titan_dit.trainer; sys.exit('torchao' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -82,8 +82,6 @@ def test_the_nearest_measured_shape_speaks_for_one_within_a_factor_of_two():
         (H100, 989, 3.35),
         ("NVIDIA H100 PCIe", 756, 2),
         ("NVIDIA H100 NVL", 835, 3.9),
-        ("NVIDIA L40S", 362, 0.864),
-        ("NVIDIA B200", 2250, 8),
     ],
 )
 def test_balance_is_that_of_the_device_by_name(device, tflops, terabytes):

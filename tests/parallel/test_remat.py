@@ -1,6 +1,5 @@
 """Recomputation in one process: the same gradients, less kept."""
 
-import shutil
 import sys
 from types import MethodType
 
@@ -164,9 +163,18 @@ def test_the_measurement_sees_a_tensor_too_many(monkeypatch):
 
 
 def compiled_gradients(world):
+    """The compiler's graphs and what it cuts off for backward, but run as they are: no C++.
+
+    tests/distributed/test_remat_layouts.py compiles to the end.
+    """
     from torch._dynamo.utils import counters
 
-    results = {}
+    original, results = torch.nn.Module.compile, {}
+
+    def compile(module, *, options, **keys):
+        original(module, backend="aot_eager_decomp_partition", **keys)
+
+    torch.nn.Module.compile = compile
     for mode in MODES[1:]:
         torch._dynamo.reset()
         counters.clear()
@@ -174,12 +182,11 @@ def compiled_gradients(world):
     return results, {mode: kept(mode, compiled=True) for mode in ("selective", "full")}
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_blocks_keep_as_little_and_are_one_graph():
     expected = gradients("none", True)
     [(results, elements)] = on_ranks(1, compiled_gradients)
-    assert elements["selective"] <= 11.2
-    assert elements["full"] <= 1.1
+    assert 10.9 <= elements["selective"] <= 11.2
+    assert 1.0 <= elements["full"] <= 1.1
     assert set(results) == set(MODES[1:])
     for mode, (found, graphs) in results.items():
         assert graphs == 1, mode
@@ -203,16 +210,6 @@ def test_a_split_backward_is_refused_where_a_block_would_run_many_times(schedule
             check(2)
     else:
         check(2)
-
-
-def test_split_schedules_are_those_that_split():
-    from titan_dit.schedules.orders import pipeline_order
-
-    for schedule in ALL:
-        stages = 2 if schedule.startswith("interleaved") else 1
-        order = pipeline_order(schedule, num_ranks=2, num_microbatches=8, virtual_stages=stages)
-        split = any("I" in str(action) for rank in order for action in rank)
-        assert split == (schedule in remat.SPLIT_BACKWARD), schedule
 
 
 @pytest.mark.parametrize("mode", ["attention", "full"])

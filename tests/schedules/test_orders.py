@@ -19,7 +19,7 @@ from titan_dit.schedules.layout import (
     stages_per_rank,
 )
 from titan_dit.schedules.notation import render
-from titan_dit.schedules.orders import PROGRAMMES, pipeline_order
+from titan_dit.schedules.orders import pipeline_order
 from titan_dit.section import UserError
 
 CLASSES = {
@@ -140,10 +140,6 @@ def test_activations_held_are_those_of_the_papers(p, m):
             assert peaks("interleaved_1f1b", v) == tuple(expected)
     if m >= 2 * p:
         assert peaks("dualpipev") == (2 * p + 1,) * p
-
-
-def test_every_schedule_has_a_programme():
-    assert set(PROGRAMMES) == set(SCHEDULES)
 
 
 def test_schedules_load_no_torch():

@@ -42,6 +42,12 @@ def check_store(url, monkeypatch, capsys):
     assert read_record(path)["cursor"] == 30
     assert find(place(url), 20) == place(f"{url}/step-00000020")
 
+    # Another run starts from it by its URL, in the same store or elsewhere.
+    other = Checkpoints(place(f"{url}-other"), CheckpointConfig())
+    assert resume.starting_point(other, str(path)).path == path
+    with pytest.raises(UserError, match="nowhere is no checkpoint"):
+        resume.starting_point(other, f"{url}/nowhere")
+
     # The store fails while tensors are written: a folder without a manifest is no checkpoint.
     with monkeypatch.context() as patched:
         patched.setattr(files.Digesting, "write", refuse)

@@ -54,12 +54,6 @@ def test_averages_follow_a_plain_loop_in_float64(decays, warmup, every):
             assert got.dtype == torch.float32
 
 
-def test_the_first_update_of_the_warm_up_forgets_most_of_the_start():
-    ema = EMA(weights(), EMAConfig(decays=(0.9999,)))
-    assert ema.decay(0.9999, 1) == pytest.approx(2 / 11)
-    assert ema.decay(0.9999, 10**6) == 0.9999
-
-
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_skipped_step_leaves_the_averages_to_the_bit(every):
     parameters = weights()

@@ -140,11 +140,3 @@ def test_filling_the_tensors_moves_the_state_to_another_optimizer(fused):
         apply_gradients(its_optimizer, 0.02, skip=GO)
     for name, values in snapshot(optimizer, parameters).items():
         assert torch.equal(snapshot(resumed, others)[name], values), name
-
-
-def test_the_settings_reach_adamw():
-    parameters, optimizer = build(fused=True)
-    assert {key: optimizer.defaults[key] for key in SETTINGS} == SETTINGS
-    assert optimizer.defaults["fused"]
-    decayed = [p for group in optimizer.param_groups for p in group["params"]]
-    assert len(decayed) == len(parameters)

@@ -2,8 +2,8 @@
 
 import errno
 import os
+import resource
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -232,30 +232,22 @@ def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch):
         checkpoints.finish()
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_the_kernel_refuses_to_write_is_told_in_its_words(tmp_path, asynchronous):
     """A real limit on the size of files, which torch.save would call an enforce failure."""
-    script = (
-        "import resource, sys\n"
-        "import torch\n"
-        "from titan_dit.config import CheckpointConfig\n"
-        "from titan_dit.state.checkpoints import Checkpoints\n"
-        "from pathlib import Path\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
-        f"settings = CheckpointConfig(every=10, async_save={asynchronous.capitalize()})\n"
-        "checkpoints = Checkpoints(Path('here'), settings)\n"
-        "for step, size in ((10, 1), (20, 1 << 20)):\n"
-        "    checkpoints.save(step, {'model': {'w': torch.ones(size)}}, {'step': step})\n"
-        "    checkpoints.wait()\n"
-        "print(*checkpoints.poll(), sep='\\n')\n"
-    )
-    command = [sys.executable, "-c", script]
-    done = commands.run(command, tmp_path)
-    assert done.returncode == 0, done.stderr
-    saved, failed = done.stdout.splitlines()
-    assert saved == "saved here/step-00000010"
-    assert "step 20 was not saved in here: File too large" in failed
-    assert [path.name for path in (tmp_path / "here").iterdir()] == ["step-00000010"]
+    checkpoints = series(tmp_path, async_save=asynchronous)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        for step, size in ((10, 1), (20, 1 << 20)):
+            checkpoints.save(step, {"model": {"w": torch.ones(size)}}, {"step": step})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    saved, failed = checkpoints.poll()
+    assert saved == f"saved {tmp_path}/step-00000010"
+    assert f"step 20 was not saved in {tmp_path}: File too large" in failed
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
@@ -307,15 +299,7 @@ def test_an_error_elsewhere_does_not_wait_for_the_writer(tmp_path):
         "    raise RuntimeError('planted')\n"
         "failure.guarded(main)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=commands.environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = commands.run([sys.executable, "-c", script], tmp_path, timeout=120)
     assert done.returncode == 1
     assert "planted" in done.stderr
     assert not (Path(tmp_path) / "here" / "step-00000001").exists()
