@@ -1,14 +1,10 @@
 """Bad numbers and changing ranks from the command line: what is skipped, recorded and replayed."""
 
 import json
-import os
 import re
-import signal
 import struct
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +12,7 @@ import commands
 import pytest
 import torch
 from commands import metrics, train, train_command
+from running import Running
 
 from titan_dit.commands import replay as replay_command
 from titan_dit.data.latents import write_shards
@@ -148,25 +145,9 @@ def finished(tmp_path_factory):
 
 
 def kill_after(cwd, step, ranks, *flags):
-    """Train on some ranks until `step` has been written down, then kill them all."""
-    process = subprocess.Popen(
-        train_command(*SMALL, *LONG, *flags, ranks=ranks),
-        cwd=cwd,
-        env=commands.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    file, deadline = cwd / "outputs" / "run" / "metrics.jsonl", time.monotonic() + 100
-    while not file.is_file() or f'"step": {step},' not in file.read_text():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.01)
-    # The ranks are in sessions of their own, and the first to go.
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-    for pid in (*found.stdout.split(), process.pid):
-        os.kill(int(pid), signal.SIGKILL)
-    process.wait()
+    """Train on some ranks until `step` has been taken, then kill them all."""
+    with Running(train_command(*SMALL, *LONG, *flags, ranks=ranks), cwd) as run:
+        run.wait_for_step(step)
 
 
 def test_a_run_on_4_then_2_then_3_ranks_sees_the_samples_of_the_uninterrupted_one(
@@ -201,8 +182,8 @@ def test_ranks_that_a_run_cannot_go_on_with_are_refused_and_nothing_is_overwritt
         (17, (), "global_batch_size=16 cannot be held by 17 data-parallel ranks"),
         (1, ("--job.name", "new", "--parallel.dp_shard", 2), "dp_shard=2 = 2 ranks, but 1 was"),
     ):
-        command = ["env", f"WORLD_SIZE={ranks}", *train_command(*SMALL, *LONG, *flags)]
-        done = commands.run(command, cwd)
+        command = train_command(*SMALL, *LONG, *flags)
+        done = commands.run(command, cwd, WORLD_SIZE=ranks)
         assert done.returncode == 2, done.stdout + done.stderr
         assert words in done.stderr
     assert {path: path.stat().st_mtime_ns for path in cwd.rglob("*")} == before

@@ -3,13 +3,13 @@
 import os
 import shutil
 import signal
-import subprocess
 import time
 
 import commands
 import pytest
 import torch
 from commands import metrics, only_error, train, train_command
+from running import Running, launcher
 
 from titan_dit.commands.restore import find, restore
 from titan_dit.data.latents import write_shards
@@ -56,46 +56,9 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path):
     assert str(folder.relative_to(tmp_path)) in done.stdout
 
 
-EXACT = ("--training.steps", 60, "--checkpoint.every", 20, "--training.deterministic", "true")
-
-
-def wait_for_step(folder, step, process):
-    """Until the metrics show `step`."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.stderr.read()
-        if (folder / "metrics.jsonl").is_file():
-            lines = (folder / "metrics.jsonl").read_text().count("\n")
-            if lines >= step:
-                return
-        time.sleep(0.02)
-    pytest.fail(f"step {step} was not reached")
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """The run that the interrupted ones must repeat."""
-    cwd = tmp_path_factory.mktemp("whole")
-    done = train(*SHORT, *EXACT, cwd=cwd, ranks=2)
-    assert done.returncode == 0, done.stderr
-    return cwd / "outputs" / "digits"
-
-
-def start_and_wait(cwd, step, restarts=0):
-    """The launcher's process, its run past `step`."""
-    command = train_command(*SHORT, *EXACT, ranks=2)
-    command[3:3] = ["--max-restarts", str(restarts)]
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=commands.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    wait_for_step(cwd / "outputs" / "digits", step, process)
-    return process
+EXACT = ("--training.steps", 200, "--checkpoint.every", 20, "--training.deterministic", "true")
+EXACT = (*SHORT, *SMALL, *EXACT)
+COMMAND = ("-m", "titan_dit.train", "--config", "digits")
 
 
 def same_run(found, expected):
@@ -105,28 +68,22 @@ def same_run(found, expected):
         same_weights(found, expected, weights)
 
 
-def test_a_killed_and_restarted_run_repeats_the_uninterrupted_one(uninterrupted, tmp_path):
-    process = start_and_wait(tmp_path, 30)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def test_a_run_whose_rank_and_then_launcher_are_killed_ends_as_if_undisturbed(tmp_path):
+    (tmp_path / "whole").mkdir()
+    done = train(*EXACT, cwd=tmp_path / "whole", ranks=2)
+    assert done.returncode == 0, done.stderr
+    with Running(launcher(*COMMAND, *EXACT, restarts=1), tmp_path) as run:
+        run.wait_for_step(50)
+        os.kill(run.children()[-1], signal.SIGKILL)
+        run.wait_for("resumed from outputs/digits/checkpoints/step-000000")
+        run.wait_until(lambda: run.step >= 120)
     folder = tmp_path / "outputs" / "digits"
     killed_at = metrics(folder)[-1]["step"]
-    assert 30 <= killed_at < 60, "the machine was too fast: the run ended before it was killed"
-
-    done = train(*SHORT, *EXACT, cwd=tmp_path, ranks=2)
+    assert 120 <= killed_at < 200, "the machine was too fast: the run ended before it was killed"
+    done = train(*EXACT, cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert "resumed from outputs/digits/checkpoints/step-000000" in done.stdout
-    same_run(folder, uninterrupted)
-
-
-def test_a_rank_that_is_killed_is_restarted_and_the_run_ends_the_same(uninterrupted, tmp_path):
-    process = start_and_wait(tmp_path, 30, restarts=1)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-    os.kill(int(ranks.stdout.split()[-1]), signal.SIGKILL)
-    said, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert said.count("resumed from outputs/digits/checkpoints/step-000000") == 1
-    same_run(tmp_path / "outputs" / "digits", uninterrupted)
+    assert "resumed from outputs/digits/checkpoints/step-000001" in done.stdout
+    same_run(folder, tmp_path / "whole" / "outputs" / "digits")
 
 
 def same_weights(first, second, weights):
