@@ -1,0 +1,361 @@
+"""Plant known bugs, one at a time, and see which test catches each.
+
+`python scripts/plant.py [NAME or GLOB ...]` plants the bugs of tests/plants.toml in temporary
+copies of the tree and runs there the tests that should fail. The exit code is 1 if a bug survives
+that has no written reason to. `--draw 30 --seed N` prints one-line mutants of the core instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import fnmatch
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "titan_dit"
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv*", "outputs", "build", "__pycache__", "*.egg-info", ".*_cache"
+)
+DEAR = ("tests/distributed/", "tests/faults/", "tests/test_cli_")
+"""Tests that start processes: they come after the others."""
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+
+
+class PlantError(Exception):
+    """A row of the list that does not fit the code."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A bug: text inside a symbol's source, and what replaces it."""
+
+    name: str
+    symbol: str
+    """Class, function or assigned name, dotted, with as much of its module as makes it unique."""
+    old: str
+    new: str
+    why: str
+    """What goes wrong for a user."""
+    origin: str
+    """Where the bug was seen: a test, a commit, a note, the draw of mutants."""
+    tests: tuple[str, ...] = ()
+    """Files, folders or test ids that may catch it; by default the mirror of the symbol's file."""
+    survives: str = ""
+    """Why this is no bug. Without it a plant that no test catches is a hole in the tests."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a symbol stands: lines `first` to `last`, counted from 1."""
+
+    file: Path
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said of one tree."""
+
+    verdict: str
+    """caught, crashed, timed out, survived; or not judged, where the tests fail without a bug."""
+    by: str
+    """The first failing test, or what else ended the run."""
+    seconds: float
+
+
+def read_plants(file: Path) -> list[Plant]:
+    """The rows of a list. Raises PlantError."""
+    plants = []
+    for row in tomllib.loads(file.read_text())["plant"]:
+        try:
+            plants.append(Plant(**{**row, "tests": tuple(row.get("tests", ()))}))
+        except TypeError as error:
+            raise PlantError(
+                f"{file.name}, {row.get('name', 'a row without a name')}: {error}"
+            ) from None
+    names = [plant.name for plant in plants]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise PlantError(f"{file.name} has {', '.join(sorted(twice))} twice.")
+    return plants
+
+
+def symbols(tree: ast.Module) -> Iterator[tuple[str, int, int]]:
+    """(dotted name, first line, last line) of whatever a module defines or assigns by name."""
+
+    def inside(body: Sequence[ast.AST], prefix: str) -> Iterator[tuple[str, int, int]]:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                yield f"{prefix}{node.name}", first, node.end_lineno or first
+                yield from inside(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        yield f"{prefix}{target.id}", node.lineno, node.end_lineno or node.lineno
+
+    return inside(tree.body, "")
+
+
+def find(root: Path, symbol: str) -> Place:
+    """The one place in the package whose dotted name ends in `symbol`. Raises PlantError."""
+    found: dict[str, list[Place]] = {}
+    last_name = symbol.rpartition(".")[2]
+    for file in sorted((root / PACKAGE).rglob("*.py")):
+        source = file.read_text()
+        if last_name not in source:
+            continue
+        module = ".".join(file.relative_to(root).with_suffix("").parts)
+        for name, first, last in symbols(ast.parse(source)):
+            if f".{module}.{name}".endswith(f".{symbol}"):
+                found.setdefault(f"{module}.{name}", []).append(Place(file, first, last))
+    places = [place for of_one_name in found.values() for place in of_one_name]
+    if not places:
+        raise PlantError(f"{symbol} is nowhere in {PACKAGE}.")
+    if len(places) > 1:
+        where = ", ".join(f"{name} (line {p.first})" for name, ps in found.items() for p in ps)
+        raise PlantError(f"{symbol} is in {len(places)} places: {where}. Give more of its name.")
+    return places[0]
+
+
+def planted(plant: Plant, place: Place) -> str:
+    """The source of the symbol's file with the bug in it. Raises PlantError."""
+    lines = place.file.read_text().splitlines(keepends=True)
+    source = "".join(lines[place.first - 1 : place.last])
+    if (count := source.count(plant.old)) != 1:
+        raise PlantError(f"{plant.symbol} has the text {plant.old!r} {count} times, not once.")
+    lines[place.first - 1 : place.last] = source.replace(plant.old, plant.new)
+    changed = "".join(lines)
+    try:
+        ast.parse(changed)
+    except SyntaxError as error:
+        raise PlantError(f"{plant.symbol} does not parse any more: {error}.") from None
+    return changed
+
+
+def mirror(root: Path, file: Path) -> str:
+    """The tests of a file of the package: its test file, or else the folder of its package."""
+    inner = file.relative_to(root / PACKAGE)
+    of_file = Path("tests") / inner.parent / f"test_{inner.stem.strip('_')}.py"
+    chosen = of_file if (root / of_file).exists() else Path("tests") / inner.parent
+    return chosen.as_posix()
+
+
+def room(root: Path, plant: Plant, place: Place, override: Sequence[str] = ()) -> tuple[str, ...]:
+    """The tests to run for a plant, the cheap ones first. Raises PlantError."""
+    tests = tuple(override) or plant.tests or (mirror(root, place.file),)
+    for test in tests:
+        if not (root / test.partition("::")[0]).exists():
+            raise PlantError(f"its tests {test} do not exist.")
+    return cheap_first(tests)
+
+
+def cheap_first(tests: Iterable[str]) -> tuple[str, ...]:
+    """Tests that start processes behind the others, otherwise in the given order."""
+    ordered = sorted(tests) if isinstance(tests, set) else tests
+    return tuple(sorted(ordered, key=lambda test: test.startswith(DEAR)))
+
+
+def prepare(
+    root: Path, plants: Sequence[Plant], override: Sequence[str] = ()
+) -> dict[str, tuple[Path, str, tuple[str, ...]]]:
+    """(file, its source with the bug, tests) by plant. Raises PlantError with all that is wrong."""
+    ready, wrong = {}, []
+    for plant in plants:
+        try:
+            place = find(root, plant.symbol)
+            source = planted(plant, place)
+            tests = room(root, plant, place, override)
+            ready[plant.name] = place.file.relative_to(root), source, tests
+        except PlantError as error:
+            wrong.append(f"{plant.name}: {error}")
+    if wrong:
+        raise PlantError("\n".join(wrong))
+    return ready
+
+
+def run_tests(
+    folder: Path, tests: Sequence[str], timeout: float, *more: str
+) -> tuple[Outcome, str]:
+    """Run tests in a tree; what came of it, and pytest's output. Raises PlantError."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"]
+    env = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    with subprocess.Popen(
+        [*command, *more, *tests],
+        cwd=folder,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return Outcome("timed out", f"after {timeout:.0f} s", timeout), ""
+    seconds = round(time.monotonic() - began, 1)
+    failed = FAILURE.findall(output)
+    if process.returncode == 0:
+        return Outcome("survived", "", seconds), output
+    if process.returncode in (1, 2) and failed:
+        return Outcome("caught", failed[0], seconds), output
+    if process.returncode in (4, 5):
+        raise PlantError(f"pytest found none of {', '.join(tests)}:\n{output[-2000:]}")
+    return Outcome("crashed", f"pytest's exit code {process.returncode}", seconds), output
+
+
+class Garden:
+    """Copies of the tree, one per job; a bug stands in one of them while its tests run."""
+
+    def __init__(self, root: Path, folder: Path, jobs: int, timeout: float) -> None:
+        self.timeout = timeout
+        self.free: queue.Queue[Path] = queue.Queue()
+        for number in range(jobs):
+            copy = folder / f"copy-{number}"
+            shutil.copytree(root, copy, ignore=LEFT_OUT, symlinks=True)
+            self.free.put(copy)
+
+    def unplanted(self, tests: Sequence[str]) -> Sequence[str]:
+        """Which tests fail without any bug; all of them if the run did not come to its end."""
+        copy = self.free.get()
+        outcome, output = run_tests(copy, tests, self.timeout * len(tests))
+        self.free.put(copy)
+        if outcome.verdict == "caught":
+            sys.stderr.write(output[-3000:])
+            return FAILURE.findall(output)
+        return [] if outcome.verdict == "survived" else tests
+
+    def plant(self, file: Path, source: str, tests: Sequence[str]) -> Outcome:
+        """Run the tests with `source` in the place of a file."""
+        copy = self.free.get()
+        kept = (copy / file).read_text()
+        try:
+            self.write(copy / file, source)
+            return run_tests(copy, tests, self.timeout, "-x")[0]
+        finally:
+            self.write(copy / file, kept)
+            self.free.put(copy)
+
+    @staticmethod
+    def write(file: Path, source: str) -> None:
+        """Write a source whose bytecode is compiled anew.
+
+        Python compares size and whole seconds, which two versions can have in common.
+        """
+        file.write_text(source)
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            compiled.unlink()
+
+
+def run_all(
+    root: Path, plants: Sequence[Plant], override: Sequence[str], jobs: int, timeout: float
+) -> dict[str, Outcome]:
+    """The outcome of every plant, by name."""
+    ready = prepare(root, plants, override)
+    every = cheap_first({test for _, _, tests in ready.values() for test in tests})
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="plants-") as folder:
+        garden = Garden(root, Path(folder), jobs, timeout)
+        say(f"{len(plants)} plants; first their tests without any: {len(every)}")
+        failing = garden.unplanted(every)
+        with ThreadPoolExecutor(jobs) as pool:
+            running = {}
+            for plant in plants:
+                file, source, tests = ready[plant.name]
+                broken = [f for f in failing if any(f.startswith(test) for test in tests)]
+                if broken:
+                    outcomes[plant.name] = Outcome("not judged", f"{broken[0]} fails anyway", 0.0)
+                else:
+                    running[pool.submit(garden.plant, file, source, tests)] = plant.name
+            began = time.monotonic()
+            for done, future in enumerate(as_completed(running), start=1):
+                outcomes[running[future]] = outcome = future.result()
+                left = (time.monotonic() - began) / done * (len(running) - done)
+                about = f"{done}/{len(running)}, {left:.0f} s left"
+                say(f"{about}: {running[future]} {outcome.verdict} {outcome.by}")
+    return outcomes
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    sys.stderr.write(f"{line}\n")
+
+
+def report(plants: Sequence[Plant], outcomes: dict[str, Outcome]) -> tuple[str, int]:
+    """A line for each plant, and the exit code."""
+    lines, holes = [], []
+    for plant in plants:
+        outcome = outcomes[plant.name]
+        line = f"{plant.name:<40} {outcome.verdict:<10} {outcome.by}"
+        if outcome.verdict == "survived" and plant.survives:
+            line += f"no bug: {plant.survives}"
+        elif outcome.verdict in ("survived", "not judged"):
+            holes.append(plant)
+        elif plant.survives:
+            line += " (survives= is wrong here: a test sees it)"
+        lines.append(line)
+    lines += [f"{plant.name}: nothing caught it. {plant.why}" for plant in holes]
+    lines.append(f"{len(plants) - len(holes)} of {len(plants)} caught or no bugs")
+    return "\n".join(lines) + "\n", int(bool(holes))
+
+
+def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """0 if every plant was caught, or is said to be no bug."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("names", nargs="*", default=["*"], help="names of plants, or globs")
+    parser.add_argument("--plants", type=Path, help="the list; by default tests/plants.toml")
+    parser.add_argument("--list", action="store_true", help="only name the plants and their tests")
+    parser.add_argument("--tests", nargs="+", default=[], help="run these instead of a row's tests")
+    parser.add_argument("--jobs", type=int, default=1, help="plants at a time")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a plant's tests")
+    parser.add_argument("--json", type=Path, help="write the outcomes to this file")
+    parser.add_argument("--draw", type=int, metavar="N", help="print N mutants of the core as rows")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    options = parser.parse_args(words)
+    if options.draw:
+        from draw_mutants import draw, rows
+
+        sys.stdout.write(rows(draw(root / PACKAGE, options.draw, options.seed), options.seed))
+        return 0
+    try:
+        every = read_plants(options.plants or root / "tests" / "plants.toml")
+        chosen = [p for p in every if any(fnmatch.fnmatch(p.name, n) for n in options.names)]
+        if not chosen:
+            raise PlantError(f"No plant has a name like {' or '.join(options.names)}.")
+        if options.list:
+            for name, (file, _, tests) in prepare(root, chosen, options.tests).items():
+                sys.stdout.write(f"{name:<40} {file} {' '.join(tests)}\n")
+            return 0
+        outcomes = run_all(root, chosen, options.tests, options.jobs, options.timeout)
+    except PlantError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    if options.json:
+        found = [asdict(plant) | asdict(outcomes[plant.name]) for plant in chosen]
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    text, code = report(chosen, outcomes)
+    sys.stdout.write(text)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
