@@ -141,8 +141,8 @@ def test_a_module_before_the_name_makes_it_unique(tree):
 
 def test_a_key_that_no_row_has_and_a_name_twice_are_refused(tree):
     file = tree / "tests" / "plants.toml"
-    file.write_text('[[plant]]\nname = "a"\nsymbl = "b"\n')
-    with pytest.raises(PlantError, match=r"plants.toml, a: .*symbl"):
+    file.write_text('[[plant]]\nname = "a"\nplace = "b"\n')
+    with pytest.raises(PlantError, match=r"plants.toml, a: .*place"):
         read_plants(file)
     write_rows(tree, ROW, ROW)
     with pytest.raises(PlantError, match="has too-wide twice"):
