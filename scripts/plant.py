@@ -10,21 +10,20 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import queue
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plant_rows import PACKAGE, Plant, PlantError, cheap_first, prepare, read_plants
+from plant_runner import Runner
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(
@@ -45,54 +44,43 @@ class Outcome:
 
 
 def run_tests(
-    folder: Path, tests: Sequence[str], timeout: float, *more: str
+    runner: Runner, folder: Path, tests: Sequence[str], timeout: float, *more: str
 ) -> tuple[Outcome, str]:
     """Run tests in a tree; what came of it, and pytest's output. Raises PlantError."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"]
-    env = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
-    with subprocess.Popen(
-        [*command, *more, *tests],
-        cwd=folder,
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return Outcome("timed out", f"after {timeout:.0f} s", timeout), ""
+    options = ["-q", "-p", "no:cacheprovider", "--color=no", *more]
+    code, output = runner.run(folder, [*options, *tests], timeout)
     seconds = round(time.monotonic() - began, 1)
     failed = FAILURE.findall(output)
-    if process.returncode == 0:
+    if code is None:
+        return Outcome("timed out", f"after {timeout:g} s", seconds), output
+    if code == 0:
         return Outcome("survived", "", seconds), output
-    if process.returncode in (1, 2) and failed:
+    if code in (1, 2) and failed:
         return Outcome("caught", failed[0], seconds), output
-    if process.returncode in (4, 5):
+    if code in (4, 5):
         raise PlantError(f"pytest found none of {', '.join(tests)}:\n{output[-2000:]}")
-    return Outcome("crashed", f"pytest's exit code {process.returncode}", seconds), output
+    return Outcome("crashed", f"pytest's exit code {code}", seconds), output
 
 
 class Garden:
-    """Copies of the tree, one per job; a bug stands in one of them while its tests run."""
+    """Copies of the tree with a runner each; a bug stands in one of them while its tests run."""
 
     def __init__(self, root: Path, folder: Path, jobs: int, timeout: float) -> None:
         self.timeout = timeout
-        self.free: queue.Queue[Path] = queue.Queue()
+        self.free: queue.Queue[tuple[Path, Runner]] = queue.Queue()
+        self.runners = []
         for number in range(jobs):
-            copy = folder / f"copy-{number}"
+            copy, runner = folder / f"copy-{number}", Runner()
             shutil.copytree(root, copy, ignore=LEFT_OUT, symlinks=True)
-            self.free.put(copy)
+            self.runners.append(runner)
+            self.free.put((copy, runner))
 
     def unplanted(self, tests: Sequence[str]) -> Sequence[str]:
         """Which tests fail without any bug; all of them if the run did not come to its end."""
-        copy = self.free.get()
-        outcome, output = run_tests(copy, tests, self.timeout * len(tests))
-        self.free.put(copy)
+        copy, runner = self.free.get()
+        outcome, output = run_tests(runner, copy, tests, self.timeout * len(tests))
+        self.free.put((copy, runner))
         if outcome.verdict == "caught":
             sys.stderr.write(output[-3000:])
             return FAILURE.findall(output)
@@ -100,14 +88,19 @@ class Garden:
 
     def plant(self, file: Path, source: str, tests: Sequence[str]) -> Outcome:
         """Run the tests with `source` in the place of a file."""
-        copy = self.free.get()
+        copy, runner = self.free.get()
         kept = (copy / file).read_text()
         try:
             self.write(copy / file, source)
-            return run_tests(copy, tests, self.timeout, "-x")[0]
+            return run_tests(runner, copy, tests, self.timeout, "-x")[0]
         finally:
             self.write(copy / file, kept)
-            self.free.put(copy)
+            self.free.put((copy, runner))
+
+    def close(self) -> None:
+        """End the runners."""
+        for runner in self.runners:
+            runner.close()
 
     @staticmethod
     def write(file: Path, source: str) -> None:
@@ -127,8 +120,10 @@ def run_all(
     ready = prepare(root, plants, override)
     every = cheap_first({test for _, _, tests in ready.values() for test in tests})
     outcomes: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory(prefix="plants-") as folder:
-        garden = Garden(root, Path(folder), jobs, timeout)
+    with (
+        tempfile.TemporaryDirectory(prefix="plants-") as folder,
+        closing(Garden(root, Path(folder), jobs, timeout)) as garden,
+    ):
         say(f"{len(plants)} plants; first their tests without any: {len(every)}")
         failing = garden.unplanted(every)
         with ThreadPoolExecutor(jobs) as pool:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import draw_mutants
 import plant
 from plant_rows import Plant, PlantError, find, planted, prepare, read_plants
+from plant_runner import Runner
 
 SPANS = '''"""Spans."""
 
@@ -52,8 +54,9 @@ ROW = Plant(
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A package with tests; pytest runs there without the plugins of the environment."""
+    """A package with tests; pytest runs there without torch and the environment's plugins."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(plant, "Runner", lambda: Runner(["pytest"]))
     files = {"titan_dit/__init__.py": "", "titan_dit/spans.py": SPANS, "tests/test_spans.py": TESTS}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -107,8 +110,9 @@ def test_tests_that_fail_anyway_catch_nothing(tree, capsys):
 
 def test_a_test_that_hangs_is_ended_and_named_as_such(tree):
     (tree / "tests" / "test_spans.py").write_text("import time\n\ntime.sleep(600)\n")
-    outcome, _ = plant.run_tests(tree, ["tests/test_spans.py"], timeout=0.5)
-    assert (outcome.verdict, outcome.by) == ("timed out", "after 0 s")
+    with closing(Runner(["pytest"])) as runner:
+        outcome, _ = plant.run_tests(runner, tree, ["tests/test_spans.py"], timeout=0.5)
+    assert (outcome.verdict, outcome.by) == ("timed out", "after 0.5 s")
 
 
 @pytest.mark.parametrize(
