@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv*", "outputs", "build", "__pycache__", "*.egg-info", ".*_cache"
 )
-FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def run_tests(
     options = ["-q", "-p", "no:cacheprovider", "--color=no", "-m", "not alone", *more]
     code, output = runner.run(folder, [*options, *tests], timeout)
     seconds = round(time.monotonic() - began, 1)
-    failed = FAILURE.findall(output)
+    failed = failures(output)
     if code is None:
         return Outcome("timed out", f"after {timeout:g} s", seconds), output
     if code == 0:
@@ -62,6 +62,11 @@ def run_tests(
     if code in (4, 5):
         raise PlantError(f"pytest found none of {', '.join(tests)}:\n{output[-2000:]}")
     return Outcome("crashed", f"pytest's exit code {code}", seconds), output
+
+
+def failures(output: str) -> list[str]:
+    """The failed tests by pytest's summary; what logs call errors stands before it."""
+    return FAILURE.findall(output.rpartition("short test summary info")[2])
 
 
 class Garden:
@@ -84,7 +89,7 @@ class Garden:
         self.free.put((copy, runner))
         if outcome.verdict == "caught":
             sys.stderr.write(output[-3000:])
-            return FAILURE.findall(output)
+            return failures(output)
         return [] if outcome.verdict == "survived" else tests
 
     def plant(self, file: Path, source: str, tests: Sequence[str]) -> Outcome:

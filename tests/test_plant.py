@@ -101,6 +101,11 @@ def test_every_bug_is_told_with_who_caught_it(tree, capsys):
     assert (tree / "titan_dit" / "spans.py").read_text() == SPANS
 
 
+def test_what_a_log_calls_an_error_has_caught_nothing():
+    output = "ERROR    torch:logger.py:96 {}\n=== short test summary info ===\nFAILED a.py::b - c\n"
+    assert plant.failures(output) == ["a.py::b"]
+
+
 def test_tests_that_fail_anyway_catch_nothing(tree, capsys):
     (tree / "tests" / "test_spans.py").write_text(TESTS.replace("== 4", "== 5"))
     write_rows(tree, ROW)
