@@ -1,5 +1,6 @@
 """float8 in one process: which layers, under which names, with what styles; nothing to be seen."""
 
+import logging
 import re
 import sys
 
@@ -16,6 +17,7 @@ from titan_dit.config import PrecisionConfig
 from titan_dit.dry_run.rehearse import fake_world
 from titan_dit.models.linear import Linear
 from titan_dit.parallel import float8, runtime, tensor
+from titan_dit.parallel.float8_gains import Shape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
 from titan_dit.section import UserError
@@ -83,6 +85,26 @@ def test_weights_that_do_not_divide_over_the_ranks_are_gathered_as_they_are():
     # 128 outputs divide by 64 ranks, 96 and 32 do not.
     assert gathered == {f"blocks.{i}.mlp.up.weight" for i in range(3)}
     assert len(float8_layers(model)) == 12
+
+
+def test_torchs_warning_of_largest_values_is_hidden_where_scales_are_gathered(monkeypatch):
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    for recipe, is_hidden in (("rowwise", False), ("tensorwise", True)):
+        monkeypatch.setattr(log, "filters", [])
+        converted(recipe, float8_layers="all", sizes=AxisSizes(dp_shard=2, tp=2))
+        words = ("from Partial(max) to Replicate", "from Shard(0) to Replicate")
+        records = [logging.makeLogRecord({"msg": message}) for message in words]
+        assert [bool(log.filter(record)) for record in records] == [not is_hidden, True]
+
+
+@pytest.mark.parametrize(("device_type", "device"), [("cuda", "NVIDIA H200"), ("cpu", "")])
+def test_layers_are_chosen_for_the_device_they_run_on(monkeypatch, device_type, device):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(float8, "gains", lambda shape, recipe, name, table: asked.append(name))
+    float8.suits(Shape(256, 32, 96), PrecisionConfig(float8="rowwise"), device_type)
+    assert asked == [device]
 
 
 class Gathers(TorchDispatchMode):

@@ -263,3 +263,9 @@ def test_a_changed_digit_in_the_manifest_is_noticed(saved):
     manifest.write_text(text.replace('"step": ', '"step": 1', 1))
     with pytest.raises(UserError, match="digest differs"):
         read_record(saved)
+
+
+def test_only_tensors_of_a_device_are_copied_ahead(tmp_path):
+    """On a CPU torch would open the first GPU for it."""
+    assert files.Writer(tmp_path, on_cpu=True).per_thread_copy_ahead == 0
+    assert files.Writer(tmp_path, on_cpu=False).per_thread_copy_ahead == files.COPIED_AHEAD

@@ -5,11 +5,12 @@ import os
 import pytest
 import torch
 
-from titan_dit.config import CheckpointConfig, RunConfig
+from titan_dit.config import CheckpointConfig, EMAConfig, RunConfig
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state import resume as resuming
 from titan_dit.state.checkpoints import Checkpoints, step_of
+from titan_dit.state.ema import EMA
 from titan_dit.state.resume import Start, check_same_mathematics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -283,3 +284,21 @@ def test_a_run_whose_checkpoints_lie_elsewhere_does_not_begin_anew(tmp_path):
         UserError, match=r"no checkpoint in .*elsewhere, but the run has .*-00000010"
     ):
         resuming.check_not_elsewhere(job, elsewhere)
+
+
+def test_an_average_that_a_checkpoint_lacks_begins_at_the_weights_that_it_holds(tmp_path):
+    def averaged(decays, value):
+        weights = {"w": torch.nn.Parameter(torch.full((3,), value))}
+        return EMA(weights, EMAConfig(decays=decays)), {"model": {"w": weights["w"].detach()}}
+
+    ema, tensors = averaged((0.9,), 2.0)
+    tensors["model"]["w"].fill_(5.0)
+    folder = Checkpoints(tmp_path, CheckpointConfig(async_save=False))
+    record = {"step": 1, "config": {"ema": {"decays": [0.9]}}}
+    path = folder.save(1, {**tensors, "ema": ema.averages}, record)
+    ema, tensors = averaged((0.9, 0.99), -1.0)
+    resuming.load(path, record, tensors, ema)
+    assert tensors["model"]["w"].tolist() == [5.0] * 3
+    # The one that was saved goes on; the new one forgets the initial weights.
+    assert ema.averages["0.9"]["w"].tolist() == [2.0] * 3
+    assert ema.averages["0.99"]["w"].tolist() == [5.0] * 3

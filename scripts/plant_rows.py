@@ -1,0 +1,162 @@
+"""The rows of tests/plants.toml: where each bug goes, and the tests that should catch it."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PACKAGE = "titan_dit"
+DEAR = ("tests/distributed/", "tests/faults/", "tests/test_cli_")
+"""Tests that start processes: they come after the others."""
+
+
+class PlantError(Exception):
+    """A row of the list that does not fit the code."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A bug: text inside a symbol's source, and what replaces it."""
+
+    name: str
+    symbol: str
+    """Class, function or assigned name, dotted, with as much of its module as makes it unique."""
+    old: str
+    new: str
+    why: str
+    """What goes wrong for a user."""
+    origin: str
+    """Where the bug was seen: a test, a commit, a note, the draw of mutants."""
+    tests: tuple[str, ...] = ()
+    """Files, folders or test ids that may catch it; by default the mirror of the symbol's file."""
+    survives: str = ""
+    """Why this is no bug. Without it a plant that no test catches is a hole in the tests."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a symbol stands: lines `first` to `last`, counted from 1."""
+
+    file: Path
+    first: int
+    last: int
+
+
+def read_plants(file: Path) -> list[Plant]:
+    """The rows of a list. Raises PlantError."""
+    plants = []
+    for row in tomllib.loads(file.read_text())["plant"]:
+        try:
+            plants.append(Plant(**{**row, "tests": tuple(row.get("tests", ()))}))
+        except TypeError as error:
+            raise PlantError(
+                f"{file.name}, {row.get('name', 'a row without a name')}: {error}"
+            ) from None
+    names = [plant.name for plant in plants]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise PlantError(f"{file.name} has {', '.join(sorted(twice))} twice.")
+    return plants
+
+
+@cache
+def symbols(source: str) -> list[tuple[str, int, int]]:
+    """(dotted name, first line, last line) of whatever a module defines or assigns by name."""
+    return list(named_in(ast.parse(source).body, ""))
+
+
+def named_in(body: Sequence[ast.AST], prefix: str) -> Iterator[tuple[str, int, int]]:
+    """The names in a body, and in the bodies inside it."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            yield f"{prefix}{node.name}", first, node.end_lineno or first
+            yield from named_in(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    yield f"{prefix}{target.id}", node.lineno, node.end_lineno or node.lineno
+
+
+def find(root: Path, symbol: str) -> Place:
+    """The one place in the package whose dotted name ends in `symbol`. Raises PlantError."""
+    found: dict[str, list[Place]] = {}
+    last_name = symbol.rpartition(".")[2]
+    for file in sorted((root / PACKAGE).rglob("*.py")):
+        source = file.read_text()
+        if last_name not in source:
+            continue
+        module = ".".join(file.relative_to(root).with_suffix("").parts)
+        for name, first, last in symbols(source):
+            if f".{module}.{name}".endswith(f".{symbol}"):
+                found.setdefault(f"{module}.{name}", []).append(Place(file, first, last))
+    places = [place for of_one_name in found.values() for place in of_one_name]
+    if not places:
+        raise PlantError(f"{symbol} is nowhere in {PACKAGE}.")
+    if len(places) > 1:
+        where = ", ".join(f"{name} (line {p.first})" for name, ps in found.items() for p in ps)
+        raise PlantError(f"{symbol} is in {len(places)} places: {where}. Give more of its name.")
+    return places[0]
+
+
+def planted(plant: Plant, place: Place) -> str:
+    """The source of the symbol's file with the bug in it. Raises PlantError."""
+    lines = place.file.read_text().splitlines(keepends=True)
+    source = "".join(lines[place.first - 1 : place.last])
+    if (count := source.count(plant.old)) != 1:
+        raise PlantError(f"{plant.symbol} has the text {plant.old!r} {count} times, not once.")
+    lines[place.first - 1 : place.last] = source.replace(plant.old, plant.new)
+    changed = "".join(lines)
+    try:
+        ast.parse(changed)
+    except SyntaxError as error:
+        raise PlantError(f"{plant.symbol} does not parse any more: {error}.") from None
+    return changed
+
+
+def mirror(root: Path, file: Path) -> str:
+    """The tests of a file of the package: its test file, or else the folder of its package."""
+    inner = file.relative_to(root / PACKAGE)
+    of_file = Path("tests") / inner.parent / f"test_{inner.stem.strip('_')}.py"
+    if (root / of_file).exists():
+        return of_file.as_posix()
+    if inner.parent == Path():
+        raise PlantError(f"{of_file} does not exist. Give the row tests.")
+    return (Path("tests") / inner.parent).as_posix()
+
+
+def room(root: Path, plant: Plant, place: Place, override: Sequence[str] = ()) -> tuple[str, ...]:
+    """The tests to run for a plant, the cheap ones first. Raises PlantError."""
+    tests = tuple(override) or plant.tests or (mirror(root, place.file),)
+    for test in tests:
+        if not (root / test.partition("::")[0]).exists():
+            raise PlantError(f"its tests {test} do not exist.")
+    return cheap_first(tests)
+
+
+def cheap_first(tests: Iterable[str]) -> tuple[str, ...]:
+    """Tests that start processes behind the others, otherwise in the given order."""
+    ordered = sorted(tests) if isinstance(tests, set) else tests
+    return tuple(sorted(ordered, key=lambda test: test.startswith(DEAR)))
+
+
+def prepare(
+    root: Path, plants: Sequence[Plant], override: Sequence[str] = ()
+) -> dict[str, tuple[Path, str, tuple[str, ...]]]:
+    """(file, its source with the bug, tests) by plant. Raises PlantError with all that is wrong."""
+    ready, wrong = {}, []
+    for plant in plants:
+        try:
+            place = find(root, plant.symbol)
+            source = planted(plant, place)
+            tests = room(root, plant, place, override)
+            ready[plant.name] = place.file.relative_to(root), source, tests
+        except PlantError as error:
+            wrong.append(f"{plant.name}: {error}")
+    if wrong:
+        raise PlantError("\n".join(wrong))
+    return ready

@@ -1,0 +1,106 @@
+"""What the trainer does in a step, a save, a preview, on stand-ins for everything it calls."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from titan_dit.config import LRScheduleConfig
+from titan_dit.data.order import BatchPlan
+from titan_dit.state.ledger import Ledger
+from titan_dit.state.lr_schedule import learning_rate
+from titan_dit.trainer import Trainer
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(rank):
+    schedule, drawn, judged = LRScheduleConfig(warmup_steps=10), [], []
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def step(prepared):
+        weight.grad = torch.full((2,), 3.0)
+        return torch.tensor(0.5)
+
+    def check(*arguments):
+        judged.append(arguments)
+        return torch.tensor(False)
+
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(
+            job=SimpleNamespace(seed=7),
+            objective=SimpleNamespace(prepare=lambda batch, rng: drawn.append(rng)),
+            lr_schedule=schedule,
+            optimizer=SimpleNamespace(lr=1.0),
+            training=SimpleNamespace(steps=100, max_grad_norm=0.0),
+        ),
+        world=SimpleNamespace(rank=rank),
+        executor=SimpleNamespace(step=step),
+        profile=SimpleNamespace(mark=lambda name: nullcontext()),
+        parameters={"w": weight},
+        optimizer=torch.optim.AdamW([weight], lr=0.0, fused=True),
+        guard=SimpleNamespace(check=check),
+        ema=SimpleNamespace(update=lambda step, skip: None),
+        plan=BatchPlan(4),
+        step=5,
+        cursor=16,
+        meter=SimpleNamespace(steps=0),
+    )
+    batch = SimpleNamespace(sample_numbers=torch.arange(16, 20))
+    _, norm, lr = Trainer.train_step(trainer, batch)
+    assert drawn[0].seed == 7
+    assert drawn[0].sample_numbers.tolist() == [16, 17, 18, 19]
+    assert lr == learning_rate(schedule, 1.0, 5, 100) == 0.5
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
+    # Of the gradients before clipping; judged by the cursor before the step.
+    assert norm.item() == pytest.approx(18**0.5)
+    assert judged[0][:2] == (5, 16)
+    assert (trainer.cursor, trainer.meter.steps) == (20, 1)
+
+
+def test_a_save_reads_the_verdicts_of_its_own_steps_first():
+    trainer, said = mock.MagicMock(), []
+    trainer.config, trainer.ledger = tiny_config(), Ledger()
+    trainer.step, trainer.cursor, trainer.source = 2, 32, mock.MagicMock(__len__=lambda _: 64)
+    trainer.guard.taken = ["a step that is still on the device"]
+    trainer.read_guard = lambda: said.append("read")
+    trainer.guard.state = lambda: said.append("state") or {"nan_steps": 1}
+    trainer.checkpoints.save = lambda step, tensors, record: said.append(record)
+    Trainer.save(trainer)
+    assert said[:2] == ["read", "state"]
+    assert (said[2]["step"], said[2]["cursor"], said[2]["nan_steps"]) == (2, 32, 1)
+
+
+def test_previews_are_drawn_with_the_averaged_weights(monkeypatch):
+    trainer, weights = mock.MagicMock(), ["the raw ones"]
+
+    @contextmanager
+    def swapped_in():
+        weights.append("the averaged ones")
+        yield
+        weights.pop()
+
+    trainer.ema.swapped_in = swapped_in
+    drawn = []
+
+    def previews(*_):
+        drawn.append(weights[-1])
+        return torch.zeros(1), torch.zeros(1)
+
+    monkeypatch.setattr("titan_dit.trainer.previews", previews)
+    Trainer.preview(trainer)
+    assert drawn == ["the averaged ones"]
+    assert weights == ["the raw ones"]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_first_rank_says_what_a_user_had_better_know(is_main, monkeypatch):
+    monkeypatch.setattr("titan_dit.trainer.hints", lambda *_: ["a hint"])
+    monkeypatch.setattr("titan_dit.trainer.console", mock.MagicMock())
+    monkeypatch.setattr("titan_dit.trainer.followed", lambda *_: [])
+    trainer = mock.MagicMock(notes=["a note"])
+    trainer.world.is_main = is_main
+    Trainer.open_run_directory(trainer)
+    assert (mock.call("a note", "a hint") in trainer.say.mock_calls) == is_main
