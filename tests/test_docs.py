@@ -4,6 +4,7 @@ import re
 import sys
 
 import numpy as np
+import pytest
 import torch
 from commands import ROOT, run
 from safetensors.torch import load_file, save_file
@@ -42,6 +43,7 @@ def make_inputs(folder):
             np.save(folder / "imagenet256" / f"imagenet256_{name}" / f"{number}.npy", value)
 
 
+@pytest.mark.long
 def test_the_way_from_the_original_dit_works_as_written(tmp_path):
     make_inputs(tmp_path)
     page = (ROOT / "docs" / "official-dit.md").read_text()

@@ -11,6 +11,8 @@ import pytest
 from commands import ROOT, metrics
 from running import QUICK, Running, checkpoints, free_port, launcher
 
+pytestmark = pytest.mark.alone
+
 COMMAND = (ROOT / "run_train.sh", "--config", "digits", *QUICK)
 COMMAND += ("--training.steps", 100_000, "--checkpoint.every", 25)
 

@@ -16,6 +16,8 @@ from titan_dit.faults import stop_request
 from titan_dit.faults.listener import Listener
 from titan_dit.faults.stop_request import Reason, StopRequest
 
+pytestmark = pytest.mark.alone
+
 CASES = (
     (5, signal.SIGTERM, (6, Reason.STOP)),
     (7, signal.SIGUSR2, (8, Reason.REGROUP)),

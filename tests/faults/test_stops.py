@@ -10,6 +10,8 @@ from running import Running, alone, checkpoints, free_port, is_running, launcher
 
 from titan_dit import launch
 
+pytestmark = pytest.mark.alone
+
 ENDLESS = ("--training.steps", 100_000, "--checkpoint.every", 20)
 
 
