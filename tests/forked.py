@@ -42,9 +42,15 @@ def context():
 
 def call(function, *arguments):
     """A started process that calls `function(*arguments)`."""
-    process = context().Process(target=function, args=arguments)
+    process = context().Process(target=_call, args=(function, *arguments))
     process.start()
     return process
+
+
+def _call(function, *arguments):
+    # A child of the server would ask the server for its own children, too.
+    multiprocessing.set_start_method(None, force=True)
+    function(*arguments)
 
 
 class Command:
@@ -137,6 +143,8 @@ def _command_main(words, cwd, variables, out, err):
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.SubprocessHandler._popen = lambda _, args, env: ForkedRank(args[1:], env)
+    # `titan_dit train` becomes the launcher, with the environment that it has made.
+    os.execv = lambda _, args: _become(args[1:], dict(os.environ))
     _become(words, variables)
 
 

@@ -1,10 +1,10 @@
 """`python -m titan_dit checkpoint list|verify|show` on the checkpoints of a run."""
 
-import subprocess
 import sys
 
+import commands
 import pytest
-from commands import environment, only_error, train
+from commands import only_error, train
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +19,7 @@ def run(tmp_path_factory):
 
 
 def checkpoint(*words, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "titan_dit", "checkpoint", *words],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return commands.run([sys.executable, "-m", "titan_dit", "checkpoint", *words], cwd)
 
 
 def test_a_run_is_listed_verified_and_shown(run):

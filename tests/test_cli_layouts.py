@@ -6,7 +6,7 @@ import pytest
 from commands import metrics, train
 
 FLAGS = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
-FLAGS += ("--training.microbatch_size", 8, "--training.global_batch_size", 32)
+FLAGS += ("--training.microbatch_size", 8, "--training.global_batch_size", 16)
 FLAGS += ("--model.hidden", 32)
 MESHES = {
     "one process": (1, {}),
@@ -32,22 +32,22 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """200 steps of digits in one process: the gates are open, and a broken attention would show."""
+    """150 steps of digits in one process: the gates are open, and a broken attention would show."""
     cwd = tmp_path_factory.mktemp("trained")
-    done = train(*FLAGS, "--training.steps", 200, "--checkpoint.every", 200, cwd=cwd)
+    done = train(*FLAGS, "--training.steps", 150, "--checkpoint.every", 150, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return cwd
 
 
 def eight_more_steps(trained, cwd, mesh):
-    """The losses of steps 201 to 208, and what was written to stderr."""
+    """The losses of steps 151 to 158, and what was written to stderr."""
     ranks, flags = MESHES[mesh]
     shutil.copytree(trained / "outputs", cwd / "outputs")
     words = [word for key, value in flags.items() for word in (f"--{key}", value)]
-    done = train(*FLAGS, "--training.steps", 208, *words, cwd=cwd, ranks=ranks)
+    done = train(*FLAGS, "--training.steps", 158, *words, cwd=cwd, ranks=ranks)
     assert done.returncode == 0, done.stderr
     rows = metrics(cwd / "outputs" / "digits")
-    assert [row["step"] for row in rows[-8:]] == list(range(201, 209))
+    assert [row["step"] for row in rows[-8:]] == list(range(151, 159))
     return [(row["loss"], row["grad_norm"]) for row in rows[-8:]], done.stderr
 
 

@@ -99,4 +99,4 @@ def test_bad_flags_are_one_clear_error(case, trained):
 def test_an_unknown_command_names_the_known_ones(tmp_path):
     done = commands.run([commands.sys.executable, "-m", "titan_dit", "draw"], tmp_path)
     assert done.returncode == 2
-    assert "There is: sample" in done.stderr
+    assert "There is: train, sample" in done.stderr

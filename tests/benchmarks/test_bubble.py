@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bubble
 
 
-@pytest.mark.alone
+@pytest.mark.long
 def test_ranks_wait_as_long_as_the_simulator_says(tmp_path):
     kinds = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 1)]
     cases = [bubble.Case(name, 4, 4, v, 0.25) for name, v in kinds]

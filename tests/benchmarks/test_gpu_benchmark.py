@@ -23,6 +23,7 @@ THERE = """
 """
 
 
+@pytest.mark.long
 def test_every_kind_of_row_is_measured_with_torch_torchao_and_two_small_packages(tmp_path):
     site = tmp_path / "site"
     site.mkdir()

@@ -52,7 +52,8 @@ def one_process(world):
 
 
 def all_layouts(world, folder):
-    cases = [*itertools.product(LAYOUTS, RECIPES[:2]), ("dp", RECIPES[2]), ("tp", RECIPES[2])]
+    cases = [(layout, RECIPES[0]) for layout in LAYOUTS]
+    cases += [("dp", RECIPES[1]), ("tp", RECIPES[1]), ("cp", RECIPES[1]), ("tp", RECIPES[2])]
     found = {json.dumps(case): run(world, case[1], layout=LAYOUTS[case[0]]) for case in cases}
     return found, moved(world, folder), fresh_scales(world)
 

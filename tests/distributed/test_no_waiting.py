@@ -116,7 +116,7 @@ def found_in_steps(world):
             undo = in_the_loss(trainer, item, "backward")
             found[f"planted in the backward, {case}"] = asked(trainer, batches)
             undo()
-            for name, ask in QUESTIONS.items() if world.size == 1 else ():
+            for name, ask in QUESTIONS.items() if parallel == {} and objective == "ddpm" else ():
                 undo = in_the_loss(trainer, ask)
                 found[f"planted {name}, {case}"] = asked(trainer, batches)
                 undo()

@@ -13,25 +13,27 @@ from titan_dit.section import UserError
 from titan_dit.trainer import Trainer
 
 MODES = ("attention", "selective", "full")
+CASES = [
+    ({"tp": 2}, "1f1b", "selective"),
+    ({"tp": 2}, "1f1b", "full"),
+    ({"cp": 2}, "1f1b", "attention"),
+    ({"cp": 2, "cp_method": "ulysses"}, "1f1b", "selective"),
+    ({"dp_shard": 2}, "1f1b", "full"),
+    ({"pp": 2}, "1f1b", "selective"),
+    ({"pp": 2}, "zbv_zero_bubble", "attention"),
+]
 WHOLE = [
     {"tp": 2},
     {"tp": 2, "sequence_parallel": False},
     {"cp": 2},
     {"cp": 2, "cp_method": "ulysses"},
     {"dp_shard": 2},
+    {"pp": 2},
 ]
-CASES = [(layout, "1f1b", "selective") for layout in WHOLE]
-CASES += [
-    (layout, "1f1b", mode) for layout in (WHOLE[0], WHOLE[2]) for mode in ("attention", "full")
-]
-CASES += [({"pp": 2}, "1f1b", mode) for mode in MODES]
-CASES += [({"pp": 2}, "zbv_zero_bubble", "attention"), ({"pp": 2}, "dualpipev", "attention")]
-COMPILED = [
-    ({"tp": 2}, "selective"),
-    ({"cp": 2}, "selective"),
-    ({"dp_shard": 2}, "full"),
-    ({"pp": 2}, "attention"),
-]
+LONG = [case for case in itertools.product(WHOLE, ("1f1b",), MODES) if case not in CASES]
+LONG += [({"pp": 2}, "dualpipev", "attention")]
+COMPILED = [({"tp": 2}, "selective"), ({"dp_shard": 2}, "full"), ({"pp": 2}, "attention")]
+LONG_COMPILED = [({"cp": 2}, "selective")]
 
 
 def run(world, layout, schedule, mode, *, compiled=False):
@@ -54,8 +56,8 @@ def one_process(world):
     return run(world, {}, "1f1b", "none")
 
 
-def all_cases(world):
-    return {json.dumps(case): run(world, *case) for case in CASES}
+def all_cases(world, cases):
+    return {json.dumps(case): run(world, *case) for case in cases}
 
 
 def refusals(world):
@@ -68,9 +70,9 @@ def refusals(world):
     return found
 
 
-def compiled_cases(world):
+def compiled_cases(world, cases):
     results = {}
-    for layout, mode in COMPILED:
+    for layout, mode in cases:
         torch._dynamo.reset()
         with graphs_alone():
             results[json.dumps([layout, mode])] = run(world, layout, "1f1b", mode, compiled=True)
@@ -83,11 +85,12 @@ def reference():
     return alone
 
 
-def test_every_layout_gives_the_loss_and_gradients_of_one_process(reference):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(LONG, marks=pytest.mark.long)])
+def test_every_layout_gives_the_loss_and_gradients_of_one_process(cases, reference):
     expected_loss, expected = reference
-    results = on_ranks(2, all_cases)
+    results = on_ranks(2, all_cases, cases)
     seen = {case: set() for case in results[0]}
-    assert len(seen) == len(CASES)
+    assert len(seen) == len(cases)
     for case, (loss, found) in (item for rank in results for item in rank.items()):
         assert loss == pytest.approx(expected_loss, rel=1e-6), case
         # A stage has its own layers only.
@@ -102,10 +105,11 @@ def test_what_a_split_backward_cannot_do_is_refused():
     assert all("Set mode = " in message for message in found)
 
 
-def test_compiled_blocks_recompute_over_ranks_too(reference):
+@pytest.mark.parametrize("cases", [COMPILED, pytest.param(LONG_COMPILED, marks=pytest.mark.long)])
+def test_compiled_blocks_recompute_over_ranks_too(cases, reference):
     expected_loss, expected = reference
-    for results in on_ranks(2, compiled_cases):
-        assert len(results) == len(COMPILED)
+    for results in on_ranks(2, compiled_cases, cases):
+        assert len(results) == len(cases)
         for case, (loss, found, graphs) in results.items():
             assert graphs == 1, case
             assert loss == pytest.approx(expected_loss, rel=1e-6), case

@@ -19,6 +19,7 @@ def built(
 ):
     """A trainer of which the samples `numbers` are spoiled on their way in."""
     config = tiny_config(
+        model={"layers": 1},
         job={"dir": str(folder)},
         training={"steps": steps},
         checkpoint={"every": saved[0], "keep": saved[1]},

@@ -5,15 +5,14 @@ import re
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import pytest
-from commands import ROOT, metrics
+from commands import metrics
 from running import QUICK, Running, checkpoints, free_port, launcher
 
 pytestmark = pytest.mark.alone
 
-COMMAND = (ROOT / "run_train.sh", "--config", "digits", *QUICK)
+COMMAND = (sys.executable, "-m", "titan_dit", "train", "--config", "digits", *QUICK)
 COMMAND += ("--training.steps", 100_000, "--checkpoint.every", 25)
 
 
@@ -24,10 +23,8 @@ def is_open(endpoint):
 
 
 def as_nodes(nodes):
-    """What run_train.sh reads: one rank a node, this test's Python."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {"NNODES": nodes, "RDZV_ENDPOINT": endpoint, "NGPU": 1, "PATH": path}
+    """What `titan_dit train` reads: one rank a node."""
+    return {"NNODES": nodes, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "NGPU": 1}
 
 
 def elastic(folder, body, nodes, restarts=0):

@@ -20,10 +20,6 @@ def chaos():
     sys.path.remove(str(folder))
 
 
-def test_nodes_meet_with_the_settings_of_the_script(chaos):
-    assert "last_call_timeout=" in chaos.rendezvous_settings()
-
-
 @pytest.mark.long
 def test_kills_lose_nothing_and_change_no_bit(chaos, tmp_path):
     row = chaos.kills(tmp_path, 3, 120, random.Random(0))

@@ -80,6 +80,7 @@ def batch(tmp_path):
     return start
 
 
+@pytest.mark.long
 def test_the_slurm_script_saves_before_the_limit_and_goes_back_into_the_queue(batch, tmp_path):
     with batch("--training.steps", 100_000) as job:
         job.wait_for_step(5)

@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch.distributed as dist
 from commands import environment, only_error, run
-from running import Running, alone, checkpoints, hear_signals, trainer
+from running import Running, alone, checkpoints, trainer
 
 from titan_dit.faults.agent import Agent
 from titan_dit.state.run_lock import FILE, Holder
@@ -23,18 +23,10 @@ class Unread(Running):
     said = ""
 
     def __init__(self, command, cwd):
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=cwd,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=hear_signals,
-        )
-        self.said = self.process.stdout.readline()
-        self.process.stdout.close()
+        os.mkfifo(cwd / "pipe")
+        self.process = forked.start(command, cwd, environment(), cwd / "pipe")
+        with (cwd / "pipe").open() as pipe:
+            self.said = pipe.readline()
 
 
 @pytest.mark.timeout(300)

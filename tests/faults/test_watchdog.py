@@ -10,11 +10,11 @@ from running import Running, trainer
 
 from titan_dit.faults import flight_recorder
 
+pytestmark = pytest.mark.alone
+
 HANGING = """
 import os, time
 from titan_dit import failure, train, trainer
-
-pytestmark = pytest.mark.alone
 original = trainer.Trainer.train_step
 def train_step(self, batch):
     if self.world.rank == 1 and self.step == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

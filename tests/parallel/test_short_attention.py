@@ -69,7 +69,7 @@ def test_it_is_for_compiled_bf16_on_a_cpu_alone():
     assert not suits("cpu", bf16, RematConfig(), CompileConfig())
 
 
-LAYOUTS = [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ulysses"}]
+LAYOUTS = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2, "cp_method": "ulysses"}]
 
 
 def in_layout(world, layout):
