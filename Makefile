@@ -2,7 +2,7 @@ SHELL := /bin/bash
 ENVIRONMENT := source scripts/environment.sh && use_environment dev &&
 PYTHON := $(ENVIRONMENT) $$python
 
-.PHONY: check ruff types imports spelling conflicts format test
+.PHONY: check ruff types imports spelling conflicts format test coverage
 
 # Each is a hook in .pre-commit-config.yaml, too.
 check: ruff types imports spelling conflicts
@@ -29,3 +29,8 @@ format:
 
 test:
 	./run_tests.sh
+
+coverage:  ## the suite (TESTS="-n 2"), and the lines of titan_dit that no test reaches
+	$(ENVIRONMENT) export OMP_NUM_THREADS=1 && $$python -m coverage erase && \
+	    { $$python -m coverage run -m pytest $(or $(TESTS),-n 2 --dist loadfile); \
+	    $$python -m coverage combine -q && $$python -m coverage report; }

@@ -13,7 +13,7 @@ TABLES = {
     "model": {
         "name": "dit",
         "hidden": 32,
-        "layers": 2,
+        "layers": 3,
         "heads": 4,
         "patch": 2,
         "latent_size": 8,
