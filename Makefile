@@ -30,7 +30,7 @@ format:
 test:
 	./run_tests.sh
 
-coverage:  ## the suite (TESTS="-n 2"), and the lines of titan_dit that no test reaches
+coverage:  ## the suite (or TESTS="tests/state -k ema"), and the lines of titan_dit that no test reaches
 	$(ENVIRONMENT) export OMP_NUM_THREADS=1 && $$python -m coverage erase && \
-	    { $$python -m coverage run -m pytest $(or $(TESTS),-n 2 --dist loadfile); \
+	    { $$python -m coverage run -m pytest $(TESTS); \
 	    $$python -m coverage combine -q && $$python -m coverage report; }

@@ -18,20 +18,22 @@ export PYTHONDONTWRITEBYTECODE=
 record() {
     local what=$1 status=0 result
     shift
-    result=$("$@" | tee /dev/stderr | tail -n 1) || status=$?
-    git diff --quiet HEAD -- . ":!docs/notes" || what="$what, with uncommitted changes"
+    result=$("$@" | tee >(cat >&2) | tail -n 1) || status=$?
+    [ -z "$(git status --porcelain -- . ":!docs/notes")" ] || what="$what, with uncommitted changes"
     printf '| %s | %s | %s | %s |\n' "$(date -u +%F)" "$(git rev-parse --short HEAD)" "$what" "$result" \
         >>docs/notes/long.md
     return $status
 }
 
 status=0
+if [[ ${1:-} == --fast || ${1:-} == --long ]] && [ $# -gt 1 ]; then
+    say "$1 takes no more options; one file's long tests: ./run_tests.sh FILE --long"
+    exit 2
+fi
 case ${1:-} in
     "")
-        # Two at a time; then those that measure time, with nothing beside them.
-        "$python" -m pytest -n 2 --dist loadfile -m "not alone" || status=$?
-        mapfile -t files < <(grep -rl "mark\.alone" tests --include="test_*.py")
-        "$python" -m pytest -m alone "${files[@]}" || status=$?
+        # One after another: ranks fill the cores, and some tests measure time.
+        "$python" -m pytest || status=$?
         ;;
     --fast)
         "$python" -m pytest -n 2 -m "not (ranks or process or compiler or alone)" || status=$?

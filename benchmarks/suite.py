@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +44,14 @@ class Usage:
     """Command lines of what had to be killed."""
 
 
-def measure(command: Sequence[str], cwd: Path) -> Usage:
+def measure(
+    command: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None
+) -> Usage:
     """Run a command and wait for every process that it starts."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("this system has no subreapers (Linux 3.4 or later)")
     before, began = waited_for_s(), time.monotonic()
-    process = subprocess.Popen(command, cwd=cwd)
+    process = subprocess.Popen(command, cwd=cwd, env=environment)
     ended = -1
     while ended != process.pid:  # Orphans may end before it.
         ended, status = os.wait()
@@ -92,7 +94,9 @@ def row_of(name: str, command: str, folder: Path) -> dict[str, object]:
     """Measure the suite of a checkout."""
     sys.stdout.write(f"{name}: {command}\n")
     sys.stdout.flush()
-    used = measure(shlex.split(command), folder)
+    # One environment for all: where it has what a checkout asks for, run_tests.sh takes it.
+    path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    used = measure(shlex.split(command), folder, os.environ | {"PATH": path})
     for words in used.killed:
         sys.stdout.write(f"still running after it, killed: {words}\n")
     return {
@@ -104,8 +108,8 @@ def row_of(name: str, command: str, folder: Path) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Measure one or two suites."""
+def main() -> int:
+    """Measure one or two suites; 1 if one of them failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -121,15 +125,14 @@ def main() -> None:
             clone = Path(temporary) / "clone"
             subprocess.run(["git", "clone", "-q", "--no-checkout", ROOT, clone], check=True)
             subprocess.run(["git", "-C", clone, "checkout", "-q", options.beside], check=True)
-            if (ROOT / ".venv").exists():
-                (clone / ".venv").symlink_to(ROOT / ".venv")
             rows.append(row_of(options.beside, "./run_tests.sh", clone))
         rows.append(row_of("this one", options.command, ROOT))
     finish("suite", rows, options.out)
     if options.beside:
         before, after = (float(str(row["CPU min"])) for row in rows)
         sys.stdout.write(f"CPU time of this one / that of {options.beside}: {after / before:.3f}\n")
+    return int(any(row["exit code"] for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

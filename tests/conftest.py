@@ -30,10 +30,14 @@ def pytest_addoption(parser):
 def needs_of(module):
     """Markers of what a module's tests start, by the helpers that it imports."""
     names = vars(module)
-    if "on_ranks" in names:
+    homes = {getattr(names.get(name), "__module__", "") for name in STARTERS}
+    if "harness" in homes:
         yield "ranks"
-    if names.keys() & {"commands", "environment", "run", "train", "Running"}:
+    if homes & {"commands", "running"} or names.keys() & {"commands", "forked", "subprocess"}:
         yield "process"
+
+
+STARTERS = ("on_ranks", "environment", "run", "train", "sample", "Running")
 
 
 @pytest.hookimpl(tryfirst=True)

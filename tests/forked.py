@@ -2,12 +2,15 @@
 
 Starting Python and importing torch takes seconds of a core, a fork hundredths. A fork is a process
 like another: it has an exit code, gets signals and can be killed. What it does not show is an
-import that fails or is slow; the tests of the README and of the scripts start Python for that.
+import that fails, warns or is slow: tests/test_imports.py and the tests of the README and of the
+scripts start Python for that.
 
 A launcher that was forked forks its ranks in turn, where torchrun's would start Python.
 """
 
+import atexit
 import contextlib
+import functools
 import gc
 import logging
 import multiprocessing
@@ -17,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from multiprocessing import forkserver
@@ -24,6 +28,7 @@ from pathlib import Path
 from unittest import mock
 
 TESTS = Path(__file__).resolve().parent
+LOCK = threading.Lock()
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["preload"])
@@ -34,10 +39,16 @@ def context():
 
     Processes have the environment that the server began with, whatever is set later.
     """
+    with LOCK:
+        _start_server()
+    return CONTEXT
+
+
+@functools.cache
+def _start_server():
     paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}):
         forkserver.ensure_running()
-    return CONTEXT
 
 
 def call(function, *arguments):
@@ -174,6 +185,9 @@ def _become(words, variables):
     except BaseException:
         traceback.print_exc()
     finally:
+        # As Python ends: it waits for threads that are no daemons.
+        threading._shutdown()
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -59,6 +59,7 @@ def test_the_readme_commands_train_and_draw(copy_of_the_checkout):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
     drawn = load_file(copy_of_the_checkout / "samples.safetensors")
     assert drawn["samples"].shape == (500, 1, 8, 8)
     with Image.open(copy_of_the_checkout / "grid.png") as picture:

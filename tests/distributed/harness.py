@@ -34,11 +34,11 @@ def on_ranks(num_ranks, function, *arguments, variables=None, timeout=600):
         environment = os.environ | shared | (variables or {})
         # In a file: multiprocessing would send every tensor as a descriptor of shared memory.
         torch.save((function, arguments), Path(folder) / "call.pt")
-        ranks = [
-            forked.call(_rank_main, environment | {"RANK": str(rank)}, folder)
-            for rank in range(num_ranks)
-        ]
+        ranks = []
         try:
+            for rank in range(num_ranks):
+                variables = environment | {"RANK": str(rank)}
+                ranks.append(forked.call(_rank_main, variables, folder))
             _wait(ranks, timeout)
         finally:
             for rank in ranks:

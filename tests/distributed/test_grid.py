@@ -46,6 +46,8 @@ CASES = {
         (PP, schedule("dualpipev"), FLOW),
     ],
     4: [
+        ({"pp": 4}, FOLDED, FLOW),
+        ({"tp": 4}, {}, FLOW),
         (HSDP, {}, DDPM),
         (DP | TP, {}, FLOW),
         (DP | CP, {}, DDPM),
@@ -60,10 +62,8 @@ CASES = {
 # The whole grid, for ./run_tests.sh --long.
 LONG = {
     4: [
-        ({"tp": 4}, {}, FLOW),
         ({"cp": 4}, {}, DDPM),
         ({"cp": 4, "cp_method": "ulysses"}, {}, FLOW),
-        ({"pp": 4}, FOLDED, FLOW),
         (COPIES | TP, {}, FLOW),
         (COPIES | CP, {}, FLOW),
         (COPIES | PP, schedule("interleaved_1f1b", 4), FLOW),
@@ -223,3 +223,9 @@ def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
         pair = frozenset({one, other})
         assert pair in (whole_grid if "dp_replicate" in pair else landing), pair
     assert sum(len(mesh) >= 3 for mesh in whole_grid) >= 5
+    # Of two ranks, the one before is the one behind.
+    fours = [parallel for parallel, *_ in CASES[4]]
+    assert {"pp": 4} in fours
+    assert {"tp": 4} in fours
+    every = [case[0] for grid in (CASES, LONG) for some in grid.values() for case in some]
+    assert all(parallel in every for parallel in IN_FP64)

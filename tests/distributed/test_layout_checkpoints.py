@@ -96,7 +96,7 @@ def visits(tmp_path_factory):
     """By number of ranks and layout: what all ranks found, in the order of visits."""
     folder = str(tmp_path_factory.mktemp("runs"))
     found = {}
-    for size, names in ((1, LOADED[:1]), (2, LOADED[:2]), (4, LOADED[:2]), (1, LOADED[1:])):
+    for size, names in ((1, LOADED[:1]), (2, LOADED[:2]), (4, LOADED), (1, LOADED[1:])):
         by_rank = on_ranks(size, visit, folder, LAYOUTS[size], names)
         for number, ranks in enumerate(zip(*by_rank, strict=True)):
             found.setdefault((size, number), []).append(ranks)
@@ -123,11 +123,11 @@ def test_every_checkpoint_loads_to_the_bit_on_every_layout_and_goes_on_the_same(
     wholes = {name: saved_by(found, tuple(map(int, name.split("-")))) for name in LOADED}
     losses = {}
     for calls in found.values():
-        assert [len(ranks[0][2]) for ranks in calls] in ([2], [1, 2])
+        assert [len(ranks[0][2]) for ranks in calls] in ([2], [3], [1, 2])
         for ranks in calls:
             check_loads(ranks, wholes, losses)
     for name in LOADED:
-        assert losses[name], name
+        assert len(losses[name]) > 4, "one a rank"
         assert losses[name] == pytest.approx([losses[name][0]] * len(losses[name]), rel=1e-6)
 
 

@@ -1,12 +1,13 @@
 """Every layout gives the loss and the gradients of one process; every checkpoint loads on all."""
 
+import contextlib
 import json
 import re
 
 import pytest
 import torch
 from harness import on_ranks
-from tiny import assert_same_gradients, gradients, randomize, tiny_config, whole
+from tiny import assert_same_gradients, gradients, graphs_alone, randomize, tiny_config, whole
 from torch.profiler import profile
 
 from titan_dit.parallel.compile import num_graphs
@@ -118,23 +119,29 @@ def test_blocks_are_gathered_ahead_where_that_is_asked_for(two_ranks):
         assert asked[0][:3] == asked[1][:3] == ["0", "1", "2"]
 
 
-def compiled_gradients(world):
+def compiled_gradients(world, how):
     found = []
     for ends in (False, True):
         torch._dynamo.reset()
-        trainer = Trainer(tiny_config(compile={"enabled": True, "ends": ends}), world)
-        randomize(trainer.parameters)
-        before = num_graphs()
-        found.append((gradients(trainer), num_graphs() - before))
+        with how():
+            trainer = Trainer(tiny_config(compile={"enabled": True, "ends": ends}), world)
+            randomize(trainer.parameters)
+            before = num_graphs()
+            found.append((gradients(trainer), num_graphs() - before))
     return found
 
 
-@pytest.mark.compiler
-def test_compiled_blocks_share_one_graph_and_give_the_same_gradients(reference):
+TO_THE_END = [pytest.mark.long, pytest.mark.compiler]
+
+
+@pytest.mark.parametrize(
+    "how", [graphs_alone, pytest.param(contextlib.nullcontext, marks=TO_THE_END)]
+)
+def test_compiled_blocks_share_one_graph_and_give_the_same_gradients(how, reference):
     expected_loss, expected = reference["start"]
     # Compiled, the frequencies of the timestep differ by one rounding; times 1000 in an angle.
     cases = {1: 1e-6, 3: 5e-5}
-    for results in on_ranks(2, compiled_gradients):
+    for results in on_ranks(2, compiled_gradients, how):
         assert [graphs for _, graphs in results] == list(cases)
         for ((loss, found), _), tolerance in zip(results, cases.values(), strict=True):
             assert loss == pytest.approx(expected_loss, rel=1e-6)

@@ -1,5 +1,6 @@
 """Recomputation on every axis: the loss and the gradients of one process that keeps everything."""
 
+import contextlib
 import itertools
 import json
 
@@ -73,11 +74,11 @@ def refusals(world):
     return found
 
 
-def compiled_cases(world, cases):
+def compiled_cases(world, cases, how):
     results = {}
     for layout, mode in cases:
         torch._dynamo.reset()
-        with graphs_alone():
+        with how():
             results[json.dumps([layout, mode])] = run(world, layout, "1f1b", mode, compiled=True)
     return results
 
@@ -113,10 +114,19 @@ def test_what_a_split_backward_cannot_do_is_refused():
     assert all("Set mode = " in message for message in found)
 
 
-@pytest.mark.parametrize("cases", [COMPILED, pytest.param(LONG_COMPILED, marks=pytest.mark.long)])
-def test_compiled_blocks_recompute_over_ranks_too(cases, reference):
+TO_THE_END = [pytest.mark.long, pytest.mark.compiler]
+
+
+@pytest.mark.parametrize(
+    ("cases", "how"),
+    [
+        (COMPILED, graphs_alone),
+        pytest.param(COMPILED + LONG_COMPILED, contextlib.nullcontext, marks=TO_THE_END),
+    ],
+)
+def test_compiled_blocks_recompute_over_ranks_too(cases, how, reference):
     expected_loss, expected = reference[2]
-    for results in on_ranks(2, compiled_cases, cases):
+    for results in on_ranks(2, compiled_cases, cases, how):
         assert len(results) == len(cases)
         for case, (loss, found, graphs) in results.items():
             assert graphs == 1, case

@@ -79,6 +79,14 @@ def is_running(pid):
     return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
+def have_ended(pids, seconds=10):
+    """Whether processes are gone within some seconds; the kernel takes a moment to end one."""
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
 def launcher(*words, ranks=2, restarts=0):
     """A command line of ours around a script or `-m module`."""
     options = ["--standalone", "--nproc-per-node", ranks, "--max-restarts", restarts]

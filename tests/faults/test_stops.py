@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from running import Running, alone, checkpoints, free_port, is_running, launcher, trainer
+from running import Running, alone, checkpoints, free_port, have_ended, launcher, trainer
 
 from titan_dit import launch
 
@@ -43,10 +43,7 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
         assert run.end() == 130
         assert time.monotonic() - began < 2
         assert "Traceback" not in run.said
-        deadline = time.monotonic() + 10
-        while any(is_running(rank) for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(is_running(rank) for rank in ranks)
+        assert have_ended(ranks)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
@@ -191,7 +188,7 @@ def test_ranks_that_ignore_the_request_are_killed_after_the_grace(tmp_path):
         (rank,) = run.children()
         run.send(signal.SIGTERM)
         assert run.end(10) == 143
-        assert not is_running(rank)
+        assert have_ended([rank])
     assert "GRACE=1" in run.said
 
 
@@ -205,7 +202,4 @@ def test_ranks_end_with_their_launcher(tmp_path):
         (rank,) = run.children()
         run.process.kill()
         run.process.wait()
-        deadline = time.monotonic() + 5
-        while is_running(rank) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not is_running(rank)
+        assert have_ended([rank])

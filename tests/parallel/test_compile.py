@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from titan_dit.section import UserError
 CPU = torch.device("cpu")
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.compiler
 def test_a_missing_compiler_is_told_although_the_cache_is_warm():
     import torch._inductor.config as inductor
 
@@ -69,7 +68,7 @@ def both_trials(world, folder):
     return new, trial_with(Path(folder) / "old", new[1].split()[0])
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.compiler
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="asks for x86's instructions")
 def test_probes_are_spared_where_the_compiler_knows_what_the_cpu_has(tmp_path):
     [((spared, best, flags), old)] = on_ranks(1, both_trials, str(tmp_path))
@@ -120,9 +119,12 @@ def test_cuda_graphs_begin_anew_with_every_forward_of_the_model():
 
     config = tiny_config().model
     model = config.build(4)
+    asked = []
     for block in model.blocks.values():
-        block.compile = lambda **_: None
+        block.compile = lambda **options: asked.append(options)
     compile.compile_blocks(model, CompileConfig(enabled=True, cuda_graphs=True))
+    assert len(asked) == len(model.blocks)
+    assert all(options["options"] == {"triton.cudagraphs": True} for options in asked)
     before = MarkStepBox.mark_step_counter
     for count in (1, 2):
         model(inputs_of(config), config.static(CPU))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import ROOT
 from harness import on_ranks
-from tiny import assert_same_gradients, inputs_of, randomize, tiny_config
+from tiny import assert_same_gradients, graphs_alone, inputs_of, randomize, tiny_config
 
 from titan_dit.config import CompileConfig, PipelineConfig, RematConfig
 from titan_dit.parallel import remat
@@ -163,23 +163,16 @@ def test_the_measurement_sees_a_tensor_too_many(monkeypatch):
 
 
 def compiled_gradients(world):
-    """The compiler's graphs and what it cuts off for backward, but run as they are: no C++.
-
-    tests/distributed/test_remat_layouts.py compiles to the end.
-    """
+    """By the compiler's graphs, and what it cuts off for backward."""
     from torch._dynamo.utils import counters
 
-    original, results = torch.nn.Module.compile, {}
-
-    def compile(module, *, options, **keys):
-        original(module, backend="aot_eager_decomp_partition", **keys)
-
-    torch.nn.Module.compile = compile
-    for mode in MODES[1:]:
-        torch._dynamo.reset()
-        counters.clear()
-        results[mode] = gradients(mode, True, compiled=True), counters["stats"]["unique_graphs"]
-    return results, {mode: kept(mode, compiled=True) for mode in ("selective", "full")}
+    results = {}
+    with graphs_alone():
+        for mode in MODES[1:]:
+            torch._dynamo.reset()
+            counters.clear()
+            results[mode] = gradients(mode, True, compiled=True), counters["stats"]["unique_graphs"]
+        return results, {mode: kept(mode, compiled=True) for mode in ("selective", "full")}
 
 
 def test_compiled_blocks_keep_as_little_and_are_one_graph():

@@ -19,7 +19,7 @@ from titan_dit.section import UserError
 @pytest.fixture
 def seen(monkeypatch):
     """What the stand-in was asked for."""
-    log = {"autocast": 0, "inside": 0, "calls": 0}
+    log = {"autocast": [], "inside": 0, "calls": 0}
 
     class Linear(nn.Linear):
         def __init__(self, inputs, outputs, bias, params_dtype, device):
@@ -32,7 +32,7 @@ def seen(monkeypatch):
 
     @contextlib.contextmanager
     def autocast(enabled, recipe):
-        log["autocast"] += 1
+        log["autocast"].append(enabled)
         log["inside"] += 1
         yield
         log["inside"] -= 1
@@ -70,7 +70,7 @@ def test_block_linears_run_inside_one_autocast_with_the_parameters_they_had(seen
     model(inputs, config.model.static(torch.device("cpu")))
     assert seen["calls"] == 12
     # Once a forward: the largest values of delayed scaling are exchanged at its end.
-    assert seen["autocast"] == 1
+    assert seen["autocast"] == [True]
 
 
 def test_a_broken_installation_is_a_user_error(monkeypatch):
