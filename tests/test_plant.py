@@ -1,5 +1,6 @@
 """Bugs planted in a toy package: who caught what is told, and rows that do not fit are refused."""
 
+import ast
 import json
 import sys
 from contextlib import closing
@@ -186,3 +187,9 @@ def test_mutants_are_the_same_for_the_same_seed_and_change_one_place_each(tree):
 def test_every_row_of_our_own_list_fits_the_code():
     plants = read_plants(ROOT / "tests" / "plants.toml")
     assert len(prepare(ROOT, plants)) == len(plants) > 90
+    named = {test for row in plants for test in row.tests if "::" in test}
+    for file, _, name in (test.partition("::") for test in named):
+        tree = ast.parse((ROOT / file).read_text())
+        functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
+        marks = map(ast.unparse, functions[name.partition("[")[0]].decorator_list)
+        assert "pytest.mark.long" not in marks, f"{name} does not run without --long"
