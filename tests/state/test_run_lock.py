@@ -237,6 +237,11 @@ def test_who_was_taken_for_dead_ends_and_leaves_the_run_to_the_other(run, monkey
         run_lock.keep([lock], threading.Event())
     assert ended == [failure.USER_ERROR]
     said = capsys.readouterr().err
+    # Nodes of its own launch that met again without it go on: nothing is reported that ends them.
+    lock.own = dataclasses.replace(lock.own, launch="one")
+    with pytest.raises(SystemExit):
+        run_lock.leave(lock, far(run, launch="one"))
+    assert (ended[1:], capsys.readouterr().err) == ([failure.LEFT], "")
     assert said.startswith(f"error: [job] {run}: pid {os.getpid()} on node7 has taken the run over")
     lock.release()
     assert whose(run).host == "node7"

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
-from titan_dit.failure import LAUNCH, USER_ERROR, report
+from titan_dit.failure import LAUNCH, LEFT, USER_ERROR, report
 from titan_dit.file_lock import open_locked
 from titan_dit.section import UserError
 from titan_dit.state import process
@@ -313,7 +313,10 @@ def keep(locks: Sequence[Lock], ended: threading.Event) -> None:
 
 
 def leave(lock: Lock, holder: Holder) -> None:
-    """End this process, and with it the launch, whose run is another launch's by now."""
+    """End this process, whose run is another one's by now: mostly another launch's."""
+    if lock.own.is_of_launch(holder):
+        # The nodes have met again without this one. A user error would end the job on all of them.
+        os._exit(LEFT)
     report(
         f"error: [job] {lock.folder}: {holder} has taken the run over, as this one gave no sign of "
         f"life for {STALE_S:g} s. It goes on there.",
