@@ -190,9 +190,10 @@ class Lock:
             self.store.write(probe, "")
             silent = max(0.0, self.store.modified(probe) - stamp)
             self.store.delete(probe)
+            wait = max(STALE_S - silent, WATCH_S)
             self.say(
-                f"{self.folder}: the {FILE} of {holder} was renewed {silent:.0f} s ago; it is taken "
-                f"over if that does not happen for {max(STALE_S - silent, WATCH_S):.0f} s more"
+                f"{self.folder}: the {FILE} of {holder} was renewed {silent:.0f} s ago; "
+                f"it is taken over if that does not happen again for {wait:.0f} s"
             )
         return Watched(holder, stamp, silent)
 
