@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands
 import pytest
@@ -103,7 +104,9 @@ def test_replay_of_a_good_step_gives_the_loss_of_its_metrics(finished, tmp_path)
     assert "--microbatch 5: 16 samples make 1 microbatches of 32" in bad.stderr
 
 
-def test_a_step_that_was_never_taken_is_not_replayed(finished, tmp_path):
+def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died_in(
+    finished, tmp_path
+):
     with pytest.raises(UserError, match=r"--step 61: .*outputs/run has taken steps 1 to 60\.$"):
         replay_command.main(replay_command.Options(run=str(finished), step=61))
 
@@ -127,8 +130,22 @@ def test_a_step_that_was_never_taken_is_not_replayed(finished, tmp_path):
     # Undone steps do not count, unless they were done anew.
     assert newest(rows=(1,), saved=(6,), faults=[bad, back]) == 6
     assert newest(rows=(1,), saved=(6,), faults=[bad, back, bad]) == 14
-    with pytest.raises(UserError, match="has taken no step"):
-        replay_command.check_taken(tmp_path, 1)
+    died = tmp_path / "died"
+    died.mkdir()
+    (died / "metrics.jsonl").write_text('{"step": 3}\n')
+    config = SimpleNamespace(metrics=SimpleNamespace(every=3), training=SimpleNamespace(steps=9))
+    shown = [replay_command.check_taken(died, step, config) for step in (3, 4, 6)]
+    assert shown == [True, False, False]
+    with pytest.raises(UserError, match="taken steps 1 to 3, and can have begun none after step 6"):
+        replay_command.check_taken(died, 7, config)
+    config.metrics.every, empty = 0, tmp_path / "empty"
+    assert not replay_command.check_taken(empty, 1, config)
+    with pytest.raises(UserError, match="has taken no step, and can have begun none after step 1"):
+        replay_command.check_taken(empty, 2, config)
+    log = died / "samples-seen" / "attempt-00001"
+    log.mkdir(parents=True)
+    (log / "rank-00000.jsonl").write_text('{"step": 5, "ranks": 1, "numbers": [[0, 8]]}\n')
+    assert replay_command.check_taken(died, 5, config)
 
 
 LONG = ("--training.steps", 60, "--training.global_batch_size", 16, "--metrics.every", 1)

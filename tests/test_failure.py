@@ -111,6 +111,30 @@ def test_what_nobody_reads_ends_a_command_quietly_and_no_run(monkeypatch, case):
     assert (done.returncode, done.stderr) == (code, stderr)
 
 
+WRITTEN_NOWHERE = {
+    "a full disk": ("print('more')", ">/dev/full", 1, "error: standard output: [Errno 28]"),
+    "a run on a full disk": ("failure.begun(); print('more')", ">/dev/full", 0, ""),
+    "no stdout": ("print('more'); sys.stdout.flush()", ">&-", 0, ""),
+    "no stream": ("print('more'); raise UserError('tp=3')", ">&- 2>&-", 2, ""),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN_NOWHERE)
+def test_a_command_fails_where_its_output_is_lost_and_not_where_none_was_wanted(monkeypatch, case):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    statement, where, code, stderr = WRITTEN_NOWHERE[case]
+    program = (
+        "import sys\nfrom titan_dit import failure\nfrom titan_dit.section import UserError\n"
+        f"def main():\n    {statement}\nfailure.guarded(main)\n"
+    )
+    command = ["sh", "-c", f'exec "$0" -c "$1" {where}', sys.executable, program]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.startswith(stderr)
+    assert bool(done.stderr) == bool(stderr)
+
+
 def test_a_broken_pipe_of_another_kind_is_an_error_like_any_other():
     assert not failure.is_unread(BrokenPipeError())
     assert raised(BrokenPipeError())[0] == 1

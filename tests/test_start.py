@@ -85,6 +85,15 @@ def test_several_nodes_meet_as_the_variables_say(start, capsys):
     assert "--standalone" in command
 
 
+def test_nodes_meet_though_nobody_reads_it(start, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        command, _ = start(NNODES="2", RDZV_ENDPOINT="node1:29500")
+    assert command[0] == "titan_dit.launch"
+
+
 @pytest.mark.parametrize(
     "words", [("--dry-run",), ("--dry-run=3",), ("--dry_run", "3"), ("--help",), ("-h",)]
 )

@@ -45,6 +45,7 @@ def guarded(main: Callable[[], int | None]) -> None:
     The end is os._exit, not the end of Python: there a broken process group can wait for ever, and
     a thread of a whole one has been seen to abort a run that was done.
     """
+    streams.open_missing()
     try:
         code = returned(main)
         atexit._run_exitfuncs()  # What loggers and worker processes have asked for.
@@ -75,13 +76,21 @@ def is_unread(error: BaseException) -> bool:
 
 
 def flushed(code: int) -> int:
-    """The exit code, once all is written; UNREAD where a command was not read to its end."""
+    """The exit code, once all is written.
+
+    Of a command that was done it is UNREAD where nobody read it to its end, INTERNAL_ERROR where
+    what it said could not be written: a full disk. A run's steps do not depend on its console.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:
         streams.silence(sys.stdout)
-        if isinstance(error, BrokenPipeError) and not is_training:
-            code = code or UNREAD
+        if not is_training and not code:
+            if isinstance(error, BrokenPipeError):
+                code = UNREAD
+            elif error.errno not in streams.GONE:
+                streams.tell(sys.stderr, f"error: standard output: {error}\n")
+                code = INTERNAL_ERROR
     streams.tell(sys.stderr, "")
     return code
 

@@ -113,6 +113,7 @@ def say(line: str) -> None:
 
 def main() -> int:
     """`python -m titan_dit.launch [torchrun's options] -m titan_dit.train --config ...`."""
+    streams.open_missing()
     # torchrun logs every failure several times over; the cause is printed below.
     logging.disable(logging.ERROR)
     # Restarted ranks would meet on the store of those that died and read their stale keys.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import sys
 from contextlib import suppress
 from typing import TextIO
 
@@ -23,6 +24,15 @@ def tell(stream: TextIO, text: str) -> None:
     except OSError as error:
         if error.errno in GONE:
             silence(stream)
+
+
+def open_missing() -> None:
+    """Where a program was started without standard output or error (`>&-`), they lead nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # Takes the number that is free.
+            os.set_inheritable(nowhere, True)  # Or a file of the ranks would take it.
+            setattr(sys, name, os.fdopen(nowhere, "w"))
 
 
 def silence(stream: TextIO) -> None:

@@ -88,7 +88,8 @@ class Trainer:
 
         Returns the process's exit code: 0, or 130 after Ctrl-C.
         """
-        with self.watchdog, run_lock.held(self.folder, self.checkpoints.folder, self.say):
+        saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
+        with self.watchdog, run_lock.held(self.folder, saves_in, self.say):
             self.resume()
             self.open_run_directory()
             with StopRequest(self.world.size) as stop, self.collector:

@@ -62,11 +62,13 @@ def test_a_launch_goes_on_unread_and_a_second_one_into_its_run_is_refused(tmp_pa
 
 
 def test_launchers_that_meet_give_their_ranks_one_name_and_others_another():
-    def names(store):
-        group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=SimpleNamespace(_store=store)))
+    def names(store, run_id="a"):
+        handler = SimpleNamespace(_store=store, get_run_id=lambda: run_id)
+        group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler))
         return [Agent.name_of_job(None, group) for _ in range(2)]
 
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True) for _ in range(2)]
     (first, again), (other, _) = map(names, stores)
     assert first == again != other
+    assert first not in names(stores[0], run_id="b")
     assert names(None) == ["", ""]

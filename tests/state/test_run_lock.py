@@ -14,7 +14,7 @@ from titan_dit import failure
 from titan_dit.section import UserError
 from titan_dit.state import process, run_lock
 from titan_dit.state.run_lock import Holder, InUse, Lock, held
-from titan_dit.state.store import place, store_of
+from titan_dit.state.store import Disk, place, store_of
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,7 @@ def _soon(monkeypatch):
     """What takes minutes takes a tenth of a second; no launcher's name."""
     monkeypatch.setattr(run_lock, "ENDING_S", 0.1)
     monkeypatch.setattr(run_lock, "POLL_S", 0.01)
+    monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
     monkeypatch.setattr(run_lock, "SETTLE_S", 0.01)
     monkeypatch.delenv(failure.LAUNCH, raising=False)
 
@@ -60,6 +61,21 @@ def begin(run, checkpoints=None):
         assert whose(run).pid == os.getpid()
     assert not list(run.parent.rglob(f"{run_lock.FILE}*"))
     return said
+
+
+@contextlib.contextmanager
+def renewed(folder, times):
+    """Within the block the lock of a folder is renewed so often, every 0.2 s."""
+
+    def renew():
+        for _ in range(times):
+            time.sleep(0.2)
+            os.utime(folder / run_lock.FILE)
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    yield
+    renewing.join()
 
 
 def dead_pid():
@@ -159,21 +175,28 @@ def test_ranks_of_one_launch_take_the_lock_from_each_other_on_any_machine(run, m
 def test_another_machines_lock_that_is_renewed_is_respected(run):
     leave(run, far(run), age_s=60)
 
-    def renew():
-        time.sleep(0.2)
-        os.utime(run / run_lock.FILE)
-
-    renewing = threading.Thread(target=renew)
-    renewing.start()
-    with pytest.raises(UserError, match=rf"by pid {os.getpid()} on node7\. Wait for it"):
+    refused = pytest.raises(UserError, match=rf"by pid {os.getpid()} on node7\. Wait for it")
+    with renewed(run, times=2), refused:
         begin(run)
-    renewing.join()
     assert whose(run).host == "node7"
+
+
+def test_another_machines_holder_that_ends_after_it_was_seen_is_waited_for(run, monkeypatch):
+    """A job that Slurm begins anew elsewhere meets the lock of the one that is just ending."""
+    monkeypatch.setattr(run_lock, "STALE_S", 0.5)
+    leave(run, far(run))
+    began = time.monotonic()
+    with renewed(run, times=1):
+        _, line = begin(run)
+    assert 0.7 <= time.monotonic() - began < 5
+    assert "has left its run.lock" in line
 
 
 def test_another_machines_lock_that_is_not_renewed_is_taken_over_and_said(run, monkeypatch):
     leave(run, far(run), age_s=run_lock.STALE_S + 5)
-    (line,) = begin(run)
+    began = time.monotonic()
+    _, line = begin(run)
+    assert time.monotonic() - began > run_lock.WATCH_S  # Its age may be by another clock.
     assert line == f"{run}: pid {os.getpid()} on node7 has left its run.lock; it is taken over"
 
     monkeypatch.setattr(run_lock, "STALE_S", 60.3)
@@ -220,6 +243,27 @@ def test_a_lock_is_renewed_and_written_anew_where_it_was_deleted(run, monkeypatc
     assert not run.exists()
 
 
+def test_a_renewal_that_hangs_holds_up_neither_the_other_lock_nor_the_end(run, monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
+    answered, went_on, renew = threading.Event(), threading.Event(), Lock.renew
+
+    def hangs(lock):
+        if lock.folder != run:
+            went_on.set()
+            return renew(lock)
+        answered.wait(10)
+        return None
+
+    monkeypatch.setattr(Lock, "renew", hangs)
+    began = time.monotonic()
+    with held(run, run / "checkpoints", print):
+        assert went_on.wait(5)
+    assert time.monotonic() - began < 5
+    assert whose(run).pid == os.getpid()  # A late renewal would write over the next launch's.
+    assert not (run / "checkpoints" / run_lock.FILE).exists()
+    answered.set()
+
+
 def test_who_was_taken_for_dead_ends_and_leaves_the_run_to_the_other(run, monkeypatch, capsys):
     ended = []
 
@@ -234,20 +278,65 @@ def test_who_was_taken_for_dead_ends_and_leaves_the_run_to_the_other(run, monkey
     leave(run, far(run))
     monkeypatch.setattr(run_lock, "BEAT_S", 0.0)
     with pytest.raises(SystemExit):
-        run_lock.keep([lock], threading.Event())
+        run_lock.keep(lock, threading.Event())
     assert ended == [failure.USER_ERROR]
     said = capsys.readouterr().err
+    # Nodes of its own launch that met again without it go on: nothing is reported that ends them.
+    lock.own = dataclasses.replace(lock.own, launch="one")
+    with pytest.raises(SystemExit):
+        run_lock.leave(lock, far(run, launch="one"))
+    assert (ended[1:], capsys.readouterr().err) == ([failure.LEFT], "")
     assert said.startswith(f"error: [job] {run}: pid {os.getpid()} on node7 has taken the run over")
     lock.release()
     assert whose(run).host == "node7"
 
 
-def test_a_folder_that_cannot_be_written_costs_the_lock_of_checkpoints_not_the_run(run, tmp_path):
+def test_a_lock_that_cannot_be_written_costs_no_run_and_is_said(run, tmp_path):
     (tmp_path / "file").touch()
     (line,) = begin(run, tmp_path / "file" / "checkpoints")
     assert line.startswith(f"{tmp_path}/file/checkpoints is not locked against other runs: ")
-    with pytest.raises(UserError, match=r"^\[job\] .* cannot be written: .*Not a directory"):
-        begin(tmp_path / "file" / "run")
+    said, inside = [], tmp_path / "file" / "run"
+    with held(inside, run / "checkpoints", said.append):
+        assert whose(run / "checkpoints").run == str(inside)
+    (line,) = said
+    assert line.startswith(f"{inside} is not locked against other launches: ")
+    assert line.endswith(f"Not a directory: '{inside}'")
+
+
+def test_a_lock_that_cannot_be_read_now_is_not_taken_for_a_free_one(run, monkeypatch):
+    def too_late(store, file):
+        raise TimeoutError("no answer")
+
+    leave(run, far(run))
+    said = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "open", too_late)
+        with held(run, run / "checkpoints", said.append):
+            assert "no answer" in said[0]
+            with pytest.raises(TimeoutError):
+                Lock(run, Holder.this(run), print).renew()
+    assert whose(run).host == "node7"
+
+
+def test_who_may_write_a_lock_the_umask_decides_and_one_that_may_not_be_is_respected(
+    run, monkeypatch
+):
+    """The colleagues of a group's directory may go on with each other's runs."""
+    before = os.umask(0o002)
+    try:
+        with held(run, None, print):
+            assert (run / run_lock.FILE).stat().st_mode & 0o777 == 0o664
+            monkeypatch.setattr(run_lock, "open_locked", refused)
+            with pytest.raises(UserError, match="running here"):
+                begin(run)
+            monkeypatch.undo()
+    finally:
+        os.umask(before)
+
+
+def refused(path):
+    """As the system where a file is another user's."""
+    raise PermissionError(13, "Permission denied", str(path))
 
 
 def test_of_launches_that_begin_at_once_one_takes_the_lock(run, monkeypatch):

@@ -51,7 +51,8 @@ class Options(Section):
     run: str
     """Run directory, such as outputs/digits."""
     step: Count
-    """Which step, of those that the run has taken; RUN/faults.jsonl has those that were skipped."""
+    """Which step, of those that the run has taken or died in; RUN/faults.jsonl has those that were
+    skipped."""
     microbatch: Whole | None = None
     """Only this one, counted from 0; all if not given."""
     microbatch_size: Count | None = None
@@ -97,13 +98,15 @@ def main(options: Options) -> None:
     if not (run / "config.toml").is_file():
         raise UserError(f"--run {run}: no config.toml there. Give a run directory.")
     config: Config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
-    check_taken(run, options.step)
+    is_shown = check_taken(run, options.step, config)
     origin = origin_of(run, options.step, config)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
     console.say(
         f"step {options.step} of {run}: samples {shown(origin.numbers)} (from {origin.found_in})"
     )
+    if not is_shown:
+        console.say(f"{run} does not show that it took the step: the samples are those planned")
     behind = options.step - 1 - origin.weights_step
     late = f", {behind} steps older than those of the step" if behind else ", those of the step"
     console.say(f"weights {origin.weights or 'as initialized'}{late}")
@@ -124,26 +127,37 @@ def main(options: Options) -> None:
         console.say(line)
 
 
-def check_taken(run: Path, step: int) -> None:
-    """Refuse a step that the run does not show to have been taken. Raises UserError."""
+def check_taken(run: Path, step: int, config: Config) -> bool:
+    """Whether the run shows that it took the step; False for one that it may have died in.
+
+    Raises UserError for a step after those.
+    """
     newest = newest_step(run)
-    if step > newest:
+    if step > newest:  # Every rank's every step: much to read.
+        newest = max(newest, *sample_log.seen(run), 0)
+    begun = min(newest + max(1, config.metrics.every), config.training.steps)
+    if step > max(newest, begun):
         there = f"steps 1 to {newest}" if newest else "no step"
+        more = f", and can have begun none after step {begun}" if begun > newest else ""
         raise UserError(
             f"--step {step}: by its metrics.jsonl, {fault_log.FILE} and checkpoints, {run} has "
-            f"taken {there}."
+            f"taken {there}{more}."
         )
+    return step <= newest
 
 
 def newest_step(run: Path) -> int:
-    """The newest step that is written down: none of them need be, a kill may come before."""
+    """The newest step that is written down, but for the samples seen.
+
+    None of them need be: a kill may come before.
+    """
     logged: list[int] = [row["step"] for row in metrics.read_rows(run / "metrics.jsonl")]
     saved = [step_of(path) for path in series(run).whole()]
     faulty: int = 0
     for line in fault_log.read(run):
         # What was undone does not count, unless the run came so far once more.
         faulty = line["to_step"] if "to_step" in line else max(faulty, line["step"])
-    return max(0, faulty, *logged, *saved, *sample_log.seen(run))
+    return max(0, faulty, *logged, *saved)
 
 
 def origin_of(run: Path, step: int, config: Config) -> Origin:

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from titan_dit import streams
 from titan_dit.section import UserError
 
 RDZV_CONF = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
@@ -49,7 +50,7 @@ def main(words: Sequence[str]) -> NoReturn:
     os.environ.update(defaults(os.environ, ranks, cores))
     if "--nnodes" in meeting:
         nodes, endpoint = os.environ["NNODES"], os.environ["RDZV_ENDPOINT"]
-        sys.stderr.write(f"titan_dit: meeting {nodes} nodes at {endpoint}\n")
+        streams.tell(sys.stderr, f"titan_dit: meeting {nodes} nodes at {endpoint}\n")
     become(
         *("titan_dit.launch", *meeting, "--nproc-per-node", str(ranks)),
         *("--max-restarts", max_restarts(os.environ), "-m", TRAINER, *words),
@@ -59,7 +60,7 @@ def main(words: Sequence[str]) -> NoReturn:
 def become(module: str, *arguments: str) -> NoReturn:
     """Replace this process by `python -m module`."""
     sys.stdout.flush()
-    sys.stderr.flush()
+    streams.tell(sys.stderr, "")
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 

@@ -197,14 +197,17 @@ class Agent(LocalElasticAgent):
         return self.starts > 0 or (holder is not None and holder.state.round > 0)
 
     def name_of_job(self, worker_group: WorkerGroup) -> str:
-        """One name for all nodes that meet here, now and later: the first one to ask chooses it.
+        """One name for all nodes of a run that meet here: the first one to ask chooses it.
 
         Empty where the nodes meet in another way than ours.
         """
-        store = getattr(worker_group.spec.rdzv_handler, "_store", None)
+        handler = worker_group.spec.rdzv_handler
+        store = getattr(handler, "_store", None)
         if store is None:
             return ""
-        name: bytes = store.compare_set("titan_dit.job", "", uuid.uuid4().hex)
+        # Runs of several ids may meet in one store.
+        key = f"titan_dit.job.{handler.get_run_id()}"
+        name: bytes = store.compare_set(key, "", uuid.uuid4().hex)
         return name.decode()
 
     def after_failure(self, failures: dict[int, ProcessFailure], is_regrouping: bool) -> None:

@@ -3,7 +3,8 @@
 Each holds a `run.lock` while a run goes on: which process of which launch it is, as JSON. Another
 launch takes it over at once where that process ran on this machine and has ended. Of other
 machines' processes nothing can be known: their locks are renewed every BEAT_S, and taken over after
-STALE_S without. Ranks that are started anew, on whatever node, are of the same launch.
+STALE_S without; one that is renewed twice while a launch looks on is respected. Ranks that are
+started anew, on whatever node, are of the same launch.
 
 A lock decides who may begin, flock that two do not decide at once. flock alone would not do: on NFS
 it may outlive a node that has died.
@@ -17,13 +18,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 
-from titan_dit.failure import LAUNCH, USER_ERROR, report
+from titan_dit.failure import LAUNCH, LEFT, USER_ERROR, report
 from titan_dit.file_lock import open_locked
 from titan_dit.section import UserError
 from titan_dit.state import process
@@ -37,6 +38,8 @@ STALE_S = 120.0
 """A lock of another machine that was not renewed for so long is left behind."""
 ENDING_S = 5.0
 """A process of this machine may be about to end: killed, with gigabytes to give back."""
+WATCH_S = 2 * BEAT_S
+"""Watched for so long before its age counts: some file systems take the clocks of clients."""
 POLL_S = 0.5
 """Between two looks at a lock that may become free."""
 GUARD_S = 5.0
@@ -95,9 +98,11 @@ class Watched:
 
     holder: Holder
     stamp: float
-    """When it had been renewed, at the first look."""
+    """When it was renewed last."""
     silent_s: float
-    """How long ago that was then."""
+    """How long ago that was at the first look; negative where it came after that."""
+    was_renewed: bool = False
+    """Since the first look. Once may be a holder's last time; twice, it goes on."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -114,8 +119,15 @@ class Watched:
                 return True
             return None if self.watched_s < ENDING_S else False
         if stamp != self.stamp:
-            return False
-        return True if self.silent_s + self.watched_s >= STALE_S else None
+            return False if self.was_renewed else None
+        is_stale = self.silent_s + self.watched_s >= STALE_S and self.watched_s >= WATCH_S
+        return True if is_stale else None
+
+    def at(self, stamp: float) -> Watched:
+        """What is known after a look that found this stamp."""
+        if stamp == self.stamp:
+            return self
+        return replace(self, stamp=stamp, silent_s=-self.watched_s, was_renewed=True)
 
 
 class InUse(Exception):
@@ -134,6 +146,7 @@ class Lock:
         self.store, self.file = store_of(folder), folder / FILE
         self.made: list[Path] = []
         """Folders that were not there before, the innermost first."""
+        self.renewing: threading.Thread | None = None
 
     def take(self) -> None:
         """Take it, after a while where that has to be seen. Raises InUse."""
@@ -157,11 +170,12 @@ class Lock:
                 return None
             if watched is None or watched.holder != holder:
                 watched = self.look_at(holder)
-            is_free = watched.is_free(self.own, self.store.modified(self.file))
+            stamp = self.store.modified(self.file)
+            is_free = watched.is_free(self.own, stamp)
             if is_free is False:
                 raise InUse(holder)
             if is_free is None:
-                return watched
+                return watched.at(stamp)
             if self.must_guess(holder):
                 self.say(f"{self.folder}: {holder} has left its {FILE}; it is taken over")
             self.write()
@@ -176,11 +190,11 @@ class Lock:
             self.store.write(probe, "")
             silent = max(0.0, self.store.modified(probe) - stamp)
             self.store.delete(probe)
-            if silent < STALE_S:
-                self.say(
-                    f"{self.folder}: the {FILE} of {holder} was renewed {silent:.0f} s ago; it is "
-                    f"taken over if that does not happen again for {STALE_S - silent:.0f} s"
-                )
+            wait = max(STALE_S - silent, WATCH_S)
+            self.say(
+                f"{self.folder}: the {FILE} of {holder} was renewed {silent:.0f} s ago; "
+                f"it is taken over if that does not happen again for {wait:.0f} s"
+            )
         return Watched(holder, stamp, silent)
 
     def must_guess(self, holder: Holder) -> bool:
@@ -200,6 +214,16 @@ class Lock:
             return holder
         return None
 
+    def has_stopped(self, within_s: float) -> bool:
+        """Whether nothing renews it any more, or soon.
+
+        One whose renewal hangs is not released: the renewal might write it after that, over the
+        lock of the next launch. It is left to grow old.
+        """
+        if self.renewing is not None:
+            self.renewing.join(within_s)
+        return self.renewing is None or not self.renewing.is_alive()
+
     def release(self) -> None:
         """Delete it if it is ours, and folders that nothing was written to."""
         with suppress(Exception), self.alone():
@@ -210,9 +234,7 @@ class Lock:
                 folder.rmdir()
 
     def read(self) -> Holder | None:
-        """Whose it is."""
-        if not self.store.has(self.file):
-            return None
+        """Whose it is; None for a file that is missing, not for one that cannot be read now."""
         try:
             return Holder.of(read_text(self.file))
         except (FileNotFoundError, UnicodeDecodeError):
@@ -238,6 +260,8 @@ class Lock:
                 descriptor = open_locked(self.file)
             except BlockingIOError:
                 time.sleep(0.02)
+            except OSError:  # It may still be read: who holds it is refused all the same.
+                break
         try:
             yield
         finally:
@@ -246,32 +270,33 @@ class Lock:
 
 
 @contextmanager
-def held(run: Path, checkpoints: Place, say: Say) -> Iterator[None]:
-    """Within the block this launch alone trains into `run`, and saves in `checkpoints`.
+def held(run: Path, checkpoints: Place | None, say: Say) -> Iterator[None]:
+    """Within the block this launch alone trains into `run`, and saves in `checkpoints`, if it does.
 
     Every rank calls. Raises UserError, on every rank, where another launch does; nothing is changed
     then.
     """
     locks: list[Lock] = []
     ended = threading.Event()
-    thread = threading.Thread(target=keep, args=(locks, ended), name="run lock", daemon=True)
     try:
         Ranks().first(lambda: take(run, checkpoints, say, locks))
-        if locks:
-            thread.start()
+        for (
+            lock
+        ) in locks:  # A thread each: a store that hangs does not let the other lock grow old.
+            lock.renewing = threading.Thread(target=keep, args=(lock, ended), daemon=True)
+            lock.renewing.start()
         yield
     finally:
         ended.set()
-        if thread.is_alive():
-            thread.join(BEAT_S)  # A store that hangs is not waited for.
         for lock in reversed(locks):
-            lock.release()
+            if lock.has_stopped(BEAT_S):
+                lock.release()
 
 
-def take(run: Path, checkpoints: Place, say: Say, locks: list[Lock]) -> None:
+def take(run: Path, checkpoints: Place | None, say: Say, locks: list[Lock]) -> None:
     """Take both locks, and append them. Raises UserError.
 
-    Checkpoints that cannot be written cost no run: nor does a lock beside them.
+    A lock that cannot be written costs no run: where the folder cannot be, its first file says so.
     """
     own = Holder.this(run)
     lock = Lock(run, own, say)
@@ -283,9 +308,10 @@ def take(run: Path, checkpoints: Place, say: Say, locks: list[Lock]) -> None:
             "stop it, or choose another --job.name."
         ) from None
     except OSError as error:
-        raise UserError(f"[job] {run} cannot be written: {error}") from None
-    locks.append(lock)
-    if checkpoints.resolve() == run.resolve():
+        say(f"{run} is not locked against other launches: {reason_of(error)}")
+    else:
+        locks.append(lock)
+    if checkpoints is None or checkpoints.resolve() == run.resolve():
         return
     lock = Lock(checkpoints, own, say)
     try:
@@ -297,23 +323,29 @@ def take(run: Path, checkpoints: Place, say: Say, locks: list[Lock]) -> None:
             "--checkpoint.dir."
         ) from None
     except Exception as error:  # Each store has errors of its own.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        say(f"{checkpoints} is not locked against other runs: {reason}")
-        return
-    locks.append(lock)
+        say(f"{checkpoints} is not locked against other runs: {reason_of(error)}")
+    else:
+        locks.append(lock)
 
 
-def keep(locks: Sequence[Lock], ended: threading.Event) -> None:
-    """In a thread: renew the locks until the run has ended."""
+def reason_of(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def keep(lock: Lock, ended: threading.Event) -> None:
+    """In a thread: renew the lock until the run has ended."""
     while not ended.wait(BEAT_S):
-        for lock in locks:
-            with suppress(Exception):  # A disk that fails now may not at the next beat.
-                if holder := lock.renew():
-                    leave(lock, holder)
+        with suppress(Exception):  # A disk that fails now may not at the next beat.
+            if holder := lock.renew():
+                leave(lock, holder)
 
 
 def leave(lock: Lock, holder: Holder) -> None:
-    """End this process, and with it the launch, whose run is another launch's by now."""
+    """End this process, whose run is another one's by now: mostly another launch's."""
+    if lock.own.is_of_launch(holder):
+        # The nodes have met again without this one. A user error would end the job on all of them.
+        os._exit(LEFT)
     report(
         f"error: [job] {lock.folder}: {holder} has taken the run over, as this one gave no sign of "
         f"life for {STALE_S:g} s. It goes on there.",
