@@ -48,6 +48,6 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("compiler") and shutil.which("g++") is None:
             item.add_marker(pytest.mark.skip(reason="torch.compile needs a C++ compiler"))
     if not config.getoption("--long"):
-        kept = [item for item in items if not item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        later = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=later)
