@@ -23,7 +23,7 @@ SHAPE = (3, 4, 4, 4)
 
 
 def stand_in(x: Tensor, t: Tensor, channels: int = 8) -> Tensor:
-    """About right for standard normal data; tests/objectives/test_original_diffusion.py has it."""
+    """About right for standard normal data; tests/diffusion/test_original_diffusion.py has it."""
     s = (t.float() / 1000).view(-1, 1, 1, 1)
     a = (1 - torch.exp(-0.1 * s - 10 * s * s)).sqrt()
     eps = a * x + 0.1 * torch.sin(2 * x.roll(1, 1))

@@ -9,10 +9,10 @@ from jaxtyping import install_import_hook
 install_import_hook(
     [
         "titan_dit.rng",
-        "titan_dit.noise_schedule",
+        "titan_dit.diffusion.noise_schedule",
         "titan_dit.models",
         "titan_dit.objectives",
-        "titan_dit.samplers",
+        "titan_dit.diffusion.samplers",
         "titan_dit.data",
         "titan_dit.evaluation",
         "titan_dit.state.original_weights",

@@ -372,8 +372,8 @@ def test_changes_names_old_and_new_values_one_by_one(load):
 
 
 def test_samplers_are_found_by_name_and_objective():
-    from titan_dit.samplers.diffusion import ddim, ddpm
-    from titan_dit.samplers.ode import euler, heun
+    from titan_dit.diffusion.samplers.discrete import ddim, ddpm
+    from titan_dit.diffusion.samplers.ode import euler, heun
 
     flow = [sampler(name, "rectified_flow") for name in ("euler", "heun", "auto")]
     assert flow == [euler, heun, heun]

@@ -78,7 +78,7 @@ def test_a_nan_is_skipped_by_the_fused_optimizer():
 def test_diffusion_draws_the_samples_of_the_cpu(name):
     """The tables of the schedule and the noise of every step on the device."""
     from titan_dit import catalog
-    from titan_dit.evaluation.generate import generate
+    from titan_dit.diffusion.drawing import generate
 
     config = tiny_config(objective={"name": "ddpm"})
     model = config.model.build(config.objective.output_channels(1))

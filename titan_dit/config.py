@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from titan_dit.section import (
     Bound,
@@ -18,6 +18,11 @@ from titan_dit.section import (
     show,
 )
 
+if TYPE_CHECKING:  # These import torch, which a wrong key must not wait for.
+    from titan_dit.data.base import DataConfig
+    from titan_dit.models.base import ModelConfig
+    from titan_dit.objectives.base import ObjectiveConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
@@ -31,6 +36,9 @@ class RunConfig(Section):
     """Run directory; empty takes outputs/<name>."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Seed of the weights, the data order, the noise and the samples."""
+    hooks: tuple[str, ...] = ()
+    """Classes of your own that are called as the run goes on: "package.module:Class", see
+    docs/extending.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +62,8 @@ class ParallelConfig(Section):
     """Pipeline-parallel ranks: the layers are cut into stages, see [pipeline]."""
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks as well (arXiv:2205.05198)."""
+    tensor_plan: str = "auto"
+    """How tp cuts the model: "package.module:function"; auto takes the plan that comes with it."""
     async_tp: bool = False
     """Send the parts of tokens while others are multiplied; CUDA, compiled blocks, tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
@@ -311,6 +321,35 @@ class SamplingConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationConfig(Section):
+    """The loss on samples that are not trained on."""
+
+    section = "validation"
+
+    every: Whole = 0
+    """Steps between validations; the last step is validated too. 0 validates never."""
+    samples: Whole = 0
+    """Rows that leave the dataset for good, drawn by the seed, evenly over its classes; with `path`
+    the rows that are read there, 0 for all."""
+    path: str = ""
+    """Another dataset of the same kind to validate on; empty takes rows of [data] itself."""
+
+    def __post_init__(self) -> None:
+        """Something to validate on."""
+        super().__post_init__()
+        if self.every and not self.samples and not self.path:
+            raise UserError(
+                f"[validation] every={self.every} has nothing to validate on. Set samples (rows of "
+                "[data] that are left out of training) or path (another dataset)."
+            )
+
+    @property
+    def held_out(self) -> int:
+        """Rows that leave [data]."""
+        return 0 if self.path else self.samples
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Section):
     """Traces of a few steps, in RUN/profile: where their time went."""
 
@@ -327,19 +366,18 @@ class ProfileConfig(Section):
     """On a GPU also write every allocation with its stack, for torch's memory viewer."""
 
 
-ModelT = TypeVar("ModelT")
-ObjectiveT = TypeVar("ObjectiveT")
-DataT = TypeVar("DataT")
-
-
 @dataclass(frozen=True, kw_only=True)
-class JobConfig(Generic[ModelT, ObjectiveT, DataT]):
-    """A whole run. [model], [objective] and [data] are chosen by their `name` (catalog.py)."""
+class JobConfig:
+    """A whole run. [model], [objective] and [data] are chosen by their `name` (catalog.py).
+
+    Only the plan, validate.py and the trainer see the whole; everything else is given the sections
+    that it reads.
+    """
 
     job: RunConfig = field(default_factory=RunConfig)
-    model: ModelT
-    objective: ObjectiveT
-    data: DataT
+    model: ModelConfig
+    objective: ObjectiveConfig
+    data: DataConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     training: TrainingConfig
@@ -353,6 +391,7 @@ class JobConfig(Generic[ModelT, ObjectiveT, DataT]):
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
@@ -360,6 +399,7 @@ FREE_ON_RESUME = frozenset(
     {
         "job.name",
         "job.dir",
+        "job.hooks",
         "parallel",
         "pipeline",
         "remat",
@@ -376,5 +416,7 @@ FREE_ON_RESUME = frozenset(
     | {"model.size"}
     # The dataset itself is compared by its digest; it may move, and be read differently.
     | {"data.name", "data.path", "data.workers", "data.verify"}
+    # What it takes of the training data is compared by itself (`ValidationConfig.held_out`).
+    | {"validation.every", "validation.samples", "validation.path"}
 )
 """Sections and keys that a resumed run may change: they leave the mathematics as it was."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_origin, get_type_hints
 
 import tomli
 
@@ -22,9 +23,10 @@ PACKAGE = Path(__file__).resolve().parent
 INSTALLED = PACKAGE / "train_configs"
 CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
 CHOSEN_BY_NAME = ("model", "objective", "data")
+PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig")
 
 
-def load(arguments: Sequence[str], variant: Variant) -> JobConfig[Any, Any, Any]:
+def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
     """Read `--config FILE` and the flags `--section.key value` after it, which win."""
     config_path, flags = split_arguments(arguments)
     tables = read_toml(config_path)
@@ -153,21 +155,38 @@ def section_type(section: str, tables: Tables, variant: Variant) -> type[Section
         if name is None:
             raise UserError(f'[{section}] name is missing. Add name = "..." to the section.')
         return variant(section, conform(name, str, f"[{section}] name"))
-    sections = hints_of(JobConfig)
+    sections = plain_sections()
     if section not in sections:
-        raise UserError(f"[{section}]: unknown section.{nearest(section, sections)}")
-    found: type[Section] = sections[section]
-    return found
+        valid = (*sections, *CHOSEN_BY_NAME)
+        raise UserError(f"[{section}]: unknown section.{nearest(section, valid)}")
+    return sections[section]
 
 
-def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig[Any, Any, Any]:
+@functools.cache
+def plain_sections() -> dict[str, type[Section]]:
+    """The sections that have one class only."""
+    # Those chosen by name have annotations that must not be imported to be read.
+    hints = get_type_hints(JobConfig, localns=dict.fromkeys(PROTOCOLS, Section))
+    return {name: kind for name, kind in hints.items() if name not in CHOSEN_BY_NAME}
+
+
+def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig:
     """Strictly: every key must exist, every value must fit."""
     plain: Tables = {name: dict(table) for name, table in tables.items()}
-    for name in CHOSEN_BY_NAME:
+    for name in (*CHOSEN_BY_NAME, "training"):
         plain.setdefault(name, {})
-    plain.setdefault("training", {})
+    return JobConfig(**build_sections(plain, variant))
+
+
+def build_sections(
+    tables: Mapping[str, Mapping[str, Any]], variant: Variant, only: Collection[str] = ()
+) -> dict[str, Any]:
+    """The sections of some tables; with `only`, nothing else is looked at or imported."""
+    plain: Tables = {name: dict(table) for name, table in tables.items()}
     built: dict[str, Any] = {}
     for name, table in plain.items():
+        if only and name not in only:
+            continue
         kind = section_type(name, plain, variant)
         hints = hints_of(kind)
         for key in table:
@@ -177,7 +196,7 @@ def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfi
             if f.name not in table and is_required(f):
                 raise UserError(f"[{name}] {f.name} is missing and has no default.")
         built[name] = kind(**{key: table[key] for key in table if key in hints})
-    return JobConfig(**built)
+    return built
 
 
 def is_required(f: dataclasses.Field[Any]) -> bool:
@@ -192,7 +211,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else f" Valid: {', '.join(valid)}."
 
 
-def to_tables(config: JobConfig[Any, Any, Any]) -> Tables:
+def to_tables(config: JobConfig) -> Tables:
     """The config as plain tables, every default written out; unset (None) keys are left out."""
     tables: Tables = {}
     for f in dataclasses.fields(config):
@@ -203,7 +222,7 @@ def to_tables(config: JobConfig[Any, Any, Any]) -> Tables:
     return tables
 
 
-def to_toml(config: JobConfig[Any, Any, Any]) -> str:
+def to_toml(config: JobConfig) -> str:
     """The config as TOML; `load` reads it back to an equal one."""
     lines = []
     for name, table in to_tables(config).items():

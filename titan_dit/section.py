@@ -129,3 +129,13 @@ class Section:
         for name, hint in hints_of(type(self)).items():
             value = conform(getattr(self, name), hint, f"[{self.section}] {name}")
             object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(Section):
+    """A section whose `name` chooses its class. Ours have short names, a user's is where it is."""
+
+    @property
+    def name(self) -> str:
+        """The name in the catalog, or "package.module:Class"."""
+        return f"{type(self).__module__}:{type(self).__qualname__}"

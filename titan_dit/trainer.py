@@ -14,7 +14,7 @@ from titan_dit.config import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, check_fits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.evaluation.generate import previews
+from titan_dit.diffusion.drawing import previews
 from titan_dit.failure import begun, leave
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard, Reading

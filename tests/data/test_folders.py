@@ -11,7 +11,7 @@ from titan_dit.data import loader
 from titan_dit.data.base import DataFacts, Sample, Source, check_fits
 from titan_dit.data.latents import Latents, LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.data.units import check_std, scale_hint, to_model_units
+from titan_dit.diffusion.units import check_std, scale_hint, to_model_units
 from titan_dit.models.dit import DiTConfig
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from titan_dit.data.base import DataFacts, check_fits
 from titan_dit.data.latents import Digits, Latents, LatentShards, file_digest, write_shards
 from titan_dit.data.synthetic import Synthetic
-from titan_dit.data.units import to_model_units
+from titan_dit.diffusion.units import to_model_units
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 

@@ -9,8 +9,8 @@ from titan_dit.config import FaultsConfig
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard
 from titan_dit.objectives.base import Batch
-from titan_dit.objectives.ddpm import DDPM
-from titan_dit.objectives.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.ddpm import DDPM
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.observe.journal import Journal
 from titan_dit.rng import SampleRNG
 

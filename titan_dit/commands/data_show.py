@@ -15,7 +15,7 @@ from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latents import LatentShards, open_latents
 from titan_dit.data.listing import few
-from titan_dit.data.units import to_model_units
+from titan_dit.diffusion.units import to_model_units
 from titan_dit.observe import console, images
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Count, Section, UserError

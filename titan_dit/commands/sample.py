@@ -14,10 +14,10 @@ from torch import Tensor
 
 from titan_dit import catalog
 from titan_dit.commands.restore import Restored, device_of, find, restore
-from titan_dit.evaluation.generate import check_drawing, generate, spread_labels
+from titan_dit.diffusion.drawing import check_drawing, generate, spread_labels
+from titan_dit.diffusion.samplers.base import Sampler
 from titan_dit.models.base import ModelConfig
 from titan_dit.observe import console, images
-from titan_dit.samplers.base import Sampler
 from titan_dit.section import Bound, Count, Fraction, NonNegative, Section, UserError
 from titan_dit.state.store import place
 from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors

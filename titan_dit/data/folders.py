@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit import streams
-from titan_dit.data.base import DataFacts, Sample, Samples, Source
+from titan_dit.data.base import Source
 from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import agreed, read_folder_manifest
 from titan_dit.section import UserError
@@ -52,7 +53,7 @@ class LatentFolder(Source):
                 f"`python -m titan_dit data pack --input {path} --output DIR`."
             )
         self.shape, self.dtype = self._probe()
-        self.facts = DataFacts(
+        self.facts: LatentFacts = LatentFacts(
             shape=self.shape,
             count=len(self.listing.names),
             num_classes=self.listing.num_classes,
@@ -61,10 +62,11 @@ class LatentFolder(Source):
             shift=shift,
             digest=digest_of_listing(self.listing, f"{self.shape} {scale} {shift}"),
         )
+        self.fields = self.facts.fields(self.dtype)
         if verify:
             self._read_all()
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Read one file."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -74,15 +76,19 @@ class LatentFolder(Source):
                 f"[data] {self.path_of(index)}: holds float32 where the first files hold float16. "
                 f"{REMEDY.replace('leaves such files out and lists them', 'makes them all alike')}"
             )
-        return Sample(latent.to(self.dtype), int(self.listing.labels[index]))
+        return {"latent": latent.to(self.dtype), "label": self.listing.labels[index]}
 
-    def read(self, rows: Sequence[int]) -> Samples:
+    def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Read the files of these rows."""
         latents = torch.empty(len(rows), *self.shape, dtype=self.dtype)
         out = latents.numpy()
         for i, row in enumerate(rows):
-            out[i] = self[row].latent.numpy()
-        return Samples(latents, self.listing.labels[torch.tensor(rows)])
+            out[i] = self[row]["latent"].numpy()
+        return {"latent": latents, "label": self.listing.labels[torch.tensor(rows)]}
+
+    def groups(self) -> Int64[Tensor, " n"]:
+        """The labels."""
+        return self.listing.labels
 
     def path_of(self, index: int) -> Path:
         """The file of a sample."""

@@ -24,8 +24,9 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.data import listing
-from titan_dit.data.base import DataConfig, DataFacts, Sample, Samples, Source
+from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.folders import LatentFolder
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.manifest import (
     FORMAT,
     MANIFEST,
@@ -103,7 +104,7 @@ class LatentShards(Source):
         self.labels = torch.cat([labels for _, labels in self.shards])
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
-        self.facts = DataFacts(
+        self.facts: LatentFacts = LatentFacts(
             shape=manifest["shape"],
             count=self.ends[-1],
             num_classes=manifest["num_classes"],
@@ -113,17 +114,21 @@ class LatentShards(Source):
             value_range=manifest["value_range"],
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
+        self.fields = self.facts.fields(self.dtype)
 
     def __reduce__(self) -> tuple[type[LatentShards], tuple[Path]]:
         """To a process that was not forked: it maps the files anew instead of being sent them."""
         return LatentShards, (self.path,)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Read one sample; shards are numbered on in the manifest's order."""
-        samples = self.read([index])
-        return Sample(samples.latents[0], int(samples.labels[0]))
+        return {name: value[0] for name, value in self.read([index]).items()}
 
-    def read(self, rows: Sequence[int]) -> Samples:
+    def groups(self) -> Int64[Tensor, " n"]:
+        """The labels."""
+        return self.labels
+
+    def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Gather rows of any shards; always a copy, the mapped files stay as they are."""
         at = np.asarray(rows, dtype=np.int64)
         outside = at[(at < 0) | (at >= len(self))]
@@ -135,7 +140,7 @@ class LatentShards(Source):
         out = latents.numpy()
         for i, (number, row) in enumerate(zip(shard.tolist(), within.tolist(), strict=True)):
             out[i] = self._mapped[number][row]
-        return Samples(latents, self.labels[torch.from_numpy(at)])
+        return {"latent": latents, "label": self.labels[torch.from_numpy(at)]}
 
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool

@@ -1,54 +1,67 @@
-"""The loader: sample numbers in, batches of tokens out, in the order given."""
+"""The loader: sample numbers in, batches of named tensors out, in the order given.
+
+It moves bytes, and knows neither what they mean nor what is made of them.
+"""
 
 from __future__ import annotations
 
 import signal
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Int64
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titan_dit.data.base import Source
+from titan_dit.data.base import Batch, Fields, Source
 from titan_dit.data.order import RankOrder
-from titan_dit.data.units import check_std, to_model_units
 from titan_dit.failure import Disruption
-from titan_dit.models.base import ModelConfig
-from titan_dit.objectives.base import Batch
-from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 
 T = TypeVar("T")
+
+Inspect: TypeAlias = Callable[[Fields], None]
+"""Looks at what was read; a UserError refuses it."""
+SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Stored:
     """One rank's share of a step as a worker hands it over: as it lies on the disk, and small."""
 
-    latents: Shaped[Tensor, "b k h w"]
-    labels: Int64[Tensor, " b"]
+    fields: Fields
     sample_numbers: Int64[Tensor, " b"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Out of a worker: each tensor costs a handshake of 0.3 ms, an array goes with the rest."""
-        return stored, (self.latents, self.labels.numpy(), self.sample_numbers.numpy())
+        packed = {name: value.numpy() if is_small(value) else value for name, value in self.named()}
+        return unpack, (packed,)
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """All tensors; the numbers have no name."""
+        return [*self.fields.items(), ("", self.sample_numbers)]
 
     def pin_memory(self) -> Stored:
         """In page-locked memory; the loader calls this."""
-        return Stored(*(tensor.pin_memory() for tensor in vars(self).values()))
-
-    def to(self, device: torch.device) -> Stored:
-        """On a device; from pinned memory the copy does not block the host."""
-        return Stored(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
+        return unpack({name: value.pin_memory() for name, value in self.named()})
 
 
-def stored(latents: Tensor, labels: Any, sample_numbers: Any) -> Stored:
-    """What `Stored.__reduce__` took apart."""
-    return Stored(latents, torch.from_numpy(labels), torch.from_numpy(sample_numbers))
+def is_small(value: Tensor) -> bool:
+    """Whether to copy it out of a worker, rather than to share its memory."""
+    return value.nbytes < SMALL_BYTES and value.dtype != torch.bfloat16  # numpy has no bfloat16
+
+
+def unpack(packed: dict[str, Any]) -> Stored:
+    """What `Stored.named` took apart."""
+    tensors = {
+        name: value if isinstance(value, Tensor) else torch.from_numpy(value)
+        for name, value in packed.items()
+    }
+    numbers = tensors.pop("")
+    return Stored(tensors, numbers)
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class NumberedSamples:
     """A source asked for a batch of (sample number, row) pairs at a time."""
 
     source: Source
-    channels: int
+    inspect: Inspect
 
     def __len__(self) -> int:
         """Rows of the source."""
@@ -69,17 +82,16 @@ class NumberedSamples:
         Files were looked at when the source was opened: what cannot be read now may be later.
         """
         try:
-            samples = self.source.read([row for _, row in pairs])
+            fields = self.source.read([row for _, row in pairs])
         except UserError as error:
             return Disruption(str(error))
         except OSError as error:
             return Disruption(f"[data] {error}")
         try:
-            check_std(samples.latents, self.source.facts, self.channels)
+            self.inspect(fields)
         except UserError as error:
             return error
-        numbers = torch.tensor([number for number, _ in pairs])
-        return Stored(samples.latents, samples.labels, numbers)
+        return Stored(fields, torch.tensor([number for number, _ in pairs]))
 
 
 def as_it_is(fetched: T) -> T:
@@ -106,72 +118,46 @@ def answers(shares: Iterator[Any]) -> Iterator[Any]:
         )
 
 
-@dataclass(frozen=True)
-class Batches:
-    """What is stored, to what the model is trained on."""
-
-    source: Source
-    model: ModelConfig
-    static: Mapping[str, Tensor]
-    seed: int
-    total_weight: float
-    """See `Batch.total_weight`."""
-
-    def __call__(self, share: Stored, weight: Float[Tensor, " b"]) -> Batch:
-        """In the model's units, cut into tokens, on the device where the share is."""
-        channels, rng = self.model.sample_shape[0], SampleRNG(self.seed, share.sample_numbers)
-        latents = to_model_units(share.latents, self.source.facts, channels, rng)
-        return Batch(
-            tokens=self.model.tokenize(latents),
-            labels=share.labels,
-            sample_numbers=share.sample_numbers,
-            weight=weight,
-            total_weight=float(self.total_weight),
-            channels=channels,
-            static=self.static,
-        )
-
-
 def load_samples(
     source: Source,
     pairs: list[tuple[int, int]],
-    model: ModelConfig,
+    inspect: Inspect,
     device: torch.device,
-    *,
-    seed: int,
+    total_weight: float,
 ) -> Batch:
-    """One batch of given (sample number, row) pairs, as training would see them."""
-    share = NumberedSamples(source, model.sample_shape[0]).__getitems__(pairs)
-    if isinstance(share, UserError):
-        raise share
-    to_batch = Batches(source, model, model.static(device), seed, len(pairs))
-    return to_batch(share.to(device), torch.ones(len(pairs), device=device))
+    """One batch of given (sample number, row) pairs, as training would see them.
+
+    `total_weight`: see `Batch`.
+    """
+    stored = NumberedSamples(source, inspect).__getitems__(pairs)
+    if isinstance(stored, UserError):
+        raise stored
+    return Batch(stored.fields, stored.sample_numbers, torch.ones(len(pairs)), total_weight).to(
+        device
+    )
 
 
 def load(
     source: Source,
     order: RankOrder,
     cursor: int,
-    model: ModelConfig,
+    inspect: Inspect,
     device: torch.device,
     *,
-    seed: int,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """Endless batches from `cursor` on, on `device`, each with the model's `static` inputs.
+    """Endless batches from `cursor` on, on `device`, in the dtypes that they are stored in.
 
-    The position is the cursor alone, not the loader's. What travels is in the stored dtype; it is
-    brought to the model's units, and cut into tokens, on the device. On a GPU the copy goes through
-    pinned memory and does not block the host.
+    The position is the cursor alone, not the loader's. `inspect` looks at what was read, where it
+    was read. On a GPU the copy goes through pinned memory and does not block the host.
     """
-    channels = model.sample_shape[0]
-    to_batch = Batches(source, model, model.static(device), seed, order.plan.global_batch_size)
+    total_weight = float(order.plan.global_batch_size)
     weight = (torch.arange(order.num_rows, device=device) < order.num_real).float()
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates; nothing a user can act on.
         warnings.filterwarnings("ignore", message="'set_vital'")
         loader: StatefulDataLoader[Any] = StatefulDataLoader(
-            NumberedSamples(source, channels),
+            NumberedSamples(source, inspect),
             batch_sampler=order.batches(cursor),
             collate_fn=as_it_is,
             num_workers=workers,
@@ -184,7 +170,7 @@ def load(
     for share in answers(shares):
         if isinstance(share, UserError):
             break
-        yield to_batch(share.to(device), weight)
+        yield Batch(share.fields, share.sample_numbers, weight, total_weight).to(device)
     # Only an error ends the loop. The workers end here: the frames of the error would keep them.
     del shares, loader
     raise share

@@ -52,6 +52,14 @@ class EpochOrder:
 
     seed: int
     num_rows: int
+    """Rows that are trained on."""
+    held_out: tuple[int, ...] = ()
+    """Rows of the dataset that are not, ascending."""
+
+    @classmethod
+    def of(cls, seed: int, num_rows: int, held_out: tuple[int, ...] = ()) -> EpochOrder:
+        """That of a dataset of so many rows."""
+        return cls(seed, num_rows - len(held_out), held_out)
 
     def rows(self, sample_numbers: Sequence[int]) -> list[int]:
         """Of each: epoch n // N, place n % N in that epoch's permutation."""
@@ -61,6 +69,10 @@ class EpochOrder:
         for epoch in set(epochs.tolist()):
             inside = epochs == epoch
             rows[inside] = epoch_permutation(self.seed, epoch, self.num_rows)[places[inside]]
+        if self.held_out:
+            # Of the rows that remain, number i has i of them before it, and some held-out ones.
+            remaining_before = torch.tensor(self.held_out) - torch.arange(len(self.held_out))
+            rows = rows + torch.searchsorted(remaining_before, rows, right=True)
         return rows.tolist()
 
 

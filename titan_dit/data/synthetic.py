@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 
-from titan_dit.data.base import DataConfig, DataFacts, Sample, Source
+from titan_dit.data.base import DataConfig, Source
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Count
 
@@ -32,15 +35,20 @@ class SyntheticLatents(Source):
     """Sample i is a pure function of i."""
 
     def __init__(self, config: Synthetic) -> None:
-        self.facts = DataFacts(
+        self.facts: LatentFacts = LatentFacts(
             shape=(config.channels, config.latent_size, config.latent_size),
             count=config.count,
             num_classes=config.num_classes,
             digest=f"synthetic/{config.channels}x{config.latent_size}/{config.count}",
         )
+        self.fields = self.facts.fields(torch.float32)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Draw sample `index`."""
         rng = SampleRNG(0, torch.tensor([index]))
         latent = rng.normal("synthetic", self.facts.shape)[0]
-        return Sample(latent, index % self.facts.num_classes)
+        return {"latent": latent, "label": torch.tensor(index % self.facts.num_classes)}
+
+    def groups(self) -> Int64[Tensor, " n"]:
+        """The labels."""
+        return torch.arange(len(self)) % self.facts.num_classes

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 Stream: TypeAlias = tuple[Tensor, ...]
@@ -14,10 +14,60 @@ Stream: TypeAlias = tuple[Tensor, ...]
 It alone travels through a pipeline."""
 
 Static: TypeAlias = Mapping[str, Tensor]
-"""What every stage is given beside the stream, without gradients: positions, text context."""
+"""What every part is given beside the stream, without gradients: `ModelSpec.context` (batch first)
+and `ModelSpec.static` (no batch dim) in one mapping."""
 
 InitLaw: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]
 """(full shape, generator) -> initial values, fp32, on the generator's device."""
+
+Mask: TypeAlias = Literal["none", "causal", "lengths"]
+"""Which keys a query sees: all; those up to its own position; the first of each sample's."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor that a model takes or gives."""
+
+    shape: tuple[int, ...]
+    """Without the batch dim."""
+    token_dim: int | None = None
+    """Which dim of `shape` counts tokens, and is sliced over cp; None: the tensor stays whole."""
+    dtype: torch.dtype | None = None
+    """None: that of [precision] dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A network before it is built: what it takes and gives, and what the layouts cut."""
+
+    build: Callable[[], Model]
+    """The network, on the current default device."""
+    inputs: Mapping[str, TensorSpec]
+    """What `embed` is given; batch first."""
+    stream: Mapping[str, TensorSpec]
+    """What flows between the blocks, in this order; batch first."""
+    predictions: Mapping[str, TensorSpec]
+    """What `head` gives, in this order; batch first."""
+    context: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """What every pipeline stage is given of each sample, without gradients; batch first."""
+    static: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """What every stage is given, the same for all samples; no batch dim."""
+    num_layers: int
+    """Number of blocks."""
+    num_heads: int
+    """Attention heads of a block."""
+    head_dim: int
+    """Channels of an attention head."""
+    ffn: int
+    """Width of a block's MLP."""
+    num_tokens: int
+    """Tokens of a sample."""
+    mask: Mask = "none"
+    """What the attention of its blocks is masked by."""
+    embed_cost: float = 0.0
+    """What embed costs, in blocks: for balancing pipeline stages."""
+    head_cost: float = 0.0
+    """What head costs, in blocks."""
 
 
 class Model(nn.Module):
@@ -32,7 +82,8 @@ class Model(nn.Module):
     blocks: nn.ModuleDict
     """Each (stream, static) -> stream."""
     head: nn.Module | None
-    """(stream, static) -> prediction."""
+    """(stream, static) -> prediction; several, in the order of `ModelSpec.predictions`, in a
+    tuple."""
     tied: Mapping[str, str] = {}
     """Parameters that are one: {"head.weight": "embed.weight"}."""
 
@@ -66,68 +117,13 @@ class Model(nn.Module):
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """The [model] section: builds the network and knows how a sample becomes tokens."""
+    """The [model] section: a frozen dataclass that knows its network."""
 
     @property
     def name(self) -> str:
-        """The name in the catalog."""
+        """The name in the catalog, or "package.module:Class"."""
         ...
 
-    @property
-    def num_classes(self) -> int:
-        """Number of labels; a negative label stands for none."""
-        ...
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """Attention heads of a block."""
-        ...
-
-    @property
-    def ffn(self) -> int:
-        """Width of a block's MLP."""
-        ...
-
-    @property
-    def sample_shape(self) -> tuple[int, int, int]:
-        """[c, h, w] of one latent."""
-        ...
-
-    @property
-    def token_shape(self) -> tuple[int, int]:
-        """[n, d] of one tokenized latent."""
-        ...
-
-    @property
-    def token_dims(self) -> Mapping[str, int]:
-        """Which dim counts tokens, for every input and static tensor that has one."""
-        ...
-
-    def edge_costs(self, output_channels: int) -> tuple[float, float]:
-        """What embed and head cost, in blocks: for balancing pipeline stages."""
-        ...
-
-    def stream_shapes(self, batch: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-        """The shape of every tensor of the stream, whole, for so many tokens of each sample."""
-        ...
-
-    def build(self, output_channels: int) -> Model:
-        """The network, on the current default device."""
-        ...
-
-    def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
-        """Latents to tokens."""
-        ...
-
-    def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c h w"]:
-        """The inverse of `tokenize`."""
-        ...
-
-    def static(self, device: torch.device) -> dict[str, Tensor]:
-        """The model's static inputs for samples of `sample_shape`."""
+    def spec(self) -> ModelSpec:
+        """The network that these numbers stand for."""
         ...

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.models import laws
-from titan_dit.models.base import InitLaw, Model, Static, Stream
+from titan_dit.models.base import InitLaw, Model, ModelSpec, Static, Stream, TensorSpec
 from titan_dit.models.layers import (
     MLP,
     Attention,
@@ -141,20 +142,35 @@ class DiTConfig(Section):
         patch = self.shape[3]
         return (self.latent_size // patch) ** 2, patch * patch * self.channels
 
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-        return self.shape[1]
-
-    @property
-    def num_heads(self) -> int:
-        """Attention heads of a block."""
-        return self.shape[2]
-
-    @property
-    def token_dims(self) -> dict[str, int]:
-        """Inputs are batch first, positions are the same for all samples."""
-        return {"tokens": 1, "positions": 0}
+    def spec(self, output_channels: int | None = None) -> ModelSpec:
+        """The network; the objective says how many channels it predicts, as many as a latent has
+        if it does not.
+        """
+        outputs = output_channels or self.channels
+        hidden, layers, heads, patch = self.shape
+        n, values = self.token_shape
+        embed, head = self.edge_costs(outputs)
+        return ModelSpec(
+            build=partial(self.build, outputs),
+            inputs={
+                "tokens": TensorSpec((n, values), token_dim=0, dtype=torch.float32),
+                "timestep": TensorSpec((), dtype=torch.float32),
+                "labels": TensorSpec((), dtype=torch.int64),
+            },
+            stream={
+                "tokens": TensorSpec((n, hidden), token_dim=0),
+                "condition": TensorSpec((hidden,)),
+            },
+            predictions={"prediction": TensorSpec((n, patch * patch * outputs), token_dim=0)},
+            static={"positions": TensorSpec((n, 2), token_dim=0, dtype=torch.float32)},
+            num_layers=layers,
+            num_heads=heads,
+            head_dim=hidden // heads,
+            ffn=self.ffn,
+            num_tokens=n,
+            embed_cost=embed,
+            head_cost=head,
+        )
 
     def edge_costs(self, output_channels: int) -> tuple[float, float]:
         """By the FLOPs of a sample, see `DiT.flops_per_sample`."""
@@ -164,11 +180,6 @@ class DiTConfig(Section):
         embed = 4 * n * h * patch**2 * self.channels + 1024 * h + 6 * h * h
         head = 6 * n * h * patch**2 * output_channels + 12 * h * h
         return embed / block, head / block
-
-    def stream_shapes(self, batch: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Tokens and condition."""
-        hidden = self.shape[0]
-        return (batch, tokens, hidden), (batch, hidden)
 
     def build(self, output_channels: int) -> DiT:
         """The network; the objective says how many channels it predicts."""

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from titan_dit.models.base import Mask
 from titan_dit.models.linear import Linear
 
 
@@ -136,31 +137,59 @@ class LabelEmbedder(nn.Module):
         return embedded
 
 
+def attend(
+    q: Float[Tensor, "b heads n d"],
+    k: Float[Tensor, "b heads n d"],
+    v: Float[Tensor, "b heads n d"],
+    causal: bool = False,
+    lengths: Int[Tensor, " b"] | None = None,
+) -> Float[Tensor, "b heads n d"]:
+    """softmax(q k^T / sqrt(d)) v over the keys that each query sees.
+
+    `causal`: those up to its own position. `lengths`: the first so many of its sample.
+    """
+    seen = None if lengths is None else within(lengths, k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal)
+
+
+def within(lengths: Int[Tensor, " b"], tokens: int) -> Bool[Tensor, "b 1 1 n"]:
+    """Which of so many keys belong to a sample."""
+    return (torch.arange(tokens, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
 class Attention(nn.Module):
-    """Bidirectional self-attention; the heads are inferred, so that a shard of them works too.
+    """Self-attention; the heads are inferred, so that a shard of them works too.
 
     The rows of `qkv` are [heads, 3, head_dim]: a column shard holds whole heads.
     """
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """q, k, v [b, heads, n, head_dim] to the same shape. A layout in which a rank holds only some
-    of the tokens puts its own in place."""
+    attend: Callable[..., Tensor]
+    """q, k, v [b, heads, n, head_dim] to the same shape, see `attend` for what else it is told. A
+    layout in which a rank holds only some of the tokens puts its own in place."""
 
-    def __init__(self, hidden: int, heads: int, qk_norm: bool) -> None:
+    def __init__(self, hidden: int, heads: int, qk_norm: bool = False, mask: Mask = "none") -> None:
         super().__init__()
-        self.head_dim = hidden // heads
+        self.head_dim, self.mask = hidden // heads, mask
         self.qkv = Linear(hidden, 3 * hidden)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.out = Linear(hidden, hidden)
-        self.attend = F.scaled_dot_product_attention
+        self.attend = attend
 
-    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
-        """Attend over the n tokens."""
+    def forward(
+        self, x: Float[Tensor, "b n d"], lengths: Int[Tensor, " b"] | None = None
+    ) -> Float[Tensor, "b n d"]:
+        """Attend over the n tokens; `lengths` (by keyword) where the mask is by lengths."""
         # Split before transposing: the three gradients then join in the order of `qkv` in one copy.
         split = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
         q, k, v = (part.transpose(1, 2) for part in split)  # each [b, heads, n, head_dim]
-        y = self.attend(self.q_norm(q), self.k_norm(k), v)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.mask == "none":
+            y = self.attend(q, k, v)
+        elif self.mask == "causal":
+            y = self.attend(q, k, v, causal=True)
+        else:
+            y = self.attend(q, k, v, lengths=lengths)
         attended: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return attended
 

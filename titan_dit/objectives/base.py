@@ -1,57 +1,24 @@
-"""What an objective is given, what it gives back, and the conventions all of them share.
-
-One convention of time: t = 0 is data, t = 1 is noise. One of labels: negative means "no label".
-"""
+"""What an objective is given and what it gives back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
 
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
+from titan_dit.config import SamplingConfig
+from titan_dit.data.base import Batch, DataFacts, Fields, Source
+from titan_dit.models.base import InitLaw, ModelConfig, ModelSpec
 from titan_dit.rng import SampleRNG
+from titan_dit.section import Named, UserError
 
-NO_LABEL = -1
-TIMESTEPS = 1000
-"""The network's unit of time where time is continuous: it is given t * TIMESTEPS, so that its
-sinusoids see the range of the original DiT's steps."""
-
-Predict: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(noisy tokens [b, n, d], timestep [b] in the network's unit) -> prediction [b, n, d_out]."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Clean samples, as one rank's loader gives them."""
-
-    tokens: Float[Tensor, "b n d"]
-    labels: Int64[Tensor, " b"]
-    sample_numbers: Int64[Tensor, " b"]
-    """Position of each sample in the infinite stream: what its random numbers are drawn from."""
-    weight: Float[Tensor, " b"]
-    """1, or 0 for a row that only fills up the batch."""
-    total_weight: float
-    """Sum of the weights of the step over all data-parallel ranks."""
-    channels: int
-    """Channels of a latent: a token holds its patch as (p, p, channels)."""
-    static: Mapping[str, Tensor] = field(default_factory=dict)
-    """The model's static inputs, passed on."""
-
-    def to(self, device: torch.device) -> Batch:
-        """The batch on a device; from pinned memory the copy does not block the host."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in self._tensors().items()}
-        return replace(self, **moved)
-
-    def pin_memory(self) -> Batch:
-        """In page-locked memory; the loader calls this."""
-        return replace(self, **{k: v.pin_memory() for k, v in self._tensors().items()})
-
-    def _tensors(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
+Forward: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+"""(inputs, static) -> prediction: `Executor.predict`, or the network itself."""
 
 
 @dataclass(frozen=True)
@@ -60,88 +27,162 @@ class Prepared:
 
     inputs: Mapping[str, Tensor]
     """What the model's embed is given; batch first."""
-    static: Mapping[str, Tensor]
-    """What every part of the model is given; no batch dim."""
     targets: Mapping[str, Tensor]
-    """What the loss is given beside the prediction; batch first."""
-    weight: Float[Tensor, " b"]
-    total_tokens: float
-    """Weighted tokens of the step over all ranks: the loss is a sum divided by it."""
+    """What the loss is given beside the predictions; batch first."""
+    weight: Float[Tensor, "b *n"]
+    """Of every sample, [b], or of every token, [b, n]."""
+    total_tokens: float | None
+    """Weighted tokens of the step over all ranks: the loss is a sum divided by it. None, where one
+    rank cannot know it: the executor adds up the weights of all."""
+    static: Mapping[str, Tensor] = field(default_factory=dict)
+    """What every part of the model is given; no batch dim."""
+    context: Mapping[str, Tensor] = field(default_factory=dict)
+    """What every part of the model is given of each sample; batch first."""
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """What the parts of a model are given beside the stream."""
+        return {**self.static, **self.context}
+
+    @property
+    def num_rows(self) -> int:
+        """Samples."""
+        return self.weight.shape[0]
+
+    def rows(self, part: slice | Tensor) -> Prepared:
+        """Some of the samples."""
+        return replace(
+            self,
+            inputs={k: v[part] for k, v in self.inputs.items()},
+            targets={k: v[part] for k, v in self.targets.items()},
+            weight=self.weight[part],
+            context={k: v[part] for k, v in self.context.items()},
+        )
 
     def microbatches(self, size: int | None) -> Iterator[Prepared]:
         """Consecutive parts of at most `size` samples; None takes the whole."""
-        rows = self.weight.shape[0]
-        for first in range(0, rows, size or rows):
-            part = slice(first, first + (size or rows))
-            yield Prepared(
-                inputs={k: v[part] for k, v in self.inputs.items()},
-                static=self.static,
-                targets={k: v[part] for k, v in self.targets.items()},
-                weight=self.weight[part],
-                total_tokens=self.total_tokens,
-            )
+        for first in range(0, self.num_rows, size or self.num_rows):
+            yield self.rows(slice(first, first + (size or self.num_rows)))
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """A frozen dataclass that is its own config section. Draws everything from the rng."""
+@dataclass(frozen=True)
+class Preview:
+    """What a run shows of itself, drawn or written by its family."""
 
-    @property
-    def name(self) -> str:
-        """The name in the catalog."""
-        ...
+    suffix: str
+    """Of the file, such as ".png"."""
+    write: Callable[[Path], None]
 
-    @property
-    def token_targets(self) -> tuple[str, ...]:
-        """The targets that hold a value for every token, in dim 1."""
-        ...
 
-    @property
-    def last_timestep(self) -> int:
-        """The noisiest timestep, in the network's unit; the cleanest is 0."""
-        ...
+@dataclass(frozen=True)
+class DataShare:
+    """Which part of some rows a rank works on, and how all ranks get all of them."""
 
-    @property
-    def most_sampling_steps(self) -> int | None:
-        """The most steps that its samplers can take; None for any number."""
-        ...
+    rank: int = 0
+    num_ranks: int = 1
+    gather: Callable[[Tensor], Tensor] = lambda rows: rows
+    """Every rank's rows (equally many), in the order of ranks, on every rank."""
+    device: torch.device = torch.device("cpu")
 
-    def output_channels(self, channels: int) -> int:
-        """Channels that the network predicts for latents of `channels`.
 
-        The first `channels` of them are what guidance strengthens.
-        """
-        ...
+class Objective:
+    """What is learned: a batch to inputs, targets and a loss per token.
+
+    All randomness comes from the rng, a pure function of seed and sample number. The first five
+    members are what every objective has; the others do nothing unless it has them too.
+    """
+
+    takes: ClassVar[tuple[str, ...]]
+    """The fields of a sample that it reads."""
+    token_targets: ClassVar[tuple[str, ...]] = ()
+    """The targets that hold a value for every token, in dim 1."""
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
-        """Draw timestep, noise and label dropout; make inputs and targets."""
-        ...
-
-    def corrupt(
-        self,
-        batch: Batch,
-        timestep: Float[Tensor, " b"],
-        noise: Float[Tensor, "b n d"],
-        labels: Int64[Tensor, " b"],
-    ) -> Prepared:
-        """Inputs and targets for given draws; the timestep is in the network's unit."""
-        ...
-
-    def process(self, predict: Predict, channels: int) -> Any:
-        """The network as the samplers of this objective use it (see `catalog.SAMPLERS`)."""
-        ...
+        """Fields to inputs and targets: units, tokens, draws."""
+        raise NotImplementedError
 
     def loss(
-        self, prediction: Float[Tensor, "b n _"], targets: Mapping[str, Tensor]
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
         """One fp32 value per token, so that any slicing of the tokens gives the same sum."""
-        ...
+        raise NotImplementedError
 
     def terms(
-        self, prediction: Float[Tensor, "b n _"], targets: Mapping[str, Tensor]
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
         """The parts that `loss` is the sum of, by name."""
-        ...
+        return {"loss": self.loss(predictions, targets)}
+
+    def describe(self, fields: Fields, rng: SampleRNG) -> Mapping[str, Tensor]:
+        """What faults.jsonl and `replay` show of every sample, [b] each.
+
+        Of what is drawn, by the rng; of what is stored, as far as there are `fields`: the fault log
+        reads no data.
+        """
+        return {}
+
+    def inspect(self, fields: Fields) -> None:
+        """Look at what was read, on the CPU, in the process that read it; UserError refuses it."""
+
+    def evaluations(self, batch: Batch, rng: SampleRNG) -> Mapping[str, Prepared]:
+        """What validation takes the loss of, by name; the mean over all is the validation loss."""
+        return {"": self.prepare(batch, rng)}
+
+    def hints(self, source: Source) -> Sequence[str]:
+        """Lines about data that can be trained on, but hardly as it was meant. Reads samples."""
+        return ()
+
+    def modules(self) -> nn.ModuleDict | None:
+        """Modules with parameters that `loss` calls; always the same ones.
+
+        They are sharded, averaged, clipped and saved as the model's, as objective.NAME. Built on
+        the meta device, inside `ObjectiveConfig.build`; called as modules, with tensors as
+        positional arguments.
+        """
+        return None
+
+    def init_laws(self) -> dict[str, InitLaw]:
+        """The law of every parameter and buffer of `modules`, by its name there."""
+        return {}
+
+    def preview(
+        self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
+    ) -> Preview:
+        """What [sampling] asks for. Every rank calls; `previews` says whether there is any."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(Named):
+    """The [objective] section. One that needs neither model nor data to be known can be the
+    objective itself: `class NextToken(ObjectiveConfig, Objective)`.
+    """
+
+    section = "objective"
+    previews: ClassVar[bool] = False
+    """Whether it has anything to show."""
+
+    def network(self, model: ModelConfig) -> ModelSpec:
+        """The network that the objective wants of a model; UserError where they do not fit."""
+        return model.spec()
+
+    def facts(self, values: Mapping[str, Any]) -> DataFacts:
+        """The facts of a dataset, from a checkpoint's record."""
+        return DataFacts.from_json(values)
+
+    def build(self, model: ModelConfig, facts: DataFacts) -> Objective:
+        """The objective for a model and a dataset; UserError where they do not fit."""
+        if not isinstance(self, Objective):
+            raise NotImplementedError
+        return self
+
+    def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
+        """Refuse what [sampling] asks for and cannot be had."""
+        if sampling.every and not self.previews:
+            raise UserError(
+                f"[sampling] every={sampling.every}: the objective {self.name} has nothing to "
+                "show. Set every = 0."
+            )
 
 
 def at_least_fp32(prediction: Tensor) -> Tensor:

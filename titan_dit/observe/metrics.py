@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import resource
@@ -19,19 +18,9 @@ import torch
 
 from titan_dit.config import MetricsConfig
 from titan_dit.observe.flops import Work
-from titan_dit.section import UserError
 
 Row = dict[str, Any]
 Writer = Callable[[Row], None]
-
-
-def check_installed(config: MetricsConfig) -> None:
-    """Refuse a writer whose package is missing, before anything is written."""
-    if config.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "[metrics] wandb=true, but wandb is not installed. Run pip install 'titan_dit[wandb]' "
-            "or set wandb = false."
-        )
 
 
 class Metrics:

@@ -13,18 +13,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titan_dit.config import ProfileConfig
 from titan_dit.observe import memory_snapshot, profile_picture
 from titan_dit.observe.profile_summary import MARK, STEPS, summarize
-from titan_dit.section import UserError
-
-
-def check_ranks(config: ProfileConfig, num_ranks: int) -> None:
-    """Raise a UserError where a rank is chosen that there is not."""
-    if config.enabled and max(config.ranks, default=0) >= num_ranks:
-        started, valid = "1 rank was", "rank 0"
-        if num_ranks > 1:
-            started, valid = f"{num_ranks} ranks were", f"ranks from 0 to {num_ranks - 1}"
-        raise UserError(
-            f"[profile] ranks={list(config.ranks)}, but {started} started. Name {valid}."
-        )
 
 
 class Profile:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from titan_dit.observe.images import GRID, INK
+from titan_dit.observe.curve import GRID, INK
 from titan_dit.observe.profile_summary import Kind, Summary, shortened
 
 COLOURS = {

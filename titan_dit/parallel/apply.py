@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from titan_dit.config import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
 from titan_dit.models.base import Model
 from titan_dit.parallel import (
@@ -24,7 +22,7 @@ from titan_dit.parallel.tensor import TensorPlan
 def parallelize(
     model: Model,
     mesh: Mesh,
-    plan: Callable[[bool], TensorPlan],
+    styles: TensorPlan,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
     recompute: RematConfig,
@@ -35,7 +33,7 @@ def parallelize(
 
     `rows`: tokens of a microbatch on this rank; float8 asks for them.
     """
-    styles, device_type = plan(parallel.sequence_parallel), mesh.whole.device_type
+    device_type = mesh.whole.device_type
     if precision.float8 != "off":
         styles = float8.apply(model, styles, precision, mesh.sizes, rows, device_type)
     if mesh.sizes.tp > 1:

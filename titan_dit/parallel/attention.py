@@ -16,15 +16,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.attention as implementations
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_dit.models.layers import Attention
-from titan_dit.parallel.attention_kernels import MATH, named
+from titan_dit.models import layers
+from titan_dit.models.base import Mask
+from titan_dit.models.layers import Attention, within
+from titan_dit.parallel.attention_kernels import MATH, masked_products, named
 from titan_dit.section import UserError
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
+"""(q, k, v, causal=..., lengths=...): `layers.attend`."""
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -42,6 +44,7 @@ PACKAGES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
 CHANNELS = 32
 """Flash kernels are made for head dims that are multiples of this one."""
 PROBE_TOKENS = 256
+NO_MASK = "a ring attends all to all: its kernels know no mask"
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,14 @@ class Shape:
     device: torch.device
     ring: bool = False
     """By the ring's kernels, on a slice of the tokens."""
+    mask: Mask = "none"
 
     def __str__(self) -> str:
         """As error messages name it."""
         name = str(self.dtype).removeprefix("torch.")
-        return f"{self.heads} heads of {self.head_dim} channels in {name} on {self.device.type}"
+        masked = "" if self.mask == "none" else f", masked by {self.mask},"
+        heads = f"{self.heads} heads of {self.head_dim} channels"
+        return f"{heads}{masked} in {name} on {self.device.type}"
 
 
 def apply(model: nn.Module, attend: Attend) -> None:
@@ -72,25 +78,40 @@ def apply(model: nn.Module, attend: Attend) -> None:
 def attend_by(key: str) -> Attend:
     """q, k, v [b, heads, n, head_dim] to the same shape, by the kernel of a key."""
     if key == "auto":
-        return F.scaled_dot_product_attention
+        return layers.attend
     if key == "math":
         return by_products
     return functools.partial(attend, backend=BACKENDS[key])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    lengths: Tensor | None = None,
+    *,
+    backend: SDPBackend,
+) -> Tensor:
     """By this backend; a RuntimeError where it cannot."""
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v)
+        return layers.attend(q, k, v, causal, lengths)
 
 
-def by_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_products(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, lengths: Tensor | None = None
+) -> Tensor:
     """Plain matrix products, the n x n scores in memory in fp32.
 
     Not torch's own: torch.compile finds the softmax between two products and puts flash there.
     """
-    out, _ = MATH.forward(q, k, v, 1 / math.sqrt(q.shape[-1]))
-    return out
+    scale, n = 1 / math.sqrt(q.shape[-1]), k.shape[2]
+    if not causal and lengths is None:
+        out, _ = MATH.forward(q, k, v, scale)
+        return out
+    seen = torch.ones(q.shape[2], n, dtype=torch.bool, device=q.device)
+    seen = seen.tril() if causal else within(lengths, n)  # type: ignore[arg-type]
+    return masked_products(q, k, v, scale, seen)
 
 
 def use_implementation(key: str) -> None:
@@ -153,15 +174,20 @@ def refusal(key: str, shape: Shape) -> str | None:
         torch.zeros(size, dtype=shape.dtype, device=shape.device).transpose(1, 2).requires_grad_()
         for _ in range(3)
     )
+    masked = {"causal": True} if shape.mask == "causal" else {}
+    if shape.mask == "lengths":
+        masked = {"lengths": torch.full((1,), tokens, device=shape.device)}
     with warnings.catch_warnings(record=True) as said:
         # torch gives its reasons as warnings, and then an error without any.
         warnings.simplefilter("always")
         try:
             use_implementation(key)
+            if shape.ring and shape.mask != "none":
+                raise RuntimeError(NO_MASK)
             if shape.ring:
                 run_kernel(key, q.detach(), k.detach(), v.detach())
             else:
-                torch.autograd.grad(attend_by(key)(q, k, v).sum(), (q, k, v))
+                torch.autograd.grad(attend_by(key)(q, k, v, **masked).sum(), (q, k, v))
             if shape.device.type == "cuda":
                 torch.cuda.synchronize(shape.device)
         except Exception as error:  # Other packages' kernels raise what they like.

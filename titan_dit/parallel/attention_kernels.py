@@ -76,6 +76,14 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
     return ((scores - lse[..., None]).exp() @ v).to(dtype), lse
 
 
+def masked_products(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> Tensor:
+    """Plain products over the keys that are `seen`, [b, 1, 1, n] or [n, n]; differentiable."""
+    exact = accumulator(q.dtype)
+    scores = scale * (q.to(exact) @ k.to(exact).transpose(-1, -2))
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return (weights @ v.to(exact)).to(q.dtype)
+
+
 def _math_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,6 +49,17 @@ def shard(
     gather_ahead([*blocks.children()], parallel.prefetch)
 
 
+def shard_module(module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig) -> None:
+    """Shard a module that stands beside the model, in fp32 (with fp64, in fp64)."""
+    if precision.dtype == "fp64":
+        module.double()
+    # Gathered for a forward without a backward too: nothing may stay that a later one would use.
+    sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    if mesh.size() > 1:
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
 def gather_ahead(blocks: list[nn.Module], count: int) -> None:
     """Let every block ask for the parameters of the next `count`, forward and backward.
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_dit.config import ParallelConfig, TrainingConfig
-from titan_dit.section import UserError
+from titan_dit.config import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,32 +42,16 @@ class AxisSizes:
 
 
 def solve(config: ParallelConfig, world_size: int, following: bool = False) -> AxisSizes:
-    """Fill in dp_shard=-1 and check the product against the ranks that were started.
+    """Fill in dp_shard=-1; whether the product is the number of ranks is for validate to say.
 
     `following`: of a run that has begun and may come back on other ranks, see `follow`.
     """
     sizes = {f.name: getattr(config, f.name) for f in fields(AxisSizes)}
-    if sizes["dp_shard"] == 0:
-        raise UserError("[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1.")
     if following:
         return follow(sizes, world_size)
-    others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
-    fits, fill = world_size % others == 0, sizes["dp_shard"] == -1
-    if fill and fits:
-        sizes["dp_shard"] = world_size // others
-    shown = [f"{a}={n}" for a, n in sizes.items() if n > 1 or (a == "dp_shard" and not fill)]
-    factors, were = " x ".join(shown), "was" if world_size == 1 else "were"
-    if fill and not fits:
-        raise UserError(
-            f"[parallel] {factors} does not divide the {world_size} ranks started. "
-            f"Launch a multiple of {others} ranks, or change the sizes."
-        )
-    if (product := math.prod(sizes.values())) != world_size:
-        fix = f"Set dp_shard = {world_size // others} or launch" if fits else "Launch"
-        raise UserError(
-            f"[parallel] {factors} = {product} ranks, but {world_size} {were} started. "
-            f"{fix} {product} ranks."
-        )
+    if sizes["dp_shard"] == -1:
+        others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
+        sizes["dp_shard"] = max(1, world_size // others)
     return AxisSizes(**sizes)
 
 
@@ -78,18 +61,7 @@ def follow(sizes: Mapping[str, int], world_size: int) -> AxisSizes:
     dp_replicate stays if it can, else it is the largest part of itself that divides the ranks.
     """
     kept = {axis: sizes[axis] for axis in ("pp", "cp", "tp")}
-    one_model = math.prod(kept.values())
-    if world_size % one_model:
-        below, above = world_size // one_model * one_model, -(-world_size // one_model) * one_model
-        factors = " x ".join(f"{axis}={size}" for axis, size in kept.items() if size > 1)
-        were = "was" if world_size == 1 else "were"
-        raise UserError(
-            f"[parallel] {factors}: a model takes {one_model} ranks, which do not divide the "
-            f"{world_size} that {were} started. The run can go on with "
-            f"{' or '.join(str(ranks) for ranks in (below, above) if ranks)} ranks (any multiple "
-            f"of {one_model}), or with smaller {', '.join(a for a in kept if kept[a] > 1)}."
-        )
-    data = world_size // one_model
+    data = max(1, world_size // math.prod(kept.values()))
     replicate = math.gcd(sizes["dp_replicate"], data)
     return AxisSizes(**kept, dp_replicate=replicate, dp_shard=data // replicate)
 
@@ -102,31 +74,6 @@ def followed(config: ParallelConfig, sizes: AxisSizes) -> list[str]:
         if fixed not in (-1, found):
             lines.append(f"[parallel] {axis} follows the ranks: {fixed} -> {found}")
     return lines
-
-
-def check_batch(training: TrainingConfig, sizes: AxisSizes, following: bool = False) -> None:
-    """The global batch must divide into microbatches on every data-parallel rank.
-
-    A run that has begun holds its batch with rows of weight 0: it only needs a sample a rank.
-    """
-    batch, micro, ranks = training.global_batch_size, training.microbatch_size, sizes.data
-    if following:
-        if ranks > batch:
-            model = sizes.pp * sizes.cp * sizes.tp
-            raise UserError(
-                f"[training] global_batch_size={batch} cannot be held by {ranks} data-parallel "
-                f"ranks: there are more ranks than samples. Launch {batch * model} ranks at most."
-            )
-        return
-    unit = (micro or 1) * ranks
-    if batch % unit:
-        below, above = batch // unit * unit, (batch // unit + 1) * unit
-        valid = " or ".join(str(size) for size in (below, above) if size)
-        per_rank = f"microbatch_size={micro} x " if micro else ""
-        raise UserError(
-            f"[training] global_batch_size={batch} does not divide into {per_rank}"
-            f"{ranks} data-parallel ranks. Set global_batch_size = {valid}."
-        )
 
 
 class Mesh:
@@ -191,6 +138,12 @@ class Mesh:
         # fp32: ranks without a loss would not know its format.
         total = value.detach().float().clone()
         dist.all_reduce(total, group=self.loss.get_group())
+        return total
+
+    def sum_over_data(self, value: Tensor) -> Tensor:
+        """Sum over the ranks that read different samples."""
+        total = value.clone()
+        dist.all_reduce(total, group=self.data.get_group())
         return total
 
     def gather_over_data(self, rows: Tensor) -> Tensor:

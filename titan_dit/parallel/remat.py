@@ -23,12 +23,9 @@ from torch.utils.checkpoint import (
 )
 
 import titan_dit.parallel.ring_attention  # noqa: F401 (its operator is one of those kept)
-from titan_dit.config import CompileConfig, PipelineConfig, RematConfig
+from titan_dit.config import RematConfig
 from titan_dit.models.base import Model, Static, Stream
 from titan_dit.models.layers import Attention
-from titan_dit.parallel.mesh import AxisSizes
-from titan_dit.schedules.layout import SPLIT_BACKWARD
-from titan_dit.section import UserError
 
 KEPT = (
     # Matrix products. Not bmm: attention without a fused kernel would keep its n x n scores.
@@ -49,28 +46,6 @@ KEPT = (
     "_c10d_functional::all_to_all_single",
 )
 """Operators whose outputs `selective` keeps."""
-
-
-def check(
-    config: RematConfig, pipeline: PipelineConfig, compilation: CompileConfig, sizes: AxisSizes
-) -> None:
-    """Refuse what torch cannot do, or does many times over."""
-    split = sizes.pp > 1 and pipeline.schedule in SPLIT_BACKWARD
-    if split and config.mode in ("selective", "full"):
-        # selective: "Trying to backward an extra time". full: right, but with every pass over a
-        # part of the graph (one for the inputs, one for each linear layer) comes a whole forward.
-        raise UserError(
-            f'[remat] mode="{config.mode}" does not go with [pipeline] '
-            f'schedule="{pipeline.schedule}": its backward is split, and torch would compute a '
-            'block again for each part. Set mode = "attention" or schedule = "interleaved_1f1b".'
-        )
-    if config.mode in ("attention", "full") and compilation.enabled and sizes.tp > 1:
-        # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".
-        raise UserError(
-            f'[remat] mode="{config.mode}" does not go with [compile] enabled=true and [parallel] '
-            f"tp={sizes.tp}: torch cannot compile the second sending of a block. "
-            'Set mode = "selective" or [compile] enabled = false.'
-        )
 
 
 def apply(model: Model, config: RematConfig) -> None:

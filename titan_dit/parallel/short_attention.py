@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from titan_dit.config import CompileConfig, PrecisionConfig, RematConfig
+from titan_dit.models import layers
 from titan_dit.parallel.remat import recomputed
 
 MAX_TOKENS = 512
@@ -39,10 +39,15 @@ def attend(
     q: Float[Tensor, "b heads n d"],
     k: Float[Tensor, "b heads n d"],
     v: Float[Tensor, "b heads n d"],
+    causal: bool = False,
+    lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b heads n d"]:
-    """Softmax attention, scaled by 1 / sqrt(d); the n x n scores live while it is computed."""
-    if q.shape[2] > MAX_TOKENS:
-        return F.scaled_dot_product_attention(q, k, v)
+    """Softmax attention, scaled by 1 / sqrt(d); the n x n scores live while it is computed.
+
+    With a mask (see `layers.attend`) torch's own.
+    """
+    if causal or lengths is not None or q.shape[2] > MAX_TOKENS:
+        return layers.attend(q, k, v, causal, lengths)
     out: Tensor = recomputed(products, q, k, v)
     return out
 

@@ -38,6 +38,11 @@ class TensorPlan:
     head: Styles
 
 
+def uncut(num_streams: int) -> TensorPlan:
+    """The plan of a model that nothing cuts."""
+    return TensorPlan(stream=(None,) * num_streams, embed={}, block={}, head={})
+
+
 def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
     """Cut a model on the meta device; `enter` and `leave` then go round what runs its blocks."""
     parts = [(model.embed, plan.embed), (model.head, plan.head)]
@@ -58,6 +63,11 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
         )
     else:
         model.register_forward_hook(lambda _, __, out: unwrap(out))
+
+
+def keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a module that every rank gives the same inputs know of the others: see `Whole`."""
+    parallelize_module(module, mesh, Whole())
 
 
 def local_shapes(

@@ -19,6 +19,11 @@ from torch import nn
 from titan_dit.section import UserError, show
 
 
+def is_transformer_engine(float8: str) -> bool:
+    """Whether NVIDIA's Transformer Engine runs the recipe; torchao runs the others."""
+    return float8.startswith("te_")
+
+
 def convert(model: nn.Module, names: Collection[str], float8: str) -> None:
     """Replace the linears of a model on the meta device, and run its forward under the recipe."""
     te = load("transformer_engine.pytorch", float8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from titan_dit.models import layers
 from titan_dit.parallel.exchange import Peers
 from titan_dit.section import UserError
 
@@ -17,11 +17,13 @@ def ulysses_attention(
     k: Tensor,
     v: Tensor,
     peers: Peers,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention,
+    attend: Callable[..., Tensor] = layers.attend,
+    causal: bool = False,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks; [b, heads, n/c, d].
 
-    `attend`: what computes it once all tokens are here.
+    `attend`: what computes it once all tokens are here, with the mask that it is told then.
 
     One all-to-all before and one after an attention that sees all tokens, for heads/c of the
     heads: the bits are those of one rank. Each rank sends 8 (c-1)/c^2 of b n h elements forward
@@ -37,7 +39,8 @@ def ulysses_attention(
     parts = torch.stack([torch.unflatten(x, 1, (c, -1)).movedim(1, 0) for x in (q, k, v)], dim=2)
     whole = peers.all_to_all(parts)  # [c, ...] now by the rank that had these tokens
     q, k, v = whole.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).unbind(0)  # each [b, heads/c, n, d]
-    out = attend(q, k, v)
+    masked = {"causal": True} if causal else {} if lengths is None else {"lengths": lengths}
+    out = attend(q, k, v, **masked)
     parts = peers.all_to_all(
         torch.unflatten(out, 2, (c, -1)).movedim(2, 0)
     )  # [c, b, heads/c, n/c, d]

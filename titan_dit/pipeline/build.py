@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from titan_dit.config import JobConfig
-from titan_dit.models.base import Model
-from titan_dit.parallel import float8, tensor
+from titan_dit.models.base import Model, TensorSpec
+from titan_dit.objectives.base import Objective
+from titan_dit.parallel import float8, fsdp, tensor
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.parallel.tensor import TensorPlan
-from titan_dit.pipeline.base import Executor, Shapes
-from titan_dit.pipeline.checks import microbatch_size, num_microbatches
+from titan_dit.pipeline.base import Executor, Output, Shapes, TokenLoss
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.pipeline.pipelined import PipelinedExecutor
-from titan_dit.pipeline.sliced import SlicedExecutor
-from titan_dit.pipeline.trial import try_out
-from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
-from titan_dit.schedules.layout import rank_of_stage, stages_of_rank, stages_per_rank
-from titan_dit.schedules.orders import pipeline_order
-
-Config = JobConfig[Any, Any, Any]
+from titan_dit.pipeline.sliced import SlicedExecutor, TokenDims
+from titan_dit.plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -45,141 +36,139 @@ class Built:
     """What a user had better know of how it was built."""
 
 
-def build(
-    config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan], device: torch.device
-) -> Built:
+def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
     """The part of the network that this rank holds, spread over the mesh, with initial weights."""
-    try_out(config, mesh.sizes, device)
-    parts, count, flops = spread(config, mesh, plan)
+    parts, count, flops = spread(plan, mesh)
     for part in parts.values():
-        initialize(part, part.init_laws(), config.job.seed, device)
+        initialize(part, part.init_laws(), plan.seed, device)
     parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
-    executor = executor_of(config, mesh, parts, plan, device)
-    notes = float8.account(parts.values(), config.precision)
+    if plan.num_stages - 1 in parts:  # Where the loss is taken.
+        parameters |= place_modules(plan, objective, mesh, device)
+    executor = executor_of(plan, objective, mesh, parts, device)
+    notes = float8.account(parts.values(), plan.precision)
     return Built(executor, parameters, count, flops, notes)
 
 
-def spread(
-    config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan]
-) -> tuple[dict[int, Model], int, int]:
+def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     """The stages of this rank on the meta device, spread over the mesh.
 
     Beside them the parameters and FLOPs of the whole network, as in `Built`.
     """
-    stages = split_of(config, mesh)
-    tokens = config.model.token_shape[0] // mesh.sizes.cp
+    last = plan.num_stages - 1
     parts: dict[int, Model] = {}
-    for stage in stages_held(config, mesh):
+    for stage in plan.stages_of(mesh.pp.get_local_rank()):
         with torch.device("meta"):
-            channels = config.model.sample_shape[0]
-            model: Model = config.model.build(config.objective.output_channels(channels))
+            model = plan.network.build()
         count = sum(parameter.numel() for parameter in model.parameters())
-        flops = model.flops_per_sample(config.model.token_shape[0])
-        model.cut(stages[stage], is_first=stage == 0, is_last=stage == len(stages) - 1)
+        flops = model.flops_per_sample(plan.network.num_tokens)
+        model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
         parallelize(
             model,
             mesh,
-            plan,
-            config.parallel,
-            config.precision,
-            config.remat,
-            config.compile,
-            rows=microbatch_size(config, mesh.sizes) * tokens,
+            plan.styles,
+            plan.parallel,
+            plan.precision,
+            plan.remat,
+            plan.compile,
+            rows=plan.microbatch_size * plan.tokens_per_rank,
         )
         parts[stage] = model
     return parts, count, flops
 
 
-def stages_held(config: Config, mesh: Mesh) -> tuple[int, ...]:
-    """The stages of this rank."""
-    pipeline = config.pipeline
-    if mesh.sizes.pp == 1:
-        return (0,)
-    return stages_of_rank(
-        pipeline.schedule, mesh.pp.get_local_rank(), mesh.sizes.pp, pipeline.virtual_stages
-    )
-
-
-def split_of(config: Config, mesh: Mesh) -> tuple[range, ...]:
-    """The layers of every stage."""
-    pipeline, pp = config.pipeline, mesh.sizes.pp
-    if pp == 1:
-        return (range(config.model.num_layers),)
-    count, layers = (
-        pp * stages_per_rank(pipeline.schedule, pipeline.virtual_stages),
-        config.model.num_layers,
-    )
-    if pipeline.split:
-        return layers_of_stages(check_split(pipeline.split, layers, count))
-    channels = config.model.sample_shape[0]
-    embed, head = config.model.edge_costs(config.objective.output_channels(channels))
-    return layers_of_stages(split_layers(layers, count, embed=embed, head=head))
+def place_modules(
+    plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device
+) -> dict[str, nn.Parameter]:
+    """The parameters of the objective's own modules, whole along tp and sharded as the model's."""
+    modules = objective.modules()
+    if modules is None:
+        return {}
+    for module in modules.values():
+        if mesh.sizes.tp > 1:
+            tensor.keep_whole(module, mesh.tp)
+        fsdp.shard_module(module, mesh.fsdp, plan.precision)
+    # Under one more name, so that they are nobody else's.
+    holder = nn.ModuleDict({"objective": modules})
+    laws = {f"objective.{name}": law for name, law in objective.init_laws().items()}
+    initialize(holder, laws, plan.seed, device)
+    return dict(holder.named_parameters())
 
 
 def executor_of(
-    config: Config,
+    plan: RunPlan,
+    objective: Objective,
     mesh: Mesh,
     parts: dict[int, Model],
-    plan: Callable[[bool], TensorPlan],
     device: torch.device,
 ) -> Executor:
     """What runs the parts, on all tokens or on a slice of them."""
-    inner = whole_token_executor(config, mesh, parts, plan, device)
-    if mesh.sizes.cp == 1:
-        return inner
-    targets = dict.fromkeys(config.objective.token_targets, 1)
-    return SlicedExecutor(inner, mesh.cp, {**config.model.token_dims, **targets})
+    executor = whole_token_executor(plan, mesh, parts, token_loss(plan, objective), device)
+    if mesh.sizes.cp > 1:
+        dims = TokenDims.of(plan.network, objective.token_targets)
+        executor = SlicedExecutor(executor, mesh.cp, dims)
+    executor.add_up = mesh.sum_over_data
+    return executor
+
+
+def token_loss(plan: RunPlan, objective: Objective) -> TokenLoss:
+    """The objective's loss, of predictions by name."""
+    names = tuple(plan.network.predictions)
+
+    def loss(output: Output, targets: dict[str, Tensor]) -> Tensor:
+        several = (output,) if isinstance(output, Tensor) else output
+        return objective.loss(dict(zip(names, several, strict=True)), targets)
+
+    return loss  # type: ignore[return-value]
 
 
 def whole_token_executor(
-    config: Config,
-    mesh: Mesh,
-    parts: dict[int, Model],
-    plan: Callable[[bool], TensorPlan],
-    device: torch.device,
+    plan: RunPlan, mesh: Mesh, parts: dict[int, Model], loss: TokenLoss, device: torch.device
 ) -> Executor:
     """A pipeline, or the one part as it is."""
-    pipeline, pp = config.pipeline, mesh.sizes.pp
-    size, number = microbatch_size(config, mesh.sizes), num_microbatches(config, mesh.sizes)
-    if pp == 1:
-        return LocalExecutor(parts[0], config.objective.loss, size)
-    count = pp * stages_per_rank(pipeline.schedule, pipeline.virtual_stages)
+    if mesh.sizes.pp == 1:
+        return LocalExecutor(parts[0], loss, plan.microbatch_size)
     return PipelinedExecutor(
         parts,
         mesh.pp,
-        pipeline_order(
-            pipeline.schedule,
-            num_ranks=pp,
-            num_microbatches=number,
-            virtual_stages=pipeline.virtual_stages,
-        ),
-        [rank_of_stage(pipeline.schedule, stage, pp) for stage in range(count)],
-        shapes_of(config, mesh, plan, size),
-        config.objective.loss,
-        size,
-        number,
+        plan.order(plan.num_microbatches),
+        plan.stage_ranks,
+        shapes_of(plan),
+        loss,
+        plan.microbatch_size,
+        plan.num_microbatches,
         device,
     )
 
 
-def shapes_of(config: Config, mesh: Mesh, plan: Callable[[bool], TensorPlan], size: int) -> Shapes:
+def shapes_of(plan: RunPlan) -> Shapes:
     """What a microbatch looks like on this rank between stages."""
-    num_tokens, values = config.model.token_shape
-    channels = config.model.sample_shape[0]
-    outputs = values // channels * config.objective.output_channels(channels)
-    num_tokens //= mesh.sizes.cp
-    dtype = DTYPES[config.precision.dtype]
+    network, size = plan.network, plan.microbatch_size
+
+    def local(spec: TensorSpec) -> tuple[int, ...]:
+        dims = enumerate(spec.shape)
+        own = (n // plan.sizes.cp if dim == spec.token_dim else n for dim, n in dims)
+        return size, *own
+
+    def empty(spec: TensorSpec, shape: tuple[int, ...], *, learns: bool = False) -> Tensor:
+        dtype = spec.dtype or plan.dtype
+        learns = learns and dtype.is_floating_point
+        return torch.empty(shape, dtype=dtype, requires_grad=learns)
+
+    stream = list(network.stream.values())
+    wholes = tuple(local(spec) for spec in stream)
+    shapes = tensor.local_shapes(wholes, plan.styles, plan.sizes.tp)
+    first_input, given = next(iter(network.inputs.items()))
     with torch.device("meta"):
-        stream = tuple(
-            torch.empty(shape, dtype=dtype, requires_grad=True)
-            for shape in tensor.local_shapes(
-                config.model.stream_shapes(size, num_tokens),
-                plan(config.parallel.sequence_parallel),
-                mesh.sizes.tp,
-            )
-        )
         return Shapes(
-            tokens=(torch.empty(size, num_tokens, values),),
-            stream=stream,
-            prediction=(torch.empty(size, num_tokens, outputs, dtype=dtype),),
+            first_input=first_input,
+            given=empty(given, local(given)),
+            stream=tuple(
+                empty(spec, shape, learns=True) for spec, shape in zip(stream, shapes, strict=True)
+            ),
+            predictions=tuple(empty(spec, local(spec)) for spec in network.predictions.values()),
+            losses=torch.empty(
+                size,
+                plan.tokens_per_rank,
+                dtype=torch.promote_types(plan.dtype, torch.float32),
+            ),
         )

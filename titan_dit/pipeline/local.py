@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
-from titan_dit.pipeline.base import TokenLoss
+from titan_dit.pipeline.base import Executor, TokenLoss, first_of, share_of
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """The whole model on this rank (its parameters may be sharded)."""
 
     def __init__(self, model: nn.Module, loss: TokenLoss, microbatch_size: int | None) -> None:
@@ -20,15 +20,14 @@ class LocalExecutor:
         self.loss = loss
         self.microbatch_size = microbatch_size
 
-    def step(self, prepared: Prepared) -> Tensor:
+    def run(self, prepared: Prepared) -> Tensor:
         """See `Executor.step`. Gradients are reduced once, with the last microbatch."""
         parts = list(prepared.microbatches(self.microbatch_size))
         total = torch.zeros((), device=prepared.weight.device)
         for number, part in enumerate(parts, start=1):
             fsdp.sync_gradients(self.model, enabled=number == len(parts))
-            prediction = self.model(part.inputs, part.static)
-            per_token = self.loss(prediction, part.targets)
-            loss = (per_token * part.weight[:, None]).sum() / part.total_tokens
+            output = self.model(part.inputs, part.beside)
+            loss = share_of(self.loss(output, part.targets), part)
             total += loss.detach()
             # A loss can overflow where its gradients do not. The factor 1 becomes NaN with it,
             # so the gradient norm alone tells every rank that the step is bad.
@@ -44,6 +43,16 @@ class LocalExecutor:
         for first in range(0, rows, size):
             part = {name: value[first : first + size] for name, value in inputs.items()}
             # A copy: what CUDA graphs give is overwritten by the next part.
-            parts.append(self.model(part, static).to(torch.float32, copy=True))
+            parts.append(first_of(self.model(part, static)).to(torch.float32, copy=True))
         fsdp.reshard(self.model)
         return torch.cat(parts)
+
+    @torch.no_grad()
+    def evaluate(self, prepared: Prepared) -> Tensor:
+        """See `Executor.evaluate`."""
+        losses = [
+            self.loss(self.model(part.inputs, part.beside), part.targets)
+            for part in prepared.microbatches(self.microbatch_size)
+        ]
+        fsdp.reshard(self.model)
+        return torch.cat(losses)

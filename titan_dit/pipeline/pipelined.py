@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_dit.models.base import Model, Stream
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
-from titan_dit.pipeline.base import Shapes, TokenLoss
+from titan_dit.pipeline.base import Executor, Output, Shapes, TokenLoss, first_of, share_of
 from titan_dit.pipeline.runtime import Runtime, Stage
 
 
-class PipelinedExecutor:
+class PipelinedExecutor(Executor):
     """The stages of this rank among those of the ranks along `mesh`."""
 
     def __init__(
@@ -43,50 +43,79 @@ class PipelinedExecutor:
                 index,
                 len(stage_ranks),
                 device,
-                input_args=shapes.tokens if index == 0 else shapes.stream,
-                output_args=shapes.prediction if index == self.last else shapes.stream,
+                input_args=(shapes.given,) if index == 0 else shapes.stream,
+                output_args=shapes.predictions if index == self.last else shapes.stream,
                 group=mesh.get_group(),
             )
             for index, part in sorted(parts.items())
         ]
-        self.runtime = Runtime(stages, order, num_microbatches, self.loss_of)
+        self.runtime = Runtime(stages, order, num_microbatches, self.loss_of, shapes.first_input)
 
-    def loss_of(self, prediction: Tensor, microbatch: int) -> Tensor:
+    def loss_of(self, output: Output, microbatch: int) -> Tensor:
         """This microbatch's share of the loss."""
         part = self.prepared[microbatch]
-        per_token = self.loss(prediction, part.targets)
-        loss = (per_token * part.weight[:, None]).sum() / part.total_tokens
-        # The gradient's factor becomes NaN with the loss, see `LocalExecutor.step`.
+        loss = share_of(self.loss(output, part.targets), part)
+        # The gradient's factor becomes NaN with the loss, see `LocalExecutor.run`.
         return loss * (1 + 0 * loss.detach())
 
-    def step(self, prepared: Prepared) -> Tensor:
+    def run(self, prepared: Prepared) -> Tensor:
         """See `Executor.step`. Only the ranks of the last stage have a loss; the others have 0."""
         self.prepared = list(prepared.microbatches(self.microbatch_size))
-        inputs = [part.inputs for part in self.prepared]
-        return self.runtime.step_microbatches(inputs, prepared.static)
+        return self.runtime.step_microbatches(
+            [part.inputs for part in self.prepared], [part.beside for part in self.prepared]
+        )
 
     @torch.no_grad()
     def predict(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
         """See `Executor.predict`: microbatches follow each other through the stages."""
-        rows, size = inputs["tokens"].shape[0], self.microbatch_size
-        # The last microbatch is filled up to the size that the stages expect.
+        rows = next(iter(inputs.values())).shape[0]
+        microbatches = [{k: v[part] for k, v in inputs.items()} for part in self.filled(rows)]
+        besides = [static] * len(microbatches)
+        like = self.shapes.predictions[0]
+        found = self.flow(microbatches, besides, lambda out, _: first_of(out), like)
+        return found[:rows].float()
+
+    @torch.no_grad()
+    def evaluate(self, prepared: Prepared) -> Tensor:
+        """See `Executor.evaluate`."""
+        parts = [prepared.rows(part) for part in self.filled(prepared.num_rows)]
+
+        def losses_of(output: Output, number: int) -> Tensor:
+            return self.loss(output, parts[number].targets)
+
+        inputs, besides = [part.inputs for part in parts], [part.beside for part in parts]
+        return self.flow(inputs, besides, losses_of, self.shapes.losses)[: prepared.num_rows]
+
+    def filled(self, rows: int) -> tuple[Tensor, ...]:
+        """The rows of every microbatch; the last one is filled up to the size of all."""
+        size = self.microbatch_size
         index = torch.arange(-(-rows // size) * size, device=self.device).clamp(max=rows - 1)
-        microbatches = [
-            {k: v[part] for k, v in inputs.items()} for part in torch.split(index, size)
-        ]
+        return torch.split(index, size)
+
+    def flow(
+        self,
+        inputs: Sequence[Mapping[str, Tensor]],
+        besides: Sequence[Mapping[str, Tensor]],
+        finish: Callable[[Output, int], Tensor],
+        like: Tensor,
+    ) -> Tensor:
+        """Forward only: what `finish` makes of every microbatch's output, on every rank.
+
+        `like`: one microbatch of it, on the meta device.
+        """
         outputs: list[Tensor] = []
         streams: dict[tuple[int, int], tuple[Stream, list[dist.Work]]] = {}
         sends: list[dist.Work] = []
-        for stage, number in forward_order(self.stage_ranks, len(microbatches)):
+        for stage, number in forward_order(self.stage_ranks, len(inputs)):
             if stage in self.parts:
                 if stage == 0:
-                    given: Any = microbatches[number]
+                    given: Any = inputs[number]
                 else:
                     given, arriving = streams.pop((stage, number))
                     wait_for(arriving)
-                out = self.parts[stage](given, static)
+                out = self.parts[stage](given, besides[number])
                 if stage == self.last:
-                    outputs.append(out)
+                    outputs.append(finish(out, number))
                 elif stage + 1 in self.parts:
                     streams[stage + 1, number] = out, []
                 else:
@@ -96,7 +125,7 @@ class PipelinedExecutor:
         wait_for(sends)
         for part in self.parts.values():
             fsdp.reshard(part)
-        return self.share(outputs, len(microbatches))[:rows].float()
+        return self.share(outputs, len(inputs), like)
 
     def global_rank(self, stage: int) -> int:
         """The rank, among all, that holds a stage of this pipeline."""
@@ -115,9 +144,8 @@ class PipelinedExecutor:
         works = [dist.irecv(tensor, source, group) for tensor in stream]
         return stream, [work for work in works if work is not None]
 
-    def share(self, outputs: list[Tensor], count: int) -> Tensor:
-        """The last stage's predictions on every rank of the pipeline."""
-        (like,) = self.shapes.prediction
+    def share(self, outputs: list[Tensor], count: int, like: Tensor) -> Tensor:
+        """What the last stage has, on every rank of the pipeline."""
         shape = (count * like.shape[0], *like.shape[1:])
         whole = (
             torch.cat(outputs)

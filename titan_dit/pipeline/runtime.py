@@ -46,6 +46,8 @@ class Buffers(dict[int, tuple[Any, ...]]):
 class Stage(PipelineStage):
     """torch's stage around a part of our model, which speaks of inputs, streams and static.
 
+    `first_input` (set by the runtime) names the input that torch passes by position.
+
     torch keeps a buffer for every microbatch from the first step to the last, and what was sent to
     the end of the step. Here both live as long as they are needed: a pipeline's memory grows with
     its depth, not with its microbatches. (gloo says of no message that it has arrived: on a CPU,
@@ -53,6 +55,7 @@ class Stage(PipelineStage):
     """
 
     submod: Model
+    first_input: str
     args_recv_info: Buffers
     grad_recv_info: Buffers
 
@@ -102,10 +105,10 @@ class Stage(PipelineStage):
             self.sends.pop().wait()
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """Called by torch with the first stage's tokens, or a stream, and our keywords."""
+        """Called by torch with the first stage's input, or a stream, and our keywords."""
         static = {k.removeprefix(KEYWORD): v for k, v in kwargs.items() if k.startswith(KEYWORD)}
         inputs = {k: v for k, v in kwargs.items() if not k.startswith(KEYWORD)}
-        out = self.submod({"tokens": args[0], **inputs} if self.is_first else args, static)
+        out = self.submod({self.first_input: args[0], **inputs} if self.is_first else args, static)
         if self.is_last:
             return out
         # What a stage only passes on is a view of its input, which torch cannot detach in place.
@@ -121,35 +124,42 @@ class Runtime(_PipelineScheduleRuntime):
         order: Sequence[Iterable[object]],
         num_microbatches: int,
         loss: Callable[[Tensor, int], Tensor],
+        first_input: str,
     ) -> None:
         # The loss is divided by the step's tokens already: gradients are summed, not averaged.
         super().__init__(list(stages), num_microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
-        self.loss = loss
+        self.loss, self.first_input = loss, first_input
+        for stage in stages:
+            stage.first_input = first_input
         self.losses: dict[int, Tensor] = {}
         self.shapes_are_known = False
         actions = {r: [_Action.from_str(str(a)) for a in rank] for r, rank in enumerate(order)}
         self._prepare_schedule_with_comms(actions)
 
     def step_microbatches(
-        self, inputs: Sequence[Mapping[str, Tensor]], static: Mapping[str, Tensor]
+        self, inputs: Sequence[Mapping[str, Tensor]], besides: Sequence[Mapping[str, Tensor]]
     ) -> Tensor:
-        """Forward and backward of every microbatch; their losses' sum, 0 off the last stage."""
+        """Forward and backward of every microbatch; their losses' sum, 0 off the last stage.
+
+        `besides`: what every stage is given of each microbatch beside the stream.
+        """
         self.losses.clear()
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        others = [{k: v for k, v in part.items() if k != "tokens"} for part in inputs]
-        shared = {KEYWORD + name: value for name, value in static.items()}
+        name = self.first_input
+        others = [{k: v for k, v in part.items() if k != name} for part in inputs]
+        keywords = [{KEYWORD + k: v for k, v in beside.items()} for beside in besides]
         self._step_microbatches(
-            [(part["tokens"],) for part in inputs],
-            [part | shared for part in others],
+            [(part[name],) for part in inputs],
+            [part | beside for part, beside in zip(others, keywords, strict=True)],
             list(range(len(inputs))),
             return_outputs=False,
         )
         stages: Sequence[Any] = self._stages
         for stage in stages:
             stage.finish_sends()
-        device = inputs[0]["tokens"].device
+        device = inputs[0][name].device
         zero = torch.zeros((), device=device)
         return sum((loss.detach() for loss in self.losses.values()), zero)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from titan_dit.samplers.guidance import guided, scales
+from titan_dit.diffusion.guidance import guided, scales
 
 
 def every(scale):

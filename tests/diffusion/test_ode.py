@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
-from titan_dit.samplers.base import Settings
-from titan_dit.samplers.ode import euler, heun
+from titan_dit.diffusion.samplers.base import Settings
+from titan_dit.diffusion.samplers.ode import euler, heun
 
 
 class Counted:

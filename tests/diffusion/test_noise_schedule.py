@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titan_dit.noise_schedule import NoiseSchedule, Tables, named, per_sample
+from titan_dit.diffusion.noise_schedule import NoiseSchedule, Tables, named, per_sample
 
 CPU = torch.device("cpu")
 SCHEDULES = [("linear", 1000), ("linear", 250), ("cosine", 1000), ("cosine", 100)]

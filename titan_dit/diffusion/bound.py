@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.noise_schedule import Tables, per_sample
+from titan_dit.diffusion.noise_schedule import Tables, per_sample
 
 HALF_BIN = 1 / 255
 """Half the distance of two grey levels of an 8-bit picture in [-1, 1]."""

@@ -1,17 +1,17 @@
 import pytest
 import torch
 
-from titan_dit.evaluation.generate import (
+from titan_dit.diffusion.drawing import (
     check_drawing,
     generate,
     preview_labels,
     spread_labels,
 )
 from titan_dit.models.dit import DiTConfig
-from titan_dit.objectives.ddpm import DDPM
-from titan_dit.objectives.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.ddpm import DDPM
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.rng import SampleRNG
-from titan_dit.samplers.ode import euler, heun
+from titan_dit.diffusion.samplers.ode import euler, heun
 from titan_dit.section import UserError
 
 CONFIG = DiTConfig(hidden=16, layers=1, heads=2, patch=2, latent_size=4, channels=2, num_classes=5)

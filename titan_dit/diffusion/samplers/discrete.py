@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.noise_schedule import Denoiser
-from titan_dit.samplers.base import Settings
+from titan_dit.diffusion.noise_schedule import Denoiser
+from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.section import UserError
 
 

@@ -13,23 +13,17 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.objectives.base import (
-    NO_LABEL,
-    TIMESTEPS,
-    Batch,
-    Predict,
-    Prepared,
-    at_least_fp32,
-)
+from titan_dit.diffusion.base import TIMESTEPS, Clean, Corrupted, Predict
+from titan_dit.diffusion.objective import DiffusionConfig
+from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Finite, Fraction, Positive, Section
+from titan_dit.section import Finite, Fraction, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class RectifiedFlow(Section):
+class RectifiedFlow(DiffusionConfig):
     """Velocity prediction on straight paths."""
 
-    section = "objective"
     name = "rectified_flow"
     token_targets = ("velocity",)
     last_timestep = TIMESTEPS
@@ -58,33 +52,26 @@ class RectifiedFlow(Section):
             t = torch.sigmoid(self.logit_mean + self.logit_std * rng.normal("t"))
         return self.shift * t / (1 + (self.shift - 1) * t)
 
-    def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
-        """Draw t, noise and label dropout by sample number."""
-        t = self.times(rng)
-        noise = rng.normal("noise", tuple(batch.tokens.shape[1:]))
-        dropped = rng.uniform("label_dropout") < self.label_dropout
-        labels = batch.labels.masked_fill(dropped, NO_LABEL)
-        return self.corrupt(batch, t * TIMESTEPS, noise, labels)
+    def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
+        """`times` in the network's unit."""
+        return self.times(rng) * TIMESTEPS
 
     def corrupt(
         self,
-        batch: Batch,
+        clean: Clean,
         timestep: Float[Tensor, " b"],
         noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
-    ) -> Prepared:
+    ) -> Corrupted:
         """Inputs and targets for given draws."""
         t = (timestep / TIMESTEPS)[:, None, None]
-        return Prepared(
+        return Corrupted(
             inputs={
-                "tokens": torch.lerp(batch.tokens, noise, t),
+                "tokens": torch.lerp(clean.tokens, noise, t),
                 "timestep": timestep,
                 "labels": labels,
             },
-            static=batch.static,
-            targets={"velocity": noise - batch.tokens},
-            weight=batch.weight,
-            total_tokens=batch.total_weight * batch.tokens.shape[1],
+            targets={"velocity": noise - clean.tokens},
         )
 
     def loss(

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from titan_dit.evaluation.generate import generate
+from titan_dit.diffusion.drawing import generate
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.layers import patchify, unpatchify
 from titan_dit.objectives.base import Batch
-from titan_dit.objectives.ddpm import DDPM
-from titan_dit.samplers.base import Settings
-from titan_dit.samplers.diffusion import ddim, ddpm
+from titan_dit.diffusion.ddpm import DDPM
+from titan_dit.diffusion.samplers.base import Settings
+from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.state import original_weights, weight_file
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"

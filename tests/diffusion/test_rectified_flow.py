@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titan_dit.objectives.base import Batch, Prepared
-from titan_dit.objectives.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 

@@ -15,19 +15,26 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit import noise_schedule
-from titan_dit.noise_schedule import Denoised, NoiseSchedule, ScheduleName, Tables, per_sample
-from titan_dit.objectives.base import NO_LABEL, Batch, Predict, Prepared, at_least_fp32
-from titan_dit.objectives.bound import bits_per_value
+from titan_dit.diffusion import noise_schedule
+from titan_dit.diffusion.base import Clean, Corrupted, Predict
+from titan_dit.diffusion.bound import bits_per_value
+from titan_dit.diffusion.noise_schedule import (
+    Denoised,
+    NoiseSchedule,
+    ScheduleName,
+    Tables,
+    per_sample,
+)
+from titan_dit.diffusion.objective import DiffusionConfig
+from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Bound, Fraction, Positive, Section
+from titan_dit.section import Bound, Fraction, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPM(Section):
+class DDPM(DiffusionConfig):
     """Discrete diffusion; the defaults are those of the original DiT."""
 
-    section = "objective"
     name = "ddpm"
     token_targets = ("clean", "noise")
 
@@ -64,35 +71,28 @@ class DDPM(Section):
         """What follows from the noise schedule, on a device."""
         return noise_schedule.named(self.schedule, self.steps).tables(device)
 
-    def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
-        """Draw the step, noise and label dropout by sample number."""
-        step = (rng.uniform("t") * self.steps).floor()
-        noise = rng.normal("noise", tuple(batch.tokens.shape[1:]))
-        dropped = rng.uniform("label_dropout") < self.label_dropout
-        labels = batch.labels.masked_fill(dropped, NO_LABEL)
-        return self.corrupt(batch, step, noise, labels)
+    def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
+        """Draw a whole step of the diffusion for every sample."""
+        return (rng.uniform("t") * self.steps).floor()
 
     def corrupt(
         self,
-        batch: Batch,
+        clean: Clean,
         timestep: Float[Tensor, " b"],
         noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
-    ) -> Prepared:
+    ) -> Corrupted:
         """Inputs and targets for given draws; a timestep is a whole step of the diffusion."""
-        step, tables = timestep.long(), self.tables(batch.tokens.device)
+        step, tables = timestep.long(), self.tables(clean.tokens.device)
         signal = per_sample(tables.signal, step, noise)
-        noisy = signal * batch.tokens + per_sample(tables.sigma, step, noise) * noise
-        return Prepared(
+        noisy = signal * clean.tokens + per_sample(tables.sigma, step, noise) * noise
+        return Corrupted(
             inputs={"tokens": noisy, "timestep": step.float(), "labels": labels},
-            static=batch.static,
             targets={
-                "clean": by_channel(batch.tokens, batch.channels),
-                "noise": by_channel(noise, batch.channels),
+                "clean": by_channel(clean.tokens, clean.channels),
+                "noise": by_channel(noise, clean.channels),
                 "step": step,
             },
-            weight=batch.weight,
-            total_tokens=batch.total_weight * batch.tokens.shape[1],
         )
 
     def loss(

@@ -4,13 +4,13 @@ import pytest
 import torch
 from test_rectified_flow import batch_of
 
-from titan_dit.noise_schedule import named
+from titan_dit.diffusion.noise_schedule import named
 from titan_dit.objectives.base import NO_LABEL
-from titan_dit.objectives.bound import bits_per_value
-from titan_dit.objectives.ddpm import DDPM, by_channel
+from titan_dit.diffusion.bound import bits_per_value
+from titan_dit.diffusion.ddpm import DDPM, by_channel
 from titan_dit.rng import SampleRNG
-from titan_dit.samplers.base import Settings
-from titan_dit.samplers.diffusion import ddim, ddpm
+from titan_dit.diffusion.samplers.base import Settings
+from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.section import UserError
 
 KINDS = ["eps", "v", "x"]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.samplers.base import Settings
+from titan_dit.diffusion.samplers.base import Settings
 
 Velocity: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(x [b, n, d], t [b]) -> dx/dt [b, n, d]."""

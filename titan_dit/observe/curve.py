@@ -1,4 +1,4 @@
-"""Samples and curves as PNG, drawn with Pillow."""
+"""The loss curve as a PNG, drawn with Pillow."""
 
 from __future__ import annotations
 
@@ -6,57 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 INK, GRID, RAW, SMOOTH = "#222222", "#dddddd", "#b9cbe4", "#1f5aa6"
-
-
-def to_pixels(
-    samples: Float[Tensor, "n c h w"], value_range: tuple[float, float] | None
-) -> UInt8[Tensor, "n h w 3"]:
-    """Samples as RGB: one channel as grey, more by their first three.
-
-    Without a range of values (latents) each channel is stretched from its lowest to its highest.
-    """
-    shown = samples[:, : 3 if samples.shape[1] >= 3 else 1].float()
-    if value_range is None:
-        low, high = shown.amin((0, 2, 3), keepdim=True), shown.amax((0, 2, 3), keepdim=True)
-    else:
-        low, high = torch.tensor(value_range[0]), torch.tensor(value_range[1])
-    unit = ((shown - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
-    return (unit * 255).round().byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1)
-
-
-def draw_grid(
-    path: Path,
-    samples: Float[Tensor, "n c h w"],
-    labels: Sequence[int],
-    value_range: tuple[float, float] | None,
-    max_columns: int = 20,
-) -> None:
-    """One row (or more) per label, the label in front, each sample enlarged to be seen."""
-    pixels = to_pixels(samples, value_range)
-    zoom = max(1, 48 // pixels.shape[1])
-    cell_h, cell_w, margin = pixels.shape[1] * zoom + 2, pixels.shape[2] * zoom + 2, 44
-    rows: list[tuple[int, list[int]]] = []
-    for label in sorted(set(labels)):
-        members = [i for i, of in enumerate(labels) if of == label]
-        for first in range(0, len(members), max_columns):
-            rows.append((label, members[first : first + max_columns]))
-    columns = max(len(members) for _, members in rows)
-    sheet = Image.new("RGB", (margin + columns * cell_w, len(rows) * cell_h), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(16)
-    for y, (label, members) in enumerate(rows):
-        draw.text((8, y * cell_h + cell_h // 2), str(label), fill=INK, font=font, anchor="lm")
-        for x, index in enumerate(members):
-            image = Image.fromarray(pixels[index].cpu().numpy())
-            image = image.resize((cell_w - 2, cell_h - 2), Image.Resampling.BICUBIC)
-            sheet.paste(image, (margin + x * cell_w + 1, y * cell_h + 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
 
 
 def smooth(values: Sequence[float], decay: float) -> list[float]:

@@ -1,0 +1,49 @@
+"""What a dataset of labelled latents says of itself beside its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from titan_dit.data.base import DataFacts, Field
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentFacts(DataFacts):
+    """Shape, units and classes: what sampling needs, so that it needs no data."""
+
+    shape: tuple[int, int, int]
+    """[c, h, w] of every stored sample; [2c, h, w] where it is a mean and a std."""
+    num_classes: int
+    class_names: tuple[str, ...] = ()
+    """In the order of the labels, where the classes have names."""
+    scale: float = 1.0
+    shift: float = 0.0
+    """The model sees (stored - shift) * scale."""
+    value_range: tuple[float, float] | None = None
+    """Lowest and highest stored value where they mean black and white; None for latents."""
+
+    def to_stored_units(self, samples: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        """Undo scale and shift; values are held to the `value_range`, if the data has one."""
+        stored = samples / self.scale + self.shift
+        return stored if self.value_range is None else stored.clamp(*self.value_range)
+
+    def fields(self, dtype: torch.dtype) -> dict[str, Field]:
+        """A `latent` in the dtype that it is stored in, and its `label`."""
+        return {"latent": Field(dtype, self.shape), "label": Field(torch.int64, ())}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LatentFacts:
+        """The inverse of `as_json`."""
+        value_range = values.get("value_range")
+        return cls(
+            **dict(values)
+            | {"shape": tuple(values["shape"])}
+            | {"value_range": tuple(value_range) if value_range else None}
+            | {"class_names": tuple(values.get("class_names", ()))}
+        )

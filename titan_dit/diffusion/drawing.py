@@ -1,0 +1,175 @@
+"""Samples from a trained network: noise, guidance and a sampler put together."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from titan_dit.config import SamplingConfig
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.diffusion import pictures
+from titan_dit.diffusion.base import LatentModel, Path
+from titan_dit.diffusion.guidance import guided, scales
+from titan_dit.diffusion.samplers.base import Sampler, Settings
+from titan_dit.doors import look_up
+from titan_dit.objectives.base import DataShare, Forward, Preview
+from titan_dit.rng import SampleRNG
+from titan_dit.section import UserError, show
+
+# The samplers of each kind of diffusion; the first one is what "auto" takes.
+SAMPLERS = {
+    "ddpm": {
+        "ddim": "titan_dit.diffusion.samplers.discrete:ddim",
+        "ddpm": "titan_dit.diffusion.samplers.discrete:ddpm",
+    },
+    "rectified_flow": {
+        "heun": "titan_dit.diffusion.samplers.ode:heun",
+        "euler": "titan_dit.diffusion.samplers.ode:euler",
+    },
+}
+
+
+class Drawing(Protocol):
+    """How to draw, as [sampling] and the flags of `sample` say it."""
+
+    @property
+    def sampler(self) -> str:
+        """Its name, "auto", or "package.module:function"."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Steps of the sampler."""
+        ...
+
+    @property
+    def cfg_channels(self) -> int | None:
+        """Guide the first channels only; None all."""
+        ...
+
+
+def sampler_of(path: Path, name: str, where: str = "[sampling] sampler") -> Sampler:
+    """The sampler called `name` ("auto" chooses) for networks that learned a path."""
+    table = SAMPLERS.get(path.name, {})
+    if name not in table and any(name in others for others in SAMPLERS.values()):
+        raise UserError(
+            f"{where}={show(name)} does not fit [objective] name={show(path.name)}. "
+            f"Valid: auto, {', '.join(table)}."
+        )
+    if name == "auto" and not table:
+        raise UserError(
+            f'{where}="auto": [objective] name={show(path.name)} has no samplers of its own. Give '
+            'one: "package.module:function".'
+        )
+    found: Sampler = look_up(table, where, next(iter(table)) if name == "auto" else name)
+    return found
+
+
+def spread_labels(num: int, classes: list[int]) -> Int64[Tensor, " num"]:
+    """`num` labels that go through `classes` in order, in shares that differ by one at most."""
+    index = torch.arange(num) * len(classes) // num
+    return torch.tensor(classes)[index]
+
+
+def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
+    """Labels for a small grid: at most ten classes, so that each is seen several times."""
+    shown = max(1, min(10, num_classes, num // 4))
+    return spread_labels(num, list(range(shown)))
+
+
+def check(path: Path, model: LatentModel, drawing: Drawing, where: str) -> None:
+    """Refuse what no sample can be drawn with; `where` is how keys are written, "[sampling] {}"."""
+    sampler_of(path, drawing.sampler, where.format("sampler"))
+    most, channels = path.most_sampling_steps, model.sample_shape[0]
+    if most is not None and drawing.steps > most:
+        raise UserError(
+            f"{where.format('steps')}={drawing.steps}: the network is trained with {most} steps. "
+            f"Set at most {most}."
+        )
+    if drawing.cfg_channels is not None and drawing.cfg_channels > channels:
+        key = where.format("cfg_channels" if "[" in where else "cfg-channels")
+        raise UserError(
+            f"{key}={drawing.cfg_channels}: a latent has {channels} channels. "
+            f"Set at most {channels}."
+        )
+
+
+def generate(
+    forward: Forward,
+    path: Path,
+    model: LatentModel,
+    labels: Int64[Tensor, " b"],
+    numbers: Int64[Tensor, " b"],
+    *,
+    seed: int,
+    sampler: Sampler,
+    steps: int,
+    eta: float = 0.0,
+    cfg_scale: float = 1.0,
+    cfg_channels: int | None = None,
+    noise: Float[Tensor, "b n d"] | None = None,
+) -> Float[Tensor, "b n d"]:
+    """Tokens of one sample per label.
+
+    The noise of sample number i depends on (seed, i) alone: neither the batch it is drawn in nor
+    the number of ranks changes a sample. `cfg_channels` guides the first channels only; None all.
+    `noise` is where to start from in place of the seed's.
+    """
+    rng, static = SampleRNG(seed, numbers), model.static(labels.device)
+    channels, (_, values) = model.sample_shape[0], model.token_shape
+
+    def predict(x: Tensor, timestep: Tensor, of: Tensor) -> Tensor:
+        return forward({"tokens": x, "timestep": timestep, "labels": of}, static).float()
+
+    scale = scales(
+        cfg_scale,
+        guided=channels if cfg_channels is None else cfg_channels,
+        outputs=path.output_channels(channels),
+        pixels=values // channels,
+        device=labels.device,
+    )
+    return sampler(
+        path.process(guided(predict, labels, scale), channels),
+        rng.normal("sample", model.token_shape) if noise is None else noise,
+        Settings(steps, eta, lambda step: rng.normal(f"sample/{step}", model.token_shape)),
+    )
+
+
+def preview(
+    forward: Forward,
+    path: Path,
+    model: LatentModel,
+    facts: LatentFacts,
+    sampling: SamplingConfig,
+    seed: int,
+    share: DataShare,
+) -> Preview:
+    """What [sampling] asks for, as one picture; each data rank draws its share, all have all."""
+    rows, device = -(-sampling.num // share.num_ranks), share.device
+    numbers = torch.arange(rows * share.num_ranks, device=device)
+    labels = preview_labels(sampling.num, model.num_classes).to(device)
+    mine = numbers[share.rank * rows :][:rows]
+    tokens = generate(
+        forward,
+        path,
+        model,
+        labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: rows to be cut off.
+        mine,
+        seed=seed,
+        sampler=sampler_of(path, sampling.sampler),
+        steps=sampling.steps,
+        eta=sampling.eta,
+        cfg_scale=sampling.cfg_scale,
+        cfg_channels=sampling.cfg_channels,
+    )
+    latents = model.detokenize(share.gather(tokens)[: sampling.num])
+    samples = facts.to_stored_units(latents)
+
+    def write(file: pathlib.Path) -> None:
+        pictures.draw_grid(file, samples, labels.tolist(), facts.value_range)
+
+    return Preview(".png", write)

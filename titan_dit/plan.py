@@ -1,0 +1,192 @@
+"""What follows from a config and the number of ranks, decided once: the plan of a run.
+
+Whether it can be run is asked elsewhere (titan_dit/validate); making a plan refuses nothing but
+what [model] and [objective] refuse of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from titan_dit import catalog
+from titan_dit.config import (
+    CompileConfig,
+    JobConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RematConfig,
+)
+from titan_dit.models.base import ModelSpec
+from titan_dit.parallel.fsdp import DTYPES
+from titan_dit.parallel.mesh import AxisSizes, solve
+from titan_dit.parallel.tensor import TensorPlan, uncut
+from titan_dit.schedules.action import Order
+from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
+from titan_dit.schedules.layout import (
+    check_schedule,
+    rank_of_stage,
+    stages_of_rank,
+    stages_per_rank,
+)
+from titan_dit.schedules.orders import pipeline_order
+from titan_dit.section import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Sizes, stages, microbatches and shapes; read by build, dry run, report and checks."""
+
+    name: str
+    """Of the run."""
+    seed: int
+    sizes: AxisSizes
+    world_size: int
+    following: bool
+    """Whether the run has begun, so that it may come back on other ranks."""
+    model_name: str
+    network: ModelSpec
+    tensor_plan: Callable[[bool], TensorPlan] | None
+    """How tp cuts the model; None: it has no plan."""
+    global_batch_size: int
+    wanted_microbatch_size: int | None
+    """[training] microbatch_size."""
+    parallel: ParallelConfig
+    pipeline: PipelineConfig
+    precision: PrecisionConfig
+    remat: RematConfig
+    compile: CompileConfig
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Format of activations and products."""
+        return DTYPES[self.precision.dtype]
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Of each sample."""
+        return self.network.num_tokens // self.sizes.cp
+
+    @property
+    def styles(self) -> TensorPlan:
+        """How the model is cut along tp; not at all where there is no plan."""
+        if self.tensor_plan is None:
+            return uncut(len(self.network.stream))
+        return self.tensor_plan(self.parallel.sequence_parallel)
+
+    @property
+    def share(self) -> int:
+        """Samples of a data-parallel rank in a step, of the one that has the most."""
+        return -(-self.global_batch_size // self.sizes.data)
+
+    @property
+    def whole_microbatches(self) -> int:
+        """Microbatches that a rank's share fills, the last one perhaps in part."""
+        size = self.wanted_microbatch_size or (1 if self.sizes.pp > 1 else self.share)
+        return -(-self.share // size)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Microbatches per rank: the smallest number that holds its share and the schedule runs.
+
+        A batch that divides, on ranks that a fresh run may have, needs no more than there are
+        samples.
+        """
+        least, pp = self.whole_microbatches, self.sizes.pp
+        if pp == 1:
+            return least
+        # Equal rounds come again after pp microbatches, and dualpipev takes any 2 pp.
+        enough = range(least, least + 2 * pp + 1)
+        return next((number for number in enough if self.schedule_runs(number)), least)
+
+    def schedule_runs(self, num_microbatches: int) -> bool:
+        """Whether the pipeline schedule can run so many microbatches."""
+        try:
+            check_schedule(
+                self.pipeline.schedule,
+                num_ranks=self.sizes.pp,
+                num_microbatches=num_microbatches,
+                virtual_stages=self.pipeline.virtual_stages,
+            )
+        except UserError:
+            return False
+        return True
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of one forward pass on one rank; in a pipeline, 1 if unset.
+
+        Less than what is set where that leaves fewer rows without a sample.
+        """
+        return -(-self.share // self.num_microbatches)
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of a data-parallel rank's batch: its share, and what fills up the microbatches."""
+        return self.num_microbatches * self.microbatch_size
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of the whole model."""
+        pipeline, pp = self.pipeline, self.sizes.pp
+        if pp == 1:
+            return 1
+        return pp * stages_per_rank(pipeline.schedule, pipeline.virtual_stages)
+
+    @property
+    def stage_ranks(self) -> list[int]:
+        """The pipeline rank that holds each stage."""
+        stages, pp = range(self.num_stages), self.sizes.pp
+        return [rank_of_stage(self.pipeline.schedule, stage, pp) for stage in stages]
+
+    @cached_property
+    def stage_layers(self) -> tuple[range, ...]:
+        """The layers of every stage."""
+        network, split = self.network, self.pipeline.split
+        if self.num_stages == 1:
+            return (range(network.num_layers),)
+        if split:
+            return layers_of_stages(check_split(split, network.num_layers, self.num_stages))
+        costs = {"embed": network.embed_cost, "head": network.head_cost}
+        return layers_of_stages(split_layers(network.num_layers, self.num_stages, **costs))
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The stages that a rank along pp holds."""
+        pipeline, pp = self.pipeline, self.sizes.pp
+        if pp == 1:
+            return (0,)
+        return stages_of_rank(pipeline.schedule, pipeline_rank, pp, pipeline.virtual_stages)
+
+    def order(self, num_microbatches: int) -> Order:
+        """What every pipeline rank does with so many microbatches."""
+        return pipeline_order(
+            self.pipeline.schedule,
+            num_ranks=self.sizes.pp,
+            num_microbatches=num_microbatches,
+            virtual_stages=self.pipeline.virtual_stages,
+        )
+
+
+def resolve(config: JobConfig, world_size: int, following: bool = False) -> RunPlan:
+    """The plan of a run on so many ranks; `following`: of one that has begun."""
+    return RunPlan(
+        name=config.job.name,
+        seed=config.job.seed,
+        sizes=solve(config.parallel, world_size, following),
+        world_size=world_size,
+        following=following,
+        model_name=config.model.name,
+        network=config.objective.network(config.model),
+        tensor_plan=catalog.tensor_plan(config.model, config.parallel.tensor_plan),
+        global_batch_size=config.training.global_batch_size,
+        wanted_microbatch_size=config.training.microbatch_size,
+        parallel=config.parallel,
+        pipeline=config.pipeline,
+        precision=config.precision,
+        remat=config.remat,
+        compile=config.compile,
+    )
