@@ -222,10 +222,10 @@ def to_tables(config: JobConfig) -> Tables:
     return tables
 
 
-def to_toml(config: JobConfig) -> str:
-    """The config as TOML; `load` reads it back to an equal one."""
+def to_toml(tables: Tables) -> str:
+    """The tables of a config as TOML; `load` reads them back to an equal one."""
     lines = []
-    for name, table in to_tables(config).items():
+    for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {show(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +24,8 @@ def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
     if name not in table:
         fix = nearest(name, table) if table else ""
         raise UserError(
-            f'{where}={show(name)} is unknown.{fix} One of your own is written "package.module:Name".'
+            f"{where}={show(name)} is unknown.{fix} One of your own is written "
+            '"package.module:Name".'
         )
     module, _, attribute = table[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -42,7 +43,7 @@ def imported(name: str, where: str) -> Any:
             ) from error
         raise UserError(
             f"{where}={show(name)}: there is no module {error.name}, neither installed nor in "
-            f"{os.getcwd()}. Run the command from the folder that holds it, or install it."
+            f"{Path.cwd()}. Run the command from the folder that holds it, or install it."
         ) from None
     except UserError:
         raise
@@ -62,7 +63,7 @@ def imported(name: str, where: str) -> Any:
 
 def import_module(name: str) -> ModuleType:
     """Import a module; the current folder is looked in last, whatever started the process."""
-    here = os.getcwd()
+    here = str(Path.cwd())
     if sys.path[-1:] != [here] or "" in sys.path:
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]
         importlib.invalidate_caches()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 
 from titan_dit import catalog, config_file, failure
+from titan_dit.config import JobConfig
 from titan_dit.section import UserError
 
 
@@ -26,24 +28,26 @@ def main() -> int:
         return 0
 
     # Imported late: a mistake in the config is answered before torch.distributed is loaded.
+    from titan_dit import plan
     from titan_dit.dry_run import estimate
     from titan_dit.faults import flight_recorder, orphan
-    from titan_dit.parallel import mesh, runtime
-    from titan_dit.pipeline.checks import check_layout
+    from titan_dit.parallel import runtime
     from titan_dit.state import resume
+    from titan_dit.validate import device, layout, validate
 
     orphan.die_with_launcher()
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
     # Whether the run has begun, the first rank decides; a shared disk may show others less.
     is_first = os.environ.get("RANK", "0") == "0"
     following = not is_first or resume.has_begun(config.job, config.checkpoint)
+    planned = plan.resolve(config, runtime.started_ranks(), following)
     try:
-        sizes = mesh.solve(config.parallel, runtime.started_ranks(), following)
+        layout.check_world(planned)
     except UserError as error:
         hint = "A step of this layout can be seen without any device: add --dry-run."
         raise UserError(f"{error} {hint}") from None
-    check_layout(config, sizes, following)
-    estimate.check_memory(config, sizes.shards, *estimate.rank_memory())
+    validate(config, planned)
+    device.check_memory(planned, config.ema, *estimate.rank_memory())
     from titan_dit.trainer import Trainer
 
     flight_recorder.switch_on()
@@ -64,17 +68,26 @@ def show_help(arguments: list[str]) -> None:
     names = "; ".join(
         f"--{section}.name {' | '.join(table)}" for section, table in catalog.SECTIONS.items()
     )
-    kinds = (type(config.model), type(config.objective), type(config.data))
     tyro.cli(
-        type(config)[kinds],  # type: ignore[index]
+        shown_as(config),
         prog="python -m titan_dit train --config FILE",
         description="Train a diffusion transformer. Flags win over the config file. The name of "
         f"[model], [objective] and [data] decides what their other keys are: {names}.",
         args=["--help"],
-        default=config,
+        default=shown_as(config)(**vars(config)),
         config=(tyro.conf.FlagConversionOff,),
         use_underscores=True,
     )
+
+
+def shown_as(config: JobConfig) -> type[JobConfig]:
+    """The config's class with the classes of [model], [objective] and [data] in their places."""
+    kinds = {f.name: type(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    named = [(f.name, kinds[f.name], f) for f in dataclasses.fields(config)]
+    made: type[JobConfig] = dataclasses.make_dataclass(
+        "JobConfig", named, frozen=True, kw_only=True
+    )
+    return made
 
 
 if __name__ == "__main__":

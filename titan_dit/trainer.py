@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_dit import __version__, catalog, config_file
-from titan_dit.admission import admit, hints
+from titan_dit import __version__, catalog, config_file, doors
 from titan_dit.config import JobConfig
 from titan_dit.data import loader
-from titan_dit.data.base import DataConfig, check_fits
+from titan_dit.data.base import Batch
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.diffusion.drawing import previews
+from titan_dit.evaluation import validation
 from titan_dit.failure import begun, leave
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard, Reading
-from titan_dit.faults.stop_request import StopRequest
+from titan_dit.faults.stop_request import Reason, StopRequest
 from titan_dit.faults.watchdog import Watchdog
 from titan_dit.garbage import Collector
-from titan_dit.models.base import ModelConfig
-from titan_dit.objectives.base import Batch, Objective
+from titan_dit.hooks import Hooks, Run, read_only
+from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
 from titan_dit.observe.flops import Work
 from titan_dit.observe.journal import Journal
-from titan_dit.observe.metrics import Meter, peak_gib, row_of
+from titan_dit.observe.metrics import Meter, Row, peak_gib, row_of
 from titan_dit.observe.profile import Profile
 from titan_dit.observe.profile_summary import DATA_WAIT, OPTIMIZER
 from titan_dit.parallel.compile import Recompiles
@@ -34,8 +34,9 @@ from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import Mesh, followed
 from titan_dit.parallel.runtime import World, set_deterministic
 from titan_dit.pipeline.build import build
-from titan_dit.pipeline.checks import rows_per_rank
+from titan_dit.plan import resolve
 from titan_dit.rng import SampleRNG
+from titan_dit.section import UserError
 from titan_dit.state import resume, rollback, run_lock
 from titan_dit.state.ema import EMA
 from titan_dit.state.ledger import Ledger
@@ -44,44 +45,58 @@ from titan_dit.state.optimizer import apply_gradients, build_optimizer, optimize
 from titan_dit.state.progress import Progress
 from titan_dit.state.ranks import Ranks
 from titan_dit.state.sample_log import SampleLog
+from titan_dit.validate import data as data_fits
+from titan_dit.validate import device as device_fits
+from titan_dit.validate import validate
 
-Config: TypeAlias = JobConfig[ModelConfig, Objective, DataConfig]
+HOOKS = "[job] hooks"
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 
 
 class Trainer:
     """One run on this rank. Building it leaves the run directory alone."""
 
-    def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
-        self.folder = resume.folder_of(config.job)
+    def __init__(self, config: JobConfig, world: World) -> None:
+        self.config, self.world, job = config, world, config.job
+        self.folder = resume.folder_of(job)
         if config.training.deterministic:
             set_deterministic()
-        sizes = admit(config, world)
-        self.sampler = catalog.sampler(config.sampling.sampler, config.objective.name)
+        # The first rank's view decides, as it does in `resume`.
+        following = world.gather(resume.has_begun(job, config.checkpoint))[0]
+        self.plan = plan = resolve(config, world.size, following)
+        validate(config, plan, world.device)
+        self.hooks = Hooks(job.hooks, world)
         self.source = config.data.open()
-        check_fits(self.source.facts, config.model.sample_shape, config.model.num_classes)
+        self.objective = config.objective.build(config.model, self.source.facts)
+        data_fits.check_fields(self.source.fields, self.objective, config.data.name)
+        self.held_out = validation.held_out_of(config.validation, self.source, job.seed)
+        self.epochs = EpochOrder.of(job.seed, len(self.source), self.held_out)
+        self.validation_set = validation.open_apart(
+            config.validation, config.data, self.source, self.held_out, world
+        )
 
-        self.mesh = Mesh(sizes, world.device.type)
-        built = build(config, self.mesh, catalog.tensor_plan(config.model.name), world.device)
+        self.mesh = Mesh(plan.sizes, world.device.type)
+        built = build(plan, self.objective, self.mesh, world.device)
         self.executor, self.parameters = built.executor, built.parameters
         self.num_parameters, self.notes = built.num_parameters, built.notes
-        self.work = Work.of(config, built.flops_per_sample, world.size, world.device)
+        batch, tokens = plan.global_batch_size, plan.network.num_tokens
+        rates = built.flops_per_sample, world.size, world.device, plan.precision.dtype
+        self.work = Work.of(batch, tokens, *rates)
 
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema)
         self.ema.run_beside(self.optimizer)
-        self.epochs = EpochOrder(config.job.seed, len(self.source))
         self.step, self.cursor, self.ledger = 0, 0, Ledger()
         self.guard = Guard(config.faults, world.device)
-        self.checkpoints = resume.checkpoints_of(config.job, config.checkpoint)
-        self.journal = Journal(self.folder, config.job.name, is_written=world.is_main)
+        self.checkpoints = resume.checkpoints_of(job, config.checkpoint)
+        self.journal = Journal(self.folder, job.name, is_written=world.is_main)
         self.say = self.journal.say
         self.meter, self.recompiles = Meter(), Recompiles()
         self.collector = Collector(config.training.gc_every)
         self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
         self.profile = Profile(config.profile, self.folder / "profile", world.rank, world.device)
         self.sample_log: SampleLog | None = None
+        self.row: Row = {}
 
     def fit(self) -> int:
         """Train from the newest checkpoint, or from the start, to the last step.
@@ -94,6 +109,8 @@ class Trainer:
             self.open_run_directory()
             with StopRequest(self.world.size) as stop, self.collector:
                 self.train(stop)
+        if failure := self.hooks.failed():
+            raise UserError(failure)
         return stop.exit_code
 
     def train(self, stop: StopRequest) -> None:
@@ -102,6 +119,7 @@ class Trainer:
         batches, begun_at = self.batches(), self.step + 1
         self.meter.restart()
         begun()
+        self.call_hooks("begun", stop)
         while self.step < config.training.steps and not stop.agreed():
             self.step += 1
             self.profile.begin(self.step)
@@ -113,20 +131,26 @@ class Trainer:
                 self.sample_log.write(self.step, batch)
             self.write_profile()
             shown = self.step == begun_at or self.due(config.metrics.every)
+            validated = self.due(config.validation.every)
             # Looked at before a checkpoint too, which must not hold what has to be undone.
-            if shown or self.due(self.guard.every) or self.due(config.checkpoint.every):
+            looked = shown or validated or self.due(config.checkpoint.every)
+            if looked or self.due(self.guard.every):
                 reading = self.read_guard()
-                if shown:
-                    self.report(reading, lr)
+                if shown or validated:
+                    self.report(reading, lr, self.validate() if validated else {})
                 if self.guard.limit:
                     self.go_back()
                     batches, begun_at = self.batches(), self.step + 1
                     continue
+            if validated:
+                self.call_hooks("validated", stop)
             if self.due(config.sampling.every):
                 self.preview()
             if self.due(config.checkpoint.every):
                 self.save()
+                self.call_hooks("saved", stop)
             self.tell_of_saves()
+            self.call_hooks("step_ended", stop)
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
         if self.step < config.training.steps:
@@ -135,6 +159,7 @@ class Trainer:
             self.write_profile(stopped=True)
             self.finish_saves()
             self.say(f"done: step {self.step}, everything is in {self.folder}")
+        self.call_hooks("ended", stop)
 
     def stop_early(self, stop: StopRequest, begun_at: int) -> None:
         """Save what has not been saved, and leave the launcher a note that steps are left."""
@@ -149,7 +174,29 @@ class Trainer:
         self.finish_saves()
         leave({"stopped": stop.reason.name, "step": self.step})
         end = "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
-        self.say(f"stopped{stop.by} after step {self.step}; {end}")
+        by = f" by {HOOKS}" if stop.reason == Reason.HOOK else stop.by
+        self.say(f"stopped{by} after step {self.step}; {end}")
+
+    def call_hooks(self, moment: str, stop: StopRequest) -> None:
+        """Show the run to the user's hooks; one that raises stops all ranks, in good order."""
+        if not self.hooks.wanted:
+            return
+        run = Run(
+            name=self.config.job.name,
+            folder=self.folder,
+            step=self.step,
+            steps=self.config.training.steps,
+            samples=self.cursor,
+            rank=self.world.rank,
+            num_ranks=self.world.size,
+            config=config_file.to_tables(self.config),
+            parameters=read_only(self.parameters),
+            row=self.row,
+        )
+        with self.meter.paused():
+            self.hooks.call(moment, run)
+        if self.hooks.failure:
+            stop.ask(Reason.HOOK)
 
     def due(self, every: int) -> bool:
         """Whether what is done every so many steps is done after this one; 0 is never."""
@@ -157,19 +204,23 @@ class Trainer:
         return bool(every) and (self.step % every == 0 or last)
 
     @property
-    def plan(self) -> BatchPlan:
+    def batch_plan(self) -> BatchPlan:
         """Which samples come in which step."""
-        return BatchPlan(self.config.training.global_batch_size, self.ledger.skipped_spans)
+        return BatchPlan(self.plan.global_batch_size, self.ledger.skipped_spans)
+
+    @property
+    def share(self) -> DataShare:
+        """This rank's part of what the data-parallel ranks share."""
+        mesh, device = self.mesh, self.world.device
+        return DataShare(device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch, from the cursor on."""
-        config, mesh, device = self.config, self.mesh, self.world.device
-        rows = rows_per_rank(config, mesh.sizes)
-        order = RankOrder(self.plan, self.epochs, mesh.data_rank, mesh.sizes.data, rows)
-        seed, workers = config.job.seed, config.data.workers
-        return loader.load(
-            self.source, order, self.cursor, config.model, device, seed=seed, workers=workers
-        )
+        share, rows = self.share, self.plan.rows_per_rank
+        order = RankOrder(self.batch_plan, self.epochs, share.rank, share.num_ranks, rows)
+        inspect, workers = self.objective.inspect, self.config.data.workers
+        where = self.cursor, inspect, share.device
+        return loader.load(self.source, order, *where, workers=workers)
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
         """One optimizer step: this rank's share of the loss, the gradient norm, the rate.
@@ -179,7 +230,7 @@ class Trainer:
         """
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
-        loss = self.executor.step(config.objective.prepare(batch, rng))
+        loss = self.executor.step(self.objective.prepare(batch, rng))
         lr = learning_rate(
             config.lr_schedule, config.optimizer.lr, self.step, config.training.steps
         )
@@ -188,26 +239,26 @@ class Trainer:
             bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
             apply_gradients(self.optimizer, lr, skip=bad)
             self.ema.update(self.step, skip=bad)
-        _, self.cursor = self.plan(self.cursor)
+        _, self.cursor = self.batch_plan(self.cursor)
         self.meter.steps += 1
         return loss, grad_norm, lr
 
     def read_guard(self) -> Reading:
         """Wait for the device, and write down which steps were bad since the last time."""
-        objective, seed = self.config.objective, self.config.job.seed
+        seed, device = self.config.job.seed, self.world.device
         reading = self.guard.read(self.mesh.sum_loss)
         for bad in reading.bad:
-            numbers, _ = self.plan(bad.cursor)
+            numbers, _ = self.batch_plan(bad.cursor)
             self.ledger = self.ledger.leave_out(bad.step, numbers)
-            times = fault_log.timesteps_of(objective, seed, numbers, self.world.device)
-            line = fault_log.bad_step(bad, numbers, self.epochs.rows(numbers), times)
+            drawn = fault_log.drawn_for(self.objective, seed, numbers, device)
+            line = fault_log.bad_step(bad, numbers, self.epochs.rows(numbers), drawn)
             self.journal.add(fault_log.FILE, line)
             self.say(console.skipped(bad.step, bad.kind, bad.grad_norm, self.folder))
         return reading
 
-    def report(self, reading: Reading, lr: float) -> None:
+    def report(self, reading: Reading, lr: float, validated: Row) -> None:
         """Write a line of metrics."""
-        row = row_of(
+        row = self.row = validated | row_of(
             *(self.step, self.cursor, reading.loss, reading.grad_norm, lr),
             times=self.meter.read(),
             work=self.work,
@@ -216,7 +267,7 @@ class Trainer:
             spike_steps=self.guard.spike_steps,
         )
         # The first line of a resumed run is for the person at the console only.
-        if self.step == 1 or self.due(self.config.metrics.every):
+        if self.step == 1 or validated or self.due(self.config.metrics.every):
             self.journal.log(row)
         self.say(console.progress(row, self.config.training.steps), self.recompiles.news())
 
@@ -225,7 +276,9 @@ class Trainer:
         assert self.guard.streak
         assert self.guard.limit
         (first, begin), (last, cursor) = self.guard.streak, self.guard.limit
-        bad = rollback.BadSteps(first, last, (self.plan(begin)[0][0], self.plan(cursor)[1]))
+        bad = rollback.BadSteps(
+            first, last, (self.batch_plan(begin)[0][0], self.batch_plan(cursor)[1])
+        )
         with self.watchdog.slow("going back"), self.meter.paused():
             self.checkpoints.wait()
             start = resume.newest_before(self.checkpoints, first)
@@ -241,15 +294,32 @@ class Trainer:
         self.open_sample_log()
         self.collector.rest()  # Data workers are forked once more, and inherit its state.
 
+    def validate(self) -> Row:
+        """The loss on the validation set: of the weights, and of every average of them."""
+        assert self.validation_set
+        given = self.validation_set, self.objective, self.executor, self.share
+        found: Row = {}
+        with self.watchdog.slow("validating"), self.meter.paused():
+            for average in (None, *self.ema.averages):
+                swapped = self.ema.swapped_in(average) if average else nullcontext()
+                with swapped:
+                    losses = validation.losses(
+                        *given,
+                        seed=self.config.job.seed,
+                        batch_size=self.plan.rows_per_rank,
+                    )
+                suffix = f"_ema_{average}" if average else ""
+                found |= {f"{name}{suffix}": value for name, value in losses.items()}
+            self.collector.full()
+        return found
+
     def preview(self) -> None:
-        """Draw samples of the averaged weights, each data rank its share, and the loss curve."""
+        """Show what the averaged weights make, each data rank its share, and the loss curve."""
+        given = self.config.sampling, self.config.job.seed, self.share
         slow = self.watchdog.slow("drawing")
         with slow, self.meter.paused(), self.ema.swapped_in():
-            predict, device = self.executor.predict, self.world.device
-            tokens, labels = previews(predict, self.config, self.mesh, self.sampler, device)
-            facts = self.source.facts
-            latents = facts.to_stored_units(self.config.model.detokenize(tokens))
-            self.journal.draw_samples(self.step, latents, labels, facts.value_range)
+            preview = self.objective.preview(self.executor.predict, *given)
+            self.journal.show(self.step, preview)
             self.journal.draw_curve()
             self.collector.full()
 
@@ -277,7 +347,7 @@ class Trainer:
             if self.guard.taken:
                 self.read_guard()
             progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
-            record = progress.as_record(len(self.source)) | {
+            record = progress.as_record(self.epochs.num_rows) | {
                 "config": config_file.to_tables(self.config),
                 "data": self.source.facts.as_json(),
                 "layout": str(self.mesh.sizes),
@@ -311,7 +381,9 @@ class Trainer:
             before = config_file.build(record["config"], catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
-            resume.check_same_mathematics(path, configs, digests, record.get("imported", False))
+            held_out = before.validation.held_out, len(self.held_out)
+            imported = record.get("imported", False)
+            resume.check_same_mathematics(path, configs, digests, held_out, imported)
         load = resume.load_imported if record.get("imported") else resume.load
         load(path, record, self.tensors(), self.ema, verified=True)
         own = resume.is_own(self.checkpoints, path)
@@ -336,13 +408,25 @@ class Trainer:
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics, and say what will be done."""
         config, device, flops = self.config, self.world.device, self.work.flops_per_sample
-        self.journal.open(config, self.step)
+        self.journal.open(config_file.to_tables(config), config.metrics, self.step)
         if self.world.is_main and not self.ledger.skipped:
             (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
         self.open_sample_log()
         self.say(*followed(config.parallel, self.mesh.sizes))
         where, facts = f"{self.mesh.sizes} on {device.type}", self.source.facts
-        sizes = console.Sizes(self.num_parameters, flops, len(self.source), facts.num_classes)
-        self.say(*console.beginning(config, VERSIONS, where, sizes, self.step, self.folder))
+        sizes = console.Sizes(
+            self.num_parameters,
+            flops,
+            self.plan.network.num_tokens,
+            len(self.source),
+            len(self.held_out),
+            facts.about,
+        )
+        named, settings = (config.model.name, config.data.name), (config.precision, config.training)
+        given = *settings, VERSIONS, where, sizes, self.step, self.folder
+        self.say(*console.beginning(named, *given))
+        own = {"model": config.model, "objective": config.objective, "data": config.data}
+        self.say(*doors.origins(own), *self.hooks.origins())
         if self.world.is_main:
-            self.say(*self.notes, *hints(config, self.source, device, flops))
+            hint = device_fits.attention_hint(self.plan, device, flops)
+            self.say(*self.notes, *self.objective.hints(self.source), hint)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from titan_dit import __version__, catalog, config_file
 from titan_dit.commands.restore import find, restore
-from titan_dit.data.base import DataFacts
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
 from titan_dit.section import Bound, Count, Finite, Section, UserError, conform
 from titan_dit.state import checkpoint, original_weights, weight_file
@@ -161,7 +162,7 @@ def record_of(original: Original, objective: dict[str, Any], scale: float) -> di
         "training": {"steps": 1, "global_batch_size": 1},
         "ema": {"decays": [float(EMA_DECAY)], "warmup": False},
     }
-    facts = DataFacts(
+    facts = LatentFacts(
         shape=config.sample_shape, count=0, num_classes=config.num_classes, scale=scale
     )
     return {
@@ -181,7 +182,10 @@ def write_original(source: Place, target: Path, options: Options) -> None:
         raise UserError(f"--to {target}: name a file that ends in .pt or .safetensors.")
     path = find(source, options.step, "--from")
     run = restore(path, options.weights or "ema", options.decay, torch.device("cpu"))
-    config, objective = run.config.model, run.config.objective
+    config = run.model_config
+    if not isinstance(config, DiTConfig):
+        raise UserError(f"--from {source}: {config.name} is no DiT; the original's files hold one.")
+    objective: Any = run.diffusion("convert").path
     original = Original(config, objective.output_channels(config.channels))
     ours = {name: p.detach() for name, p in run.model.named_parameters()}
     hidden, layers, heads, patch = config.shape

@@ -11,12 +11,13 @@ import tyro
 from jaxtyping import Shaped
 from torch import Tensor
 
-from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.folders import LatentFolder
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, open_latents
 from titan_dit.data.listing import few
-from titan_dit.diffusion.units import to_model_units
-from titan_dit.observe import console, images
+from titan_dit.diffusion.objective import to_model_units
+from titan_dit.diffusion.pictures import draw_grid
+from titan_dit.observe import console
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Count, Section, UserError
 
@@ -50,7 +51,7 @@ def main(options: Options) -> None:
     num = min(options.num, len(source))
     samples = source.read([i * len(source) // num for i in range(num)])
     facts = source.facts
-    mean_and_std = looks_like_mean_and_std(samples.latents, facts)
+    mean_and_std = looks_like_mean_and_std(samples["latent"], facts)
     for name, value in describe(source).items():
         console.say(f"{name:9}{value}")
     if options.verify and isinstance(source, LatentShards):
@@ -60,17 +61,17 @@ def main(options: Options) -> None:
     channels = facts.shape[0] // 2 if mean_and_std else facts.shape[0]
     if mean_and_std:
         console.say(f"the {2 * channels} channels look like a mean and a std of {channels}")
-    latents = to_model_units(samples.latents, facts, channels, SampleRNG(0, torch.arange(num)))
+    latents = to_model_units(samples["latent"], facts, channels, SampleRNG(0, torch.arange(num)))
     console.say(f"{num} samples, as the model sees them:")
     for channel in range(min(channels, 16)):
         values = latents[:, channel]
         console.say(f"  channel {channel}: mean {values.mean():+.3f}, std {values.std():.3f}")
-    shown = samples.latents[:, :channels].float()
-    images.draw_grid(out, shown, samples.labels.tolist(), facts.value_range)
+    shown = samples["latent"][:, :channels].float()
+    draw_grid(out, shown, samples["label"].tolist(), facts.value_range)
     console.say(f"drew {out}")
 
 
-def describe(source: Source) -> dict[str, object]:
+def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
     """What is known of a dataset, in the words of its manifest."""
     facts, about = source.facts, {}
     if isinstance(source, LatentShards):
@@ -98,7 +99,7 @@ def describe(source: Source) -> dict[str, object]:
     }
 
 
-def sizes_of_classes(labels: Tensor, facts: DataFacts) -> str:
+def sizes_of_classes(labels: Tensor, facts: LatentFacts) -> str:
     """How many classes, what they are called, the smallest and the largest."""
     sizes = labels.bincount(minlength=facts.num_classes)
     names = facts.class_names
@@ -110,7 +111,7 @@ def sizes_of_classes(labels: Tensor, facts: DataFacts) -> str:
     return f"{facts.num_classes:,}{named}, {', '.join(ends)}"
 
 
-def looks_like_mean_and_std(stored: Shaped[Tensor, "b k h w"], facts: DataFacts) -> bool:
+def looks_like_mean_and_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts) -> bool:
     """Whether the second half of the channels could be a std: nothing of it is below 0."""
     half = facts.shape[0] // 2
     whole = facts.shape[0] % 2 == 0 and facts.value_range is None

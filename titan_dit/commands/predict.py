@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from titan_dit.commands.restore import Restored, device_of, find, restore
-from titan_dit.objectives.base import Batch
+from titan_dit.diffusion.base import Clean
+from titan_dit.diffusion.objective import Diffusion
 from titan_dit.observe import console
+from titan_dit.pipeline.base import first_of
 from titan_dit.section import Count, Section, UserError
 from titan_dit.state.store import place
 from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors
@@ -52,49 +54,43 @@ def main(options: Options) -> None:
     device = device_of(options.device)
     path = find(place(options.checkpoint), options.step, "--checkpoint")
     run = restore(path, options.weights, options.decay, device)
-    inputs = read_inputs(Path(options.inputs), run)
+    diffusion = run.diffusion("predict")
+    inputs = read_inputs(Path(options.inputs), diffusion)
     size, parts = len(inputs["x"]), []
     for first in range(0, size, options.batch_size):
         rows = slice(first, first + options.batch_size)
-        parts.append(predict(run, {name: v[rows].to(device) for name, v in inputs.items()}))
+        part = {name: v[rows].to(device) for name, v in inputs.items()}
+        parts.append(predict(run, diffusion, part))
     found = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
     write_tensors(out, found)
     console.say(f"wrote {out}: {size} predictions of {path} ({run.weights}): {', '.join(found)}")
 
 
 @torch.no_grad()
-def predict(run: Restored, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def predict(run: Restored, diffusion: Diffusion, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """`out` [b, c_out, h, w] and, for given noise, the loss of every sample and its parts [b]."""
-    model, objective = run.config.model, run.config.objective
+    model, path = diffusion.model, diffusion.path
     x, t, y = model.tokenize(inputs["x"]), inputs["t"], inputs["y"]
     static = model.static(x.device)
     if "noise" not in inputs:
-        prediction = run.model({"tokens": x, "timestep": t, "labels": y}, static)
+        prediction = first_of(run.model({"tokens": x, "timestep": t, "labels": y}, static))
         return {"out": model.detokenize(prediction).contiguous()}
-    batch = Batch(
-        tokens=x,
-        labels=y,
-        sample_numbers=torch.arange(len(x), device=x.device),
-        weight=torch.ones(len(x), device=x.device),
-        total_weight=len(x),
-        channels=model.sample_shape[0],
-        static=static,
-    )
-    prepared = objective.corrupt(batch, t, model.tokenize(inputs["noise"]), y)
-    if not torch.equal(prepared.inputs["timestep"], t):
+    clean = Clean(x, y, model.sample_shape[0])
+    corrupted = path.corrupt(clean, t, model.tokenize(inputs["noise"]), y)
+    if not torch.equal(corrupted.inputs["timestep"], t):
         raise UserError("--inputs: with noise, t must hold whole steps of the diffusion.")
-    prediction = run.model(prepared.inputs, prepared.static)
-    terms = objective.terms(prediction, prepared.targets)
+    prediction = first_of(run.model(corrupted.inputs, static))
+    terms = path.terms(prediction, corrupted.targets)
     losses = {f"loss_{name}": term.mean(1) for name, term in terms.items()}
-    losses["loss"] = objective.loss(prediction, prepared.targets).mean(1)
+    losses["loss"] = path.loss(prediction, corrupted.targets).mean(1)
     return {"out": model.detokenize(prediction).contiguous(), **losses}
 
 
-def read_inputs(path: Path, run: Restored) -> dict[str, Tensor]:
+def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
     """x, t, y and perhaps noise of a file, checked against the network."""
     tensors = read_tensors(path, "--inputs", ("x", "t", "y"))
     x, t, y = tensors["x"], tensors["t"], tensors["y"]
-    sample = run.config.model.sample_shape
+    sample = diffusion.model.sample_shape
     if tuple(x.shape[1:]) != sample:
         raise UserError(
             f"--inputs {path}: x is {list(x.shape)}, but the network takes "
@@ -107,8 +103,8 @@ def read_inputs(path: Path, run: Restored) -> dict[str, Tensor]:
                 f"--inputs {path}: {name} is {list(tensors[name].shape)}, but for x of "
                 f"{list(x.shape)} it must be {list(shape)}."
             )
-    check_labels(path, "--inputs", y, run.config.model.num_classes)
-    last = run.config.objective.last_timestep
+    check_labels(path, "--inputs", y, diffusion.model.num_classes)
+    last = diffusion.path.last_timestep
     if not (t.min() >= 0 and t.max() <= last):
         raise UserError(f"--inputs {path}: t must lie in 0 to {last}.")
     given = {"x": x.float(), "t": t.float(), "y": y.long()}

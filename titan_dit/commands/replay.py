@@ -10,25 +10,27 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_dit import catalog, config_file
+from titan_dit import catalog, config_file, doors
 from titan_dit.commands.restore import device_of, series
 from titan_dit.config import CompileConfig, JobConfig, ParallelConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.order import BatchPlan, EpochOrder
+from titan_dit.evaluation.validation import held_out_of
 from titan_dit.faults import fault_log
+from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
 from titan_dit.parallel import runtime
-from titan_dit.parallel.float8_checks import nearest_to
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.pipeline.base import Output, first_of
 from titan_dit.pipeline.build import Built, build
 from titan_dit.pipeline.local import LocalExecutor
+from titan_dit.plan import resolve
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Count, Section, UserError, Whole
 from titan_dit.spans import numbers_of, spans_of
@@ -36,8 +38,8 @@ from titan_dit.state import checkpoint, rollback, sample_log
 from titan_dit.state.checkpoints import step_of
 from titan_dit.state.progress import Progress
 from titan_dit.state.store import Place
+from titan_dit.validate.device import nearest_to
 
-Config = JobConfig[Any, Any, Any]
 MICROBATCH = 32
 """Samples at a time where the run's config does not say."""
 
@@ -70,12 +72,12 @@ class Replayed:
 
     number: int
     row: int
-    label: int
-    timestep: float
     loss: float
     microbatch: int
+    described: Mapping[str, float]
+    """What the objective says of it: its label, its timestep, ..."""
     not_finite: tuple[str, ...]
-    """Which of clean, noised, prediction and loss hold a NaN or an infinity."""
+    """Which of its fields, inputs, prediction and loss hold a NaN or an infinity."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def main(options: Options) -> None:
     run = Path(options.run)
     if not (run / "config.toml").is_file():
         raise UserError(f"--run {run}: no config.toml there. Give a run directory.")
-    config: Config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
+    config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
     is_shown = check_taken(run, options.step, config)
     origin = origin_of(run, options.step, config)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
@@ -110,12 +112,22 @@ def main(options: Options) -> None:
     behind = options.step - 1 - origin.weights_step
     late = f", {behind} steps older than those of the step" if behind else ", those of the step"
     console.say(f"weights {origin.weights or 'as initialized'}{late}")
+    own = {"model": config.model, "objective": config.objective, "data": config.data}
+    for line in doors.origins(own):
+        console.say(line)
     source = config.data.open()
     if origin.data_digest not in (None, source.facts.digest):
         raise UserError(f"[data] of {run} is not what the run was trained on: its digest differs.")
+    objective = config.objective.build(config.model, source.facts)
+    held_out = held_out_of(config.validation, source, config.job.seed)
     with runtime.start(device_of(options.device).type) as world:
         theatre = Theatre(
-            config, source, rebuilt(config, origin, size, world.device), len(origin.numbers)
+            config.job.seed,
+            objective,
+            source,
+            EpochOrder.of(config.job.seed, len(source), held_out),
+            rebuilt(config, objective, origin, size, world.device),
+            len(origin.numbers),
         )
         samples, norms = [], []
         for number in chosen:
@@ -127,7 +139,7 @@ def main(options: Options) -> None:
         console.say(line)
 
 
-def check_taken(run: Path, step: int, config: Config) -> bool:
+def check_taken(run: Path, step: int, config: JobConfig) -> bool:
     """Whether the run shows that it took the step; False for one that it may have died in.
 
     Raises UserError for a step after those.
@@ -160,7 +172,7 @@ def newest_step(run: Path) -> int:
     return max(0, faulty, *logged, *saved)
 
 
-def origin_of(run: Path, step: int, config: Config) -> Origin:
+def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
     """What a step saw: as the run wrote it down if it was bad, else by the plan of batches."""
     before = [path for path in series(run).whole() if step_of(path) < step]
     record = checkpoint.read_record(before[-1]) if before else {}
@@ -195,7 +207,9 @@ def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequ
     return (chosen,)
 
 
-def rebuilt(config: Config, origin: Origin, size: int, device: torch.device) -> Built:
+def rebuilt(
+    config: JobConfig, objective: Objective, origin: Origin, size: int, device: torch.device
+) -> Built:
     """The run's network on one device, in the run's own precision, with its weights."""
     alone = replace(
         config,
@@ -205,7 +219,7 @@ def rebuilt(config: Config, origin: Origin, size: int, device: torch.device) -> 
         training=replace(config.training, microbatch_size=size),
     )
     mesh = Mesh(AxisSizes(), device.type)
-    built = build(alone, mesh, catalog.tensor_plan(config.model.name), device)
+    built = build(resolve(alone, 1), objective, mesh, device)
     if origin.weights:
         weights = {name: p.detach() for name, p in built.parameters.items()}
         checkpoint.load(origin.weights, {"model": weights})
@@ -216,8 +230,10 @@ def rebuilt(config: Config, origin: Origin, size: int, device: torch.device) -> 
 class Theatre:
     """A step's network and data, to run parts of the step on."""
 
-    config: Config
+    seed: int
+    objective: Objective
     source: Source
+    epochs: EpochOrder
     built: Built
     num_samples: int
     """Of the whole step: the loss is a mean over them."""
@@ -226,36 +242,47 @@ class Theatre:
         self, microbatch: int, numbers: Sequence[int], device: torch.device
     ) -> tuple[list[Replayed], float]:
         """Forward and backward of some samples: each of them, and the norm of their gradient."""
-        config, seed = self.config, self.config.job.seed
-        rows = EpochOrder(seed, len(self.source)).rows(numbers)
+        rows = self.epochs.rows(numbers)
         pairs = list(zip(numbers, rows, strict=True))
-        batch = loader.load_samples(self.source, pairs, config.model, device, seed=seed)
-        batch = replace(batch, total_weight=float(self.num_samples))
-        prepared = config.objective.prepare(batch, SampleRNG(seed, batch.sample_numbers))
-        seen: dict[str, Tensor] = {"clean": batch.tokens, "noised": prepared.inputs["tokens"]}
+        inspect, total = self.objective.inspect, float(self.num_samples)
+        batch = loader.load_samples(self.source, pairs, inspect, device, total)
+        rng = SampleRNG(self.seed, batch.sample_numbers)
+        prepared = self.objective.prepare(batch, rng)
+        seen: dict[str, Tensor] = {**batch.fields}
+        seen |= {f"input {name}": value for name, value in prepared.inputs.items()}
+        executor = self.built.executor
+        assert isinstance(executor, LocalExecutor)
+        of_run = executor.loss
 
-        def loss(prediction: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
-            per_token: Tensor = config.objective.loss(prediction, targets)
-            seen["prediction"], seen["loss"] = prediction.detach(), per_token.detach()
+        def loss(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
+            per_token = of_run(output, targets)
+            seen["prediction"], seen["loss"] = first_of(output).detach(), per_token.detach()
             return per_token
 
-        assert isinstance(self.built.executor, LocalExecutor)
-        self.built.executor.loss = loss
-        self.built.executor.step(prepared)
+        executor.loss = loss
+        executor.step(prepared)
+        executor.loss = of_run
         norm = clip_norm(self.built.parameters.values(), 0.0).item()
         for parameter in self.built.parameters.values():
             parameter.grad = None
-        finite = {name: value.flatten(1).isfinite().all(1).tolist() for name, value in seen.items()}
-        timesteps, losses = prepared.inputs["timestep"].tolist(), seen["loss"].mean(1).tolist()
+        finite = {name: is_finite(value) for name, value in seen.items()}
+        described = self.objective.describe(batch.fields, rng)
+        plain = {name: value.tolist() for name, value in described.items()}
+        losses = seen["loss"].mean(1).tolist()
         return [
             Replayed(
-                *(number, row, label, timestep, its_loss, microbatch),
+                *(number, row, its_loss, microbatch),
+                described={name: values[i] for name, values in plain.items()},
                 not_finite=tuple(name for name in finite if not finite[name][i]),
             )
-            for i, ((number, row), label, timestep, its_loss) in enumerate(
-                zip(pairs, batch.labels.tolist(), timesteps, losses, strict=True)
-            )
+            for i, ((number, row), its_loss) in enumerate(zip(pairs, losses, strict=True))
         ], norm
+
+
+def is_finite(values: Tensor) -> list[bool]:
+    """Of every sample, whether all its values are."""
+    found: list[bool] = values.reshape(len(values), -1).isfinite().all(1).tolist()
+    return found
 
 
 def report(
@@ -277,10 +304,11 @@ def report(
 
 def line_of(sample: Replayed) -> str:
     """One sample."""
+    described = "".join(f"{name} {value:.4g}  " for name, value in sample.described.items())
     fault = f"  not finite: {', '.join(sample.not_finite)}" if sample.not_finite else ""
     return (
-        f"  sample {sample.number}  row {sample.row}  label {sample.label}  "
-        f"t {sample.timestep:.4g}  loss {sample.loss:.6g}  microbatch {sample.microbatch}{fault}"
+        f"  sample {sample.number}  row {sample.row}  {described}"
+        f"loss {sample.loss:.6g}  microbatch {sample.microbatch}{fault}"
     )
 
 

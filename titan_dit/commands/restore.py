@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
-from titan_dit import catalog, config_file
-from titan_dit.config import JobConfig
-from titan_dit.data.base import DataFacts
+from titan_dit import catalog, config_file, doors
+from titan_dit.diffusion.objective import Diffusion
+from titan_dit.models.base import Model, ModelConfig
+from titan_dit.objectives.base import Objective
+from titan_dit.observe import console
 from titan_dit.section import UserError
 from titan_dit.state import checkpoint
 from titan_dit.state.checkpoints import NAME, Checkpoints, step_of
 from titan_dit.state.store import MANIFEST, Place, place, store_of
+
+USED = ("model", "objective", "ema")
+"""The sections of a record that are read; of the others nothing is imported."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,20 @@ class Restored:
 
     path: Place
     step: int
-    config: JobConfig[Any, Any, Any]
-    facts: DataFacts
-    model: nn.Module
+    model_config: ModelConfig
+    objective: Objective
+    model: Model
     weights: str
     """Which weights: "ema 0.9999" or "model"."""
+
+    def diffusion(self, command: str) -> Diffusion:
+        """The objective, if it is a diffusion; UserError that says what `command` is for."""
+        if isinstance(self.objective, Diffusion):
+            return self.objective
+        raise UserError(
+            f"{command} is for diffusion runs; {self.path} was trained by "
+            f"{type(self.objective).__name__}."
+        )
 
 
 def find(run: Place, step: int | None, flag: str = "--run") -> Place:
@@ -78,13 +90,15 @@ def restore(path: Place, weights: str, decay: float | None, device: torch.device
     Without EMA in the run, "ema" falls back to the last weights.
     """
     record = checkpoint.read_record(path)
-    config: JobConfig[Any, Any, Any] = config_file.build(record["config"], catalog.variant)
+    sections = config_file.build_sections(record["config"], catalog.variant, USED)
+    model_config, objective, ema = (sections[name] for name in USED)
+    for line in doors.origins({"model": model_config, "objective": objective}):
+        console.say(line)
     with torch.device("meta"):
-        channels = config.model.sample_shape[0]
-        model = config.model.build(config.objective.output_channels(channels))
+        model = objective.network(model_config).build()
     model.to_empty(device=device)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
-    decays = config.ema.decays
+    decays = ema.decays
     if decay is not None and decay not in decays:
         raise UserError(f"--decay {decay}: {path} has {', '.join(map(str, decays)) or 'no EMA'}.")
     if weights == "ema" and decays:
@@ -94,5 +108,5 @@ def restore(path: Place, weights: str, decay: float | None, device: torch.device
     else:
         checkpoint.load(path, {"model": tensors})
         weights = "model"
-    facts = DataFacts.from_json(record["data"])
-    return Restored(path, record["step"], config, facts, model.eval(), weights)
+    bound = objective.build(model_config, objective.facts(record["data"]))
+    return Restored(path, record["step"], model_config, bound, model.eval(), weights)

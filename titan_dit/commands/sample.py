@@ -12,12 +12,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit import catalog
-from titan_dit.commands.restore import Restored, device_of, find, restore
-from titan_dit.diffusion.drawing import check_drawing, generate, spread_labels
+from titan_dit.commands.restore import device_of, find, restore
+from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.samplers.base import Sampler
-from titan_dit.models.base import ModelConfig
-from titan_dit.observe import console, images
+from titan_dit.observe import console
 from titan_dit.section import Bound, Count, Fraction, NonNegative, Section, UserError
 from titan_dit.state.store import place
 from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors
@@ -72,22 +70,21 @@ def main(options: Options) -> None:
     device = device_of(options.device)
     path = find(place(options.run), options.step)
     run = restore(path, options.weights, options.decay, device)
-    sampler = catalog.sampler(options.sampler, run.config.objective.name, "--sampler")
-    check_drawing(
-        run.config.objective, run.config.model, options.steps, options.cfg_channels, "--{}"
-    )
-    labels = labels_of(options.labels, options.num, run.config.model.num_classes)
+    diffusion = run.diffusion("sample")
+    drawing.check(diffusion.path, diffusion.model, options, "--{}")
+    sampler = drawing.sampler_of(diffusion.path, options.sampler, "--sampler")
+    labels = labels_of(options.labels, options.num, diffusion.model.num_classes)
     noise = None
     if options.noise is not None:
-        noise, labels = read_noise(Path(options.noise), run.config.model)
+        noise, labels = read_noise(Path(options.noise), diffusion.model)
     console.say(
         f"sampling {len(labels)} from {path} ({run.weights}): {sampler.__name__}, "
         f"{options.steps} steps, cfg_scale {options.cfg_scale:g}, seed {options.seed}"
     )
-    samples = draw(run, sampler, labels, noise, options)
+    samples = draw(run.model, diffusion, sampler, labels, noise, options)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".png":
-        images.draw_grid(out, samples, labels.tolist(), run.facts.value_range)
+        draw_grid(out, samples, labels.tolist(), diffusion.data.value_range)
     else:
         write_tensors(out, {"samples": samples.contiguous(), "labels": labels})
     console.say(f"wrote {out}")
@@ -107,7 +104,7 @@ def labels_of(text: str, num: int, num_classes: int) -> Int64[Tensor, " num"]:
 
 
 def read_noise(
-    path: Path, model: ModelConfig
+    path: Path, model: LatentModel
 ) -> tuple[Float[Tensor, "n c h w"], Int64[Tensor, " n"]]:
     """Where to start from, and the labels to go to, from a file."""
     tensors = read_tensors(path, "--noise", ("noise", "labels"))
@@ -124,21 +121,22 @@ def read_noise(
 
 @torch.no_grad()
 def draw(
-    run: Restored,
+    network: Model,
+    diffusion: Diffusion,
     sampler: Sampler,
     labels: Int64[Tensor, " n"],
     noise: Float[Tensor, "n c h w"] | None,
     options: Options,
 ) -> Float[Tensor, "n c h w"]:
     """All samples in the units that the dataset is stored in, fp32, on the CPU."""
-    model, device = run.config.model, next(run.model.parameters()).device
+    model, device = diffusion.model, next(network.parameters()).device
     parts, began = [], time.perf_counter()
     for first in range(0, len(labels), options.batch_size):
         rows = slice(first, first + options.batch_size)
         part = labels[rows].to(device)
-        tokens = generate(
-            run.model,
-            run.config.objective,
+        tokens = drawing.generate(
+            network,
+            diffusion.path,
             model,
             part,
             torch.arange(first, first + len(part), device=device),
@@ -150,7 +148,7 @@ def draw(
             cfg_channels=options.cfg_channels,
             noise=None if noise is None else model.tokenize(noise[rows].to(device)),
         )
-        parts.append(run.facts.to_stored_units(model.detokenize(tokens)).cpu())
+        parts.append(diffusion.data.to_stored_units(model.detokenize(tokens)).cpu())
         done, elapsed = first + len(part), time.perf_counter() - began
         left = console.duration(elapsed / done * (len(labels) - done))
         sys.stderr.write(f"{done}/{len(labels)}  ETA {left}\n")

@@ -56,6 +56,11 @@ class DataFacts:
     digest: str = ""
     """Tells this dataset from any other, wherever it lies."""
 
+    @property
+    def about(self) -> str:
+        """What the console says of it beside the count."""
+        return ""
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)

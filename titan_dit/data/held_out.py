@@ -21,8 +21,8 @@ def held_out_rows(source: Source, seed: int, count: int) -> tuple[int, ...]:
         return ()
     if count >= len(source):
         raise UserError(
-            f"[validation] samples={count} leaves nothing of the {len(source)} samples of [data] to "
-            f"train on. Set fewer, such as samples = {max(1, len(source) // 10)}."
+            f"[validation] samples={count} leaves nothing of the {len(source)} samples of [data] "
+            f"to train on. Set fewer, such as samples = {max(1, len(source) // 10)}."
         )
     order = shuffled(seed, len(source))
     groups = source.groups()

@@ -28,6 +28,11 @@ class LatentFacts(DataFacts):
     value_range: tuple[float, float] | None = None
     """Lowest and highest stored value where they mean black and white; None for latents."""
 
+    @property
+    def about(self) -> str:
+        """The classes."""
+        return f"{self.num_classes} classes"
+
     def to_stored_units(self, samples: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """Undo scale and shift; values are held to the `value_range`, if the data has one."""
         stored = samples / self.scale + self.shift

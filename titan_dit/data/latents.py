@@ -66,7 +66,7 @@ class Latents(DataConfig):
 
 def open_latents(
     path: Path, scale: float | None = None, shift: float | None = None, verify: bool = False
-) -> Source:
+) -> LatentShards | LatentFolder:
     """The dataset in a folder, whichever way it is stored."""
     if listing.layout_of(path) == "shards":
         source = LatentShards(path, verify=verify)

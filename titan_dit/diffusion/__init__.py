@@ -1,0 +1,1 @@
+"""Diffusion as a family of objectives: paths, losses, guidance, samplers, pictures."""

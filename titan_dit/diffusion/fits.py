@@ -29,8 +29,9 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
     """
     if not isinstance(facts, LatentFacts):
         raise UserError(
-            f"[objective] name={show(objective)} trains on latents with labels: the facts of [data] "
-            f"must be LatentFacts (titan_dit/data/latent_facts.py), not {type(facts).__name__}."
+            f"[objective] name={show(objective)} trains on latents with labels: the facts of "
+            "[data] must be LatentFacts (titan_dit/data/latent_facts.py), not "
+            f"{type(facts).__name__}."
         )
     shape, num_classes = model.sample_shape, model.num_classes
     if facts.shape not in (shape, (2 * shape[0], *shape[1:])):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from titan_dit.config import SamplingConfig
-from titan_dit.data.base import Batch, DataFacts, Fields, Source
+from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import NO_LABEL, Clean, LatentModel, Path
 from titan_dit.diffusion.fits import as_latent_model, check_data
-from titan_dit.diffusion.units import check_std, scale_hint, to_model_units
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import (
     DataShare,
@@ -27,6 +27,7 @@ from titan_dit.objectives.base import (
     Preview,
 )
 from titan_dit.rng import SampleRNG
+from titan_dit.section import UserError
 
 VALIDATION_BINS = 8
 """Validation takes the loss at the middle of so many equal parts of the range of timesteps."""
@@ -48,6 +49,13 @@ class DiffusionConfig(ObjectiveConfig):
         """Those of labelled latents."""
         return LatentFacts.from_json(values)
 
+    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
+        """Latents of the model's own shape."""
+        latent = as_latent_model(model, self.name)
+        shape, classes = latent.sample_shape, latent.num_classes
+        facts = LatentFacts(count=0, shape=shape, num_classes=classes)
+        return facts, facts.fields(torch.float32)
+
     def build(self, model: ModelConfig, facts: DataFacts) -> Diffusion:
         """Refuses data that are not the model's."""
         latent, path = as_latent_model(model, self.name), self
@@ -68,7 +76,9 @@ class Diffusion(Objective):
     path: Path
     model: LatentModel
     data: LatentFacts
-    made: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, repr=False)
+    made: dict[torch.device, dict[str, Tensor]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
     """The model's static inputs, which are the same in every step."""
 
     @property
@@ -155,3 +165,54 @@ class Diffusion(Objective):
     ) -> Preview:
         """Samples of every class, one picture of all."""
         return drawing.preview(forward, self.path, self.model, self.data, sampling, seed, share)
+
+
+def to_model_units(
+    stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: int, rng: SampleRNG
+) -> Float[Tensor, "b c h w"]:
+    """(stored - shift) * scale in fp32; of a mean and a std, a latent is drawn first.
+
+    The draw belongs to the sample number, as all noise does: a fresh one in every epoch, the same
+    on every layout. Scaled after it is drawn, so that the std is scaled as the mean is.
+    """
+    latents = stored.float()
+    if is_mean_and_std(facts, channels):
+        mean, std = latents[:, :channels], latents[:, channels:]
+        latents = mean + std * rng.normal("latent", tuple(mean.shape[1:]))
+    if (facts.scale, facts.shift) != (1.0, 0.0):
+        latents = (latents - facts.shift) * facts.scale
+    return latents
+
+
+def is_mean_and_std(facts: LatentFacts, channels: int) -> bool:
+    """Whether a sample holds a mean and a std for each of the model's channels."""
+    return facts.shape[0] == 2 * channels
+
+
+def check_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: int) -> None:
+    """Refuse a std below 0. On the CPU, where looking at values waits for no device."""
+    if is_mean_and_std(facts, channels) and stored[:, channels:].min() < 0:
+        raise UserError(
+            f"[data] holds {2 * channels} channels where [model] has channels={channels}: a mean "
+            "and a std of each. But there is a std below 0: are these a mean and a log variance? "
+            f"Store exp(0.5 * logvar), or set [model] channels = {2 * channels}."
+        )
+
+
+def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64) -> str | None:
+    """A line for the user if what the model will see is far from a std of 1, else None.
+
+    Noise has a std of 1: data of another size is hidden by it too late or too early.
+    """
+    num = min(num, len(source))
+    stored = source.read([i * len(source) // num for i in range(num)])["latent"]
+    check_std(stored, facts, channels)
+    rng = SampleRNG(0, torch.arange(num))
+    std = to_model_units(stored, facts, channels, rng).std().item()
+    if 1 / 3 < std < 3 or num * stored[0].numel() < 1000:
+        return None
+    cause = "is it missing?" if std > 1 else "are the latents scaled twice?"
+    return (
+        f"hint    {num} samples have a std of {std:.2g} where the model sees them, with [data] "
+        f"scale={facts.scale:g} (Stable Diffusion's is 0.18215): {cause}"
+    )

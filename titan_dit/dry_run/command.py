@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import asdict, fields
-from typing import Any
+from collections.abc import Mapping
 
-from titan_dit.config import JobConfig
+from titan_dit import doors
+from titan_dit.config import JobConfig, ParallelConfig
+from titan_dit.data.base import DataConfig, DataFacts, Field
 from titan_dit.dry_run import report
 from titan_dit.dry_run.rehearse import rehearse
 from titan_dit.observe import console
-from titan_dit.parallel.mesh import AxisSizes, solve
-from titan_dit.pipeline.checks import check_layout
+from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.plan import resolve
+from titan_dit.validate import validate
+from titan_dit.validate.data import check_fields
 
 
-def dry_run(config: JobConfig[Any, Any, Any], world_size: int | None) -> None:
+def dry_run(config: JobConfig, world_size: int | None) -> None:
     """Take a step without devices and print what every rank holds, sends and computes."""
-    world_size = world_size or smallest_world(config)
-    sizes = solve(config.parallel, world_size)
-    check_layout(config, sizes)
-    for line in report.lines(rehearse(config, sizes, world_size)):
+    plan = resolve(config, world_size or smallest_world(config.parallel))
+    validate(config, plan)
+    facts, fields = config.objective.example(config.model) or of_data(config.data)
+    objective = config.objective.build(config.model, facts)
+    check_fields(fields, objective, config.data.name)
+    for line in doors.origins({"model": config.model, "objective": config.objective}):
+        console.say(line)
+    found = rehearse(plan, objective, fields, config.training, config.optimizer, config.ema)
+    for line in report.lines(found):
         console.say(line)
 
 
-def smallest_world(config: JobConfig[Any, Any, Any]) -> int:
+def of_data(data: DataConfig) -> tuple[DataFacts, Mapping[str, Field]]:
+    """Facts and fields of the data itself."""
+    source = data.open()
+    return source.facts, source.fields
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
     """The ranks that the config's sizes need; dp_shard=-1 needs one."""
-    sizes = asdict(config.parallel)
-    return math.prod(max(1, sizes[axis.name]) for axis in fields(AxisSizes))
+    return math.prod(max(1, getattr(parallel, axis.name)) for axis in dataclasses.fields(AxisSizes))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,27 +20,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_dit import catalog
-from titan_dit.config import JobConfig
+from titan_dit.config import EMAConfig, OptimizerConfig, TrainingConfig
+from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import Kind, MemoryLog, Peak, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
-from titan_dit.objectives.base import Batch, Prepared
+from titan_dit.models.base import ModelSpec
+from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.init import initialize
-from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.parallel.mesh import Mesh
 from titan_dit.pipeline.base import Executor
-from titan_dit.pipeline.build import executor_of, split_of, spread
+from titan_dit.pipeline.build import executor_of, spread
 from titan_dit.pipeline.pipelined import PipelinedExecutor
 from titan_dit.pipeline.sliced import SlicedExecutor
+from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
-from titan_dit.schedules.action import Order, peak_activations
-from titan_dit.schedules.orders import pipeline_order
+from titan_dit.schedules.action import peak_activations
 from titan_dit.schedules.simulator import simulate, stage_costs
 from titan_dit.section import UserError
 from titan_dit.state.ema import EMA
 from titan_dit.state.optimizer import apply_gradients, build_optimizer
 
-Config = JobConfig[Any, Any, Any]
 CPU = torch.device("cpu")
 
 
@@ -66,42 +65,48 @@ class RankReport:
 class Report:
     """A step of the whole run."""
 
-    config: Config
-    sizes: AxisSizes
+    plan: RunPlan
     num_parameters: int
     flops_per_sample: int
     num_microbatches: int
     """Of a rank and step."""
+    microbatch_size: int
     num_run: int
     """Microbatches that were run to find out: more would have held no more at once."""
     ranks: tuple[RankReport, ...]
     """The first rank of every pipeline stage."""
 
 
-def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
-    """Take the step of every distinct rank of `world_size`."""
+def rehearse(
+    plan: RunPlan,
+    objective: Objective,
+    fields: Mapping[str, Field],
+    training: TrainingConfig,
+    optimizer: OptimizerConfig,
+    ema: EMAConfig,
+) -> Report:
+    """Take the step of every distinct rank; `fields` are those of the data."""
     # torch.compile needs real tensors. What it would spare is not spared here.
-    asked = config
-    config = replace(config, compile=replace(config.compile, enabled=False))
+    asked, sizes = plan, plan.sizes
+    plan = replace(plan, compile=replace(plan.compile, enabled=False))
     # Played on a CPU, which lacks most kernels. Those that are fused all keep the same.
-    if config.precision.attention != "math":
-        config = replace(config, precision=replace(config.precision, attention="auto"))
-    share = config.training.global_batch_size // sizes.data
-    size = config.training.microbatch_size or (share if sizes.pp == 1 else 1)
+    if plan.precision.attention != "math":
+        plan = replace(plan, precision=replace(plan.precision, attention="auto"))
+    share = plan.global_batch_size // sizes.data
+    size = plan.wanted_microbatch_size or (share if sizes.pp == 1 else 1)
     count = -(-share // size)
-    fewer, enough = microbatches_to_run(config, sizes.pp, count)
-    growth = growth_of(config, sizes.pp, enough, count)
+    fewer, enough = microbatches_to_run(plan, count)
+    growth = growth_of(plan, enough, count)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     reports = []
     for stage_rank in range(sizes.pp):
-        with fake_world(stage_rank * (world_size // sizes.pp), world_size):
+        with fake_world(stage_rank * (plan.world_size // sizes.pp), plan.world_size):
             mesh = Mesh(sizes, "cpu")
-            rehearsal = Rehearsal(config, mesh, mode)
+            rehearsal = Rehearsal(plan, objective, fields, mesh, mode, (training, optimizer, ema))
             peak, traffic = rehearsal.run(share, size, fewer, enough, count)
             peak = with_activations(peak, growth[stage_rank])
-            layers = split_of(config, mesh)
-            held = tuple(layers[stage] for stage in sorted(rehearsal.parts))
-            flops = flops_of(config, held, rehearsal.flops_per_sample) * share
+            held = tuple(plan.stage_layers[stage] for stage in sorted(rehearsal.parts))
+            flops = flops_of(plan.network, held, rehearsal.flops_per_sample) * share
             reports.append(
                 RankReport(
                     rank=dist.get_rank(),
@@ -114,16 +119,15 @@ def rehearse(config: Config, sizes: AxisSizes, world_size: int) -> Report:
                 )
             )
             del rehearsal
-    idle = idle_of(config, layers, sizes.pp, count)
+    idle = idle_of(plan, count)
     with torch.device("meta"):
-        channels = config.model.sample_shape[0]
-        model = config.model.build(config.objective.output_channels(channels))
+        model = plan.network.build()
     return Report(
-        config=asked,
-        sizes=sizes,
+        plan=asked,
         num_parameters=sum(p.numel() for p in model.parameters()),
-        flops_per_sample=model.flops_per_sample(config.model.token_shape[0]),
+        flops_per_sample=model.flops_per_sample(plan.network.num_tokens),
         num_microbatches=count,
+        microbatch_size=size,
         num_run=enough,
         ranks=tuple(replace(r, idle=share) for r, share in zip(reports, idle, strict=True)),
     )
@@ -147,20 +151,29 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 class Rehearsal:
     """One rank: what `Trainer` builds, and its step, with a log of both."""
 
-    def __init__(self, config: Config, mesh: Mesh, mode: FakeTensorMode) -> None:
-        self.config, self.mesh, self.mode = config, mesh, mode
-        self.plan = catalog.tensor_plan(config.model.name)
+    def __init__(
+        self,
+        plan: RunPlan,
+        objective: Objective,
+        fields: Mapping[str, Field],
+        mesh: Mesh,
+        mode: FakeTensorMode,
+        sections: tuple[TrainingConfig, OptimizerConfig, EMAConfig],
+    ) -> None:
+        self.plan, self.objective, self.fields = plan, objective, fields
+        self.mesh, self.mode = mesh, mode
+        self.training, self.optimizer_config, ema = sections
         # A mesh asks real tensors which rank this is, so the network is spread out here.
-        self.parts, _, self.flops_per_sample = spread(config, mesh, self.plan)
+        self.parts, _, self.flops_per_sample = spread(plan, mesh)
         self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
         with mode, self.memory, self.memory.phase("set-up", Kind.TEMPORARY):
             for part in self.parts.values():
-                initialize(part, part.init_laws(), config.job.seed, CPU)
+                initialize(part, part.init_laws(), plan.seed, CPU)
             self.parameters = {
                 name: p for part in self.parts.values() for name, p in part.named_parameters()
             }
-            self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
-            self.ema = EMA(self.parameters, config.ema)
+            self.optimizer = build_optimizer(self.parameters.values(), self.optimizer_config)
+            self.ema = EMA(self.parameters, ema)
             self.memory.mark(self.parameters.values(), Kind.PARAMETERS)
             for average in self.ema.averages.values():
                 self.memory.mark(average.values(), Kind.EMA)
@@ -180,7 +193,7 @@ class Rehearsal:
 
     def step(self, share: int, size: int, count: int) -> None:
         """What `Trainer.train_step` does, with `count` of the rank's microbatches."""
-        log, config = self.memory, self.config
+        log = self.memory
         with log.phase("inputs", Kind.INPUTS):
             prepared = first_rows(self.prepare(share), size * count)
         executor = self.executor(size * count)
@@ -188,36 +201,31 @@ class Rehearsal:
             executor.step(prepared)
             log.mark((p.grad for p in self.parameters.values()), Kind.GRADIENTS)
         with log.phase("optimizer", Kind.TEMPORARY):
-            bad = ~clip_norm(self.parameters.values(), config.training.max_grad_norm).isfinite()
-            apply_gradients(self.optimizer, config.optimizer.lr, skip=bad)
+            bad = ~clip_norm(self.parameters.values(), self.training.max_grad_norm).isfinite()
+            apply_gradients(self.optimizer, self.optimizer_config.lr, skip=bad)
             for state in self.optimizer.state.values():
                 log.mark(state.values(), Kind.OPTIMIZER)
         with log.phase("EMA", Kind.TEMPORARY):
-            self.ema.update(config.ema.every, skip=bad)
+            self.ema.update(self.ema.config.every, skip=bad)
 
     def prepare(self, share: int) -> Prepared:
         """A batch of nothing, with its random numbers."""
-        config = self.config
-        tokens, values = config.model.token_shape
+        empty = {
+            name: torch.zeros(share, *(size or 1 for size in field.shape), dtype=field.dtype)
+            for name, field in self.fields.items()
+        }
         batch = Batch(
-            tokens=torch.empty(share, tokens, values),
-            labels=torch.zeros(share, dtype=torch.int64),
+            fields=empty,
             sample_numbers=torch.arange(share),
             weight=torch.ones(share),
-            total_weight=float(config.training.global_batch_size),
-            channels=config.model.sample_shape[0],
-            static=config.model.static(CPU),
+            total_weight=float(self.plan.global_batch_size),
         )
-        rng = SampleRNG(config.job.seed, batch.sample_numbers)
-        prepared: Prepared = config.objective.prepare(batch, rng)
-        return prepared
+        return self.objective.prepare(batch, SampleRNG(self.plan.seed, batch.sample_numbers))
 
     def executor(self, rows: int) -> Executor:
         """The executor of a batch of which this rank has so many rows."""
-        batch = rows * self.mesh.sizes.data
-        training = replace(self.config.training, global_batch_size=batch)
-        config = replace(self.config, training=training)
-        executor = executor_of(config, self.mesh, self.parts, self.plan, CPU)
+        plan = replace(self.plan, global_batch_size=rows * self.mesh.sizes.data)
+        executor = executor_of(plan, self.objective, self.mesh, self.parts, CPU)
         if pipeline := pipelined(executor):
             pipeline.runtime.trust_shapes()
         return executor
@@ -238,16 +246,17 @@ MOST_MICROBATCHES = 16
 """Run no more of them than this, or four times the stages. Only gpipe holds more at once."""
 
 
-def microbatches_to_run(config: Config, pp: int, count: int) -> tuple[int, int]:
+def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
     """Two numbers of microbatches: as few as can be, and enough to hold as many as `count` do."""
+    pp = plan.sizes.pp
     if pp == 1:
         # From the second microbatch on, the gradients of those before are there as well.
         return 1, min(count, 2)
-    wanted = peak_activations(order_of(config, pp, count))
+    wanted = peak_activations(plan.order(count))
     fewer = None
     for number in range(1, count):
         try:
-            order = order_of(config, pp, number)
+            order = plan.order(number)
         except UserError:
             continue
         enough = peak_activations(order) == wanted or number >= max(MOST_MICROBATCHES, 4 * pp)
@@ -258,11 +267,11 @@ def microbatches_to_run(config: Config, pp: int, count: int) -> tuple[int, int]:
     return count if fewer is None else fewer, count
 
 
-def growth_of(config: Config, pp: int, run: int, count: int) -> list[float]:
+def growth_of(plan: RunPlan, run: int, count: int) -> list[float]:
     """How many times more each pipeline rank holds with `count` microbatches than with `run`."""
-    if pp == 1:
+    if plan.sizes.pp == 1:
         return [1.0]
-    held, of_run = (peak_activations(order_of(config, pp, number)) for number in (count, run))
+    held, of_run = (peak_activations(plan.order(number)) for number in (count, run))
     return [whole / part for whole, part in zip(held, of_run, strict=True)]
 
 
@@ -272,39 +281,21 @@ def with_activations(peak: Peak, times: float) -> Peak:
     return replace(peak, bytes={**peak.bytes, **more})
 
 
-def order_of(config: Config, pp: int, count: int) -> Order:
-    """What every pipeline rank does with `count` microbatches."""
-    return pipeline_order(
-        config.pipeline.schedule,
-        num_ranks=pp,
-        num_microbatches=count,
-        virtual_stages=config.pipeline.virtual_stages,
-    )
-
-
-def edge_costs(config: Config) -> tuple[float, float]:
-    """What embed and head cost, in layers."""
-    channels = config.model.sample_shape[0]
-    embed, head = config.model.edge_costs(config.objective.output_channels(channels))
-    return embed, head
-
-
-def flops_of(config: Config, held: tuple[range, ...], flops_per_sample: int) -> float:
+def flops_of(network: ModelSpec, held: tuple[range, ...], flops_per_sample: int) -> float:
     """The share of a sample's FLOPs that these layers, and what stands at the ends, take."""
-    embed, head = edge_costs(config)
-    num_layers: int = config.model.num_layers
+    embed, head = network.embed_cost, network.head_cost
     cost: float = sum(map(len, held))
     cost += embed * any(0 in layers for layers in held)
-    cost += head * any(num_layers - 1 in layers for layers in held)
-    return flops_per_sample * cost / (num_layers + embed + head)
+    cost += head * any(network.num_layers - 1 in layers for layers in held)
+    return flops_per_sample * cost / (network.num_layers + embed + head)
 
 
-def idle_of(config: Config, layers: tuple[range, ...], pp: int, count: int) -> list[float]:
+def idle_of(plan: RunPlan, count: int) -> list[float]:
     """The share of a step that each pipeline rank waits."""
-    if pp == 1:
+    if plan.sizes.pp == 1:
         return [0.0]
-    embed, head = edge_costs(config)
     # A layer's forward costs as much as the gradient of its input, or that of its weights.
-    costs = stage_costs([len(part) for part in layers], embed=embed, head=head)
-    simulation = simulate(order_of(config, pp, count), costs)
+    layers = [len(part) for part in plan.stage_layers]
+    costs = stage_costs(layers, embed=plan.network.embed_cost, head=plan.network.head_cost)
+    simulation = simulate(plan.order(count), costs)
     return [idle / simulation.makespan for idle in simulation.idle]

@@ -21,7 +21,7 @@ def lines(report: Report) -> Iterator[str]:
     yield f"sent by a rank per step, {unit} (calls):"
     yield from traffic(report, UNITS[unit])
     yield ""
-    recomputed = report.config.remat.mode != "none"
+    recomputed = report.plan.remat.mode != "none"
     without = " (without what [remat] computes again)" if recomputed else ""
     yield f"computed by a rank per step{without}:"
     yield from work(report)
@@ -31,39 +31,36 @@ def lines(report: Report) -> Iterator[str]:
 
 def head(report: Report) -> Iterator[str]:
     """What was tried."""
-    config, sizes = report.config, report.sizes
-    training = config.training
-    per_rank = training.global_batch_size // sizes.data
-    size = training.microbatch_size or (per_rank if sizes.pp == 1 else 1)
+    plan, sizes = report.plan, report.plan.sizes
     world = sizes.pp * sizes.data * sizes.cp * sizes.tp
     where = f"{plural(world, 'rank')} ({sizes})"
-    yield f"dry run of {config.job.name}: {where}, {config.precision.dtype}"
+    yield f"dry run of {plan.name}: {where}, {plan.precision.dtype}"
     yield (
-        f"model   {config.model.name}: {report.num_parameters:,} parameters, "
-        f"{config.model.token_shape[0]} tokens"
+        f"model   {plan.model_name}: {report.num_parameters:,} parameters, "
+        f"{plan.network.num_tokens} tokens"
     )
     yield (
-        f"batch   {training.global_batch_size} samples over {plural(sizes.data, 'data rank')}, "
-        f"{plural(report.num_microbatches, 'microbatch', 'es')} of {size} each"
+        f"batch   {plan.global_batch_size} samples over {plural(sizes.data, 'data rank')}, "
+        f"{plural(report.num_microbatches, 'microbatch', 'es')} of {report.microbatch_size} each"
     )
     yield (
         f"work    {number(report.flops_per_sample)} a sample, "
-        f"{number(report.flops_per_sample * training.global_batch_size)} a step of all ranks"
+        f"{number(report.flops_per_sample * plan.global_batch_size)} a step of all ranks"
     )
     if sizes.pp > 1:
         idle = sum(rank.idle for rank in report.ranks) / len(report.ranks)
         yield (
-            f"pipe    {config.pipeline.schedule}, "
+            f"pipe    {plan.pipeline.schedule}, "
             f"{sum(len(rank.layers) for rank in report.ranks)} stages; idle {idle:.1%} of the step"
         )
     if report.num_run < report.num_microbatches:
         rest = "what more of them hold and send follows"
-        if config.pipeline.schedule != "gpipe" or sizes.pp == 1:
+        if plan.pipeline.schedule != "gpipe" or sizes.pp == 1:
             rest = "more are not in memory at once, and send as much each"
         yield f"note    {report.num_run} microbatches were run: {rest}"
-    if sizes.cp > 1 and config.parallel.cp_method == "ring":
+    if sizes.cp > 1 and plan.parallel.cp_method == "ring":
         yield "note    without the keys and values that are on their way round while a ring works"
-    if config.compile.enabled:
+    if plan.compile.enabled:
         yield "note    without torch.compile, which keeps fewer activations (17 h for 20 h a token)"
 
 

@@ -1,1 +1,1 @@
-"""Judging a trained model."""
+"""Scores of a network while it is trained."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titan_dit.faults.guard import BadStep
-from titan_dit.objectives.base import Batch, Objective
+from titan_dit.objectives.base import Objective
 from titan_dit.rng import SampleRNG
 from titan_dit.spans import spans_of
 
@@ -23,7 +23,10 @@ FILE = "faults.jsonl"
 
 
 def bad_step(
-    bad: BadStep, numbers: Sequence[int], rows: Sequence[int], timesteps: Sequence[float]
+    bad: BadStep,
+    numbers: Sequence[int],
+    rows: Sequence[int],
+    described: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """The line of a bad step: what it was trained on, in the order of the sample numbers."""
     return {
@@ -33,7 +36,7 @@ def bad_step(
         "loss": bad.loss if math.isfinite(bad.loss) else None,
         "sample_numbers": spans_of(numbers),
         "rows": list(rows),
-        "timesteps": list(timesteps),
+        "drawn": {name: list(values) for name, values in described.items()},
     }
 
 
@@ -42,16 +45,12 @@ def rollback(step: int, to_step: int, first: int, end: int) -> dict[str, Any]:
     return {"step": step, "kind": "rollback", "to_step": to_step, "skipped": [first, end]}
 
 
-def timesteps_of(
+def drawn_for(
     objective: Objective, seed: int, numbers: Sequence[int], device: torch.device
-) -> list[float]:
-    """The timesteps that samples are trained at, in the network's unit, drawn once more."""
-    wanted = torch.tensor(numbers, device=device)
-    ones = torch.ones(len(numbers), device=device)
-    # A token of one value: the timestep does not depend on what is corrupted.
-    batch = Batch(ones[:, None, None], torch.zeros_like(wanted), wanted, ones, len(numbers), 1)
-    drawn = objective.prepare(batch, SampleRNG(seed, wanted)).inputs["timestep"]
-    return [float(timestep) for timestep in drawn.tolist()]
+) -> dict[str, list[float]]:
+    """What the objective says of samples without their data: its draws, made once more."""
+    rng = SampleRNG(seed, torch.tensor(numbers, device=device))
+    return {name: values.tolist() for name, values in objective.describe({}, rng).items()}
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

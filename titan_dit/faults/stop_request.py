@@ -31,6 +31,8 @@ class Reason(IntEnum):
     """SIGUSR2, from our launcher: a node has come, all start again with it."""
     STOP = 2
     """SIGTERM, SIGUSR1, SIGHUP, SIGINT: the job is to end."""
+    HOOK = 3
+    """A user's hook has raised."""
 
 
 REASONS = {
@@ -56,6 +58,7 @@ class StopRequest:
         self.work: dist.Work | None = None
         self.flag = torch.zeros((), dtype=torch.int32)
         self.heard: list[signal.Signals] = []
+        self.own = Reason.NONE
         self.reason = Reason.NONE
         self.boundaries = 0
         self.moment, self.step_s = time.monotonic(), 0.0
@@ -83,8 +86,8 @@ class StopRequest:
 
     @property
     def wanted(self) -> Reason:
-        """What this rank has been asked for."""
-        return max((REASONS[number] for number in self.heard), default=Reason.NONE)
+        """What this rank has been asked for, or asks for itself."""
+        return max([self.own, *(REASONS[number] for number in self.heard)])
 
     @property
     def exit_code(self) -> int:
@@ -96,6 +99,10 @@ class StopRequest:
     def by(self) -> str:
         """What asked: " by SIGTERM". Under the launcher nothing: it has told the person."""
         return f" by {self.heard[0].name}" if self.heard and not is_launched() else ""
+
+    def ask(self, reason: Reason) -> None:
+        """Let all ranks stop for a reason of this one."""
+        self.own = reason
 
     def agreed(self) -> bool:
         """Whether all ranks stop here. Every rank calls, before each step."""

@@ -143,9 +143,7 @@ class DiTConfig(Section):
         return (self.latent_size // patch) ** 2, patch * patch * self.channels
 
     def spec(self, output_channels: int | None = None) -> ModelSpec:
-        """The network; the objective says how many channels it predicts, as many as a latent has
-        if it does not.
-        """
+        """The network; None predicts as many channels as a latent has."""
         outputs = output_channels or self.channels
         hidden, layers, heads, patch = self.shape
         n, values = self.token_shape

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -12,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.config import SamplingConfig
-from titan_dit.data.base import Batch, DataFacts, Fields, Source
+from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import InitLaw, ModelConfig, ModelSpec
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Named, UserError
@@ -34,9 +35,9 @@ class Prepared:
     total_tokens: float | None
     """Weighted tokens of the step over all ranks: the loss is a sum divided by it. None, where one
     rank cannot know it: the executor adds up the weights of all."""
-    static: Mapping[str, Tensor] = field(default_factory=dict)
+    static: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """What every part of the model is given; no batch dim."""
-    context: Mapping[str, Tensor] = field(default_factory=dict)
+    context: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """What every part of the model is given of each sample; batch first."""
 
     @property
@@ -78,11 +79,11 @@ class Preview:
 class DataShare:
     """Which part of some rows a rank works on, and how all ranks get all of them."""
 
+    device: torch.device
     rank: int = 0
     num_ranks: int = 1
     gather: Callable[[Tensor], Tensor] = lambda rows: rows
     """Every rank's rows (equally many), in the order of ranks, on every rank."""
-    device: torch.device = torch.device("cpu")
 
 
 class Objective:
@@ -154,8 +155,10 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Named):
-    """The [objective] section. One that needs neither model nor data to be known can be the
-    objective itself: `class NextToken(ObjectiveConfig, Objective)`.
+    """The [objective] section.
+
+    One that needs to know neither model nor data can be the objective itself:
+    `class NextToken(ObjectiveConfig, Objective)`.
     """
 
     section = "objective"
@@ -169,6 +172,13 @@ class ObjectiveConfig(Named):
     def facts(self, values: Mapping[str, Any]) -> DataFacts:
         """The facts of a dataset, from a checkpoint's record."""
         return DataFacts.from_json(values)
+
+    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]] | None:
+        """Facts and fields of data that would fit the model: a dry run then needs no data.
+
+        None: they are not known without it.
+        """
+        return None
 
     def build(self, model: ModelConfig, facts: DataFacts) -> Objective:
         """The objective for a model and a dataset; UserError where they do not fit."""

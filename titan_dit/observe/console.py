@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_dit import streams
-from titan_dit.config import JobConfig
+from titan_dit.config import PrecisionConfig, TrainingConfig
+
+LOSS = "validation_loss"
+"""The key of a row of metrics that has been validated."""
 
 
 def say(line: str) -> None:
@@ -27,27 +30,37 @@ class Sizes(NamedTuple):
 
     parameters: int
     flops_per_sample: int
+    tokens: int
     samples: int
-    classes: int
+    held_out: int
+    about: str
+    """What the data says of itself beside their number."""
 
 
 def beginning(
-    config: JobConfig[Any, Any, Any],
+    names: tuple[str, str],
+    precision: PrecisionConfig,
+    training: TrainingConfig,
     versions: Mapping[str, str],
     where: str,
     sizes: Sizes,
     step: int,
     folder: Path,
 ) -> Iterator[str]:
-    """What will be done, on what: the first lines of a run that goes on after `step`."""
+    """What will be done, on what: the first lines of a run that goes on after `step`.
+
+    `names`: of [model] and of [data].
+    """
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    precision, model, training = config.precision, config.model, config.training
+    model, data = names
     yield f"{software}: {where}, {precision}, attention {precision.attention}"
     yield (
-        f"model   {model.name}: {sizes.parameters:,} parameters, {model.token_shape[0]} tokens, "
+        f"model   {model}: {sizes.parameters:,} parameters, {sizes.tokens} tokens, "
         f"{sizes.flops_per_sample / 1e9:.3g} GFLOP per sample and step"
     )
-    yield f"data    {config.data.name}: {sizes.samples:,} samples, {sizes.classes} classes"
+    about = f", {sizes.about}" if sizes.about else ""
+    held_out = f", {sizes.held_out} of them for validation" if sizes.held_out else ""
+    yield f"data    {data}: {sizes.samples:,} samples{about}{held_out}"
     yield f"steps   {step} of {training.steps} done, {training.global_batch_size} samples each"
     yield f"output  {folder}"
 
@@ -64,6 +77,8 @@ def progress(row: dict[str, Any], steps: int) -> str:
         f"{count(row['tokens_per_s'])} tokens/s",
         f"{row['tflops_per_gpu']:.3g} TFLOP/s",
     ]
+    if LOSS in row:
+        parts.insert(2, f"validation {number(row[LOSS], '.4f')}")
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     parts += [f"{row['peak_gib']:.2f} GiB", f"data {row['data_wait_ms']:.1f} ms"]

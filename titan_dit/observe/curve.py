@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
-INK, GRID, RAW, SMOOTH = "#222222", "#dddddd", "#b9cbe4", "#1f5aa6"
+INK, GRID, RAW, SMOOTH, OTHER = "#222222", "#dddddd", "#b9cbe4", "#1f5aa6", "#c0392b"
 
 
 def smooth(values: Sequence[float], decay: float) -> list[float]:
@@ -20,8 +21,21 @@ def smooth(values: Sequence[float], decay: float) -> list[float]:
     return out
 
 
-def draw_curve(path: Path, steps: Sequence[int], losses: Sequence[float], title: str) -> None:
-    """The loss over steps: every logged value in light blue, a running mean in dark."""
+Curve: TypeAlias = tuple[Sequence[int], Sequence[float]]
+"""Steps and values."""
+
+
+def draw_curve(
+    path: Path,
+    steps: Sequence[int],
+    losses: Sequence[float],
+    title: str,
+    validation: Curve = ((), ()),
+) -> None:
+    """The loss over steps: every logged value in light blue, a running mean in dark.
+
+    `validation` in red, with a dot for every value.
+    """
     points = [(s, v) for s, v in zip(steps, losses, strict=True) if math.isfinite(v)]
     if len(points) < 2:
         return
@@ -52,6 +66,10 @@ def draw_curve(path: Path, steps: Sequence[int], losses: Sequence[float], title:
     mean = smooth(ys, 1 - 1 / max(1, len(ys) / 40))
     for line, colour, thick in ((ys, RAW, 1), (mean, SMOOTH, 3)):
         draw.line([place(x, y) for x, y in zip(xs, line, strict=True)], fill=colour, width=thick)
+    dots = [place(s, v) for s, v in zip(*validation, strict=True) if math.isfinite(v)]
+    draw.line(dots, fill=OTHER, width=2)
+    for x, y in dots:
+        draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill=OTHER)
     draw.line((left, above, left, height - below), fill=INK)
     draw.line((left, height - below, width - right, height - below), fill=INK)
     draw.text((left, 16), title, fill=INK, font=ImageFont.load_default(16))

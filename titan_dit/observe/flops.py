@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from titan_dit.config import JobConfig
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets; the longest match wins.
 PEAK_BF16_TFLOPS = {
@@ -49,12 +46,10 @@ class Work:
 
     @classmethod
     def of(
-        cls, config: JobConfig[Any, Any, Any], flops: int, ranks: int, device: torch.device
+        cls, samples: int, tokens: int, flops: int, ranks: int, device: torch.device, dtype: str
     ) -> Work:
-        """That of a run whose samples cost so many FLOPs each."""
-        peak = peak_tflops(device, config.precision.dtype)
-        batch, tokens = config.training.global_batch_size, config.model.token_shape[0]
-        return cls(batch, tokens, flops, ranks, peak)
+        """That of a run in a format ([precision] dtype), on a device of each rank."""
+        return cls(samples, tokens, flops, ranks, peak_tflops(device, dtype))
 
     def rates(self, step_ms: float) -> dict[str, float | None]:
         """What a step that takes so long comes to, under the names in metrics.jsonl."""

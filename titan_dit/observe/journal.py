@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from titan_dit.config import JobConfig
-from titan_dit.config_file import to_tables, to_toml
-from titan_dit.observe import console, images
+from titan_dit.config import MetricsConfig
+from titan_dit.config_file import Tables, to_toml
+from titan_dit.objectives.base import Preview
+from titan_dit.observe import console
+from titan_dit.observe.console import LOSS
+from titan_dit.observe.curve import draw_curve
 from titan_dit.observe.metrics import Metrics, Row
 from titan_dit.observe.sparing import Sparing
 
@@ -23,13 +24,12 @@ class Journal:
         self.sparing = Sparing(self.say)
         self.metrics: Metrics | None = None
 
-    def open(self, config: JobConfig[Any, Any, Any], resumed_step: int) -> None:
+    def open(self, tables: Tables, writers: MetricsConfig, resumed_step: int) -> None:
         """Write the resolved config, and from here on into the run directory too."""
         if self.is_written:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(to_toml(config))
-            tables = to_tables(config)
-            self.metrics = Metrics(self.folder, self.name, config.metrics, resumed_step, tables)
+            (self.folder / "config.toml").write_text(to_toml(tables))
+            self.metrics = Metrics(self.folder, self.name, writers, resumed_step, tables)
 
     def say(self, *lines: str | None) -> None:
         """Tell the person at the console; None is nothing to tell."""
@@ -55,19 +55,21 @@ class Journal:
             with self.sparing("metrics"):
                 self.metrics.forget_after(step)
 
-    def draw_samples(
-        self, step: int, latents: Tensor, labels: Tensor, value_range: tuple[float, float] | None
-    ) -> None:
-        """Samples in stored units, one picture of all."""
+    def show(self, step: int, preview: Preview) -> None:
+        """What a run shows of itself, a file of its family's."""
         if self.metrics:
-            picture = self.folder / "samples" / f"step-{step:08d}.png"
+            file = self.folder / "samples" / f"step-{step:08d}{preview.suffix}"
             with self.sparing("pictures"):
-                images.draw_grid(picture, latents, labels.tolist(), value_range)
-                self.say(f"drew {picture}")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                preview.write(file)
+                self.say(f"drew {file}")
 
     def draw_curve(self) -> None:
         """The loss so far, as a picture."""
         if self.metrics:
             with self.sparing("loss.png"):
                 title = f"{self.name}: training loss"
-                images.draw_curve(self.folder / "loss.png", *self.metrics.curve(), title)
+                if self.metrics.curve(LOSS)[0]:
+                    title += " (blue) and validation loss (red)"
+                points = self.metrics.curve(LOSS)
+                draw_curve(self.folder / "loss.png", *self.metrics.curve("loss"), title, points)

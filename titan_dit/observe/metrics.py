@@ -52,10 +52,10 @@ class Metrics:
         """Drop the lines of later steps, which the run will do anew; other writers keep theirs."""
         self.rows = keep_rows(self.file, step)
 
-    def curve(self) -> tuple[list[int], list[float]]:
-        """Steps and losses of the whole run, the part before a resume included."""
-        finite = [row for row in self.rows if row["loss"] is not None]
-        return [row["step"] for row in finite], [row["loss"] for row in finite]
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of the whole run, the part before a resume included."""
+        finite = [row for row in self.rows if row.get(name) is not None]
+        return [row["step"] for row in finite], [row[name] for row in finite]
 
     def _write_line(self, row: Row) -> None:
         with self.file.open("a") as file:

@@ -61,9 +61,7 @@ class Executor(ABC):
 
     @abstractmethod
     def predict(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
-        """Forward only; the (first) prediction for the given rows, on every rank that shares them,
-        in fp32.
-        """
+        """Forward only; the (first) prediction in fp32, on every rank that shares the rows."""
 
     @abstractmethod
     def evaluate(self, prepared: Prepared) -> Tensor:

@@ -25,7 +25,8 @@ class LocalExecutor(Executor):
         parts = list(prepared.microbatches(self.microbatch_size))
         total = torch.zeros((), device=prepared.weight.device)
         for number, part in enumerate(parts, start=1):
-            fsdp.sync_gradients(self.model, enabled=number == len(parts))
+            if len(parts) > 1:
+                fsdp.sync_gradients(self.model, enabled=number == len(parts))
             output = self.model(part.inputs, part.beside)
             loss = share_of(self.loss(output, part.targets), part)
             total += loss.detach()

@@ -88,12 +88,17 @@ class EMA:
 
     @contextmanager
     @torch.no_grad()
-    def swapped_in(self) -> Iterator[None]:
-        """Within the block the model's weights are the first average; without EMA, its own."""
-        if not self.averages:
+    def swapped_in(self, decay: str | None = None) -> Iterator[None]:
+        """Within the block the model's weights are an average; without EMA, its own.
+
+        `decay`: which one, as `averages` names it; None takes the first.
+        """
+        averages = self.averages
+        if not averages:
             yield
             return
-        average, weights = local(next(iter(self.averages.values()))), local(self.parameters)
+        chosen = averages[next(iter(averages)) if decay is None else decay]
+        average, weights = local(chosen), local(self.parameters)
         kept = [weight.clone() for weight in weights]
         torch._foreach_copy_(weights, average)
         try:

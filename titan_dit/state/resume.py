@@ -203,19 +203,26 @@ def check_same_mathematics(
     path: Place,
     configs: tuple[Tables, Tables],
     data_digests: tuple[str, str],
+    held_out: tuple[int, int] = (0, 0),
     imported: bool = False,
 ) -> None:
     """Refuse to go on with another model, objective, dataset, seed, batch or optimizer.
 
-    Both pairs: (of the checkpoint, of now). `imported` weights are of no run: what they are and
+    All pairs: (of the checkpoint, of now). `held_out`: rows of the dataset that are left out of
+    training, for validation. `imported` weights are of no run: what they are and
     predict must be the same, and nothing else.
     """
     changed = list(changes(*configs))
     if imported:
         kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
         changed = [change for change in changed if change.startswith(kept)]
-    elif data_digests[0] != data_digests[1]:
-        changed.append("[data]: its contents are not those that the checkpoint was trained on")
+    else:
+        if data_digests[0] != data_digests[1]:
+            changed.append("[data]: its contents are not those that the checkpoint was trained on")
+        if held_out[0] != held_out[1]:
+            changed.append(
+                f"[validation] samples (rows that leave [data]): {held_out[0]} -> {held_out[1]}"
+            )
     if changed:
         raise UserError(
             f"[checkpoint] {path} was made by another run:\n  "

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from titan_dit.config import MetricsConfig, PrecisionConfig, ProfileConfig
+from titan_dit.config import EMAConfig, MetricsConfig, PrecisionConfig, ProfileConfig
 from titan_dit.parallel import attention, compile
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.transformer_engine import is_transformer_engine
 from titan_dit.plan import RunPlan
 from titan_dit.section import UserError, show
 
+FP32 = 4
+GIB = 2**30
 NEEDED = {
     "tensorwise": (8, 9),
     "rowwise": (9, 0),
@@ -73,6 +75,32 @@ def check_products(precision: PrecisionConfig, async_tp: bool, device: torch.dev
         )
 
 
+def state_bytes(num_parameters: int, num_shards: int, num_averages: int) -> int:
+    """Bytes that a rank keeps: weights, gradients, two moments of AdamW, averages, all in fp32.
+
+    The mean over ranks, so the fullest rank holds no less: the ends of a pipeline have more, and
+    tensor parallelism leaves what stands outside the blocks whole.
+    """
+    return num_parameters * FP32 * (1 + 1 + 2 + num_averages) // num_shards
+
+
+def check_memory(plan: RunPlan, ema: EMAConfig, device_bytes: int | None, where: str) -> None:
+    """Refuse a run whose state alone is more than a rank's memory (None: not known)."""
+    with torch.device("meta"):
+        model = plan.network.build()
+    count = sum(p.numel() for p in model.parameters())
+    shards, averages = plan.sizes.shards, len(ema.decays)
+    needed = state_bytes(count, shards, averages)
+    if device_bytes is not None and needed > device_bytes:
+        raise UserError(
+            f"[model] {count:,} parameters with gradients, AdamW's moments and "
+            f"{averages} average(s), over {shards} shard(s), take "
+            f"{needed / GIB:.1f} GiB per rank, but {where} has {device_bytes / GIB:.1f} GiB for "
+            "each. Launch more ranks (dp_shard, tp, pp or cp shard the state), or see what a run "
+            "would need, without any device: add --dry-run to the command, or --dry-run WORLD."
+        )
+
+
 def try_out(plan: RunPlan, device: torch.device) -> None:
     """Run attention's kernel and the compiler on a sample, as the first step would."""
     attention.check(plan.precision.attention, attention_shape(plan, device))
@@ -92,6 +120,24 @@ def attention_shape(plan: RunPlan, device: torch.device) -> attention.Shape:
         device=device,
         ring=ring,
         mask=network.mask,
+    )
+
+
+def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -> str | None:
+    """A line about a head dim that costs more than it gives, on a GPU; None where it does not.
+
+    Attention is 12 n^2 h FLOPs per layer, n tokens and h hidden, forward and backward: a product of
+    queries and keys and one with the values, and twice that in backward.
+    """
+    network = plan.network
+    if device.type != "cuda":
+        return None
+    tokens, heads, head_dim = network.num_tokens, network.num_heads, network.head_dim
+    own = 12 * tokens**2 * heads * head_dim * network.num_layers
+    line = attention.padding(head_dim, tokens, own / flops_per_sample)
+    return line and (
+        f"{line}. python -m titan_dit bench attention --heads {heads} --head-dim "
+        f"{head_dim} --tokens {tokens} measures it"
     )
 
 
