@@ -56,7 +56,8 @@ def variant(section: str, name: str) -> type[Section]:
     found: Any = doors.look_up(SECTIONS[section], where, name)
     if ":" in name:
         doors.require(found, MEMBERS[section], where, name)
-        if not (dataclasses.is_dataclass(found) and issubclass(found, Section)):
+        is_section = isinstance(found, type) and issubclass(found, Section)
+        if not (is_section and dataclasses.is_dataclass(found)):
             raise UserError(
                 f"{where}={show(name)}: {found.__name__} in {doors.file_of(found)} is no frozen "
                 "dataclass derived from titan_dit.section.Section, so it cannot hold keys."

@@ -13,8 +13,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit.commands.restore import device_of, find, restore
+from titan_dit.diffusion import drawing
+from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
+from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.pictures import draw_grid
 from titan_dit.diffusion.samplers.base import Sampler
+from titan_dit.models.base import Model
 from titan_dit.observe import console
 from titan_dit.section import Bound, Count, Fraction, NonNegative, Section, UserError
 from titan_dit.state.store import place

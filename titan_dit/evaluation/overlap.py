@@ -39,8 +39,8 @@ def check_apart(
     if shared:
         raise UserError(
             f"[validation] path={path}: {len(shared)} of its {len(rows)} samples are in [data] "
-            "too, so its loss would be of samples that are trained on. Take them out of one of the two, "
-            "or leave path out and set samples: rows of [data] are held out then."
+            "too, so its loss would be of samples that are trained on. Take them out of one of the "
+            "two, or leave path out and set samples: rows of [data] are held out then."
         )
 
 

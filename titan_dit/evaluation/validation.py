@@ -109,8 +109,8 @@ def losses(
             parts.setdefault(name, []).append(sums)
         alive()
     means = {}
-    for name, sums in parts.items():
-        whole = share.gather(torch.cat(sums))[: len(chosen.rows)].sum(0)
+    for name, found in parts.items():
+        whole = share.gather(torch.cat(found))[: len(chosen.rows)].sum(0)
         means[name] = float(whole[0] / whole[1])
     named: Mapping[str, float] = {f"{LOSS}_{name}": v for name, v in means.items() if name}
     return {LOSS: sum(means.values()) / len(means), **named}

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.attention as implementations
@@ -174,7 +175,7 @@ def refusal(key: str, shape: Shape) -> str | None:
         torch.zeros(size, dtype=shape.dtype, device=shape.device).transpose(1, 2).requires_grad_()
         for _ in range(3)
     )
-    masked = {"causal": True} if shape.mask == "causal" else {}
+    masked: dict[str, Any] = {"causal": True} if shape.mask == "causal" else {}
     if shape.mask == "lengths":
         masked = {"lengths": torch.full((1,), tokens, device=shape.device)}
     with warnings.catch_warnings(record=True) as said:

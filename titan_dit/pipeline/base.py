@@ -73,6 +73,7 @@ class Executor(ABC):
 
 def share_of(per_token: Tensor, part: Prepared) -> Tensor:
     """The share of the step's loss that some samples have."""
+    assert part.total_tokens is not None
     weight = part.weight if part.weight.ndim == 2 else part.weight[:, None]
     return (per_token * weight).sum() / part.total_tokens
 

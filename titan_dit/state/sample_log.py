@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan_dit.objectives.base import Batch
+from titan_dit.data.base import Batch
 from titan_dit.spans import numbers_of, spans_of
 from titan_dit.state.ledger import Ledger
 from titan_dit.state.ranks import Ranks

@@ -100,8 +100,9 @@ def check_transformer_engine(plan: RunPlan) -> None:
     if plan.sizes.tp > 1 or plan.sizes.pp > 1:
         raise UserError(
             f"[precision] float8={float8} does not go with [parallel] tp={plan.sizes.tp}, "
-            f"pp={plan.sizes.pp}: Transformer Engine's layers take no DTensors, and exchange their largest values with "
-            'ranks that hold the same layers. Set float8 = "tensorwise", or tp = 1 and pp = 1.'
+            f"pp={plan.sizes.pp}: Transformer Engine's layers take no DTensors, and exchange their "
+            "largest values with ranks that hold the same layers. "
+            'Set float8 = "tensorwise", or tp = 1 and pp = 1.'
         )
     if plan.compile.enabled:
         raise UserError(
