@@ -115,9 +115,9 @@ def test_hooks_are_called_at_their_moments_on_every_rank(finished, folder):
     assert moments == [
         ("begun", 0),
         *[("step_ended", 1), ("step_ended", 2)],
-        *[("validated", 3), ("saved", 3), ("step_ended", 3)],
+        *[("step_ended", 3), ("validated", 3), ("saved", 3)],
         *[("step_ended", 4), ("step_ended", 5)],
-        *[("validated", 6), ("saved", 6), ("step_ended", 6), ("ended", 6)],
+        *[("step_ended", 6), ("validated", 6), ("saved", 6), ("ended", 6)],
     ]
     assert said[-1][2] == 48
     assert [keys for moment, _, _, keys in said if moment == "validated"] == [

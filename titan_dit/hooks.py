@@ -88,7 +88,9 @@ class Hooks:
 
     def origins(self) -> list[str]:
         """A line for every hook: where it was imported from."""
-        return [f"hook    {name} is from {doors.file_of(type(hook))}" for name, hook in self.hooks]
+        return [
+            f"[job] hook {name} is from {doors.file_of(type(hook))}" for name, hook in self.hooks
+        ]
 
     def call(self, moment: str, run: Run) -> None:
         """Call a method of every hook; what it raises is kept for `check`."""

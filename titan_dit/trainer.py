@@ -47,7 +47,7 @@ from titan_dit.state.ranks import Ranks
 from titan_dit.state.sample_log import SampleLog
 from titan_dit.validate import data as data_fits
 from titan_dit.validate import device as device_fits
-from titan_dit.validate import validate
+from titan_dit.validate import layout, validate
 
 HOOKS = "[job] hooks"
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
@@ -69,6 +69,7 @@ class Trainer:
         self.source = config.data.open()
         self.objective = config.objective.build(config.model, self.source.facts)
         data_fits.check_fields(self.source.fields, self.objective, config.data.name)
+        layout.check_modules(plan, self.objective)
         self.held_out = validation.held_out_of(config.validation, self.source, job.seed)
         self.epochs = EpochOrder.of(job.seed, len(self.source), self.held_out)
         self.validation_set = validation.open_apart(
@@ -138,10 +139,11 @@ class Trainer:
                 reading = self.read_guard()
                 if shown or validated:
                     self.report(reading, lr, self.validate() if validated else {})
-                if self.guard.limit:
-                    self.go_back()
-                    batches, begun_at = self.batches(), self.step + 1
-                    continue
+            self.call_hooks("step_ended", stop)
+            if self.guard.limit:
+                self.go_back()
+                batches, begun_at = self.batches(), self.step + 1
+                continue
             if validated:
                 self.call_hooks("validated", stop)
             if self.due(config.sampling.every):
@@ -150,7 +152,6 @@ class Trainer:
                 self.save()
                 self.call_hooks("saved", stop)
             self.tell_of_saves()
-            self.call_hooks("step_ended", stop)
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
         if self.step < config.training.steps:
@@ -170,6 +171,7 @@ class Trainer:
             self.go_back()
         elif every and self.step >= begun_at and not self.due(every):
             self.save()
+            self.call_hooks("saved", stop)
         self.write_profile(stopped=True)
         self.finish_saves()
         leave({"stopped": stop.reason.name, "step": self.step})
@@ -209,14 +211,14 @@ class Trainer:
         return BatchPlan(self.plan.global_batch_size, self.ledger.skipped_spans)
 
     @property
-    def share(self) -> DataShare:
+    def data_share(self) -> DataShare:
         """This rank's part of what the data-parallel ranks share."""
         mesh, device = self.mesh, self.world.device
         return DataShare(device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch, from the cursor on."""
-        share, rows = self.share, self.plan.rows_per_rank
+        share, rows = self.data_share, self.plan.rows_per_rank
         order = RankOrder(self.batch_plan, self.epochs, share.rank, share.num_ranks, rows)
         inspect, workers = self.objective.inspect, self.config.data.workers
         where = self.cursor, inspect, share.device
@@ -297,7 +299,7 @@ class Trainer:
     def validate(self) -> Row:
         """The loss on the validation set: of the weights, and of every average of them."""
         assert self.validation_set
-        given = self.validation_set, self.objective, self.executor, self.share
+        given = self.validation_set, self.objective, self.executor, self.data_share
         found: Row = {}
         with self.watchdog.slow("validating"), self.meter.paused():
             for average in (None, *self.ema.averages):
@@ -315,7 +317,7 @@ class Trainer:
 
     def preview(self) -> None:
         """Show what the averaged weights make, each data rank its share, and the loss curve."""
-        given = self.config.sampling, self.config.job.seed, self.share
+        given = self.config.sampling, self.config.job.seed, self.data_share
         slow = self.watchdog.slow("drawing")
         with slow, self.meter.paused(), self.ema.swapped_in():
             preview = self.objective.preview(self.executor.predict, *given)
@@ -382,7 +384,7 @@ class Trainer:
             before = config_file.build(config_file.of_record(record), catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
-            held_out = before.validation.held_out, len(self.held_out)
+            held_out = before.validation.num_held_out, len(self.held_out)
             imported = record.get("imported", False)
             resume.check_same_mathematics(path, configs, digests, held_out, imported)
         load = resume.load_imported if record.get("imported") else resume.load

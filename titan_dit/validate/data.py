@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from titan_dit import doors
 from titan_dit.data.base import Field
 from titan_dit.objectives.base import Objective
 from titan_dit.section import UserError, show
 
+MEMBERS = {
+    "takes": "the fields of a sample that it reads",
+    "prepare": "fields to inputs and targets",
+    "loss": "predictions and targets to a loss per token",
+}
+"""What every objective must have."""
+
 
 def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -> None:
     """Every field that the objective takes must be there; `data` is the name of [data]."""
+    doors.require(type(objective), MEMBERS, "[objective]", type(objective).__name__)
     missing = [name for name in objective.takes if name not in fields]
     if missing:
         raise UserError(
