@@ -6,13 +6,11 @@ import shutil
 import sys
 
 import pytest
-import torch
 from commands import ROOT, metrics, only_error, run, train
 
 from titan_dit import catalog, config_file
 from titan_dit.dry_run.command import dry_run
 from titan_dit.hooks import Hooks
-from titan_dit.parallel.runtime import World
 from titan_dit.section import UserError
 from titan_dit.state.checkpoints import Checkpoints
 
@@ -203,4 +201,4 @@ def test_a_hook_without_all_its_methods_is_refused(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(UserError, match="with the methods ended, saved, step_ended, validated"):
-        Hooks(("mine.hooks:Half",), World(0, 1, torch.device("cpu")))
+        Hooks(("mine.hooks:Half",), is_first=True)

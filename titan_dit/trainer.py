@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from titan_dit.faults.guard import Guard, Reading
 from titan_dit.faults.stop_request import Reason, StopRequest
 from titan_dit.faults.watchdog import Watchdog
 from titan_dit.garbage import Collector
-from titan_dit.hooks import Hooks, Run, read_only
+from titan_dit.hooks import Hooks, Run
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
 from titan_dit.observe.flops import Work
@@ -65,7 +64,7 @@ class Trainer:
         following = world.gather(resume.has_begun(job, config.checkpoint))[0]
         self.plan = plan = resolve(config, world.size, following)
         validate(config, plan, world.device)
-        self.hooks = Hooks(job.hooks, world)
+        self.hooks = Hooks(job.hooks, world.is_main)
         self.source = config.data.open()
         self.objective = config.objective.build(config.model, self.source.facts)
         data_fits.check_fields(self.source.fields, self.objective, config.data.name)
@@ -110,8 +109,8 @@ class Trainer:
             self.open_run_directory()
             with StopRequest(self.world.size) as stop, self.collector:
                 self.train(stop)
-        if failure := self.hooks.failed():
-            raise UserError(failure)
+        if self.hooks.wanted and any(failures := self.world.gather(self.hooks.failure)):
+            raise UserError(next(text for text in failures if text))
         return stop.exit_code
 
     def train(self, stop: StopRequest) -> None:
@@ -181,22 +180,8 @@ class Trainer:
 
     def call_hooks(self, moment: str, stop: StopRequest) -> None:
         """Show the run to the user's hooks; one that raises stops all ranks, in good order."""
-        if not self.hooks.wanted:
-            return
-        run = Run(
-            name=self.config.job.name,
-            folder=self.folder,
-            step=self.step,
-            steps=self.config.training.steps,
-            samples=self.cursor,
-            rank=self.world.rank,
-            num_ranks=self.world.size,
-            config=config_file.to_tables(self.config),
-            parameters=read_only(self.parameters),
-            row=self.row,
-        )
         with self.meter.paused():
-            self.hooks.call(moment, run)
+            self.hooks.call(moment, self.step, self.cursor, self.row)
         if self.hooks.failure:
             stop.ask(Reason.HOOK)
 
@@ -297,21 +282,16 @@ class Trainer:
         self.collector.rest()  # Data workers are forked once more, and inherit its state.
 
     def validate(self) -> Row:
-        """The loss on the validation set: of the weights, and of every average of them."""
+        """The losses of the validation set, of the weights and of every average of them."""
         assert self.validation_set
         given = self.validation_set, self.objective, self.executor, self.data_share
-        found: Row = {}
+        seed, rows = self.config.job.seed, self.plan.rows_per_rank
         with self.watchdog.slow("validating"), self.meter.paused():
-            for average in (None, *self.ema.averages):
-                swapped = self.ema.swapped_in(average) if average else nullcontext()
-                with swapped:
-                    losses = validation.losses(
-                        *given,
-                        seed=self.config.job.seed,
-                        batch_size=self.plan.rows_per_rank,
-                    )
-                suffix = f"_ema_{average}" if average else ""
-                found |= {f"{name}{suffix}": value for name, value in losses.items()}
+            found = validation.losses(*given, seed=seed, batch_size=rows)
+            for average in self.ema.averages:
+                with self.ema.swapped_in(average):
+                    losses = validation.losses(*given, seed=seed, batch_size=rows)
+                found |= {f"{name}_ema_{average}": loss for name, loss in losses.items()}
             self.collector.full()
         return found
 
@@ -410,26 +390,23 @@ class Trainer:
 
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics, and say what will be done."""
-        config, device, flops = self.config, self.world.device, self.work.flops_per_sample
-        self.journal.open(config_file.to_tables(config), config.metrics, self.step)
-        if self.world.is_main and not self.ledger.skipped:
+        config, world, tables = self.config, self.world, config_file.to_tables(self.config)
+        self.journal.open(tables, config.metrics, self.step)
+        if world.is_main and not self.ledger.skipped:
             (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
         self.open_sample_log()
+        device, flops = world.device, self.work.flops_per_sample
+        counted = len(self.source), len(self.held_out), self.source.facts.about
+        sizes = console.Sizes(self.num_parameters, flops, self.plan.network.num_tokens, *counted)
+        where = VERSIONS, f"{self.mesh.sizes} on {device.type}", sizes, self.step, self.folder
+        named = config.model.name, config.data.name
         self.say(*followed(config.parallel, self.mesh.sizes))
-        where, facts = f"{self.mesh.sizes} on {device.type}", self.source.facts
-        sizes = console.Sizes(
-            self.num_parameters,
-            flops,
-            self.plan.network.num_tokens,
-            len(self.source),
-            len(self.held_out),
-            facts.about,
-        )
-        named, settings = (config.model.name, config.data.name), (config.precision, config.training)
-        given = *settings, VERSIONS, where, sizes, self.step, self.folder
-        self.say(*console.beginning(named, *given))
+        self.say(*console.beginning(named, config.precision, config.training, *where))
         own = {"model": config.model, "objective": config.objective, "data": config.data}
         self.say(*doors.origins(own), *self.hooks.origins())
-        if self.world.is_main:
+        if world.is_main:
             hint = device_fits.attention_hint(self.plan, device, flops)
             self.say(*self.notes, *self.objective.hints(self.source), hint)
+        parameters = {name: p.detach() for name, p in self.parameters.items()}
+        steps, ranks = config.training.steps, (world.rank, world.size)
+        self.hooks.show(Run(config.job.name, self.folder, steps, *ranks, tables, parameters))
