@@ -15,8 +15,8 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
         return model
     raise UserError(
         f"[objective] name={show(objective)} trains models of latents with labels, but [model] "
-        f"name={show(model.name)} has no {lacking(model, LatentModel)}. Choose another objective, or add them to the "
-        "model (titan_dit/diffusion/base.py: LatentModel)."
+        f"name={show(model.name)} has no {lacking(model, LatentModel)}. Choose another "
+        "objective, or add them to the model (titan_dit/diffusion/base.py: LatentModel)."
     )
 
 
