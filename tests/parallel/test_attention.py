@@ -1,5 +1,6 @@
 """[precision] attention: the kernel that is asked for runs, or is refused before the first step."""
 
+import functools
 import inspect
 import sys
 
@@ -144,6 +145,77 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_a_multiple_of_32_channels_is_not_padded(head_dim):
     assert attention.padding(head_dim, 1024, 0.1) is None
+
+
+def masked_results(attend, dtype=torch.float64, **mask):
+    """Output and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(4, 3, 2, 16, 8, generator=generator, dtype=torch.float64).to(dtype)
+    q, k, v = (x.requires_grad_() for x in drawn[:3].unbind(0))
+    out = attend(q, k, v, **mask)
+    return [x.double() for x in (out, *torch.autograd.grad(out, (q, k, v), drawn[3]))]
+
+
+def by_a_softmax(q, k, v, causal=False, lengths=None):
+    """Written out, key by key."""
+    place = torch.arange(16)
+    seen = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+    if causal:
+        seen = (place[None] <= place[:, None])[None, None]
+    if lengths is not None:
+        seen = (place < lengths[:, None])[:, None, None]
+    scores = (q @ k.mT / 8**0.5).masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+CAUSAL, LENGTHS = {"causal": True}, {"lengths": torch.tensor([1, 7, 16])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("key", "mask"),
+    [("auto", CAUSAL), ("flash", CAUSAL), ("math", CAUSAL), ("auto", LENGTHS), ("math", LENGTHS)],
+)
+def test_masked_attention_is_the_softmax_over_what_is_seen(key, mask, dtype):
+    expected = masked_results(by_a_softmax, **mask)
+    found = masked_results(attention.attend_by(key), dtype, **mask)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for value, exact in zip(found, expected, strict=True):
+        assert (value - exact).abs().max() <= tolerance * exact.abs().max()
+    # What the mask hides has no gradient.
+    if "lengths" in mask:
+        assert found[2][0, :, 1:].abs().max() == found[3][0, :, 1:].abs().max() == 0
+
+
+@pytest.mark.parametrize("key", ["auto", "flash", "math"])
+@pytest.mark.parametrize("mask", ["causal", "lengths"])
+def test_a_kernel_that_is_asked_for_has_the_mask_or_is_refused(key, mask):
+    given = CAUSAL if mask == "causal" else LENGTHS
+    if attention.refusal(key, shape(mask=mask)) is None:
+        attention.check(key, shape(mask=mask))
+        found = masked_results(attention.attend_by(key), **given)
+        for value, exact in zip(found, masked_results(by_a_softmax, **given), strict=True):
+            torch.testing.assert_close(value, exact)
+    else:
+        assert (key, mask) == ("flash", "lengths")
+        with pytest.raises(UserError, match=r"masked by lengths, in float32 on cpu: .*\"math\""):
+            attention.check(key, shape(mask=mask))
+
+
+def test_a_ring_has_no_kernel_for_a_mask():
+    for mask in ("causal", "lengths"):
+        for key in ("flash", "math"):
+            reason = attention.refusal(key, shape(mask=mask, ring=True))
+            assert reason == attention.NO_MASK
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, LENGTHS], ids=["causal", "lengths"])
+def test_attention_that_is_recomputed_keeps_its_mask(mask):
+    attend = functools.partial(remat.recomputed, attention.attend_by("auto"))
+    for value, exact in zip(
+        masked_results(attend, **mask), masked_results(by_a_softmax, **mask), strict=True
+    ):
+        torch.testing.assert_close(value, exact)
 
 
 @pytest.mark.gpu
