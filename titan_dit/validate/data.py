@@ -19,7 +19,7 @@ MEMBERS = {
 
 def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -> None:
     """Every field that the objective takes must be there; `data` is the name of [data]."""
-    doors.require(type(objective), MEMBERS, "[objective]", type(objective).__name__)
+    doors.require(type(objective), MEMBERS, "[objective] name", type(objective).__name__)
     missing = [name for name in objective.takes if name not in fields]
     if missing:
         raise UserError(
