@@ -31,7 +31,7 @@ def uneven(world, folder, layout, size, objective=None):
     )
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
-    rows = len(next(trainer.batches()).tokens)
+    rows = next(trainer.batches()).weight.shape[0]
     return rows * trainer.mesh.sizes.data, gradients(trainer)
 
 
