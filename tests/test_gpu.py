@@ -35,7 +35,7 @@ def three_steps(world, device_type, poisoned, objective):
     for trainer.step in (1, 2, 3):
         batch = next(batches)
         if poisoned and trainer.step == 2:
-            batch.tokens[0] = math.nan
+            batch.fields["latent"][0] = math.nan
         loss, _, _ = trainer.train_step(batch)
         losses.append(loss.item())
         weights.append({name: whole(p).cpu() for name, p in trainer.parameters.items()})

@@ -32,7 +32,8 @@ def built(
 
     def batches():
         for batch in original():
-            batch.tokens[torch.isin(batch.sample_numbers, wanted)] *= spoil or 1.0
+            spoiled = torch.isin(batch.sample_numbers, wanted)
+            batch.fields["latent"][spoiled] *= spoil or 1.0
             yield batch
 
     trainer.batches = batches
