@@ -23,6 +23,10 @@ PACKAGE = Path(__file__).resolve().parent
 INSTALLED = PACKAGE / "train_configs"
 CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
 CHOSEN_BY_NAME = ("model", "objective", "data")
+FORMAT = 2
+"""Of a run's config.toml and of the config in a checkpoint; the first format had no number."""
+RENAMED: dict[str, str] = {}
+"""Every key that was once called otherwise: "section.key" of then -> "section.key" of now."""
 PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig")
 
 
@@ -118,10 +122,39 @@ def read_toml(path: Path) -> Tables:
         tables = tomli.loads(path.read_text())
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
+    check_format(tables.pop("format", FORMAT), path)
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise UserError(f"{path}: {name}={show(table)} stands outside any [section].")
     return tables
+
+
+def check_format(number: object, where: object) -> None:
+    """Refuse what a later version wrote: its keys may mean something else."""
+    if not isinstance(number, int) or number > FORMAT:
+        raise UserError(
+            f"{where}: format={show(number)} is newer than this titan_dit, which reads up to "
+            f"{FORMAT}. Install the version that wrote it."
+        )
+
+
+def of_record(record: Mapping[str, Any]) -> Tables:
+    """The tables of a checkpoint's record, whatever version wrote it."""
+    check_format(record.get("config_format", 1), "[checkpoint] its config")
+    tables: Tables = record["config"]
+    return tables
+
+
+def renamed_keys(tables: Mapping[str, Mapping[str, Any]]) -> Tables:
+    """The tables with the keys of older formats under their names of today."""
+    found: Tables = {section: dict(table) for section, table in tables.items()}
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if key in found.get(section, {}):
+            value = found[section].pop(key)
+            section, key = new.split(".")
+            found.setdefault(section, {}).setdefault(key, value)
+    return found
 
 
 def flag_value(section: str, key: str, texts: list[str], tables: Tables, variant: Variant) -> Any:
@@ -172,7 +205,7 @@ def plain_sections() -> dict[str, type[Section]]:
 
 def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig:
     """Strictly: every key must exist, every value must fit."""
-    plain: Tables = {name: dict(table) for name, table in tables.items()}
+    plain = renamed_keys(tables)
     for name in (*CHOSEN_BY_NAME, "training"):
         plain.setdefault(name, {})
     return JobConfig(**build_sections(plain, variant))
@@ -182,7 +215,7 @@ def build_sections(
     tables: Mapping[str, Mapping[str, Any]], variant: Variant, only: Collection[str] = ()
 ) -> dict[str, Any]:
     """The sections of some tables; with `only`, nothing else is looked at or imported."""
-    plain: Tables = {name: dict(table) for name, table in tables.items()}
+    plain = renamed_keys(tables)
     built: dict[str, Any] = {}
     for name, table in plain.items():
         if only and name not in only:
@@ -224,7 +257,7 @@ def to_tables(config: JobConfig) -> Tables:
 
 def to_toml(tables: Tables) -> str:
     """The tables of a config as TOML; `load` reads them back to an equal one."""
-    lines = []
+    lines = [f"format = {FORMAT}", ""]
     for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {show(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)

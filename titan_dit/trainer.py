@@ -349,6 +349,7 @@ class Trainer:
             progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
             record = progress.as_record(self.epochs.num_rows) | {
                 "config": config_file.to_tables(self.config),
+                "config_format": config_file.FORMAT,
                 "data": self.source.facts.as_json(),
                 "layout": str(self.mesh.sizes),
                 "versions": VERSIONS,
@@ -378,7 +379,7 @@ class Trainer:
         self.say(*start.told())
         if not settings.allow_changes:
             # Built anew: keys that did not exist then get their defaults, as they do now.
-            before = config_file.build(record["config"], catalog.variant)
+            before = config_file.build(config_file.of_record(record), catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
             held_out = before.validation.held_out, len(self.held_out)

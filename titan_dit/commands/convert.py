@@ -171,6 +171,7 @@ def record_of(original: Original, objective: dict[str, Any], scale: float) -> di
         "nan_steps": 0,
         "imported": True,
         "config": config_file.to_tables(config_file.build(tables, catalog.variant)),
+        "config_format": config_file.FORMAT,
         "data": facts.as_json(),
         "versions": {"titan_dit": __version__, "torch": torch.__version__},
     }

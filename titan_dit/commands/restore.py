@@ -90,7 +90,7 @@ def restore(path: Place, weights: str, decay: float | None, device: torch.device
     Without EMA in the run, "ema" falls back to the last weights.
     """
     record = checkpoint.read_record(path)
-    sections = config_file.build_sections(record["config"], catalog.variant, USED)
+    sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)
     model_config, objective, ema = (sections[name] for name in USED)
     for line in doors.origins({"model": model_config, "objective": objective}):
         console.say(line)

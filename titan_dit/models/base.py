@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from titan_dit.models import laws
+from titan_dit.models.laws import InitLaw
 
 Stream: TypeAlias = tuple[Tensor, ...]
 """What flows from embed through the blocks to head: tensors that need gradients, batch first.
@@ -16,9 +20,6 @@ It alone travels through a pipeline."""
 Static: TypeAlias = Mapping[str, Tensor]
 """What every part is given beside the stream, without gradients: `ModelSpec.context` (batch first)
 and `ModelSpec.static` (no batch dim) in one mapping."""
-
-InitLaw: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]
-"""(full shape, generator) -> initial values, fp32, on the generator's device."""
 
 Mask: TypeAlias = Literal["none", "causal", "lengths"]
 """Which keys a query sees: all; those up to its own position; the first of each sample's."""
@@ -82,8 +83,8 @@ class Model(nn.Module):
     blocks: nn.ModuleDict
     """Each (stream, static) -> stream."""
     head: nn.Module | None
-    """(stream, static) -> prediction; several, in the order of `ModelSpec.predictions`, in a
-    tuple."""
+    """(stream, static) -> the predictions in the order of `ModelSpec.predictions`; one alone may
+    come without its tuple."""
     tied: Mapping[str, str] = {}
     """Parameters that are one: {"head.weight": "embed.weight"}."""
 
@@ -107,12 +108,27 @@ class Model(nn.Module):
         self.head = self.head if is_last else None
 
     def init_laws(self) -> dict[str, InitLaw]:
-        """The law of every parameter and buffer, by name."""
-        raise NotImplementedError
+        """The law of every parameter and buffer, by name.
+
+        By default GPT-2's: N(0, 0.02) for matrices, 1 for the weights of norms, 0 for biases.
+        """
+        tensors = itertools.chain(self.named_parameters(), self.named_buffers())
+        return {name: default_law(name, tensor) for name, tensor in tensors}
 
     def flops_per_sample(self, tokens: int) -> int:
-        """FLOPs of forward and backward, without recomputation."""
-        raise NotImplementedError
+        """FLOPs of forward and backward, without recomputation.
+
+        By default 6 per token and element of a matrix: without attention's own products, and with
+        embeddings as if they were multiplied (arXiv:2001.08361 sec. 2.1).
+        """
+        return 6 * tokens * sum(p.numel() for p in self.parameters() if p.ndim > 1)
+
+
+def default_law(name: str, tensor: Tensor) -> InitLaw:
+    """See `Model.init_laws`."""
+    if name.endswith("bias"):
+        return laws.zeros
+    return laws.normal(0.02) if tensor.ndim > 1 else laws.ones
 
 
 @runtime_checkable

@@ -17,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.models import laws
-from titan_dit.models.base import InitLaw, Model, ModelSpec, Static, Stream, TensorSpec
+from titan_dit.models.base import Model, ModelSpec, Static, Stream, TensorSpec
+from titan_dit.models.laws import InitLaw
 from titan_dit.models.layers import (
     MLP,
     Attention,

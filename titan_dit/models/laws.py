@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from titan_dit.models.base import InitLaw
+InitLaw: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]
+"""(full shape, generator) -> initial values, fp32, on the generator's device."""
 
 
 def zeros(shape: torch.Size, generator: torch.Generator) -> Tensor:

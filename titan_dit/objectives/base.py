@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from titan_dit.config import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
-from titan_dit.models.base import InitLaw, ModelConfig, ModelSpec
+from titan_dit.models.base import ModelConfig, ModelSpec
+from titan_dit.models.laws import InitLaw
 from titan_dit.rng import SampleRNG
 from titan_dit.section import Named, UserError
 

@@ -1,0 +1,130 @@
+"""Models, objectives and data from outside the package, on every layout."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import on_ranks
+from tiny import assert_same_gradients, randomize, whole
+
+from titan_dit import catalog, config_file
+from titan_dit.parallel.gradients import clip_norm
+from titan_dit.rng import SampleRNG
+from titan_dit.trainer import Trainer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LAYOUTS = {
+    1: {"alone": {}},
+    2: {
+        "dp": {"dp_shard": 2},
+        "hsdp": {"dp_replicate": 2, "dp_shard": 1},
+        "tp": {"tp": 2},
+        "tp, whole tokens": {"tp": 2, "sequence_parallel": False},
+        "pp": {"pp": 2},
+        "cp": {"cp": 2, "cp_method": "ulysses"},
+    },
+    4: {
+        "dp x pp": {"dp_shard": 2, "pp": 2},
+        "pp x cp": {"pp": 2, "cp": 2, "cp_method": "ulysses"},
+        "tp x cp": {"tp": 2, "cp": 2, "cp_method": "ulysses"},
+        "pp x tp": {"pp": 2, "tp": 2},
+    },
+}
+GPT = {
+    "model": "mine.gpt:GPTConfig",
+    "objective": "mine.gpt:NextToken",
+    "data": "mine.gpt:Text",
+    "plan": "mine.gpt:plan",
+}
+OWN = {
+    "model": "own:OwnConfig",
+    "objective": "own:OwnObjective",
+    "data": "own:OwnData",
+    "plan": "own:plan",
+}
+
+
+def config_of(names, layout, folder, **sections):
+    tables = {
+        "model": {"name": names["model"], "hidden": 32, "layers": 4, "heads": 4, "context": 8},
+        "objective": {"name": names["objective"]},
+        "data": {"name": names["data"], "path": str(folder / "text"), "context": 8},
+        "parallel": {"tensor_plan": names["plan"], **layout},
+        "training": {"steps": 4, "global_batch_size": 8, "microbatch_size": 2},
+        "precision": {"dtype": "fp32"},
+        "checkpoint": {"every": 0},
+        "metrics": {"every": 1, "tensorboard": False},
+        "job": {"name": "outside"},
+        **sections,
+    }
+    return config_file.build(tables, catalog.variant)
+
+
+def measured(world, folder):
+    """Loss, gradients and validation losses of both models on all layouts of this world."""
+    os.chdir(folder)
+    found = {}
+    for kind, names in (("gpt", GPT), ("own", OWN)):
+        for name, layout in LAYOUTS[world.size].items():
+            trainer = Trainer(config_of(names, layout, folder), world)
+            randomize(trainer.parameters)
+            batch = next(trainer.batches())
+            rng = SampleRNG(trainer.config.job.seed, batch.sample_numbers)
+            prepared = trainer.objective.prepare(batch, rng)
+            losses = trainer.share.gather(trainer.executor.evaluate(prepared))
+            loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
+            norm = clip_norm(trainer.parameters.values(), 0.0).item()
+            grads = {name: whole(p.grad) for name, p in trainer.parameters.items()}
+            found[f"{kind} {name}"] = loss, norm, grads, losses
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a user works: their package, their data."""
+    folder = tmp_path_factory.mktemp("user")
+    shutil.copytree(EXAMPLES, folder / "mine")
+    (folder / "text").write_bytes(bytes(range(256)) * 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    [found] = on_ranks(1, measured, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two(folder):
+    return on_ranks(2, measured, folder)
+
+
+def check(kind, layout, alone, ranks):
+    loss, norm, expected, losses = alone[f"{kind} alone"]
+    seen = {}
+    for rank in ranks:
+        found_loss, found_norm, found, found_losses = rank[f"{kind} {layout}"]
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert found_norm == pytest.approx(norm, rel=1e-5)
+        torch.testing.assert_close(found_losses, losses, rtol=1e-5, atol=1e-6)
+        seen |= found
+    assert_same_gradients(seen, expected, 2e-6)
+    if kind == "own":
+        assert "objective.uncertainty.weight" in expected
+        assert expected["objective.uncertainty.weight"].norm() > 0
+
+
+@pytest.mark.parametrize("kind", ["gpt", "own"])
+@pytest.mark.parametrize("layout", LAYOUTS[2])
+def test_what_comes_from_outside_has_the_gradients_of_one_process(kind, layout, alone, on_two):
+    check(kind, layout, alone, on_two)
+
+
+@pytest.mark.long
+def test_what_comes_from_outside_fits_layouts_of_two_axes(folder, alone):
+    ranks = on_ranks(4, measured, folder)
+    for layout in LAYOUTS[4]:
+        check("gpt", layout, alone, ranks)
+        check("own", layout, alone, ranks)

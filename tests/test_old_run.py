@@ -1,0 +1,55 @@
+"""A run directory that version 0.1 left: this version goes on from it, samples it and replays it."""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import commands
+import pytest
+import torch
+from safetensors.torch import load_file
+
+FIXTURES = Path(__file__).parent / "fixtures"
+WAS = json.loads((FIXTURES / "run-0.1.json").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.unpack_archive(FIXTURES / "run-0.1.tar.gz", tmp_path)
+    return tmp_path
+
+
+def titan_dit(*words, cwd):
+    done = commands.run([sys.executable, "-m", "titan_dit", *words], cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_goes_on_with_the_losses_that_version_had(folder):
+    words = WAS["continued"]["command"].split()
+    titan_dit(*words, cwd=folder)
+    rows = {str(row["step"]): row for row in commands.metrics(folder / "run-0.1")}
+    for step, was in WAS["continued"]["steps"].items():
+        assert rows[step]["loss"] == pytest.approx(was["loss"], rel=1e-6)
+        assert rows[step]["grad_norm"] == pytest.approx(was["grad_norm"], rel=1e-5)
+        assert rows[step]["skipped_steps"] == was["skipped_steps"]
+
+
+def test_it_draws_the_samples_that_version_drew(folder):
+    titan_dit(*WAS["drawn"]["command"].split(), cwd=folder)
+    tensors = load_file(folder / "drawn.safetensors")
+    assert tensors["labels"].tolist() == WAS["drawn"]["labels"]
+    assert tensors["samples"].shape == (8, 1, 8, 8)
+    kernels = torch.backends.cpu.get_cpu_capability()
+    if torch.__version__ == WAS["torch"] and WAS["cpu"].endswith(kernels):  # Others round anew.
+        found = hashlib.sha256(tensors["samples"].numpy().tobytes()).hexdigest()
+        assert found == WAS["drawn"]["samples_sha256"]
+
+
+@pytest.mark.parametrize("command", [c for c in WAS["replayed"] if c.split()[4] in ("5", "12")])
+def test_it_replays_the_steps_that_version_replayed(command, folder):
+    said = titan_dit(*command.split(), cwd=folder).splitlines()
+    # What was `t` has its whole name now.
+    assert said == [line.replace("  t ", "  timestep ") for line in WAS["replayed"][command]]
