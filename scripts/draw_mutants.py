@@ -18,7 +18,7 @@ from typing import Any
 CORE = (
     "models",
     "objectives",
-    "samplers",
+    "diffusion",
     "parallel",
     "pipeline",
     "schedules",
@@ -26,6 +26,7 @@ CORE = (
     "data/order.py",
     "rng.py",
     "spans.py",
+    "plan.py",
     "trainer.py",
 )
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {

@@ -108,7 +108,7 @@ def converted_again(cwd, name, **flags):
     run, file, back = (str(cwd / part) for part in (name, f"{name}.safetensors", f"{name}_back"))
     convert.main(convert.Options(source=run, to=file))
     convert.main(convert.Options(source=file, to=back, **flags))
-    return restore(find(Path(back), None), "ema", None, CPU).config.objective
+    return restore(find(Path(back), None), "ema", None, CPU).objective.path
 
 
 def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
@@ -128,7 +128,7 @@ def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):
     save_file(state, converted / "fixed.safetensors")
     source, target = str(converted / "fixed.safetensors"), str(converted / "fixed")
     convert.main(convert.Options(source=source, to=target, heads=4))
-    assert not restore(Path(target), "ema", None, CPU).config.objective.learn_sigma
+    assert not restore(Path(target), "ema", None, CPU).objective.path.learn_sigma
     out = str(converted / "fixed_samples.safetensors")
     sampling.main(sampling.Options(run=target, out=out, num=2, steps=3, sampler="ddpm"))
     assert load_file(out)["samples"].isfinite().all()
@@ -244,7 +244,7 @@ def test_samples_of_imported_weights_are_in_the_units_of_the_autoencoder(trained
     assert "ddim, 2 steps" in done_well(done).stdout
     drawn = load_file(trained / "s.safetensors")["samples"]
     assert drawn.shape == (4, 4, 8, 8)
-    assert restore(trained / "imported", "ema", None, CPU).facts.scale == 0.18215
+    assert restore(trained / "imported", "ema", None, CPU).objective.data.scale == 0.18215
 
 
 def test_an_average_that_would_be_forgotten_is_not_begun_with(trained):

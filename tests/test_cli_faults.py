@@ -74,10 +74,10 @@ def test_a_spoiled_sample_is_skipped_on_all_ranks_recorded_and_found_by_replay(s
     assert f"samples {first}-{first + 7} (from faults.jsonl: nonfinite)" in done.stdout
     said = done.stdout.splitlines()
     faulty = said.index("1 of 8 samples are at fault:")
-    t = line["timesteps"][number - first]
+    t = line["drawn"]["timestep"][number - first]
     assert re.fullmatch(
-        rf"  sample {number}  row {SPOILED}  label {SPOILED % 10}  t {t:.4g}  loss nan  microbatch "
-        rf"{(number - first) // 3}  not finite: clean, noised, prediction, loss",
+        rf"  sample {number}  row {SPOILED}  label {SPOILED % 10}  timestep {t:.4g}  loss nan  microbatch "
+        rf"{(number - first) // 3}  not finite: latent, input tokens, prediction, loss",
         said[faulty + 1],
     )
     norms = re.findall(r"microbatch (\d): \d samples, gradient norm (\S+)", done.stdout)

@@ -18,8 +18,10 @@ from titan_dit.dry_run import estimate, report
 from titan_dit.dry_run.command import dry_run, smallest_world
 from titan_dit.dry_run.memory import Kind, MemoryLog
 from titan_dit.dry_run.rehearse import Rehearsal, microbatches_to_run, rehearse
-from titan_dit.parallel.mesh import Mesh, solve
+from titan_dit.parallel.mesh import Mesh
+from titan_dit.plan import resolve
 from titan_dit.section import UserError
+from titan_dit.validate.device import check_memory, state_bytes
 
 GIB = 2**30
 B, H, LAYERS, TOKENS = 8, 128, 4, 256  # samples of a microbatch, width, layers, tokens
@@ -33,10 +35,17 @@ def elsewhere():
     with ProcessPoolExecutor(1, forked.context()) as pool:
 
         def rehearsed(config, world):
-            sizes = solve(config.parallel, world)
-            return pool.submit(rehearse, config, sizes, world).result()
+            return pool.submit(rehearse, *parts_of(config, world)).result()
 
         yield
+
+
+def parts_of(config, world):
+    """What a rehearsal is given of a config, on data that fit the model."""
+    facts, fields = config.objective.example(config.model)
+    objective = config.objective.build(config.model, facts)
+    sections = config.training, config.optimizer, config.ema
+    return resolve(config, world), objective, fields, *sections
 
 
 def small(world=1, batch=B, **sections):
@@ -132,8 +141,8 @@ def test_every_stage_has_its_turn_and_sends_its_stream():
 
 def test_fewer_microbatches_tell_what_all_of_them_take():
     sections = {"parallel": {"pp": 2}, "training": {"microbatch_size": 1}}
-    config = tiny_config(model=MODEL, **sections)
-    assert microbatches_to_run(config, 2, 100) == (1, 2)
+    plan = resolve(tiny_config(model=MODEL, **sections), 2)
+    assert microbatches_to_run(plan, 100) == (1, 2)
     several = small(2, batch=4, **sections)
     # With as many microbatches as are run nothing is inferred.
     exact = small(2, batch=2, **sections)
@@ -165,8 +174,9 @@ def test_every_schedule_is_rehearsed(schedule, run):
 def real_and_rehearsed(world, sections):
     """Two steps of real tensors under the log, and the dry run of the same."""
     config = tiny_config(model=MODEL, **sections)
-    mesh = Mesh(solve(config.parallel, 1), "cpu")
-    real = Rehearsal(config, mesh, nullcontext())
+    plan, objective, fields, *own = parts_of(config, 1)
+    mesh = Mesh(plan.sizes, "cpu")
+    real = Rehearsal(plan, objective, fields, mesh, nullcontext(), own)
     peak, _ = real.run(share=2, size=1, fewer=1, enough=2, count=2)
     measured = {str(kind): size for kind, size in peak.bytes.items()}
     live = sum(record.size for record in real.memory.records.values())
@@ -234,12 +244,13 @@ def test_a_world_that_is_no_number_of_ranks_is_refused(values):
 
 def test_the_state_is_estimated_in_closed_form():
     # 7.3e9 parameters over 16 ranks, one average: 20 bytes each.
-    assert estimate.state_bytes(7_304_869_904, 16, 1) == 7_304_869_904 * 20 // 16
+    assert state_bytes(7_304_869_904, 16, 1) == 7_304_869_904 * 20 // 16
     config = tiny_config()
-    estimate.check_memory(config, 1, 10**9, "the GPU")
-    estimate.check_memory(config, 1, None, "the GPU")
+    plan = resolve(config, 1)
+    check_memory(plan, config.ema, 10**9, "the GPU")
+    check_memory(plan, config.ema, None, "the GPU")
     with pytest.raises(UserError, match=r"GiB per rank, but the GPU has .* --dry-run"):
-        estimate.check_memory(config, 1, 10**5, "the GPU")
+        check_memory(plan, config.ema, 10**5, "the GPU")
 
 
 def test_free_memory_is_read_where_linux_says_it(tmp_path):
@@ -307,7 +318,7 @@ def test_every_recipe_passes(name, flags):
     tables["model"] |= {"size": None, "layers": max(2, pp * per_rank)}
     tables["model"] = {k: v for k, v in tables["model"].items() if v is not None}
     config = config_file.build(tables, catalog.variant)
-    world = smallest_world(config)
+    world = smallest_world(config.parallel)
     if config.parallel.dp_shard == -1:
         world *= 2
     result = rehearsed(config, world)

@@ -35,7 +35,7 @@ def three_steps(world, device_type, poisoned, objective):
     for trainer.step in (1, 2, 3):
         batch = next(batches)
         if poisoned and trainer.step == 2:
-            batch.tokens[0] = math.nan
+            batch.fields["latent"][0] = math.nan
         loss, _, _ = trainer.train_step(batch)
         losses.append(loss.item())
         weights.append({name: whole(p).cpu() for name, p in trainer.parameters.items()})
@@ -77,17 +77,16 @@ def test_a_nan_is_skipped_by_the_fused_optimizer():
 @pytest.mark.parametrize("name", ["ddim", "ddpm"])
 def test_diffusion_draws_the_samples_of_the_cpu(name):
     """The tables of the schedule and the noise of every step on the device."""
-    from titan_dit import catalog
-    from titan_dit.diffusion.drawing import generate
+    from titan_dit.diffusion.drawing import generate, sampler_of
 
     config = tiny_config(objective={"name": "ddpm"})
-    model = config.model.build(config.objective.output_channels(1))
+    model = config.objective.network(config.model).build()
     randomize(dict(model.named_parameters()))
     drawn = []
     for device in ("cpu", "cuda"):
         numbers = torch.arange(4, device=device)
         settings = {"seed": 0, "steps": 10, "eta": 0.5, "cfg_scale": 2.0}
-        sampler = catalog.sampler(name, "ddpm")
+        sampler = sampler_of(config.objective, name)
         with torch.no_grad():
             tokens = generate(
                 model.to(device), config.objective, config.model, numbers, numbers, sampler=sampler,

@@ -8,8 +8,8 @@ from harness import on_ranks
 
 from titan_dit import catalog, config_file
 from titan_dit.config_file import CONFIG_DIR
-from titan_dit.parallel.mesh import solve
-from titan_dit.pipeline.checks import check_layout
+from titan_dit.plan import resolve
+from titan_dit.validate import validate
 
 NAMES = sorted(path.stem for path in CONFIG_DIR.glob("*.toml"))
 # Trainable parameters, in millions: arXiv:2212.09748 counts XL/2 as 675, L/2 458, B/2 130, S/2 33.
@@ -39,7 +39,7 @@ def load(name):
 def test_the_models_have_the_published_sizes(name):
     config = load(name)
     with torch.device("meta"):
-        model = config.model.build(config.objective.output_channels(config.model.channels))
+        model = config.objective.network(config.model).build()
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert (round(count, 3), config.model.token_shape[0]) == SIZES[name]
 
@@ -48,7 +48,7 @@ def test_the_models_have_the_published_sizes(name):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_recipe_fits_a_node_and_parts_of_it(name, ranks):
     config = load(name)
-    check_layout(config, solve(config.parallel, ranks))
+    validate(config, resolve(config, ranks))
 
 
 LAYOUTS = [
@@ -77,7 +77,7 @@ LAYOUTS = [
 def test_the_layouts_that_a_recipe_names_fit(name, ranks, flags):
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     config = config_file.load(["--config", name, *words], catalog.variant)
-    check_layout(config, solve(config.parallel, ranks))
+    validate(config, resolve(config, ranks))
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_config
 
 from titan_dit.config import LRScheduleConfig
-from titan_dit.data.order import BatchPlan
+from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.state.ledger import Ledger
 from titan_dit.state.lr_schedule import learning_rate
 from titan_dit.trainer import Trainer
@@ -31,11 +31,11 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
     trainer = SimpleNamespace(
         config=SimpleNamespace(
             job=SimpleNamespace(seed=7),
-            objective=SimpleNamespace(prepare=lambda batch, rng: drawn.append(rng)),
             lr_schedule=schedule,
             optimizer=SimpleNamespace(lr=1.0),
             training=SimpleNamespace(steps=100, max_grad_norm=0.0),
         ),
+        objective=SimpleNamespace(prepare=lambda batch, rng: drawn.append(rng)),
         world=SimpleNamespace(rank=rank),
         executor=SimpleNamespace(step=step),
         profile=SimpleNamespace(mark=lambda name: nullcontext()),
@@ -43,7 +43,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
         optimizer=torch.optim.AdamW([weight], lr=0.0, fused=True),
         guard=SimpleNamespace(check=check),
         ema=SimpleNamespace(update=lambda step, skip: None),
-        plan=BatchPlan(4),
+        batch_plan=BatchPlan(4),
         step=5,
         cursor=16,
         meter=SimpleNamespace(steps=0),
@@ -63,7 +63,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
 def test_a_save_reads_the_verdicts_of_its_own_steps_first():
     trainer, said = mock.MagicMock(), []
     trainer.config, trainer.ledger = tiny_config(), Ledger()
-    trainer.step, trainer.cursor, trainer.source = 2, 32, mock.MagicMock(__len__=lambda _: 64)
+    trainer.step, trainer.cursor, trainer.epochs = 2, 32, EpochOrder(0, 64)
     trainer.guard.taken = ["a step that is still on the device"]
     trainer.read_guard = lambda: said.append("read")
     trainer.guard.state = lambda: said.append("state") or {"nan_steps": 1}
@@ -73,7 +73,7 @@ def test_a_save_reads_the_verdicts_of_its_own_steps_first():
     assert (said[2]["step"], said[2]["cursor"], said[2]["nan_steps"]) == (2, 32, 1)
 
 
-def test_previews_are_drawn_with_the_averaged_weights(monkeypatch):
+def test_previews_are_drawn_with_the_averaged_weights():
     trainer, weights = mock.MagicMock(), ["the raw ones"]
 
     @contextmanager
@@ -85,22 +85,24 @@ def test_previews_are_drawn_with_the_averaged_weights(monkeypatch):
     trainer.ema.swapped_in = swapped_in
     drawn = []
 
-    def previews(*_):
+    def preview(*_):
         drawn.append(weights[-1])
-        return torch.zeros(1), torch.zeros(1)
+        return "a picture"
 
-    monkeypatch.setattr("titan_dit.trainer.previews", previews)
+    trainer.step, trainer.objective.preview = 7, preview
     Trainer.preview(trainer)
     assert drawn == ["the averaged ones"]
+    assert trainer.journal.show.mock_calls == [mock.call(7, "a picture")]
     assert weights == ["the raw ones"]
 
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_the_first_rank_says_what_a_user_had_better_know(is_main, monkeypatch):
-    monkeypatch.setattr("titan_dit.trainer.hints", lambda *_: ["a hint"])
+    monkeypatch.setattr("titan_dit.trainer.device_fits.attention_hint", lambda *_: "a line")
     monkeypatch.setattr("titan_dit.trainer.console", mock.MagicMock())
     monkeypatch.setattr("titan_dit.trainer.followed", lambda *_: [])
-    trainer = mock.MagicMock(notes=["a note"])
+    trainer = mock.MagicMock(config=tiny_config(), notes=["a note"])
     trainer.world.is_main = is_main
+    trainer.objective.hints = lambda source: ["a hint"]
     Trainer.open_run_directory(trainer)
-    assert (mock.call("a note", "a hint") in trainer.say.mock_calls) == is_main
+    assert (mock.call("a note", "a hint", "a line") in trainer.say.mock_calls) == is_main

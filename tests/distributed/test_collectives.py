@@ -50,7 +50,7 @@ def sent_per_layer(world, sequence_parallel):
         )
         trainer = Trainer(config, world)
         batch = next(trainer.batches())
-        prepared = config.objective.prepare(batch, torch_rng(trainer, batch))
+        prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
         with Elements(large=BATCH * TOKENS * HIDDEN) as elements:
             trainer.executor.step(prepared)
         found.append(elements.sent)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from titan_dit.config import CompileConfig
-from titan_dit.objectives.base import Batch
+from titan_dit.data.base import Batch
 from titan_dit.parallel import context, exchange
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.rng import SampleRNG
@@ -20,25 +20,24 @@ from titan_dit.rng import SampleRNG
 MESHES = {2: [(1, 2)], 4: [(1, 4), (2, 2)]}
 METHODS = ("ring", "ulysses")
 CONFIG = tiny_config(model={"qk_norm": True})
+OBJECTIVE = CONFIG.objective.build(CONFIG.model, CONFIG.objective.example(CONFIG.model)[0])
 TOKEN_DIMS = {"tokens": 1, "velocity": 1, "positions": 0}
 
 
 def prepared():
     generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(8, *CONFIG.model.token_shape, generator=generator)
     batch = Batch(
-        tokens=torch.randn(8, *CONFIG.model.token_shape, generator=generator),
-        labels=torch.arange(8),
+        fields={"latent": CONFIG.model.detokenize(tokens), "label": torch.arange(8)},
         sample_numbers=torch.arange(8),
         weight=torch.ones(8),
         total_weight=8.0,
-        channels=1,
-        static=CONFIG.model.static(torch.device("cpu")),
     )
-    return CONFIG.objective.prepare(batch, SampleRNG(0, batch.sample_numbers))
+    return OBJECTIVE.prepare(batch, SampleRNG(0, batch.sample_numbers))
 
 
 def build():
-    model = CONFIG.model.build(CONFIG.objective.output_channels(1))
+    model = CONFIG.objective.network(CONFIG.model).build()
     randomize(dict(model.named_parameters()))
     return model
 
@@ -47,7 +46,8 @@ def backward(model, parts):
     """Loss of the microbatches `parts`, their gradients added up on the parameters."""
     total = 0.0
     for inputs, static, targets, total_tokens in parts:
-        loss = CONFIG.objective.loss(model(inputs, static), targets).sum() / total_tokens
+        predictions = {"prediction": model(inputs, static)}
+        loss = OBJECTIVE.loss(predictions, targets).sum() / total_tokens
         loss.backward()
         total += loss.item()
     return total

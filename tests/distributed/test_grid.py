@@ -113,11 +113,11 @@ def measure(world, config):
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
     batch = next(trainer.batches())
-    prepared = config.objective.prepare(batch, torch_rng(trainer, batch))
+    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
     # Three rows, which microbatches of two do not divide; the same ones on every rank.
     first = replace(batch, sample_numbers=torch.arange(3), **first_rows(trainer))
-    rows = config.objective.prepare(first, torch_rng(trainer, first)).inputs
-    prediction = trainer.executor.predict(rows, batch.static)
+    few = trainer.objective.prepare(first, torch_rng(trainer, first))
+    prediction = trainer.executor.predict(few.inputs, few.static)
     loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
     gradients = {name: whole(p.grad) for name, p in trainer.parameters.items()}
     norm = clip_norm(trainer.parameters.values(), 0).item()
@@ -125,10 +125,8 @@ def measure(world, config):
 
 
 def first_rows(trainer):
-    """Tokens, labels and weights of the first three samples of the dataset."""
-    samples = trainer.source.read([0, 1, 2])
-    tokens = trainer.config.model.tokenize(samples.latents.float())
-    return {"tokens": tokens, "labels": samples.labels, "weight": torch.ones(3)}
+    """Fields and weights of the first three samples of the dataset."""
+    return {"fields": trainer.source.read([0, 1, 2]), "weight": torch.ones(3)}
 
 
 def reference(world):

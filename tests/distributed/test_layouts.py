@@ -150,13 +150,13 @@ def test_compiled_blocks_share_one_graph_and_give_the_same_gradients(how, refere
 
 def equal_noise_on_all_ranks(trainer):
     """The bug that peers ship: every rank draws the noise of the first one's samples."""
-    original = type(trainer.config.objective).prepare
+    original = type(trainer.objective).prepare
 
     def prepare(self, batch, rng):
         share = len(batch.sample_numbers)
         return original(self, batch, type(rng)(rng.seed, rng.sample_numbers % share))
 
-    type(trainer.config.objective).prepare = prepare
+    type(trainer.objective).prepare = prepare
 
 
 def mean_of_means(trainer):

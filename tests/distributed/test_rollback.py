@@ -32,7 +32,8 @@ def built(
 
     def batches():
         for batch in original():
-            batch.tokens[torch.isin(batch.sample_numbers, wanted)] *= spoil or 1.0
+            spoiled = torch.isin(batch.sample_numbers, wanted)
+            batch.fields["latent"][spoiled] *= spoil or 1.0
             yield batch
 
     trainer.batches = batches
@@ -226,7 +227,7 @@ def went_back(results, folder):
     *bad, back = lines(run / "faults.jsonl")
     assert [(line["step"], line["kind"]) for line in bad] == [(n, "nonfinite") for n in (6, 7, 8)]
     assert [line["sample_numbers"] for line in bad] == [[[n, n + 16]] for n in (80, 96, 112)]
-    assert all(len(line["rows"]) == len(line["timesteps"]) == 16 for line in bad)
+    assert all(len(line["rows"]) == len(line["drawn"]["timestep"]) == 16 for line in bad)
     assert back == {"step": 8, "kind": "rollback", "to_step": 4, "skipped": [80, 128]}
     names = {path.name for path in (run / "checkpoints").iterdir()}
     # The save of step 6 belonged to the row of bad steps; that of step 8 came after it.

@@ -30,7 +30,7 @@ def nan_in(world, layout):
     for trainer.step in (1, 2, 3):
         batch = next(batches)
         if trainer.step == 2 and world.rank == world.size - 1:
-            batch.tokens[0] = math.nan
+            batch.fields["latent"][0] = math.nan
         trainer.train_step(batch)
         tensors = {k: v for k, v in state(trainer).items() if k not in ("step", "cursor")}
         snapshots.append(tensors)
