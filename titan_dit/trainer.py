@@ -67,6 +67,7 @@ class Trainer:
         self.hooks = Hooks(job.hooks, world.is_main)
         self.source = config.data.open()
         self.objective = config.objective.build(config.model, self.source.facts)
+        data_fits.check_members(self.objective)
         data_fits.check_fields(self.source.fields, self.objective, config.data.name)
         layout.check_modules(plan, self.objective)
         self.held_out = validation.held_out_of(config.validation, self.source, job.seed)

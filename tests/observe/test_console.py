@@ -70,7 +70,7 @@ def test_a_line_is_printed_at_once(capsys):
     ("held_out", "about", "data"),
     [
         (0, "10 classes", "6,000 samples, 10 classes"),
-        (250, "10 classes", "6,000 samples, 10 classes, 250 of them for validation"),
+        (250, "10 classes", "6,000 samples (250 of them for validation), 10 classes"),
         (0, "", "6,000 samples"),
     ],
 )

@@ -17,9 +17,13 @@ MEMBERS = {
 """What every objective must have."""
 
 
+def check_members(objective: Objective) -> None:
+    """Refuse an objective that lacks what every one must have."""
+    doors.require(type(objective), MEMBERS, "[objective] name", type(objective).__name__)
+
+
 def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -> None:
     """Every field that the objective takes must be there; `data` is the name of [data]."""
-    doors.require(type(objective), MEMBERS, "[objective] name", type(objective).__name__)
     missing = [name for name in objective.takes if name not in fields]
     if missing:
         raise UserError(
