@@ -47,7 +47,8 @@ def test_the_held_out_rows_are_in_no_batch_of_any_epoch(tmp_path):
 
 
 def test_the_loss_is_the_mean_over_rows_and_over_fixed_timesteps(tmp_path):
-    with trainer_of(tmp_path, validation={"every": 1, "samples": 11}) as trainer:
+    settings = {"validation": {"every": 1, "samples": 11}, "ema": {"warmup": False}}
+    with trainer_of(tmp_path, **settings) as trainer:
         randomize(trainer.parameters)
         found = trainer.validate()
         names = [f"validation_loss_{name}" for name in BINS]
@@ -70,8 +71,12 @@ def test_the_loss_is_the_mean_over_rows_and_over_fixed_timesteps(tmp_path):
             assert found[f"validation_loss_{name}"] == pytest.approx(loss, rel=1e-6)
         mean = sum(found[name] for name in names) / 8
         assert found["validation_loss"] == pytest.approx(mean, rel=1e-12)
-        # The averages began at other weights than the random ones of now.
+        # The averages began at other weights than the random ones of now; each is its own.
         assert found["validation_loss_ema_0.9"] != found["validation_loss"]
+        trainer.step = 1
+        trainer.train_step(next(trainer.batches()))
+        found = trainer.validate()
+        assert found["validation_loss_ema_0.9"] != found["validation_loss_ema_0.99"]
 
 
 def test_validating_changes_nothing_of_the_run(tmp_path):
