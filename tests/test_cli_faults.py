@@ -77,7 +77,8 @@ def test_a_spoiled_sample_is_skipped_on_all_ranks_recorded_and_found_by_replay(s
     t = line["drawn"]["timestep"][number - first]
     assert re.fullmatch(
         rf"  sample {number}  row {SPOILED}  label {SPOILED % 10}  timestep {t:.4g}  "
-        rf"loss nan  microbatch {(number - first) // 3}  not finite: latent, input tokens, prediction, loss",
+        rf"loss nan  microbatch {(number - first) // 3}  "
+        "not finite: latent, input tokens, prediction, loss",
         said[faulty + 1],
     )
     norms = re.findall(r"microbatch (\d): \d samples, gradient norm (\S+)", done.stdout)
