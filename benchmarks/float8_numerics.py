@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from titan_dit import catalog, config_file
 from titan_dit.config import PrecisionConfig
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.linear import Linear
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.observe.curve import smooth, ticks
 from titan_dit.parallel import float8, runtime
 from titan_dit.parallel.float8_gains import Shape

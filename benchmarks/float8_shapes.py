@@ -25,13 +25,13 @@ from gpu_queue import attempt
 from meter import meter_of
 from report import finish, place
 from report import write as write_json
+from titan_dit.parallel.float8_checks import check_device
 from torch import nn
 
 from titan_dit.config import PrecisionConfig
 from titan_dit.failure import guarded
 from titan_dit.models.dit import SIZES
 from titan_dit.parallel import float8
-from titan_dit.parallel.float8_checks import check_device
 from titan_dit.parallel.float8_gains import TABLE, Shape, gains
 from titan_dit.section import UserError
 

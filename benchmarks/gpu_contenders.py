@@ -16,9 +16,9 @@ from ours import randomize, trainer_step
 from torch import Tensor
 
 from titan_dit.config import PrecisionConfig
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import Objective
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.parallel import attention, float8_checks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.section import UserError

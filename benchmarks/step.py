@@ -28,8 +28,8 @@ from report import finish
 from torch import Tensor, nn
 
 from titan_dit.config import CompileConfig, OptimizerConfig
-from titan_dit.models.dit import DiTConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.models.dit import DiTConfig
 from titan_dit.parallel import runtime
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.init import initialize

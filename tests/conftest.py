@@ -9,14 +9,13 @@ from jaxtyping import install_import_hook
 install_import_hook(
     [
         "titan_dit.rng",
-        "titan_dit.diffusion.noise_schedule",
+        "titan_dit.diffusion",
         "titan_dit.models",
         "titan_dit.objectives",
-        "titan_dit.diffusion.samplers",
         "titan_dit.data",
         "titan_dit.evaluation",
         "titan_dit.state.original_weights",
-        "titan_dit.observe.images",
+        "titan_dit.observe.curve",
     ],
     # As for mypy, an int will do where a float is wanted.
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",

@@ -76,9 +76,8 @@ def test_a_spoiled_sample_is_skipped_on_all_ranks_recorded_and_found_by_replay(s
     faulty = said.index("1 of 8 samples are at fault:")
     t = line["drawn"]["timestep"][number - first]
     assert re.fullmatch(
-        rf"  sample {number}  row {SPOILED}  label {SPOILED % 10}  timestep {t:.4g}  "
-        rf"loss nan  microbatch {(number - first) // 3}  "
-        "not finite: latent, input tokens, prediction, loss",
+        rf"  sample {number}  row {SPOILED}  label {SPOILED % 10}  timestep {t:.4g}  loss nan  "
+        rf"microbatch {(number - first) // 3}  not finite: latent, input tokens, prediction, loss",
         said[faulty + 1],
     )
     norms = re.findall(r"microbatch (\d): \d samples, gradient norm (\S+)", done.stdout)

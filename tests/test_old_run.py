@@ -1,4 +1,4 @@
-"""A run directory that version 0.1 left: this version goes on from it, samples it and replays it."""
+"""A run directory that version 0.1 left: this one goes on from it, samples it and replays it."""
 
 import hashlib
 import json

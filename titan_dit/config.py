@@ -344,7 +344,7 @@ class ValidationConfig(Section):
             )
 
     @property
-    def held_out(self) -> int:
+    def num_held_out(self) -> int:
         """Rows that leave [data]."""
         return 0 if self.path else self.samples
 
@@ -416,7 +416,7 @@ FREE_ON_RESUME = frozenset(
     | {"model.size"}
     # The dataset itself is compared by its digest; it may move, and be read differently.
     | {"data.name", "data.path", "data.workers", "data.verify"}
-    # What it takes of the training data is compared by itself (`ValidationConfig.held_out`).
+    # What it takes of the training data is compared by itself (`ValidationConfig.num_held_out`).
     | {"validation.every", "validation.samples", "validation.path"}
 )
 """Sections and keys that a resumed run may change: they leave the mathematics as it was."""

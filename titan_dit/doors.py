@@ -74,9 +74,9 @@ def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> No
     """Refuse a user's class that lacks what its place asks for; `members`: name -> what it is."""
     lacking = [f"{member} ({what})" for member, what in members.items() if not has(thing, member)]
     if lacking:
+        called = getattr(thing, "__name__", name.partition(":")[2])
         raise UserError(
-            f"{where}={show(name)}: {thing.__name__} in {file_of(thing)} has no "
-            f"{', '.join(lacking)}."
+            f"{where}={show(name)}: {called} in {file_of(thing)} has no {', '.join(lacking)}."
         )
 
 
@@ -99,4 +99,4 @@ def origins(sections: Mapping[str, object]) -> Iterator[str]:
     for name, thing in sections.items():
         kind = thing if isinstance(thing, type) or inspect.isfunction(thing) else type(thing)
         if not kind.__module__.startswith("titan_dit."):
-            yield f"{name:7} {kind.__module__}:{kind.__qualname__} is from {file_of(kind)}"
+            yield f"[{name}] {kind.__module__}:{kind.__qualname__} is from {file_of(kind)}"

@@ -8,7 +8,7 @@ raised.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from titan_dit import doors
-from titan_dit.parallel.runtime import World
 from titan_dit.section import UserError
 
 MOMENTS = ("begun", "step_ended", "validated", "saved", "ended")
@@ -29,20 +28,20 @@ class Run:
 
     name: str
     folder: Path
-    step: int
-    """Steps done."""
     steps: int
     """Of the whole run."""
-    samples: int
-    """Samples from the start of training."""
     rank: int
     num_ranks: int
     config: Mapping[str, Mapping[str, Any]]
     """The resolved config: section -> key -> value."""
     parameters: Mapping[str, Tensor]
     """This rank's shards, detached, under the names of the whole network. Do not change them."""
+    step: int = 0
+    """Steps done."""
+    samples: int = 0
+    """Samples from the start of training."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The newest row of metrics.jsonl: read from the device every [metrics] every steps."""
+    """The newest row of metrics.jsonl, of the last multiple of [metrics] every."""
 
 
 class Hook:
@@ -70,10 +69,12 @@ class Hook:
 class Hooks:
     """The hooks of a run on this rank, and what went wrong in them."""
 
-    def __init__(self, names: Sequence[str], world: World) -> None:
-        self.world = world
+    def __init__(self, names: Sequence[str], is_first: bool) -> None:
         self.hooks: list[tuple[str, Hook]] = []
+        self.wanted = bool(names)
         self.failure: str | None = None
+        """What the first hook that raised has raised, on this rank."""
+        self.run: Run | None = None
         for name in names:
             kind = doors.look_up({}, KEY, name)
             wrong = sorted(m for m in MOMENTS if not callable(getattr(kind, m, None)))
@@ -82,34 +83,29 @@ class Hooks:
                     f'{KEY}="{name}": {doors.file_of(kind)} has no class of that name with the '
                     f"methods {', '.join(wrong or MOMENTS)}. Derive it from titan_dit.hooks.Hook."
                 )
-            if world.is_main or not getattr(kind, "rank0", False):
+            if is_first or not getattr(kind, "rank0", False):
                 self.hooks.append((name, kind()))
-        self.wanted = bool(names)
 
     def origins(self) -> list[str]:
         """A line for every hook: where it was imported from."""
-        return [f"hook    {name} is from {doors.file_of(type(hook))}" for name, hook in self.hooks]
+        return [
+            f"[job] hook {name} is from {doors.file_of(type(hook))}" for name, hook in self.hooks
+        ]
 
-    def call(self, moment: str, run: Run) -> None:
-        """Call a method of every hook; what it raises is kept for `check`."""
+    def show(self, run: Run) -> None:
+        """The run that they will see."""
+        self.run = run
+
+    def call(self, moment: str, step: int, samples: int, row: Mapping[str, Any]) -> None:
+        """Call a method of every hook; the first exception is kept in `failure`."""
         for name, hook in self.hooks:
+            assert self.run
+            run = replace(self.run, step=step, samples=samples, row=MappingProxyType(dict(row)))
             try:
                 getattr(hook, moment)(run)
             except Exception as error:
-                if self.failure is None:
-                    what = " ".join(str(error).split()) or "no message"
-                    self.failure = (
-                        f'{KEY}="{name}": {moment} raised {type(error).__name__} at step '
-                        f"{run.step} on rank {run.rank}: {what}"
-                    )
-
-    def failed(self) -> str | None:
-        """What the first hook of any rank that raised has raised; every rank calls."""
-        if not self.wanted:
-            return None
-        return next((text for text in self.world.gather(self.failure) if text), None)
-
-
-def read_only(parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Views that share memory with the parameters and have no gradients."""
-    return MappingProxyType({name: p.detach() for name, p in parameters.items()})
+                what = " ".join(str(error).split()) or "no message"
+                self.failure = self.failure or (
+                    f'{KEY}="{name}": {moment} raised {type(error).__name__} at step {step} on '
+                    f"rank {run.rank}: {what}"
+                )

@@ -79,15 +79,15 @@ class RunPlan:
         return self.tensor_plan(self.parallel.sequence_parallel)
 
     @property
-    def share(self) -> int:
+    def samples_per_rank(self) -> int:
         """Samples of a data-parallel rank in a step, of the one that has the most."""
         return -(-self.global_batch_size // self.sizes.data)
 
     @property
     def whole_microbatches(self) -> int:
         """Microbatches that a rank's share fills, the last one perhaps in part."""
-        size = self.wanted_microbatch_size or (1 if self.sizes.pp > 1 else self.share)
-        return -(-self.share // size)
+        size = self.wanted_microbatch_size or (1 if self.sizes.pp > 1 else self.samples_per_rank)
+        return -(-self.samples_per_rank // size)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -122,7 +122,7 @@ class RunPlan:
 
         Less than what is set where that leaves fewer rows without a sample.
         """
-        return -(-self.share // self.num_microbatches)
+        return -(-self.samples_per_rank // self.num_microbatches)
 
     @property
     def rows_per_rank(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from titan_dit.faults.guard import Guard, Reading
 from titan_dit.faults.stop_request import Reason, StopRequest
 from titan_dit.faults.watchdog import Watchdog
 from titan_dit.garbage import Collector
-from titan_dit.hooks import Hooks, Run, read_only
+from titan_dit.hooks import Hooks, Run
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
 from titan_dit.observe.flops import Work
@@ -47,7 +46,7 @@ from titan_dit.state.ranks import Ranks
 from titan_dit.state.sample_log import SampleLog
 from titan_dit.validate import data as data_fits
 from titan_dit.validate import device as device_fits
-from titan_dit.validate import validate
+from titan_dit.validate import layout, validate
 
 HOOKS = "[job] hooks"
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
@@ -65,10 +64,12 @@ class Trainer:
         following = world.gather(resume.has_begun(job, config.checkpoint))[0]
         self.plan = plan = resolve(config, world.size, following)
         validate(config, plan, world.device)
-        self.hooks = Hooks(job.hooks, world)
+        self.hooks = Hooks(job.hooks, world.is_main)
         self.source = config.data.open()
         self.objective = config.objective.build(config.model, self.source.facts)
+        data_fits.check_members(self.objective)
         data_fits.check_fields(self.source.fields, self.objective, config.data.name)
+        layout.check_modules(plan, self.objective)
         self.held_out = validation.held_out_of(config.validation, self.source, job.seed)
         self.epochs = EpochOrder.of(job.seed, len(self.source), self.held_out)
         self.validation_set = validation.open_apart(
@@ -109,8 +110,8 @@ class Trainer:
             self.open_run_directory()
             with StopRequest(self.world.size) as stop, self.collector:
                 self.train(stop)
-        if failure := self.hooks.failed():
-            raise UserError(failure)
+        if self.hooks.wanted and any(failures := self.world.gather(self.hooks.failure)):
+            raise UserError(next(text for text in failures if text))
         return stop.exit_code
 
     def train(self, stop: StopRequest) -> None:
@@ -138,10 +139,11 @@ class Trainer:
                 reading = self.read_guard()
                 if shown or validated:
                     self.report(reading, lr, self.validate() if validated else {})
-                if self.guard.limit:
-                    self.go_back()
-                    batches, begun_at = self.batches(), self.step + 1
-                    continue
+            self.call_hooks("step_ended", stop)
+            if self.guard.limit:
+                self.go_back()
+                batches, begun_at = self.batches(), self.step + 1
+                continue
             if validated:
                 self.call_hooks("validated", stop)
             if self.due(config.sampling.every):
@@ -150,7 +152,6 @@ class Trainer:
                 self.save()
                 self.call_hooks("saved", stop)
             self.tell_of_saves()
-            self.call_hooks("step_ended", stop)
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
         if self.step < config.training.steps:
@@ -170,6 +171,7 @@ class Trainer:
             self.go_back()
         elif every and self.step >= begun_at and not self.due(every):
             self.save()
+            self.call_hooks("saved", stop)
         self.write_profile(stopped=True)
         self.finish_saves()
         leave({"stopped": stop.reason.name, "step": self.step})
@@ -179,22 +181,8 @@ class Trainer:
 
     def call_hooks(self, moment: str, stop: StopRequest) -> None:
         """Show the run to the user's hooks; one that raises stops all ranks, in good order."""
-        if not self.hooks.wanted:
-            return
-        run = Run(
-            name=self.config.job.name,
-            folder=self.folder,
-            step=self.step,
-            steps=self.config.training.steps,
-            samples=self.cursor,
-            rank=self.world.rank,
-            num_ranks=self.world.size,
-            config=config_file.to_tables(self.config),
-            parameters=read_only(self.parameters),
-            row=self.row,
-        )
         with self.meter.paused():
-            self.hooks.call(moment, run)
+            self.hooks.call(moment, self.step, self.cursor, self.row)
         if self.hooks.failure:
             stop.ask(Reason.HOOK)
 
@@ -209,14 +197,14 @@ class Trainer:
         return BatchPlan(self.plan.global_batch_size, self.ledger.skipped_spans)
 
     @property
-    def share(self) -> DataShare:
+    def data_share(self) -> DataShare:
         """This rank's part of what the data-parallel ranks share."""
         mesh, device = self.mesh, self.world.device
         return DataShare(device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch, from the cursor on."""
-        share, rows = self.share, self.plan.rows_per_rank
+        share, rows = self.data_share, self.plan.rows_per_rank
         order = RankOrder(self.batch_plan, self.epochs, share.rank, share.num_ranks, rows)
         inspect, workers = self.objective.inspect, self.config.data.workers
         where = self.cursor, inspect, share.device
@@ -295,27 +283,22 @@ class Trainer:
         self.collector.rest()  # Data workers are forked once more, and inherit its state.
 
     def validate(self) -> Row:
-        """The loss on the validation set: of the weights, and of every average of them."""
+        """The losses of the validation set, of the weights and of every average of them."""
         assert self.validation_set
-        given = self.validation_set, self.objective, self.executor, self.share
-        found: Row = {}
+        given = self.validation_set, self.objective, self.executor, self.data_share
+        seed, rows = self.config.job.seed, self.plan.rows_per_rank
         with self.watchdog.slow("validating"), self.meter.paused():
-            for average in (None, *self.ema.averages):
-                swapped = self.ema.swapped_in(average) if average else nullcontext()
-                with swapped:
-                    losses = validation.losses(
-                        *given,
-                        seed=self.config.job.seed,
-                        batch_size=self.plan.rows_per_rank,
-                    )
-                suffix = f"_ema_{average}" if average else ""
-                found |= {f"{name}{suffix}": value for name, value in losses.items()}
+            found = validation.losses(*given, seed=seed, batch_size=rows)
+            for average in self.ema.averages:
+                with self.ema.swapped_in(average):
+                    losses = validation.losses(*given, seed=seed, batch_size=rows)
+                found |= {f"{name}_ema_{average}": loss for name, loss in losses.items()}
             self.collector.full()
         return found
 
     def preview(self) -> None:
         """Show what the averaged weights make, each data rank its share, and the loss curve."""
-        given = self.config.sampling, self.config.job.seed, self.share
+        given = self.config.sampling, self.config.job.seed, self.data_share
         slow = self.watchdog.slow("drawing")
         with slow, self.meter.paused(), self.ema.swapped_in():
             preview = self.objective.preview(self.executor.predict, *given)
@@ -382,7 +365,7 @@ class Trainer:
             before = config_file.build(config_file.of_record(record), catalog.variant)
             configs = config_file.to_tables(before), config_file.to_tables(self.config)
             digests = record["data"]["digest"], self.source.facts.digest
-            held_out = before.validation.held_out, len(self.held_out)
+            held_out = before.validation.num_held_out, len(self.held_out)
             imported = record.get("imported", False)
             resume.check_same_mathematics(path, configs, digests, held_out, imported)
         load = resume.load_imported if record.get("imported") else resume.load
@@ -408,26 +391,23 @@ class Trainer:
 
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics, and say what will be done."""
-        config, device, flops = self.config, self.world.device, self.work.flops_per_sample
-        self.journal.open(config_file.to_tables(config), config.metrics, self.step)
-        if self.world.is_main and not self.ledger.skipped:
+        config, world, tables = self.config, self.world, config_file.to_tables(self.config)
+        self.journal.open(tables, config.metrics, self.step)
+        if world.is_main and not self.ledger.skipped:
             (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
         self.open_sample_log()
+        device, flops = world.device, self.work.flops_per_sample
+        counted = len(self.source), len(self.held_out), self.source.facts.about
+        sizes = console.Sizes(self.num_parameters, flops, self.plan.network.num_tokens, *counted)
+        where = VERSIONS, f"{self.mesh.sizes} on {device.type}", sizes, self.step, self.folder
+        named = config.model.name, config.data.name
         self.say(*followed(config.parallel, self.mesh.sizes))
-        where, facts = f"{self.mesh.sizes} on {device.type}", self.source.facts
-        sizes = console.Sizes(
-            self.num_parameters,
-            flops,
-            self.plan.network.num_tokens,
-            len(self.source),
-            len(self.held_out),
-            facts.about,
-        )
-        named, settings = (config.model.name, config.data.name), (config.precision, config.training)
-        given = *settings, VERSIONS, where, sizes, self.step, self.folder
-        self.say(*console.beginning(named, *given))
+        self.say(*console.beginning(named, config.precision, config.training, *where))
         own = {"model": config.model, "objective": config.objective, "data": config.data}
         self.say(*doors.origins(own), *self.hooks.origins())
-        if self.world.is_main:
+        if world.is_main:
             hint = device_fits.attention_hint(self.plan, device, flops)
             self.say(*self.notes, *self.objective.hints(self.source), hint)
+        parameters = {name: p.detach() for name, p in self.parameters.items()}
+        steps, ranks = config.training.steps, (world.rank, world.size)
+        self.hooks.show(Run(config.job.name, self.folder, steps, *ranks, tables, parameters))

@@ -8,16 +8,15 @@ import torch
 from folders_of_files import class_folders, latents_of, pair, pictures, save
 
 from titan_dit.data import loader
-from titan_dit.data.base import DataFacts, Sample, Source, check_fits
+from titan_dit.data.base import Field, Source
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import Latents, LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.diffusion.units import check_std, scale_hint, to_model_units
-from titan_dit.models.dit import DiTConfig
+from titan_dit.diffusion.objective import to_model_units
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 
 CPU = torch.device("cpu")
-MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=8, channels=4, num_classes=3)
 
 
 def open_folder(root, **keys):
@@ -26,7 +25,7 @@ def open_folder(root, **keys):
 
 def batches(source, count, rank=0, ranks=1, cursor=0, workers=0, seed=5):
     order = RankOrder(BatchPlan(6), EpochOrder(seed, len(source)), rank, ranks)
-    endless = loader.load(source, order, cursor, MODEL, CPU, seed=seed, workers=workers)
+    endless = loader.load(source, order, cursor, lambda fields: None, CPU, workers=workers)
     return list(itertools.islice(endless, count))
 
 
@@ -44,9 +43,9 @@ def test_a_folder_per_class_is_read_directly(tmp_path, suffix):
     assert (source.facts.count, source.facts.num_classes) == (12, 3)
     rows = [11, 0, 5, 5, 3]
     samples = source.read(rows)
-    assert torch.equal(samples.latents, latents[rows])
-    assert torch.equal(samples.labels, labels[rows])
-    assert torch.equal(source[7].latent, latents[7])
+    assert torch.equal(samples["latent"], latents[rows])
+    assert torch.equal(samples["label"], labels[rows])
+    assert torch.equal(source[7]["latent"], latents[7])
     with pytest.raises(IndexError):
         source[12]
 
@@ -54,8 +53,8 @@ def test_a_folder_per_class_is_read_directly(tmp_path, suffix):
 def test_the_features_and_labels_of_fast_dit_are_read_directly(tmp_path):
     latents, labels = pair(tmp_path, "imagenet256_")
     samples = open_folder(tmp_path).read(range(12))
-    assert torch.equal(samples.latents, latents)
-    assert torch.equal(samples.labels, labels)
+    assert torch.equal(samples["latent"], latents)
+    assert torch.equal(samples["label"], labels)
 
 
 def test_shards_and_a_folder_give_the_same_batches(tmp_path):
@@ -63,13 +62,17 @@ def test_shards_and_a_folder_give_the_same_batches(tmp_path):
     write_shards(
         tmp_path / "set", latents, labels, num_classes=3, source="test", scale=0.5, shift=0.1
     )
-    folder = open_folder(tmp_path / "folder", scale=0.5, shift=0.1)
-    for a, b in zip(
-        batches(folder, 5, workers=2), batches(open_folder(tmp_path / "set"), 5), strict=True
-    ):
-        assert torch.equal(a.tokens, b.tokens)
-        assert torch.equal(a.labels, b.labels)
-        assert a.tokens.dtype == torch.float32
+    sources = open_folder(tmp_path / "folder", scale=0.5, shift=0.1), open_folder(tmp_path / "set")
+    many = [batches(source, 5, workers=2 * i) for i, source in enumerate(sources)]
+    for batch, other in zip(*many, strict=True):
+        for name in ("latent", "label"):
+            assert torch.equal(batch.fields[name], other.fields[name])
+        seen, again = (
+            to_model_units(b.fields["latent"], source.facts, 4, SampleRNG(5, b.sample_numbers))
+            for b, source in zip((batch, other), sources, strict=True)
+        )
+        assert torch.equal(seen, again)
+        assert seen.dtype == torch.float32
 
 
 @pytest.mark.parametrize("where", ["config", "manifest"])
@@ -147,7 +150,7 @@ def test_half_precision_stays_half_until_the_device(tmp_path):
     for i in range(4):
         save(tmp_path / "0" / f"{i}.npy", latents_of(1)[0].half())
     source = open_folder(tmp_path)
-    assert source.read([0, 1]).latents.dtype == torch.float16
+    assert source.read([0, 1])["latent"].dtype == torch.float16
     save(tmp_path / "0" / "3.npy", latents_of(1)[0])
     assert "3.npy: holds float32 where the first files hold float16" in refused(
         lambda: source.read([3])
@@ -191,96 +194,30 @@ def test_sources_reopen_in_a_process_that_was_not_forked(tmp_path):
     for name in ("folder", "set"):
         sent = pickle.dumps(open_folder(tmp_path / name))
         assert len(sent) < 5000  # The paths, not the latents.
-        assert torch.equal(pickle.loads(sent).read([4, 9]).latents, latents[[4, 9]])
+        assert torch.equal(pickle.loads(sent).read([4, 9])["latent"], latents[[4, 9]])
 
 
 class Handmade(Source):
     """All that a user's dataset has to be."""
 
-    facts = DataFacts(shape=(4, 8, 8), count=7, num_classes=3)
+    facts = LatentFacts(shape=(4, 8, 8), count=7, num_classes=3)
+    fields = {"latent": Field(torch.float32, (4, 8, 8)), "label": Field(torch.int64, ())}
 
     def __getitem__(self, index):
-        return Sample(torch.full((4, 8, 8), float(index)), index % 3)
+        latent = torch.full((4, 8, 8), float(index))
+        return {"latent": latent, "label": torch.tensor(index % 3)}
 
 
-def test_a_dataset_of_a_users_own_needs_facts_and_getitem_alone():
+def test_a_dataset_of_a_users_own_needs_facts_fields_and_getitem_alone():
     (batch,) = batches(Handmade(), 1)
     rows = EpochOrder(5, 7).rows(range(6))
-    assert MODEL.detokenize(batch.tokens)[:, 0, 0, 0].tolist() == rows
-    assert batch.labels.tolist() == [row % 3 for row in rows]
-
-
-def mean_and_std(root, mean=2.0, std=0.5, count=12):
-    """Every latent with this mean and std."""
-    latent = torch.cat([torch.full((4, 8, 8), mean), torch.full((4, 8, 8), std)])
-    for i in range(count):
-        save(root / f"{i % 3}" / f"{i}.npy", latent)
-
-
-def test_a_mean_and_a_std_are_drawn_from_and_then_scaled(tmp_path):
-    mean_and_std(tmp_path)
-    source = open_folder(tmp_path, scale=0.5, shift=1.0)
-    check_fits(source.facts, MODEL.sample_shape, 3)
-    drawn = torch.cat([MODEL.detokenize(batch.tokens) for batch in batches(source, 20)])
-    assert drawn.shape == (120, 4, 8, 8)
-    assert drawn.mean().item() == pytest.approx((2.0 - 1.0) * 0.5, abs=0.01)
-    assert drawn.std().item() == pytest.approx(0.5 * 0.5, abs=0.01)
-    noise = SampleRNG(5, torch.arange(120)).normal("latent", (4, 8, 8))
-    torch.testing.assert_close(drawn, (2.0 + 0.5 * noise - 1.0) * 0.5)
-
-
-def test_the_draw_is_the_same_on_every_layout_and_fresh_in_every_epoch(tmp_path):
-    mean_and_std(tmp_path)
-    source = open_folder(tmp_path)
-    whole = batches(source, 4)
-    shares = [batches(source, 4, rank, 2, workers=rank) for rank in range(2)]
-    for step, batch in enumerate(whole):
-        parts = torch.cat([share[step].tokens for share in shares])
-        assert torch.equal(parts, batch.tokens)
-    assert torch.equal(batches(source, 2, cursor=12)[0].tokens, whole[2].tokens)
-    # All stored latents are alike and 12 make an epoch: what differs is the draw.
-    drawn = torch.cat([batch.tokens for batch in whole])
-    assert len(drawn.unique(dim=0)) == 24
-
-
-def test_a_std_below_zero_is_a_log_variance(tmp_path):
-    mean_and_std(tmp_path)
-    source = open_folder(tmp_path)
-    logvar = torch.cat([torch.zeros(4, 8, 8), torch.full((4, 8, 8), -3.0)])
-    for path in tmp_path.rglob("*.npy"):
-        np.save(path, logvar.numpy())
-    message = refused(lambda: batches(source, 1, workers=1))
-    assert "8 channels where [model] has channels=4" in message
-    assert "a mean and a log variance?" in message
-    check_std(torch.zeros(1, 8, 8, 8), source.facts, 4)  # A std of exactly 0 is one.
-    check_std(logvar[None], source.facts, 8)  # A model of 8 channels may have any values.
-
-
-@pytest.mark.parametrize(("std", "words"), [(5.4, "is it missing?"), (0.2, "scaled twice?")])
-def test_latents_far_from_unit_std_get_a_hint(tmp_path, std, words):
-    latents, labels = latents_of(64) * std, torch.zeros(64).long()
-    write_shards(tmp_path / "a", latents, labels, num_classes=1, source="test")
-    hint = scale_hint(LatentShards(tmp_path / "a"), 4)
-    assert hint.startswith(f"hint    64 samples have a std of {std:.1f}")
-    assert "0.18215" in hint
-    assert words in hint
-    write_shards(tmp_path / "b", latents, labels, num_classes=1, source="test", scale=1 / std)
-    assert scale_hint(LatentShards(tmp_path / "b"), 4) is None
-
-
-def test_whole_numbers_become_the_units_of_the_model():
-    facts = DataFacts(
-        shape=(3, 2, 2), count=1, num_classes=1, scale=1 / 127.5, shift=127.5, value_range=(0, 255)
-    )
-    stored = torch.tensor([0, 255]).byte().view(2, 1, 1, 1).expand(2, 3, 2, 2)
-    seen = to_model_units(stored, facts, 3, SampleRNG(0, torch.arange(2)))
-    assert seen.flatten(1).unique(dim=1).flatten().tolist() == [-1, 1]
-    torch.testing.assert_close(facts.to_stored_units(seen), stored.float(), rtol=0, atol=1e-4)
+    assert batch.fields["latent"][:, 0, 0, 0].tolist() == rows
+    assert batch.fields["label"].tolist() == [row % 3 for row in rows]
 
 
 def test_a_record_of_facts_without_class_names_is_read():
-    facts = DataFacts(shape=(4, 8, 8), count=7, num_classes=2, class_names=("a", "b"))
+    facts = LatentFacts(shape=(4, 8, 8), count=7, num_classes=2, class_names=("a", "b"))
     record = json.loads(json.dumps(facts.as_json()))
-    assert DataFacts.from_json(record) == facts
+    assert LatentFacts.from_json(record) == facts
     del record["class_names"]
-    assert DataFacts.from_json(record).class_names == ()
+    assert LatentFacts.from_json(record).class_names == ()

@@ -1,33 +1,44 @@
+import dataclasses
 import itertools
 import os
+import pickle
 import signal
 
 import pytest
 import torch
 
 from titan_dit.data import loader
-from titan_dit.data.base import DataFacts, Source
+from titan_dit.data.base import DataFacts, Field, Source
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import Digits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.failure import Disruption
-from titan_dit.models.dit import DiTConfig
 from titan_dit.section import UserError
 
-MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=8, channels=1, num_classes=10)
 CPU = torch.device("cpu")
-STATIC = MODEL.static(CPU)
+FIELDS = ("latent", "label")
+
+
+def anything(fields):
+    """Refuses nothing."""
 
 
 def batches(count, rank=0, ranks=1, cursor=0, workers=0, global_batch=24):
     source = Digits().open()
     order = RankOrder(BatchPlan(global_batch), EpochOrder(5, len(source)), rank, ranks)
-    endless = loader.load(source, order, cursor, MODEL, CPU, seed=5, workers=workers)
+    endless = loader.load(source, order, cursor, anything, CPU, workers=workers)
     return list(itertools.islice(endless, count))
 
 
+def named(batch, name):
+    """A field, or what every batch has."""
+    return batch.fields[name] if name in FIELDS else getattr(batch, name)
+
+
 def assert_equal(a, b):
-    assert torch.equal(a.tokens, b.tokens)
-    assert torch.equal(a.labels, b.labels)
+    assert a.fields.keys() == b.fields.keys() == set(FIELDS)
+    for name in FIELDS:
+        assert torch.equal(a.fields[name], b.fields[name])
     assert torch.equal(a.sample_numbers, b.sample_numbers)
     assert torch.equal(a.weight, b.weight)
     assert a.total_weight == b.total_weight
@@ -36,15 +47,14 @@ def assert_equal(a, b):
 def test_a_batch_holds_the_samples_that_its_numbers_stand_for():
     source, epochs = Digits().open(), EpochOrder(5, 1797)
     for batch in batches(3, cursor=1797 - 40):  # across the end of an epoch
-        for number, tokens, label in zip(
-            batch.sample_numbers.tolist(), batch.tokens, batch.labels, strict=True
+        for number, latent, label in zip(
+            batch.sample_numbers.tolist(), *(batch.fields[name] for name in FIELDS), strict=True
         ):
             sample = source[epochs.rows([number])[0]]
-            assert torch.equal(tokens, MODEL.tokenize(sample.latent[None].float())[0])
-            assert label == sample.label
-        assert torch.equal(batch.static["positions"], STATIC["positions"])
-        assert batch.tokens.dtype == torch.float32
-        assert batch.labels.dtype == batch.sample_numbers.dtype == torch.int64
+            assert torch.equal(latent, sample["latent"])
+            assert label == sample["label"]
+        assert batch.fields["latent"].dtype == torch.float16  # As it is stored.
+        assert batch.fields["label"].dtype == batch.sample_numbers.dtype == torch.int64
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -53,9 +63,9 @@ def test_the_shares_of_the_ranks_make_up_the_whole_batch(ranks):
     shares = [batches(2, rank, ranks, cursor=1780) for rank in range(ranks)]
     for step in range(2):
         parts = [share[step] for share in shares]
-        for name in ("tokens", "labels", "sample_numbers", "weight"):
-            together = torch.cat([getattr(part, name) for part in parts])
-            assert torch.equal(together, getattr(whole[step], name))
+        for name in (*FIELDS, "sample_numbers", "weight"):
+            together = torch.cat([named(part, name) for part in parts])
+            assert torch.equal(together, named(whole[step], name))
         assert sum(part.weight.sum() for part in parts) == whole[step].total_weight == 24
         assert all(part.total_weight == 24 for part in parts)
 
@@ -64,15 +74,16 @@ def test_the_shares_of_the_ranks_make_up_the_whole_batch(ranks):
 def test_rows_that_only_fill_up_have_no_weight(ranks):
     (whole,) = batches(1, cursor=1780)
     parts = [batches(1, rank, ranks, cursor=1780)[0] for rank in range(ranks)]
-    assert len({len(part.tokens) for part in parts}) == 1
-    assert sum(len(part.tokens) for part in parts) > 24
-    for name in ("tokens", "labels", "sample_numbers"):
-        real = [getattr(part, name)[part.weight > 0] for part in parts]
-        assert torch.equal(torch.cat(real), getattr(whole, name))
+    for name in FIELDS:
+        assert len({len(part.fields[name]) for part in parts}) == 1
+        assert sum(len(part.fields[name]) for part in parts) > 24
+    for name in (*FIELDS, "sample_numbers"):
+        real = [named(part, name)[part.weight > 0] for part in parts]
+        assert torch.equal(torch.cat(real), named(whole, name))
     for part in parts:
         assert part.total_weight == 24
         assert set(part.weight.tolist()) <= {0.0, 1.0}
-        assert part.tokens.isfinite().all()
+        assert part.fields["latent"].isfinite().all()
 
 
 def test_workers_give_the_same_batches_in_the_same_order():
@@ -84,7 +95,8 @@ def test_workers_give_the_same_batches_in_the_same_order():
 class Killed(Source):
     """Ends the process that reads it, as the kernel does where memory runs out."""
 
-    facts = DataFacts(shape=(1, 8, 8), count=99, num_classes=10)
+    facts = LatentFacts(shape=(1, 8, 8), count=99, num_classes=10)
+    fields = facts.fields(torch.float32)
 
     def read(self, rows):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -93,7 +105,8 @@ class Killed(Source):
 class Unreadable(Source):
     """What was there when it was opened is gone, or its disk fails."""
 
-    facts = DataFacts(shape=(1, 8, 8), count=99, num_classes=10)
+    facts = LatentFacts(shape=(1, 8, 8), count=99, num_classes=10)
+    fields = facts.fields(torch.float32)
 
     def __init__(self, error):
         self.error = error
@@ -106,13 +119,13 @@ class Unreadable(Source):
 def test_what_cannot_be_read_in_training_may_be_tried_again(error):
     order = RankOrder(BatchPlan(4), EpochOrder(5, 99), 0, 1)
     with pytest.raises(Disruption, match="a/shard"):
-        next(loader.load(Unreadable(error), order, 0, MODEL, CPU, seed=5, workers=1))
+        next(loader.load(Unreadable(error), order, 0, anything, CPU, workers=1))
 
 
 def test_a_killed_worker_is_told_and_may_be_tried_again():
     order = RankOrder(BatchPlan(4), EpochOrder(5, 99), 0, 1)
     with pytest.raises(Disruption, match=r"a data worker was killed: not enough memory\?"):
-        next(loader.load(Killed(), order, 0, MODEL, CPU, seed=5, workers=2))
+        next(loader.load(Killed(), order, 0, anything, CPU, workers=2))
 
 
 def test_loading_from_a_cursor_continues():
@@ -126,6 +139,77 @@ def test_moving_a_batch_keeps_all_of_it():
     moved = batch.to(CPU)
     assert_equal(moved, batch)
     on_meta = batch.to(torch.device("meta"))
-    assert all(
-        getattr(on_meta, name).is_meta for name in ("tokens", "labels", "sample_numbers", "weight")
+    assert all(named(on_meta, name).is_meta for name in (*FIELDS, "sample_numbers", "weight"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_was_read_is_looked_at_where_it_was_read_and_may_be_refused(workers):
+    here = os.getpid()
+
+    def inspect(fields):
+        assert fields.keys() == set(FIELDS)
+        away = os.getpid() != here
+        raise UserError(f"[data] looked at {len(fields['label'])} rows, away={away}")
+
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 1797), 0, 1)
+    with pytest.raises(UserError, match=rf"looked at 4 rows, away={workers > 0}") as caught:
+        next(loader.load(Digits().open(), order, 0, inspect, CPU, workers=workers))
+    assert not isinstance(caught.value, Disruption)  # Trying again would read the same.
+
+
+@dataclasses.dataclass
+class Kinds(Source):
+    """Fields of every size and dtype."""
+
+    fields: dict = dataclasses.field(default_factory=dict)
+    facts = DataFacts(count=40)
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return {
+            name: torch.randn(field.shape, generator=generator).mul(9).to(field.dtype)
+            for name, field in self.fields.items()
+        }
+
+
+KINDS = Kinds(
+    {
+        "small": Field(torch.float32, (3,)),
+        "large": Field(torch.float32, (80, 80)),
+        "half": Field(torch.float16, (5,)),
+        "small bfloat16": Field(torch.bfloat16, (3,)),
+        "large bfloat16": Field(torch.bfloat16, (120, 120)),
+        "whole": Field(torch.int64, ()),
+        "bytes": Field(torch.uint8, (2, 2)),
+        "yes or no": Field(torch.bool, (4,)),
+    }
+)
+
+
+def test_what_a_worker_hands_over_comes_out_of_a_pickle_as_it_went_in():
+    stored = loader.Stored(KINDS.read(range(4)), torch.arange(4))
+    assert loader.is_small(stored.fields["small"])
+    assert not loader.is_small(stored.fields["large"])
+    assert not loader.is_small(stored.fields["small bfloat16"])
+    back = pickle.loads(pickle.dumps(stored))
+    assert list(back.fields) == list(stored.fields)
+    for name, value in stored.fields.items():
+        assert back.fields[name].dtype == value.dtype
+        assert torch.equal(back.fields[name], value)
+    assert torch.equal(back.sample_numbers, stored.sample_numbers)
+
+
+def test_fields_of_every_kind_come_out_of_a_worker():
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 40), 0, 1)
+    alone, helped = (
+        next(loader.load(KINDS, order, 8, anything, CPU, workers=workers)) for workers in (0, 1)
     )
+    for name in KINDS.fields:
+        assert alone.fields[name].dtype == helped.fields[name].dtype == KINDS.fields[name].dtype
+        assert torch.equal(alone.fields[name], helped.fields[name])
+
+
+def test_given_samples_are_loaded_as_training_would_see_them():
+    (batch,) = batches(1, cursor=48)
+    pairs = [(n, EpochOrder(5, 1797).rows([n])[0]) for n in batch.sample_numbers.tolist()]
+    assert_equal(loader.load_samples(Digits().open(), pairs, anything, CPU, 24.0), batch)

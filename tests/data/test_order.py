@@ -124,3 +124,26 @@ def test_ranks_that_do_not_divide_the_batch_repeat_their_last_sample(batch, rank
             found += real
         assert found == list(zip(numbers, epochs.rows(numbers), strict=True))
         cursor = after
+
+
+@pytest.mark.parametrize("held_out", [(0,), (9,), (0, 1, 2), (3, 4, 8, 9), (0, 2, 4, 6, 8), ()])
+def test_an_epoch_has_every_row_once_but_those_held_out(held_out):
+    order = EpochOrder.of(5, 10, held_out)
+    left = order.num_rows
+    assert left == 10 - len(held_out)
+    for epoch in range(4):
+        rows = order.rows(range(epoch * left, (epoch + 1) * left))
+        assert sorted(rows) == [row for row in range(10) if row not in held_out]
+    assert order.rows(range(left)) != order.rows(range(left, 2 * left))
+
+
+def test_rows_of_a_held_out_order_do_not_depend_on_what_they_are_asked_with():
+    order = EpochOrder.of(5, 100, tuple(range(0, 100, 7)))
+    whole = order.rows(range(300))
+    assert [order.rows([number])[0] for number in range(300)] == whole
+    assert order.rows(range(80, 120)) == whole[80:120]
+
+
+def test_without_held_out_rows_the_order_is_that_of_the_whole_dataset():
+    assert EpochOrder.of(5, 50) == EpochOrder(5, 50)
+    assert EpochOrder.of(5, 50).rows(range(50)) == permutation(5, 0, 50).tolist()

@@ -42,8 +42,8 @@ def test_class_folders_become_shards(tmp_path, suffix):
     assert source.manifest["source"] == "a vae"
     assert (source.facts.scale, source.facts.shift) == (0.5, 0.25)
     samples = source.read(range(12))
-    assert torch.equal(samples.latents, latents.half())
-    assert torch.equal(samples.labels, labels)
+    assert torch.equal(samples["latent"], latents.half())
+    assert torch.equal(samples["label"], labels)
     assert (tmp_path / "out" / names[0]).stat().st_mode & 0o444 == 0o444
 
 
@@ -51,8 +51,8 @@ def test_the_pair_of_fast_dit_becomes_shards_of_either_precision(tmp_path):
     latents, labels = pair(tmp_path / "in")
     packed(tmp_path / "in", tmp_path / "out", dtype="float32")
     samples = LatentShards(tmp_path / "out", verify=True).read(range(12))
-    assert torch.equal(samples.latents, latents)
-    assert torch.equal(samples.labels, labels)
+    assert torch.equal(samples["latent"], latents)
+    assert torch.equal(samples["label"], labels)
 
 
 def test_names_of_classes_and_units_go_from_the_manifest_into_the_shards(tmp_path):
@@ -104,8 +104,8 @@ def test_bad_files_are_left_out_and_each_is_in_the_report(tmp_path):
     kept = [i for i in range(18) if i not in {row for row, _ in dropped}]
     assert len(kept) == 12
     samples = LatentShards(tmp_path / "out", verify=True).read(range(12))
-    assert torch.equal(samples.latents, latents[kept].half())
-    assert torch.equal(samples.labels, labels[kept])
+    assert torch.equal(samples["latent"], latents[kept].half())
+    assert torch.equal(samples["label"], labels[kept])
     assert pack.classes_without_samples(plan, dropped) == []
 
 
@@ -408,7 +408,7 @@ def test_pictures_become_pixels(tmp_path):
     assert source.facts.class_names == ("cat", "dog")
     assert source.dtype == torch.uint8
     pixels = np.asarray(Image.open(tmp_path / "in" / "dog" / "2.png"))
-    assert torch.equal(source[5].latent, torch.from_numpy(pixels.copy()).permute(2, 0, 1))
+    assert torch.equal(source[5]["latent"], torch.from_numpy(pixels.copy()).permute(2, 0, 1))
 
 
 def test_grey_pictures_have_one_channel_unless_others_have_colour(tmp_path):
@@ -420,7 +420,7 @@ def test_grey_pictures_have_one_channel_unless_others_have_colour(tmp_path):
     source = LatentShards(tmp_path / "both")
     assert source.facts.shape == (3, 10, 10)
     assert len(source) == 26
-    assert torch.equal(source[0].latent[0], source[0].latent[2])
+    assert torch.equal(source[0]["latent"][0], source[0]["latent"][2])
 
 
 def test_bad_pictures_are_left_out(tmp_path):

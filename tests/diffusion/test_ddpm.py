@@ -1,29 +1,23 @@
-import dataclasses
-
 import pytest
 import torch
-from test_rectified_flow import batch_of
+from points import prepare as prepared_points
+from points import tokens_of
 
-from titan_dit.diffusion.noise_schedule import named
-from titan_dit.objectives.base import NO_LABEL
+from titan_dit.diffusion.base import NO_LABEL
 from titan_dit.diffusion.bound import bits_per_value
 from titan_dit.diffusion.ddpm import DDPM, by_channel
-from titan_dit.rng import SampleRNG
+from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.section import UserError
 
 KINDS = ["eps", "v", "x"]
 CPU = torch.device("cpu")
+SHAPE = {"tokens": 6, "pixels": 2, "channels": 3}
 
 
-def batch(numbers, tokens=6, pixels=2, channels=3):
-    whole = batch_of(numbers, tokens=tokens, channels=pixels * channels)
-    return dataclasses.replace(whole, channels=channels)
-
-
-def prepare(objective, numbers, seed=0):
-    return objective.prepare(batch(numbers), SampleRNG(seed, numbers))
+def prepare(path, numbers, seed=0):
+    return prepared_points(path, numbers, seed, **SHAPE)
 
 
 def exact(objective, targets):
@@ -47,7 +41,7 @@ def test_inputs_are_the_sample_and_its_noise_at_the_level_of_the_step():
     objective, alpha_bars = DDPM(label_dropout=0.0), named("linear", 1000).alpha_bar
     prepared = prepare(objective, numbers)
     clean, noise, step = (prepared.targets[name] for name in ("clean", "noise", "step"))
-    assert torch.equal(clean.flatten(2), batch(numbers).tokens)
+    assert torch.equal(clean.flatten(2), tokens_of(numbers, **SHAPE))
     alpha_bar = torch.tensor(alpha_bars)[step].view(-1, 1, 1, 1)
     expected = alpha_bar.sqrt() * clean + (1 - alpha_bar).sqrt() * noise
     torch.testing.assert_close(prepared.inputs["tokens"], expected.flatten(2), check_dtype=False)

@@ -1,17 +1,23 @@
 import pytest
 import torch
 
+from titan_dit.config import SamplingConfig
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.drawing import (
-    check_drawing,
+    check,
     generate,
+    preview,
     preview_labels,
+    sampler_of,
     spread_labels,
 )
-from titan_dit.models.dit import DiTConfig
-from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
-from titan_dit.rng import SampleRNG
+from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.diffusion.samplers.ode import euler, heun
+from titan_dit.models.dit import DiTConfig
+from titan_dit.objectives.base import DataShare
+from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
 
 CONFIG = DiTConfig(hidden=16, layers=1, heads=2, patch=2, latent_size=4, channels=2, num_classes=5)
@@ -150,19 +156,33 @@ def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
 
 
 @pytest.mark.parametrize(
-    ("objective", "steps", "cfg_channels", "words"),
+    ("path", "keys", "words"),
     [
-        (DDPM(steps=100), 101, None, "[sampling] steps=101: the network is trained with 100"),
-        (DDPM(), 25, 3, "[sampling] cfg_channels=3: a latent has 2 channels"),
-        (RectifiedFlow(), 5000, None, None),
+        (
+            DDPM(steps=100),
+            {"steps": 101},
+            "[sampling] steps=101: the network is trained with 100",
+        ),
+        (
+            DDPM(),
+            {"steps": 25, "cfg_channels": 3},
+            "[sampling] cfg_channels=3: a latent has 2 channels",
+        ),
+        (
+            DDPM(),
+            {"sampler": "heun"},
+            '[sampling] sampler="heun" does not fit [objective] name="ddpm". '
+            "Valid: auto, ddim, ddpm.",
+        ),
+        (RectifiedFlow(), {"steps": 5000}, None),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_before_it_is_tried(objective, steps, cfg_channels, words):
+def test_what_cannot_be_drawn_is_refused_before_it_is_tried(path, keys, words):
     if words is None:
-        check_drawing(objective, CONFIG, steps, cfg_channels, "[sampling] {}")
+        check(path, CONFIG, SamplingConfig(**keys), "[sampling] {}")
         return
     with pytest.raises(UserError) as caught:
-        check_drawing(objective, CONFIG, steps, cfg_channels, "[sampling] {}")
+        check(path, CONFIG, SamplingConfig(**keys), "[sampling] {}")
     assert str(caught.value).startswith(words)
 
 
@@ -186,3 +206,56 @@ def test_a_preview_shows_few_classes_several_times(num, num_classes, shown):
     assert len(labels) == num
     assert sorted(set(labels)) == list(range(shown))
     assert min(labels.count(label) for label in set(labels)) >= min(num, 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "expected"),
+    [
+        (DDPM(), "auto", ddim),
+        (DDPM(), "ddpm", ddpm),
+        (RectifiedFlow(), "auto", heun),
+        (RectifiedFlow(), "euler", euler),
+        (RectifiedFlow(), "titan_dit.diffusion.samplers.ode:euler", euler),
+    ],
+)
+def test_a_sampler_is_chosen_by_name_or_is_a_users_own(path, name, expected):
+    assert sampler_of(path, name) is expected
+
+
+def test_a_path_of_a_users_own_has_no_sampler_to_choose():
+    class Other(RectifiedFlow):
+        name = "mine:Other"
+
+    with pytest.raises(UserError, match=r'sampler="auto": .*name="mine:Other" has no samplers of'):
+        sampler_of(Other(), "auto")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_preview_is_the_same_on_any_number_of_ranks(tmp_path, ranks):
+    facts = LatentFacts(shape=(2, 4, 4), count=9, num_classes=5)
+    sampling, model = SamplingConfig(num=8, steps=2), network()
+    shares = {}
+
+    def picture(rank, gather):
+        share = DataShare(torch.device("cpu"), rank, ranks, gather)
+        with torch.no_grad():
+            made = preview(model, RectifiedFlow(), CONFIG, facts, sampling, 0, share)
+        made.write(tmp_path / f"{ranks}-{rank}{made.suffix}")
+        return (tmp_path / f"{ranks}-{rank}{made.suffix}").read_bytes()
+
+    def kept(rank):
+        def gather(rows):
+            shares[rank] = rows
+            return rows.repeat(ranks, 1, 1)
+
+        return gather
+
+    for rank in range(ranks):
+        picture(rank, kept(rank))
+    whole = torch.cat([shares[rank] for rank in range(ranks)])
+    assert len({len(rows) for rows in shares.values()}) == 1
+    expected = draw(model, preview_labels(8, 5).tolist(), range(8), steps=2, cfg_scale=2.0)
+    torch.testing.assert_close(whole[:8], expected, rtol=1e-5, atol=1e-5)
+    pictures = [picture(rank, lambda rows: whole) for rank in range(ranks)]
+    assert all(data == pictures[0] for data in pictures)
+    assert pictures[0][:4] == b"\x89PNG"

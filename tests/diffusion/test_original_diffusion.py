@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from titan_dit.diffusion.drawing import generate
-from titan_dit.models.dit import DiTConfig
-from titan_dit.models.layers import patchify, unpatchify
-from titan_dit.objectives.base import Batch
+from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.ddpm import DDPM
+from titan_dit.diffusion.drawing import generate
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
+from titan_dit.models.dit import DiTConfig
+from titan_dit.models.layers import patchify, unpatchify
 from titan_dit.state import original_weights, weight_file
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
@@ -62,25 +62,14 @@ def test_samples_are_those_of_the_original(name, objective, sampler, steps, eta)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def batch_of(latents):
-    rows = len(latents)
-    return Batch(
-        tokens=patchify(latents, 2),
-        labels=torch.zeros(rows, dtype=torch.int64),
-        sample_numbers=torch.arange(rows),
-        weight=torch.ones(rows),
-        total_weight=rows,
-        channels=latents.shape[1],
-    )
-
-
 def terms(objective, latents, noise, t, network):
     """Every part of the loss and their sum, per sample."""
     labels = torch.zeros(len(t), dtype=torch.int64)
-    prepared = objective.corrupt(batch_of(latents), t.float(), patchify(noise, 2), labels)
-    prediction = network(prepared.inputs["tokens"], prepared.inputs["timestep"])
-    found = dict(objective.terms(prediction, prepared.targets))
-    found["loss"] = objective.loss(prediction, prepared.targets)
+    clean = Clean(patchify(latents, 2), labels, channels=latents.shape[1])
+    corrupted = objective.corrupt(clean, t.float(), patchify(noise, 2), labels)
+    prediction = network(corrupted.inputs["tokens"], corrupted.inputs["timestep"])
+    found = dict(objective.terms(prediction, corrupted.targets))
+    found["loss"] = objective.loss(prediction, corrupted.targets)
     return {name: term.mean(1) for name, term in found.items()}
 
 

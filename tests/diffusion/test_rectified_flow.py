@@ -2,28 +2,12 @@ import math
 
 import pytest
 import torch
+from points import batch_of, built, prepare, tokens_of
 
-from titan_dit.objectives.base import Batch, Prepared
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.objectives.base import Prepared
 from titan_dit.rng import SampleRNG
 from titan_dit.section import UserError
-
-
-def batch_of(numbers, tokens=6, channels=4, total_weight=None):
-    """Clean samples that are themselves a function of their number."""
-    rng = SampleRNG(99, numbers)
-    return Batch(
-        tokens=rng.normal("data", (tokens, channels)) * 0.5 + 0.2,
-        labels=numbers % 7,
-        sample_numbers=numbers,
-        weight=torch.ones(len(numbers)),
-        total_weight=float(total_weight or len(numbers)),
-        channels=channels,
-    )
-
-
-def prepare(objective, numbers, seed=0, **kwargs):
-    return objective.prepare(batch_of(numbers, **kwargs), SampleRNG(seed, numbers))
 
 
 def times(count=20_000, **settings):
@@ -39,13 +23,13 @@ def kolmogorov(values, cdf):
 
 def test_inputs_lie_on_the_straight_path_and_the_target_is_its_velocity():
     numbers = torch.arange(50, 58)
-    batch, rng = batch_of(numbers), SampleRNG(3, numbers)
-    prepared = RectifiedFlow().prepare(batch, rng)
+    rng, clean = SampleRNG(3, numbers), tokens_of(numbers)
+    prepared = prepare(RectifiedFlow(), numbers, seed=3)
     noise = rng.normal("noise", (6, 4))
     t = prepared.inputs["timestep"][:, None, None] / 1000
-    expected = (1 - t) * batch.tokens + t * noise
+    expected = (1 - t) * clean + t * noise
     torch.testing.assert_close(prepared.inputs["tokens"], expected, rtol=0, atol=1e-6)
-    assert torch.equal(prepared.targets["velocity"], noise - batch.tokens)
+    assert torch.equal(prepared.targets["velocity"], noise - clean)
 
 
 def test_following_the_velocity_from_any_time_leads_to_the_data():
@@ -53,7 +37,7 @@ def test_following_the_velocity_from_any_time_leads_to_the_data():
     prepared = prepare(RectifiedFlow(), numbers)
     t = prepared.inputs["timestep"][:, None, None] / 1000
     data = prepared.inputs["tokens"] - t * prepared.targets["velocity"]
-    torch.testing.assert_close(data, batch_of(numbers).tokens, rtol=0, atol=1e-5)
+    torch.testing.assert_close(data, tokens_of(numbers), rtol=0, atol=1e-5)
 
 
 def test_uniform_times_are_uniform():
@@ -116,7 +100,7 @@ def test_time_noise_and_label_dropout_are_independent(timesteps):
     numbers = torch.arange(20_000)
     objective = RectifiedFlow(timesteps=timesteps, label_dropout=0.5)
     prepared = prepare(objective, numbers, tokens=1, channels=1)
-    noise = prepared.targets["velocity"] + batch_of(numbers, tokens=1, channels=1).tokens
+    noise = prepared.targets["velocity"] + tokens_of(numbers, tokens=1, channels=1)
     dropped = (prepared.inputs["labels"] == -1).float()
     t, noise = prepared.inputs["timestep"] - 500, noise.flatten()
     # Their sizes too: a normal shares only its size with the word it is drawn from.
@@ -147,9 +131,9 @@ def test_another_seed_draws_another_time_and_noise():
 def test_preparing_leaves_the_batch_alone():
     numbers = torch.arange(64)
     batch = batch_of(numbers)
-    RectifiedFlow(label_dropout=1).prepare(batch, SampleRNG(0, numbers))
-    assert torch.equal(batch.tokens, batch_of(numbers).tokens)
-    assert torch.equal(batch.labels, numbers % 7)
+    built(RectifiedFlow(label_dropout=1)).prepare(batch, SampleRNG(0, numbers))
+    assert torch.equal(batch.fields["latent"], batch_of(numbers).fields["latent"])
+    assert torch.equal(batch.fields["label"], numbers % 7)
 
 
 def test_the_loss_is_the_mean_square_over_channels_one_for_each_token():

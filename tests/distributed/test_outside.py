@@ -1,4 +1,4 @@
-"""Models, objectives and data from outside the package, on every layout."""
+"""Models, objectives and data from outside the package, and validation, on every layout."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import on_ranks
-from tiny import assert_same_gradients, randomize, whole
+from tiny import assert_same_gradients, randomize, tiny_config, whole
 
 from titan_dit import catalog, config_file
 from titan_dit.parallel.gradients import clip_norm
@@ -56,28 +56,42 @@ def config_of(names, layout, folder, **sections):
         "precision": {"dtype": "fp32"},
         "checkpoint": {"every": 0},
         "metrics": {"every": 1, "tensorboard": False},
+        "validation": {"every": 1, "samples": 7},
+        "ema": {"decays": [0.9]},
         "job": {"name": "outside"},
         **sections,
     }
     return config_file.build(tables, catalog.variant)
 
 
+def digits(layout):
+    """A diffusion run; its attention goes round the ring."""
+    layout = {key: value for key, value in layout.items() if key != "cp_method"}
+    return tiny_config(
+        parallel=layout,
+        training={"microbatch_size": 2},
+        validation={"every": 1, "samples": 13},
+        model={"layers": 4},
+    )
+
+
 def measured(world, folder):
-    """Loss, gradients and validation losses of both models on all layouts of this world."""
+    """Loss, gradients and validation losses of each model on all layouts of this world."""
     os.chdir(folder)
     found = {}
-    for kind, names in (("gpt", GPT), ("own", OWN)):
+    for kind, names in (("gpt", GPT), ("own", OWN), ("dit", None)):
         for name, layout in LAYOUTS[world.size].items():
-            trainer = Trainer(config_of(names, layout, folder), world)
+            config = config_of(names, layout, folder) if names else digits(layout)
+            trainer = Trainer(config, world)
             randomize(trainer.parameters)
             batch = next(trainer.batches())
             rng = SampleRNG(trainer.config.job.seed, batch.sample_numbers)
             prepared = trainer.objective.prepare(batch, rng)
-            losses = trainer.share.gather(trainer.executor.evaluate(prepared))
+            losses = trainer.data_share.gather(trainer.executor.evaluate(prepared))
             loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
             norm = clip_norm(trainer.parameters.values(), 0.0).item()
             grads = {name: whole(p.grad) for name, p in trainer.parameters.items()}
-            found[f"{kind} {name}"] = loss, norm, grads, losses
+            found[f"{kind} {name}"] = loss, norm, grads, losses, trainer.validate()
     return found
 
 
@@ -102,10 +116,11 @@ def on_two(folder):
 
 
 def check(kind, layout, alone, ranks):
-    loss, norm, expected, losses = alone[f"{kind} alone"]
+    loss, norm, expected, losses, validated = alone[f"{kind} alone"]
     seen = {}
     for rank in ranks:
-        found_loss, found_norm, found, found_losses = rank[f"{kind} {layout}"]
+        found_loss, found_norm, found, found_losses, found_validated = rank[f"{kind} {layout}"]
+        assert found_validated == pytest.approx(validated, rel=1e-5)
         assert found_loss == pytest.approx(loss, rel=1e-6)
         assert found_norm == pytest.approx(norm, rel=1e-5)
         torch.testing.assert_close(found_losses, losses, rtol=1e-5, atol=1e-6)
@@ -116,7 +131,7 @@ def check(kind, layout, alone, ranks):
         assert expected["objective.uncertainty.weight"].norm() > 0
 
 
-@pytest.mark.parametrize("kind", ["gpt", "own"])
+@pytest.mark.parametrize("kind", ["gpt", "own", "dit"])
 @pytest.mark.parametrize("layout", LAYOUTS[2])
 def test_what_comes_from_outside_has_the_gradients_of_one_process(kind, layout, alone, on_two):
     check(kind, layout, alone, on_two)
@@ -128,3 +143,4 @@ def test_what_comes_from_outside_fits_layouts_of_two_axes(folder, alone):
     for layout in LAYOUTS[4]:
         check("gpt", layout, alone, ranks)
         check("own", layout, alone, ranks)
+        check("dit", layout, alone, ranks)

@@ -6,11 +6,11 @@ import torch
 from tiny import tiny_config
 
 from titan_dit.config import FaultsConfig
+from titan_dit.diffusion.ddpm import DDPM
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard
 from titan_dit.objectives.base import Batch
-from titan_dit.diffusion.ddpm import DDPM
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.observe.journal import Journal
 from titan_dit.rng import SampleRNG
 

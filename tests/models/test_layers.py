@@ -9,6 +9,7 @@ from titan_dit.models.layers import (
     Attention,
     LabelEmbedder,
     TimestepEmbedder,
+    attend,
     gelu,
     grid_positions,
     modulate,
@@ -203,3 +204,57 @@ def test_gelu_for_compilers_is_the_same_function(monkeypatch):
     assert torch.allclose(torch.autograd.grad(found.sum(), x)[0], slope, rtol=0, atol=1e-14)
     assert gelu(x.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(gelu(x.bfloat16()), gelu(x.bfloat16().float()).bfloat16())
+
+
+def projections(tokens=6, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(3, 2, 3, tokens, 4, generator=generator, dtype=dtype).unbind(0)
+
+
+def written_out(q, k, v, seen):
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def test_a_causal_query_sees_the_keys_up_to_its_own():
+    q, k, v = projections()
+    seen = torch.tensor([[j <= i for j in range(6)] for i in range(6)])
+    found = attend(q, k, v, causal=True)
+    torch.testing.assert_close(found, written_out(q, k, v, seen))
+    torch.testing.assert_close(found[:, :, 0], v[:, :, 0])
+
+
+def test_by_lengths_a_query_sees_the_first_keys_of_its_sample():
+    q, k, v = projections()
+    lengths = torch.tensor([2, 6])
+    seen = torch.tensor([[j < n for j in range(6)] for n in lengths])[:, None, None]
+    found = attend(q, k, v, lengths=lengths)
+    torch.testing.assert_close(found, written_out(q, k, v, seen))
+    torch.testing.assert_close(found[1], attend(q, k, v)[1])
+    torch.testing.assert_close(found[:1, :, :2], attend(*(x[:1, :, :2] for x in (q, k, v))))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "lengths"])
+def test_the_layer_tells_its_mask_to_what_attends(mask):
+    torch.manual_seed(0)
+    layer, x = Attention(12, 3, mask=mask), torch.randn(2, 6, 12)
+    told, lengths = [], torch.tensor([2, 6])
+
+    def watched(*args, **kwargs):
+        told.append(kwargs)
+        return attend(*args, **kwargs)
+
+    layer.attend = watched
+    given = {"lengths": lengths} if mask == "lengths" else {}
+    found = layer(x, **given)
+    assert told == [{"none": {}, "causal": {"causal": True}, "lengths": given}[mask]]
+    changed = x.clone()
+    changed[:, -1] += 1
+    moved = (layer(changed, **given) - found).abs().amax(-1) > 1e-6
+    # Which tokens the last one reaches: of its own, everything.
+    expected = {
+        "none": [[True] * 6] * 2,
+        "causal": [[False] * 5 + [True]] * 2,
+        "lengths": [[False] * 5 + [True], [True] * 6],
+    }
+    assert moved.tolist() == expected[mask]

@@ -66,13 +66,30 @@ def test_a_line_is_printed_at_once(capsys):
     assert capsys.readouterr().out == "hello\n"
 
 
-def test_a_run_begins_by_saying_what_will_be_done_on_what():
-    versions, sizes = {"titan_dit": "1", "torch": "2"}, Sizes(1234, 5 * 10**9, 6000, 10)
-    lines = beginning(tiny_config(), versions, "dp_shard=2 on cpu", sizes, 3, Path("run"))
+@pytest.mark.parametrize(
+    ("held_out", "about", "data"),
+    [
+        (0, "10 classes", "6,000 samples, 10 classes"),
+        (250, "10 classes", "6,000 samples (250 of them for validation), 10 classes"),
+        (0, "", "6,000 samples"),
+    ],
+)
+def test_a_run_begins_by_saying_what_will_be_done_on_what(held_out, about, data):
+    config, versions = tiny_config(), {"titan_dit": "1", "torch": "2"}
+    lines = beginning(
+        ("dit", "digits"),
+        config.precision,
+        config.training,
+        versions,
+        "dp_shard=2 on cpu",
+        Sizes(1234, 5 * 10**9, 16, 6000, held_out, about),
+        3,
+        Path("run"),
+    )
     assert list(lines) == [
         "titan_dit 1, torch 2: dp_shard=2 on cpu, fp32, attention auto",
         "model   dit: 1,234 parameters, 16 tokens, 5 GFLOP per sample and step",
-        "data    digits: 6,000 samples, 10 classes",
+        f"data    digits: {data}",
         "steps   3 of 4 done, 16 samples each",
         "output  run",
     ]

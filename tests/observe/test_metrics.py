@@ -17,7 +17,6 @@ from titan_dit.observe.metrics import (
     peak_gib,
     row_of,
 )
-from titan_dit.section import UserError
 
 
 def row(step, loss=0.5):
@@ -69,7 +68,7 @@ def test_rows_are_appended_one_by_one_and_a_resumed_run_goes_on(tmp_path):
     second = open_metrics(tmp_path, resumed=10)
     second.log(row(11, loss=0.25))
     assert [r["step"] for r in lines_of(tmp_path / "metrics.jsonl")] == [1, 10, 11]
-    assert second.curve() == ([1, 10, 11], [1, 0.1, 0.25])
+    assert second.curve("loss") == ([1, 10, 11], [1, 0.1, 0.25])
 
 
 def test_what_is_not_finite_becomes_null_and_leaves_the_curve(tmp_path):
@@ -81,7 +80,7 @@ def test_what_is_not_finite_becomes_null_and_leaves_the_curve(tmp_path):
     assert text.count("null") == 3
     assert "NaN" not in text
     assert "Infinity" not in text
-    assert run.curve() == ([0, 4], [0.5, 0.4])
+    assert run.curve("loss") == ([0, 4], [0.5, 0.4])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -97,13 +96,6 @@ def test_tensorboard_gets_the_same_scalars(tmp_path):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (3, 0.25)]
     assert sorted(events.Tags()["scalars"]) == ["loss", "lr"]
-
-
-def test_wandb_without_wandb_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'titan_dit\[wandb\]'"):
-        metrics.check_installed(MetricsConfig(wandb=True))
-    metrics.check_installed(MetricsConfig(wandb=False))
 
 
 def test_wandb_is_given_the_rows_and_goes_on_in_the_same_run(tmp_path, monkeypatch):

@@ -10,9 +10,8 @@ from commands import train
 from PIL import Image
 
 from titan_dit.config import ProfileConfig
-from titan_dit.observe.profile import Profile, check_ranks
+from titan_dit.observe.profile import Profile
 from titan_dit.observe.profile_summary import MARK, summarize
-from titan_dit.section import UserError
 
 CPU = torch.device("cpu")
 
@@ -136,14 +135,6 @@ def test_disabled_it_does_nothing(tmp_path):
     profile, over = profile_steps(tmp_path / "none", ProfileConfig(start=1, steps=1), 3)
     assert (over, profile.taken, profile.profiler, profile.missed()) == ([], 0, None, None)
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"), [(1, "1 rank was started. Name rank 0"), (2, "2 ranks were started. Name")]
-)
-def test_ranks_that_were_not_started_are_refused(ranks, words):
-    with pytest.raises(UserError, match=rf"\[profile\] ranks=\[0, 2\], but {words}"):
-        check_ranks(ProfileConfig(enabled=True, ranks=(0, 2)), ranks)
 
 
 @pytest.mark.gpu

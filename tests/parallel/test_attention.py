@@ -1,5 +1,7 @@
 """[precision] attention: the kernel that is asked for runs, or is refused before the first step."""
 
+import functools
+import inspect
 import sys
 
 import pytest
@@ -10,8 +12,6 @@ from torch.profiler import profile
 from titan_dit.config import CompileConfig, RematConfig
 from titan_dit.parallel import attention, remat
 from titan_dit.parallel.compile import compile_blocks
-from titan_dit.parallel.mesh import AxisSizes
-from titan_dit.pipeline.trial import attention_cost, attention_shape, try_out
 from titan_dit.section import UserError
 
 CPU = torch.device("cpu")
@@ -85,8 +85,10 @@ def test_the_compiler_does_not_put_flash_in_the_place_of_math():
     assert any("scaled_dot_product" in name for name in ran(written_out))
 
 
-def test_a_backend_is_a_part_of_what_is_compiled():
+def test_a_backend_is_a_part_of_what_is_compiled(monkeypatch):
     """On a CPU the compiler must hear of the refusal: that of the backend that was asked for."""
+    # Shape checks cannot be compiled.
+    monkeypatch.setattr(attention.layers, "attend", inspect.unwrap(attention.layers.attend))
     q = torch.randn(1, 2, 16, 8)
     compiled = torch.compile(attention.attend_by("efficient"), backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="backend"):
@@ -140,40 +142,80 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     attention.use_implementation("flash")
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_a_multiple_of_32_channels_is_not_padded(head_dim):
+    assert attention.padding(head_dim, 1024, 0.1) is None
+
+
+def masked_results(attend, dtype=torch.float64, **mask):
+    """Output and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(4, 3, 2, 16, 8, generator=generator, dtype=torch.float64).to(dtype)
+    q, k, v = (x.requires_grad_() for x in drawn[:3].unbind(0))
+    out = attend(q, k, v, **mask)
+    return [x.double() for x in (out, *torch.autograd.grad(out, (q, k, v), drawn[3]))]
+
+
+def by_a_softmax(q, k, v, causal=False, lengths=None):
+    """Written out, key by key."""
+    place = torch.arange(16)
+    seen = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+    if causal:
+        seen = (place[None] <= place[:, None])[None, None]
+    if lengths is not None:
+        seen = (place < lengths[:, None])[:, None, None]
+    scores = (q @ k.mT / 8**0.5).masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+CAUSAL, LENGTHS = {"causal": True}, {"lengths": torch.tensor([1, 7, 16])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("sizes", "method", "expected"),
-    [
-        ({}, "ring", (4, 16, False)),
-        ({"tp": 2}, "ring", (2, 16, False)),
-        ({"tp": 2, "cp": 2}, "ring", (2, 8, True)),
-        ({"tp": 2, "cp": 2}, "ulysses", (1, 16, False)),
-    ],
+    ("key", "mask"),
+    [("auto", CAUSAL), ("flash", CAUSAL), ("math", CAUSAL), ("auto", LENGTHS), ("math", LENGTHS)],
 )
-def test_what_is_tried_has_the_shape_of_a_rank(sizes, method, expected):
-    config = tiny_config(parallel={"cp_method": method})
-    found = attention_shape(config, AxisSizes(**sizes), CPU)
-    assert (found.heads, found.tokens, found.ring) == expected
-    assert (found.head_dim, found.dtype) == (8, torch.float32)
+def test_masked_attention_is_the_softmax_over_what_is_seen(key, mask, dtype):
+    expected = masked_results(by_a_softmax, **mask)
+    found = masked_results(attention.attend_by(key), dtype, **mask)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for value, exact in zip(found, expected, strict=True):
+        assert (value - exact).abs().max() <= tolerance * exact.abs().max()
+    # What the mask hides has no gradient.
+    if "lengths" in mask:
+        assert found[2][0, :, 1:].abs().max() == found[3][0, :, 1:].abs().max() == 0
 
 
-def test_a_run_is_refused_before_it_is_built():
-    with pytest.raises(UserError, match=r'\[precision\] attention="cudnn" cannot run 4 heads'):
-        try_out(tiny_config(precision={"attention": "cudnn"}), AxisSizes(), CPU)
+@pytest.mark.parametrize("key", ["auto", "flash", "math"])
+@pytest.mark.parametrize("mask", ["causal", "lengths"])
+def test_a_kernel_that_is_asked_for_has_the_mask_or_is_refused(key, mask):
+    given = CAUSAL if mask == "causal" else LENGTHS
+    if attention.refusal(key, shape(mask=mask)) is None:
+        attention.check(key, shape(mask=mask))
+        found = masked_results(attention.attend_by(key), **given)
+        for value, exact in zip(found, masked_results(by_a_softmax, **given), strict=True):
+            torch.testing.assert_close(value, exact)
+    else:
+        assert (key, mask) == ("flash", "lengths")
+        with pytest.raises(UserError, match=r"masked by lengths, in float32 on cpu: .*\"math\""):
+            attention.check(key, shape(mask=mask))
 
 
-def test_a_head_dim_that_is_padded_is_told_with_its_cost():
-    # DiT-XL/2 at 1024 tokens: 3147.191 GFLOP a sample, attention's 12 n^2 h l of it 12.9%.
-    config = tiny_config(
-        model={"size": "XL/2", "latent_size": 64, "channels": 4}
-        | dict.fromkeys(("hidden", "layers", "heads", "patch"))
-    )
-    line = attention_cost(config, torch.device("cuda"), 3147191000000)
-    assert "72 channels, no multiple of 32: flash kernels work on 96, 33% more" in line
-    assert "4.3% in the whole model at 1024 tokens" in line
-    assert "bench attention --heads 16 --head-dim 72 --tokens 1024" in line
-    assert attention_cost(config, CPU, 3147191000000) is None
-    for head_dim in (32, 64, 128):
-        assert attention.padding(head_dim, 1024, 0.1) is None
+def test_a_ring_has_no_kernel_for_a_mask():
+    for mask in ("causal", "lengths"):
+        for key in ("flash", "math"):
+            reason = attention.refusal(key, shape(mask=mask, ring=True))
+            assert reason == attention.NO_MASK
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, LENGTHS], ids=["causal", "lengths"])
+def test_attention_that_is_recomputed_keeps_its_mask(mask):
+    attend = functools.partial(remat.recomputed, attention.attend_by("auto"))
+    for value, exact in zip(
+        masked_results(attend, **mask), masked_results(by_a_softmax, **mask), strict=True
+    ):
+        torch.testing.assert_close(value, exact)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Context parallelism in one process: see `simulated_peers`."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,10 @@ import torch.nn.functional as F
 from simulated_peers import SimulatedPeers, from_ranks, to_ranks
 from torch.utils.checkpoint import checkpoint
 
-from titan_dit.models.layers import Attention
+from titan_dit.models.layers import Attention, attend
 from titan_dit.parallel import attention, attention_kernels, context
 from titan_dit.parallel import ring_attention as ring
+from titan_dit.parallel.attention import attend_by
 from titan_dit.parallel.attention_kernels import CPU, MATH, Kernel
 from titan_dit.parallel.context import slice_tokens
 from titan_dit.parallel.exchange import Exchange
@@ -32,18 +34,18 @@ def inputs(dtype, n=24, heads=12, d=8, sharpness=1.0, device="cpu"):
     return [x.transpose(1, 2).to(device, dtype) for x in draw]
 
 
-def full(d_out, q, k, v):
+def full(d_out, q, k, v, **mask):
     """Output and gradients of attention over all tokens at once."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v)
+    out = attend(q, k, v, **mask) if mask else F.scaled_dot_product_attention(q, k, v)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)
 
 
-def in_slices(attend, size, d_out, q, k, v, **options):
+def in_slices(method, size, d_out, q, k, v, **options):
     """The same, the tokens shared among `size` ranks."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     peers = SimulatedPeers(size)
-    out = from_ranks(attend(*(to_ranks(x, size) for x in (q, k, v)), peers, **options), size)
+    out = from_ranks(method(*(to_ranks(x, size) for x in (q, k, v)), peers, **options), size)
     found = out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)
     assert not peers.under_way
     return found, peers
@@ -81,6 +83,42 @@ def test_ulysses_gives_the_bits_of_full_attention(size, dtype):
     found, _ = in_slices(ulysses_attention, size, *arguments)
     for x, y in zip(found, full(*arguments), strict=True):
         assert torch.equal(x, y)
+
+
+MASKS = {"causal": {"causal": True}, "lengths": {"lengths": torch.tensor([24, 5])}}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("key", ["auto", "math"])
+def test_ulysses_gives_masked_attention_to_the_bit_where_the_kernel_does(size, dtype, mask, key):
+    arguments = inputs(dtype, sharpness=3.0)
+    told = MASKS[mask]
+    # Every simulated rank has the whole batch, and so the lengths of all its samples.
+    each = {k: v.repeat(size) if k == "lengths" else v for k, v in told.items()}
+    by_key = attend_by(key)
+    found, _ = in_slices(ulysses_attention, size, *arguments, attend=by_key, **each)
+    expected, _ = in_slices(ulysses_attention, 1, *arguments, attend=by_key, **told)
+    # Products of fewer heads are summed in another order.
+    if key == "auto":
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert max(errors(found, expected)) < {torch.float64: 1e-13, torch.bfloat16: 0.02}[dtype]
+    exact = full(*(x.double() for x in arguments), **told)
+    assert max(errors(found, exact)) < {torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_layer_tells_ulysses_its_mask(mask):
+    torch.manual_seed(0)
+    layer = Attention(32, 4, mask=mask).double()
+    x, lengths = torch.randn(2, 12, 32, dtype=torch.float64), torch.tensor([12, 5])
+    given = {"lengths": lengths} if mask == "lengths" else {}
+    expected = layer(x, **given)
+    layer.attend = partial(ulysses_attention, peers=SimulatedPeers(4))
+    each = {name: value.repeat(4) for name, value in given.items()}
+    found = torch.cat(layer(torch.cat(x.chunk(4, 1)), **each).chunk(4), 1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_error_of_bf16_does_not_grow_with_the_ranks():

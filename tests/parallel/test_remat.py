@@ -9,11 +9,9 @@ from commands import ROOT
 from harness import on_ranks
 from tiny import assert_same_gradients, graphs_alone, inputs_of, randomize, tiny_config
 
-from titan_dit.config import CompileConfig, PipelineConfig, RematConfig
+from titan_dit.config import CompileConfig, RematConfig
 from titan_dit.parallel import remat
 from titan_dit.parallel.compile import compile_blocks
-from titan_dit.parallel.mesh import AxisSizes
-from titan_dit.section import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import remat as benchmark
@@ -184,30 +182,3 @@ def test_compiled_blocks_keep_as_little_and_are_one_graph():
     for mode, (found, graphs) in results.items():
         assert graphs == 1, mode
         assert_same_gradients(found, expected)
-
-
-SPLIT = {"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"}
-ALL = SPLIT | {"gpipe", "1f1b", "interleaved_1f1b"}
-
-
-@pytest.mark.parametrize("schedule", sorted(ALL))
-@pytest.mark.parametrize("mode", MODES)
-def test_a_split_backward_is_refused_where_a_block_would_run_many_times(schedule, mode):
-    def check(pp):
-        pipeline = PipelineConfig(schedule=schedule)
-        remat.check(RematConfig(mode=mode), pipeline, CompileConfig(), AxisSizes(pp=pp))
-
-    check(1)
-    if schedule in SPLIT and mode in ("selective", "full"):
-        with pytest.raises(UserError, match=rf'mode="{mode}" .* schedule="{schedule}".* Set mode'):
-            check(2)
-    else:
-        check(2)
-
-
-@pytest.mark.parametrize("mode", ["attention", "full"])
-def test_some_modes_are_refused_in_compiled_tensor_parallel_blocks(mode):
-    with pytest.raises(UserError, match=rf'mode="{mode}" .*tp=2.* Set mode = "selective"'):
-        remat.check(
-            RematConfig(mode=mode), PipelineConfig(), CompileConfig(enabled=True), AxisSizes(tp=2)
-        )

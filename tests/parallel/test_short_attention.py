@@ -9,6 +9,7 @@ from harness import on_ranks
 from tiny import gradients, graphs_alone, randomize, tiny_config
 
 from titan_dit.config import CompileConfig, PrecisionConfig, RematConfig
+from titan_dit.models import layers
 from titan_dit.parallel import short_attention
 from titan_dit.parallel.compile import num_graphs
 from titan_dit.trainer import Trainer
@@ -56,6 +57,17 @@ def test_many_tokens_are_left_to_flash(monkeypatch):
     tensors, _ = inputs()
     found = short_attention.attend(*tensors)
     assert torch.equal(found, F.scaled_dot_product_attention(*tensors))
+
+
+@pytest.mark.parametrize(
+    "mask", [{"causal": True}, {"lengths": torch.tensor([5, 64])}], ids=["causal", "lengths"]
+)
+def test_what_is_masked_is_left_to_torch(monkeypatch, mask):
+    monkeypatch.setattr(short_attention, "products", None)
+    tensors, _ = inputs()
+    found = short_attention.attend(*tensors, **mask)
+    assert torch.equal(found, layers.attend(*tensors, **mask))
+    assert not torch.equal(found, layers.attend(*tensors))
 
 
 def test_it_is_for_compiled_bf16_on_a_cpu_alone():

@@ -39,7 +39,7 @@ def test_a_loss_that_is_not_finite_shows_in_the_gradients(bad):
     executor.loss = lambda prediction, targets: (prediction - targets["velocity"]).abs().mean(-1)
     target = torch.zeros(2, 4, 3)
     target[1, 0, 0] = bad
-    executor.prepared = [Prepared({}, {}, {"velocity": target}, torch.ones(2), total_tokens=8.0)]
+    executor.prepared = [Prepared({}, {"velocity": target}, torch.ones(2), total_tokens=8.0)]
     prediction = torch.ones(2, 4, 3, requires_grad=True)
     executor.loss_of(prediction, 0).backward()
     assert not prediction.grad.isfinite().any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
@@ -108,6 +109,7 @@ class DataConfig(Named):
     workers: Whole = 0
     """Processes per rank that read ahead; 0 reads in the training process."""
 
+    @abstractmethod
     def open(self) -> Source:
         """Open the dataset; raises UserError where files are missing or damaged."""
         raise NotImplementedError

@@ -44,6 +44,7 @@ class Corrupted:
     targets: Mapping[str, Tensor]
 
 
+@runtime_checkable
 class Path(Protocol):
     """The maths of one kind of diffusion, in tokens: corruption, loss, and what samplers need."""
 

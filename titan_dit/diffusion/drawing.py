@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -33,6 +33,7 @@ SAMPLERS = {
 }
 
 
+@runtime_checkable
 class Drawing(Protocol):
     """How to draw, as [sampling] and the flags of `sample` say it."""
 

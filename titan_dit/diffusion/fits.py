@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan_dit.data.base import DataFacts
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.diffusion.base import LatentModel
+from titan_dit.diffusion.base import LatentModel, Path
 from titan_dit.models.base import ModelConfig
 from titan_dit.section import UserError, show
 
@@ -13,13 +13,28 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
     """The model, if it is one of latents; UserError that names what it lacks."""
     if isinstance(model, LatentModel):
         return model
-    members = ("num_classes", "sample_shape", "token_shape", "tokenize", "detokenize", "static")
-    lacks = ", ".join(name for name in members if not hasattr(model, name))
     raise UserError(
         f"[objective] name={show(objective)} trains models of latents with labels, but [model] "
-        f"name={show(model.name)} has no {lacks}. Choose another objective, or add them to the "
-        "model (titan_dit/diffusion/base.py: LatentModel)."
+        f"name={show(model.name)} has no {lacking(model, LatentModel)}. Choose another "
+        "objective, or add them to the model (titan_dit/diffusion/base.py: LatentModel)."
     )
+
+
+def as_path(section: object, objective: str) -> Path:
+    """The [objective] section, if it is a path; UserError that names what it lacks."""
+    if isinstance(section, Path):
+        return section
+    raise UserError(
+        f"[objective] name={show(objective)} is a diffusion without {lacking(section, Path)} "
+        "(titan_dit/diffusion/base.py: Path). Add them."
+    )
+
+
+def lacking(thing: object, protocol: type) -> str:
+    """The members of a protocol that something does not have."""
+    wanted = [name for name in vars(protocol) if not name.startswith("_")]
+    wanted += [name for name in protocol.__annotations__ if name not in wanted]
+    return ", ".join(name for name in wanted if not hasattr(thing, name))
 
 
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:

@@ -16,7 +16,7 @@ from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import NO_LABEL, Clean, LatentModel, Path
-from titan_dit.diffusion.fits import as_latent_model, check_data
+from titan_dit.diffusion.fits import as_latent_model, as_path, check_data
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import (
     DataShare,
@@ -39,11 +39,15 @@ class DiffusionConfig(ObjectiveConfig):
 
     previews = True
 
+    @property
+    def path(self) -> Path:
+        """The section itself."""
+        return as_path(self, self.name)
+
     def network(self, model: ModelConfig) -> ModelSpec:
         """The network with the output channels that the path wants."""
         latent = as_latent_model(model, self.name)
-        path: Any = self
-        return latent.spec(path.output_channels(latent.sample_shape[0]))
+        return latent.spec(self.path.output_channels(latent.sample_shape[0]))
 
     def facts(self, values: Mapping[str, Any]) -> LatentFacts:
         """Those of labelled latents."""
@@ -58,13 +62,12 @@ class DiffusionConfig(ObjectiveConfig):
 
     def build(self, model: ModelConfig, facts: DataFacts) -> Diffusion:
         """Refuses data that are not the model's."""
-        latent, path = as_latent_model(model, self.name), self
-        return Diffusion(path, latent, check_data(facts, latent, self.name))  # type: ignore[arg-type]
+        latent = as_latent_model(model, self.name)
+        return Diffusion(self.path, latent, check_data(facts, latent, self.name))
 
     def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
         """Steps, channels and the sampler itself."""
-        path: Any = self
-        drawing.check(path, as_latent_model(model, self.name), sampling, "[sampling] {}")
+        drawing.check(self.path, as_latent_model(model, self.name), sampling, "[sampling] {}")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from titan_dit.observe import console
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import resolve
 from titan_dit.validate import validate
-from titan_dit.validate.data import check_fields
+from titan_dit.validate.data import check_fields, check_members
+from titan_dit.validate.layout import check_modules
 
 
 def dry_run(config: JobConfig, world_size: int | None) -> None:
@@ -24,8 +25,11 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
     validate(config, plan)
     facts, fields = config.objective.example(config.model) or of_data(config.data)
     objective = config.objective.build(config.model, facts)
+    check_members(objective)
     check_fields(fields, objective, config.data.name)
-    for line in doors.origins({"model": config.model, "objective": config.objective}):
+    check_modules(plan, objective)
+    own = {"model": config.model, "objective": config.objective, "data": config.data}
+    for line in doors.origins(own):
         console.say(line)
     found = rehearse(plan, objective, fields, config.training, config.optimizer, config.ema)
     for line in report.lines(found):

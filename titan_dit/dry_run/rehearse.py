@@ -30,7 +30,7 @@ from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.pipeline.base import Executor
-from titan_dit.pipeline.build import executor_of, spread
+from titan_dit.pipeline.build import executor_of, place_modules, spread
 from titan_dit.pipeline.pipelined import PipelinedExecutor
 from titan_dit.pipeline.sliced import SlicedExecutor
 from titan_dit.plan import RunPlan
@@ -172,6 +172,8 @@ class Rehearsal:
             self.parameters = {
                 name: p for part in self.parts.values() for name, p in part.named_parameters()
             }
+            if plan.num_stages - 1 in self.parts:
+                self.parameters |= place_modules(plan, objective, mesh, CPU)
             self.optimizer = build_optimizer(self.parameters.values(), self.optimizer_config)
             self.ema = EMA(self.parameters, ema)
             self.memory.mark(self.parameters.values(), Kind.PARAMETERS)

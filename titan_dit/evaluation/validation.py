@@ -32,7 +32,7 @@ class ValidationSet:
 
 def held_out_of(config: ValidationConfig, source: Source, seed: int) -> tuple[int, ...]:
     """The rows that leave a dataset, ascending."""
-    return held_out_rows(source, seed, config.held_out)
+    return held_out_rows(source, seed, config.num_held_out)
 
 
 def open_set(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.models.laws import InitLaw
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Named, UserError
+from titan_dit.section import Named, UserError, show
 
 Forward: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """(inputs, static) -> prediction: `Executor.predict`, or the network itself."""
@@ -99,10 +100,12 @@ class Objective:
     token_targets: ClassVar[tuple[str, ...]] = ()
     """The targets that hold a value for every token, in dim 1."""
 
+    @abstractmethod
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Fields to inputs and targets: units, tokens, draws."""
         raise NotImplementedError
 
+    @abstractmethod
     def loss(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
@@ -184,7 +187,11 @@ class ObjectiveConfig(Named):
     def build(self, model: ModelConfig, facts: DataFacts) -> Objective:
         """The objective for a model and a dataset; UserError where they do not fit."""
         if not isinstance(self, Objective):
-            raise NotImplementedError
+            raise UserError(
+                f"[objective] name={show(self.name)}: {type(self).__name__} has no build(model, "
+                "facts), and is no titan_dit.objectives.base.Objective itself. Derive it from that "
+                "class too, or give it a build."
+            )
         return self
 
     def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:

@@ -59,8 +59,8 @@ def beginning(
         f"{sizes.flops_per_sample / 1e9:.3g} GFLOP per sample and step"
     )
     about = f", {sizes.about}" if sizes.about else ""
-    held_out = f", {sizes.held_out} of them for validation" if sizes.held_out else ""
-    yield f"data    {data}: {sizes.samples:,} samples{about}{held_out}"
+    held_out = f" ({sizes.held_out} of them for validation)" if sizes.held_out else ""
+    yield f"data    {data}: {sizes.samples:,} samples{held_out}{about}"
     yield f"steps   {step} of {training.steps} done, {training.global_batch_size} samples each"
     yield f"output  {folder}"
 

@@ -16,6 +16,7 @@ from titan_dit.models.layers import Attention
 from titan_dit.parallel.exchange import Exchange
 from titan_dit.parallel.ring_attention import ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
+from titan_dit.section import UserError
 
 Method = Literal["ring", "ulysses"]
 
@@ -26,7 +27,11 @@ def apply(model: nn.Module, mesh: DeviceMesh, method: Method, attention: str = "
     `attention`: the kernel, as [precision] attention names it.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    assert layers
+    if not layers:
+        raise UserError(
+            f"[parallel] cp={mesh.size()}: no block of [model] has a titan_dit.models.layers."
+            "Attention, so its tokens would not see those of other ranks. Use it, or set cp = 1."
+        )
     peers = Exchange.over(mesh.get_group())
     for layer in layers:
         if method == "ring":

@@ -5,15 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 from torch import Tensor
 
-from titan_dit.models.base import Stream
+from titan_dit.models.base import ModelSpec, Stream
 from titan_dit.objectives.base import Prepared
+from titan_dit.section import UserError
 
 Output: TypeAlias = Tensor | Stream
 """What a model's head gives: a prediction, or several."""
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 TokenLoss: TypeAlias = Callable[[Output, Mapping[str, Tensor]], Tensor]
 """(output of the head, targets) -> loss per token [b, n]: `Objective.loss`."""
 
@@ -37,8 +40,23 @@ def nothing_to_add(value: Tensor) -> Tensor:
     return value
 
 
+def by_name(
+    loss: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor], names: tuple[str, ...]
+) -> TokenLoss:
+    """An objective's loss, of predictions that have these names."""
+
+    def named(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
+        several = (output,) if isinstance(output, Tensor) else output
+        return loss(dict(zip(names, several, strict=True)), targets)
+
+    return named
+
+
 class Executor(ABC):
     """Runs a rank's share of a batch through the model, in microbatches."""
+
+    network: ModelSpec | None = None
+    """What the batches are held against; None: nothing."""
 
     add_up: Callable[[Tensor], Tensor] = staticmethod(nothing_to_add)
     """A value of this data-parallel rank to the sum over all of them."""
@@ -49,6 +67,8 @@ class Executor(ABC):
         Returns this rank's share of the loss, a scalar; the loss is their sum over all ranks that
         hold different samples, different tokens of a sample, or different stages.
         """
+        if self.network is not None:
+            check_prepared(prepared, self.network)
         if prepared.total_tokens is None:
             # A tensor, not a number: reading it would wait for the device.
             total: object = self.add_up(prepared.weight.sum())
@@ -60,8 +80,16 @@ class Executor(ABC):
         """See `step`; the total of the weights is known."""
 
     @abstractmethod
-    def predict(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
-        """Forward only; the (first) prediction in fp32, on every rank that shares the rows."""
+    def predict(
+        self,
+        inputs: Mapping[str, Tensor],
+        static: Mapping[str, Tensor],
+        context: Mapping[str, Tensor] = NOTHING,
+    ) -> Tensor:
+        """Forward only; the (first) prediction in fp32, on every rank that shares the rows.
+
+        `context`: as `Prepared.context`.
+        """
 
     @abstractmethod
     def evaluate(self, prepared: Prepared) -> Tensor:
@@ -69,6 +97,22 @@ class Executor(ABC):
 
         The same on every layout; weights are left to the caller.
         """
+
+
+def check_prepared(prepared: Prepared, network: ModelSpec) -> None:
+    """Refuse what a model does not take, or lacks; UserError with both lists."""
+    for kind in ("inputs", "context", "static"):
+        given, taken = getattr(prepared, kind), getattr(network, kind)
+        if given.keys() != taken.keys():
+            raise UserError(
+                f"[objective] prepares the {kind} {', '.join(given) or 'none'}, but [model] takes "
+                f"{', '.join(taken) or 'none'}. Name the same in `prepare` and in the model's spec."
+            )
+    if prepared.total_tokens is None and prepared.weight.ndim == 1:
+        raise UserError(
+            "[objective] prepares total_tokens=None with a weight per sample: the weights of all "
+            "ranks can be added up per token only. Give weights of [b, n], or the total."
+        )
 
 
 def share_of(per_token: Tensor, part: Prepared) -> Tensor:

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titan_dit.models.base import Model, TensorSpec
+from titan_dit.models.base import Mask, Model, TensorSpec
+from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel import float8, fsdp, tensor
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.pipeline.base import Executor, Output, Shapes, TokenLoss
+from titan_dit.pipeline.base import Executor, Shapes, TokenLoss, by_name
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.pipeline.pipelined import PipelinedExecutor
 from titan_dit.pipeline.sliced import SlicedExecutor, TokenDims
 from titan_dit.plan import RunPlan
+from titan_dit.section import UserError
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     for stage in plan.stages_of(mesh.pp.get_local_rank()):
         with torch.device("meta"):
             model = plan.network.build()
+        check_masks(model, plan.network.mask)
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(plan.network.num_tokens)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
@@ -74,6 +77,16 @@ def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
         )
         parts[stage] = model
     return parts, count, flops
+
+
+def check_masks(model: Model, mask: Mask) -> None:
+    """The mask that kernels are chosen for must be the one that the layers ask for."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Attention) and layer.mask != mask:
+            raise UserError(
+                f'[model] its spec says mask="{mask}", but {name} has mask="{layer.mask}". '
+                "Make them the same."
+            )
 
 
 def place_modules(
@@ -102,23 +115,14 @@ def executor_of(
     device: torch.device,
 ) -> Executor:
     """What runs the parts, on all tokens or on a slice of them."""
-    executor = whole_token_executor(plan, mesh, parts, token_loss(plan, objective), device)
+    executor = whole_token_executor(
+        plan, mesh, parts, by_name(objective.loss, tuple(plan.network.predictions)), device
+    )
     if mesh.sizes.cp > 1:
         dims = TokenDims.of(plan.network, objective.token_targets)
         executor = SlicedExecutor(executor, mesh.cp, dims)
-    executor.add_up = mesh.sum_over_data
+    executor.add_up, executor.network = mesh.sum_over_data, plan.network
     return executor
-
-
-def token_loss(plan: RunPlan, objective: Objective) -> TokenLoss:
-    """The objective's loss, of predictions by name."""
-    names = tuple(plan.network.predictions)
-
-    def loss(output: Output, targets: dict[str, Tensor]) -> Tensor:
-        several = (output,) if isinstance(output, Tensor) else output
-        return objective.loss(dict(zip(names, several, strict=True)), targets)
-
-    return loss  # type: ignore[return-value]
 
 
 def whole_token_executor(

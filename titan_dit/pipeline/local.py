@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
-from titan_dit.pipeline.base import Executor, TokenLoss, first_of, share_of
+from titan_dit.pipeline.base import NOTHING, Executor, TokenLoss, first_of, share_of
 
 
 class LocalExecutor(Executor):
@@ -36,15 +36,22 @@ class LocalExecutor(Executor):
         return total
 
     @torch.no_grad()
-    def predict(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
+    def predict(
+        self,
+        inputs: Mapping[str, Tensor],
+        static: Mapping[str, Tensor],
+        context: Mapping[str, Tensor] = NOTHING,
+    ) -> Tensor:
         """See `Executor.predict`."""
         rows = next(iter(inputs.values())).shape[0]
         size = self.microbatch_size or rows
         parts = []
         for first in range(0, rows, size):
             part = {name: value[first : first + size] for name, value in inputs.items()}
+            own = {name: value[first : first + size] for name, value in context.items()}
             # A copy: what CUDA graphs give is overwritten by the next part.
-            parts.append(first_of(self.model(part, static)).to(torch.float32, copy=True))
+            output = first_of(self.model(part, {**static, **own}))
+            parts.append(output.to(torch.float32, copy=True))
         fsdp.reshard(self.model)
         return torch.cat(parts)
 

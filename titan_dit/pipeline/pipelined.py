@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_dit.models.base import Model, Stream
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
-from titan_dit.pipeline.base import Executor, Output, Shapes, TokenLoss, first_of, share_of
+from titan_dit.pipeline.base import NOTHING, Executor, Output, Shapes, TokenLoss, first_of, share_of
 from titan_dit.pipeline.runtime import Runtime, Stage
 
 
@@ -66,11 +66,18 @@ class PipelinedExecutor(Executor):
         )
 
     @torch.no_grad()
-    def predict(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
+    def predict(
+        self,
+        inputs: Mapping[str, Tensor],
+        static: Mapping[str, Tensor],
+        context: Mapping[str, Tensor] = NOTHING,
+    ) -> Tensor:
         """See `Executor.predict`: microbatches follow each other through the stages."""
         rows = next(iter(inputs.values())).shape[0]
         microbatches = [{k: v[part] for k, v in inputs.items()} for part in self.filled(rows)]
-        besides = [static] * len(microbatches)
+        besides = [
+            {**static, **{k: v[part] for k, v in context.items()}} for part in self.filled(rows)
+        ]
         like = self.shapes.predictions[0]
         found = self.flow(microbatches, besides, lambda out, _: first_of(out), like)
         return found[:rows].float()

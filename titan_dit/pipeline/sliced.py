@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.context import slice_tokens
-from titan_dit.pipeline.base import Executor
+from titan_dit.pipeline.base import NOTHING, Executor
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,16 @@ class SlicedExecutor(Executor):
         """See `Executor.step`: the loss is this slice's share."""
         return self.inner.step(self.sliced(prepared))
 
-    def predict(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
+    def predict(
+        self,
+        inputs: Mapping[str, Tensor],
+        static: Mapping[str, Tensor],
+        context: Mapping[str, Tensor] = NOTHING,
+    ) -> Tensor:
         """See `Executor.predict`: every rank gets the tokens of all."""
-        mine = self.slice(inputs, self.dims.inputs), self.slice(static, self.dims.static)
-        return self.joined(self.inner.predict(*mine))
+        dims = self.dims
+        mine = self.slice(inputs, dims.inputs), self.slice(static, dims.static)
+        return self.joined(self.inner.predict(*mine, self.slice(context, dims.context)))
 
     def evaluate(self, prepared: Prepared) -> Tensor:
         """See `Executor.evaluate`."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 
 from titan_dit.objectives.base import Objective
+from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.balance import check_split
 from titan_dit.schedules.layout import SPLIT_BACKWARD, check_schedule
@@ -88,6 +89,23 @@ def check_tensor(plan: RunPlan) -> None:
         raise UserError(
             f"[parallel] tp={tp}: the model {show(plan.model_name)} has no plan of how tp cuts it. "
             'Set tp = 1, or tensor_plan = "package.module:function" (docs/extending.md).'
+        )
+    try:
+        styles = plan.styles
+    except TypeError as error:
+        raise UserError(
+            f"[parallel] tensor_plan is called with sequence_parallel: true or false, but: {error}."
+        ) from error
+    if not isinstance(styles, TensorPlan):
+        raise UserError(
+            f"[parallel] tensor_plan: the plan of {show(plan.model_name)} gives "
+            f"{type(styles).__name__}, not a titan_dit.parallel.tensor.TensorPlan."
+        )
+    if len(styles.stream) != len(network.stream):
+        raise UserError(
+            f"[parallel] tensor_plan says how {len(styles.stream)} tensors of the stream lie, but "
+            f"the model {show(plan.model_name)} has {len(network.stream)}: "
+            f"{', '.join(network.stream)}."
         )
     for what, count in (("heads", network.num_heads), ("MLP width", network.ffn)):
         if count % tp:

@@ -2,71 +2,9 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image, ImageColor
 
-from titan_dit.observe.images import SMOOTH, draw_curve, draw_grid, smooth, ticks, to_pixels
-
-CELL, MARGIN = 50, 44  # 48 pixels and a border of one; room for the label
-
-
-def test_grey_goes_from_black_to_white_over_the_range():
-    samples = torch.tensor([-1.0, 0.0, 1.0, -9.0, 9.0, 0.5]).view(1, 1, 2, 3)
-    pixels = to_pixels(samples, (-1.0, 1.0))
-    assert pixels.shape == (1, 2, 3, 3)
-    assert pixels[0, :, :, 0].tolist() == [[0, 128, 255], [0, 255, 191]]
-    assert torch.equal(pixels[..., 0], pixels[..., 2])
-
-
-def test_colours_keep_their_order_and_a_fourth_channel_is_left_out():
-    samples = torch.stack([torch.full((2, 2), v) for v in (0.0, 0.5, 1.0, 7.0)])[None]
-    assert to_pixels(samples, (0.0, 1.0))[0, 0, 0].tolist() == [0, 128, 255]
-
-
-def test_latents_are_stretched_channel_by_channel():
-    samples = torch.randn(3, 4, 5, 5) * torch.tensor([1.0, 10, 0.1, 1])[:, None, None] + 3
-    pixels = to_pixels(samples, None)
-    assert pixels.amin((0, 1, 2)).tolist() == [0, 0, 0]
-    assert pixels.amax((0, 1, 2)).tolist() == [255, 255, 255]
-    assert to_pixels(torch.ones(1, 1, 2, 2), None).max() == 0  # nothing to stretch
-
-
-def test_a_grid_shows_every_sample_in_the_row_of_its_label(tmp_path):
-    # Each sample a shade of its own, labels in no order.
-    labels = [2, 0, 2, 0, 2]
-    shades = torch.linspace(0.1, 0.9, 5)
-    samples = shades[:, None, None, None].expand(5, 1, 8, 8).clone()
-    # Corners that tell up from down and left from right.
-    samples[:, 0, :2, :2], samples[:, 0, 6:, :2] = 0, 1
-    path = tmp_path / "samples" / "step.png"
-    draw_grid(path, samples, labels, (0.0, 1.0))
-    sheet = np.asarray(Image.open(path))
-    assert sheet.shape == (2 * CELL, MARGIN + 3 * CELL, 3)
-    for y, members in enumerate(([1, 3], [0, 2, 4])):
-        for x, index in enumerate(members):
-            top, left = y * CELL + 1, MARGIN + x * CELL + 1
-            cell = sheet[top : top + 48, left : left + 48].astype(float)
-            # Away from the corners, whose edges may be smoothed.
-            assert np.abs(cell[:, 28:] - 255 * shades[index].item()).max() <= 1
-            assert cell[:4, :4].max() < 26
-            assert cell[44:, :4].min() > 229
-    # Row 0 has two samples: the third place stays white.
-    assert (sheet[:CELL, MARGIN + 2 * CELL :] == 255).all()
-    # A label stands in front of each row.
-    assert (sheet[:CELL, :MARGIN] < 128).any()
-    assert (sheet[CELL:, :MARGIN] < 128).any()
-
-
-def test_a_long_row_is_broken(tmp_path):
-    path = tmp_path / "grid.png"
-    draw_grid(path, torch.rand(7, 1, 8, 8), [0] * 5 + [1] * 2, (0.0, 1.0), max_columns=2)
-    assert Image.open(path).size == (MARGIN + 2 * CELL, 4 * CELL)
-
-
-def test_large_samples_are_not_enlarged(tmp_path):
-    path = tmp_path / "grid.png"
-    draw_grid(path, torch.rand(2, 3, 64, 64), [0, 1], (0.0, 1.0))
-    assert Image.open(path).size == (MARGIN + 66, 2 * 66)
+from titan_dit.observe.curve import SMOOTH, draw_curve, smooth, ticks
 
 
 def heights_of(path, colour):

@@ -1,0 +1,67 @@
+import pytest
+
+from titan_dit.data.base import DataFacts
+from titan_dit.data.latents import Digits
+from titan_dit.diffusion.fits import as_latent_model, check_data
+from titan_dit.models.dit import DiTConfig
+from titan_dit.section import UserError
+
+
+def model_of(shape, num_classes):
+    channels, size, _ = shape
+    return DiTConfig(
+        hidden=8, layers=1, heads=1, patch=2, latent_size=size, channels=channels,
+        num_classes=num_classes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_classes", "words"),
+    [
+        ((4, 8, 8), 10, "channels=4 and latent_size=8 make samples of [4, 8, 8]"),
+        ((1, 16, 16), 10, "Set channels = 1, latent_size = 8"),
+        ((1, 8, 8), 9, "num_classes=9 is less than the 10 classes of [data]. Set num_classes = 10"),
+        (
+            (1, 8, 8),
+            11,
+            "num_classes=11 is more than the 10 classes of [data]. Set num_classes = 10",
+        ),
+        ((1, 8, 8), 11, "data pack --num-classes 11"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_told_what_would(shape, num_classes, words):
+    facts = Digits().open().facts
+    with pytest.raises(UserError) as caught:
+        check_data(facts, model_of(shape, num_classes), "ddpm")
+    assert str(caught.value).startswith("[model] ")
+    assert words in str(caught.value)
+    assert check_data(facts, model_of((1, 8, 8), 10), "ddpm") is facts
+
+
+def test_data_that_say_nothing_of_latents_are_refused():
+    with pytest.raises(UserError) as caught:
+        check_data(DataFacts(count=3), model_of((1, 8, 8), 10), "ddpm")
+    message = str(caught.value)
+    assert message.startswith('[objective] name="ddpm" trains on latents with labels')
+    assert "must be LatentFacts" in message
+    assert "not DataFacts" in message
+
+
+class Letters:
+    name = "letters"
+    num_classes = 3
+
+    def spec(self):
+        raise NotImplementedError
+
+
+def test_a_model_of_something_else_is_told_what_it_lacks():
+    model = model_of((1, 8, 8), 10)
+    assert as_latent_model(model, "ddpm") is model
+    with pytest.raises(UserError) as caught:
+        as_latent_model(Letters(), "ddpm")
+    message = str(caught.value)
+    assert message.startswith('[objective] name="ddpm" trains models of latents with labels, but')
+    assert (
+        'name="letters" has no sample_shape, token_shape, tokenize, detokenize, static.' in message
+    )
