@@ -303,6 +303,7 @@ def test_the_written_config_names_every_key_that_is_set(load):
 MAY_CHANGE = [
     "job.name",
     "job.dir",
+    "job.hooks",
     "training.steps",
     "training.microbatch_size",
     "training.deterministic",
@@ -314,6 +315,7 @@ MAY_CHANGE = [
     "faults.max_consecutive_bad_steps",
     "metrics.every",
     "sampling.cfg_scale",
+    "validation.every",
     "data.name",
     "data.workers",
 ]
