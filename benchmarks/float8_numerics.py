@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ours import randomize, resident_batch
+from ours import learning, randomize, resident_batch
 from PIL import Image, ImageDraw, ImageFont
 from report import finish, table
 from torch import Tensor, nn
 
 from titan_dit import catalog, config_file
 from titan_dit.config import PrecisionConfig
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.linear import Linear
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.observe.curve import smooth, ticks
 from titan_dit.parallel import float8, runtime
 from titan_dit.parallel.float8_gains import Shape
@@ -91,10 +91,10 @@ def products_of(
         return hook
 
     hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
-    objective, batch = RectifiedFlow(), resident_batch(config, 8, device)
+    objective, batch = learning(config, RectifiedFlow()), resident_batch(config, 8, device)
     prepared = objective.prepare(batch, SampleRNG(0, batch.sample_numbers))
     prediction = model(prepared.inputs, prepared.static)
-    objective.loss(prediction, prepared.targets).mean().backward()
+    objective.loss({"prediction": prediction}, prepared.targets).mean().backward()
     for hook in hooks:
         hook.remove()
     found = {}
