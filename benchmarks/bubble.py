@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from titan_dit.objectives.base import Prepared
-from titan_dit.pipeline.base import Shapes
+from titan_dit.pipeline.base import Output, Shapes
 from titan_dit.pipeline.pipelined import PipelinedExecutor
 from titan_dit.schedules.action import Kind
 from titan_dit.schedules.layout import SPLIT_BACKWARD, rank_of_stage, stages_of_rank
@@ -132,6 +132,12 @@ class LastStage(SleepingStage):
         return prediction
 
 
+def mean(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
+    """A loss."""
+    assert isinstance(output, Tensor)
+    return output.mean(-1)
+
+
 def run_case(case: Case, rank: int, repeats: int) -> Ran:
     """One rank's steps."""
     mesh = init_device_mesh("cpu", (case.num_ranks,), mesh_dim_names=("pp",))["pp"]
@@ -149,14 +155,20 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
         mesh,
         case.order,
         [rank_of_stage(case.schedule, stage, case.num_ranks) for stage in range(last + 1)],
-        Shapes(tokens=(torch.empty(shape, device="meta"),), stream=stream, prediction=stream),
-        lambda prediction, targets: prediction.mean(-1),
+        Shapes(
+            first_input="tokens",
+            given=torch.empty(shape, device="meta"),
+            stream=stream,
+            predictions=stream,
+            losses=torch.empty(shape[:2], device="meta"),
+        ),
+        mean,
         1,
         rows,
         torch.device("cpu"),
     )
     tokens = torch.randn(rows, TOKENS, WIDTH)
-    prepared = Prepared({"tokens": tokens}, {}, {"x": tokens}, torch.ones(rows), float(rows))
+    prepared = Prepared({"tokens": tokens}, {"x": tokens}, torch.ones(rows), float(rows))
     timed = [watch(stage) for stage in executor.runtime._stages]
     spans = []
     for _ in range(repeats + 1):

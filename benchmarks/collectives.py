@@ -18,7 +18,7 @@ from report import finish
 
 from titan_dit import catalog, config_file
 from titan_dit.dry_run.rehearse import rehearse
-from titan_dit.parallel.mesh import solve
+from titan_dit.plan import resolve
 
 LAYERS = 2
 HIDDEN, HEADS, PATCH, LATENT = 128, 8, 2, 16
@@ -161,9 +161,12 @@ def sent(case: Case, layers: int) -> tuple[int, int]:
     for name, table in case.sections.items():
         tables[name] = tables.get(name, {}) | table
     config = config_file.build(tables, catalog.variant)
-    world = case.ranks * case.also
+    plan = resolve(config, case.ranks * case.also)
+    facts, fields = config.objective.example(config.model)
+    objective = config.objective.build(config.model, facts)
+    settings = config.training, config.optimizer, config.ema
     calls: Counter[str] = Counter()
-    for rank in rehearse(config, solve(config.parallel, world), world).ranks:
+    for rank in rehearse(plan, objective, fields, *settings).ranks:
         for operation in OPERATIONS[case.axis]:
             calls["calls"] += rank.traffic.calls[case.axis, operation]
             calls["bytes"] += rank.traffic.bytes[case.axis, operation]

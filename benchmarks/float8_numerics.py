@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ours import randomize, resident_batch
+from ours import learning, randomize, resident_batch
 from PIL import Image, ImageDraw, ImageFont
 from report import finish, table
 from torch import Tensor, nn
@@ -91,10 +91,10 @@ def products_of(
         return hook
 
     hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
-    objective, batch = RectifiedFlow(), resident_batch(config, 8, device)
+    objective, batch = learning(config, RectifiedFlow()), resident_batch(config, 8, device)
     prepared = objective.prepare(batch, SampleRNG(0, batch.sample_numbers))
     prediction = model(prepared.inputs, prepared.static)
-    objective.loss(prediction, prepared.targets).mean().backward()
+    objective.loss({"prediction": prediction}, prepared.targets).mean().backward()
     for hook in hooks:
         hook.remove()
     found = {}

@@ -34,6 +34,7 @@ from titan_dit.models.dit import SIZES
 from titan_dit.parallel import float8
 from titan_dit.parallel.float8_gains import TABLE, Shape, gains
 from titan_dit.section import UserError
+from titan_dit.validate.device import check_products
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NAME = "float8 shapes"
@@ -119,7 +120,7 @@ def check(options: argparse.Namespace, device: torch.device) -> None:
         raise UserError("--write: the figures of --emulate mean nothing. Leave one of them out.")
     for recipe in options.recipes:
         precision = PrecisionConfig(float8=recipe, float8_emulate=options.emulate)
-        check_device(precision, False, device)
+        check_products(precision, False, device)
 
 
 def main() -> int:

@@ -12,21 +12,22 @@ from typing import Any
 import plain_dit
 import torch
 from meter import Meter
-from ours import randomize, trainer_step
+from ours import network, randomize, trainer_step
 from torch import Tensor
 
 from titan_dit.config import PrecisionConfig
+from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit import DiTConfig
-from titan_dit.objectives.base import Objective
-from titan_dit.parallel import attention, float8_checks
+from titan_dit.parallel import attention
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.section import UserError
+from titan_dit.validate.device import check_products
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]
 
-OBJECTIVES: dict[str, tuple[Objective, plain_dit.Learn]] = {
+OBJECTIVES: dict[str, tuple[DiffusionConfig, plain_dit.Learn]] = {
     "rectified_flow": (RectifiedFlow(), plain_dit.RectifiedFlow()),
 }
 """What is learned, by name: ours, and the same for the plain network."""
@@ -52,9 +53,8 @@ class Cell:
     @functools.cached_property
     def tflop(self) -> float:
         """Model TFLOPs of a step, by the `flops_per_sample` of our model, for every contender."""
-        objective, _ = OBJECTIVES[self.objective]
-        with torch.device("meta"):
-            model = self.config.build(objective.output_channels(self.config.channels))
+        path, _ = OBJECTIVES[self.objective]
+        model = network(self.config, path)
         return model.flops_per_sample(self.config.token_shape[0]) * self.batch / 1e12
 
 
@@ -83,11 +83,9 @@ def plain(cell: Cell, place: Place, *, compiled: bool) -> Step:
 
 def ours(cell: Cell, place: Place, *, compiled: bool, **changes: Any) -> Step:
     """titan_dit's step as its trainer takes it; `changes` are those of `trainer_step`."""
-    objective, _ = OBJECTIVES[cell.objective]
+    path, _ = OBJECTIVES[cell.objective]
     config, batch = cell.config, cell.batch
-    return trainer_step(
-        config, batch, place.device, objective, place.mesh, compiled=compiled, **changes
-    )
+    return trainer_step(config, batch, place.device, path, place.mesh, compiled=compiled, **changes)
 
 
 def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
@@ -109,7 +107,7 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
     on_gpu = place.device.type == "cuda"
     settings: dict[str, Any] = {} if on_gpu else {"float8_emulate": True, "float8_layers": "all"}
     precision = PrecisionConfig(dtype="bf16", float8=recipe, **settings)  # type: ignore[arg-type]
-    float8_checks.check_device(precision, False, place.device)
+    check_products(precision, False, place.device)
     return ours(cell, place, compiled=True, precision=precision)
 
 

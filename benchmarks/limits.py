@@ -62,11 +62,11 @@ class Work:
     @property
     def num_parameters(self) -> int:
         """Of the whole network: docs/roofline.md counts them by hand."""
-        h, layers, _, patch = self.config.shape
+        h, layers, heads, patch = self.config.shape
         f, pixels = self.config.ffn, patch * patch
         modulation, attention = 6 * h * h + 6 * h, 4 * h * h + 4 * h
         mlp = 2 * h * f + f + h
-        norms = 2 * (h // self.config.num_heads) if self.config.qk_norm else 0
+        norms = 2 * (h // heads) if self.config.qk_norm else 0
         patch_in = (pixels * self.config.channels + 1) * h
         timestep = 256 * h + h + h * h + h
         labels = (self.config.num_classes + 1) * h

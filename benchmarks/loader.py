@@ -3,8 +3,8 @@
 The contenders read the same latents from temporary folders: a torch Dataset over the features and
 labels of fast-DiT with the default collation, this loader on shards, and this loader on those
 files themselves. They take turns in one run, with and without a worker; ratios are medians of the
-ratios turn by turn. What is counted is batches ready for a step: for this loader float tokens on
-the device, for the Dataset float latents. Files come from the page cache.
+ratios turn by turn. What is counted is batches ready for a step: for this loader float tokens, for
+the Dataset float latents. Files come from the page cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from torch.utils.data import DataLoader, Dataset
 from titan_dit.data import loader
 from titan_dit.data.latents import Latents, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit import DiTConfig
+from titan_dit.rng import SampleRNG
 
 NUM_CLASSES = 10
 
@@ -82,10 +84,13 @@ def plain(root: Path, count: int, batch: int, workers: int) -> Iterator[Any]:
 
 
 def ours(path: Path, model: DiTConfig, batch: int, workers: int) -> Iterator[Any]:
-    """Endless batches of this loader."""
+    """Endless batches of this loader, as tokens."""
     source = Latents(path=str(path)).open()
     order = RankOrder(BatchPlan(batch), EpochOrder(0, len(source)), 0, 1)
-    return loader.load(source, order, 0, model, torch.device("cpu"), seed=0, workers=workers)
+    objective, cpu = RectifiedFlow().build(model, source.facts), torch.device("cpu")
+    for read in loader.load(source, order, 0, objective.inspect, cpu, workers=workers):
+        clean = objective.clean(read.fields, SampleRNG(0, read.sample_numbers))
+        yield clean.tokens, clean.labels
 
 
 def measure(

@@ -6,7 +6,7 @@ need torch and jaxtyping alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,14 +19,19 @@ from titan_dit.config import (
     PrecisionConfig,
     RematConfig,
 )
+from titan_dit.data.base import Batch
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.diffusion.objective import Diffusion, DiffusionConfig
+from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
-from titan_dit.objectives.base import Batch, Objective
+from titan_dit.objectives.base import Objective
 from titan_dit.parallel import attention
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.plans.dit import plan
+from titan_dit.pipeline.base import Output, TokenLoss
 from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.rng import SampleRNG
 from titan_dit.state.ema import EMA, local
@@ -38,21 +43,43 @@ MAX_GRAD_NORM = 1.0
 def resident_batch(config: DiTConfig, batch: int, device: torch.device) -> Batch:
     """A batch of random latents that stays on the device: loading is no part of a step."""
     return Batch(
-        tokens=config.tokenize(torch.randn(batch, *config.sample_shape, device=device)),
-        labels=torch.randint(0, config.num_classes, (batch,), device=device),
+        fields={
+            "latent": torch.randn(batch, *config.sample_shape, device=device),
+            "label": torch.randint(0, config.num_classes, (batch,), device=device),
+        },
         sample_numbers=torch.arange(batch, device=device),
         weight=torch.ones(batch, device=device),
-        total_weight=batch,
-        channels=config.channels,
-        static=config.static(device),
+        total_weight=float(batch),
     )
+
+
+def learning(config: DiTConfig, path: DiffusionConfig) -> Diffusion:
+    """What is learned from `resident_batch`."""
+    facts = LatentFacts(shape=config.sample_shape, count=1, num_classes=config.num_classes)
+    return path.build(config, facts)
+
+
+def network(config: DiTConfig, path: DiffusionConfig) -> Model:
+    """The network that learns it, on the meta device."""
+    with torch.device("meta"):
+        return path.network(config).build()
+
+
+def loss_of(objective: Objective) -> TokenLoss:
+    """The objective's loss, of the one prediction."""
+
+    def loss(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
+        assert isinstance(output, Tensor)
+        return objective.loss({"prediction": output}, targets)
+
+    return loss
 
 
 def trainer_step(
     config: DiTConfig,
     batch: int,
     device: torch.device,
-    objective: Objective,
+    path: DiffusionConfig,
     mesh: Mesh,
     *,
     compiled: bool,
@@ -68,19 +95,18 @@ def trainer_step(
     `attend` takes the place of the attention that `precision` asks for.
     """
     precision = precision or PrecisionConfig(dtype="bf16")
-    with torch.device("meta"):
-        model = config.build(objective.output_channels(config.channels))
+    model, objective = network(config, path), learning(config, path)
     parallel = ParallelConfig(reshard_after_forward=reshard)  # type: ignore[arg-type]
     recompute = RematConfig(mode=remat)  # type: ignore[arg-type]
     compilation = CompileConfig(enabled=compiled, ends=ends, cuda_graphs=cuda_graphs)
-    rows = batch * config.token_shape[0]
-    parallelize(model, mesh, plan, parallel, precision, recompute, compilation, rows)
+    rows, styles = batch * config.token_shape[0], plan(parallel.sequence_parallel)
+    parallelize(model, mesh, styles, parallel, precision, recompute, compilation, rows)
     if attend is not None:
         attention.apply(model, attend)
     initialize(model, model.init_laws(), 0, device)
     parameters = dict(model.named_parameters())
     randomize(local(parameters))
-    executor = LocalExecutor(model, objective.loss, None)
+    executor = LocalExecutor(model, loss_of(objective), None)
     optimizer = build_optimizer(parameters.values(), OptimizerConfig())
     ema = EMA(parameters, EMAConfig())
     ema.run_beside(optimizer)

@@ -107,7 +107,8 @@ def attention_tflops(gpu: dict[str, Any], config: DiTConfig) -> float | None:
 
     None where there is no such measurement, or none within a factor of 2 of the tokens.
     """
-    head_dim, tokens = config.shape[0] // config.num_heads, config.token_shape[0]
+    hidden, _, heads, _ = config.shape
+    head_dim, tokens = hidden // heads, config.token_shape[0]
     rows = gpu.get("ceilings", {}).get("attention", [])
     near = [
         (abs(math.log2(row["tokens"] / tokens)), -row["both TFLOP/s"])

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import plain_dit
 import torch
-from ours import randomize, resident_batch, trainer_step
+from ours import learning, loss_of, network, randomize, resident_batch, trainer_step
 from plain_dit import make_step as plain
 from report import finish
 from torch import Tensor, nn
@@ -57,12 +57,10 @@ def ours(
     change: Callable[[nn.Module], None] = eager,
 ) -> Callable[[], Tensor]:
     """The same step from titan_dit's parts, its own random numbers included."""
-    objective = RectifiedFlow()
-    with torch.device("meta"):
-        model = config.build(objective.output_channels(config.channels))
+    model, objective = network(config, RectifiedFlow()), learning(config, RectifiedFlow())
     change(model)
     initialize(model, model.init_laws(), 0, device)
-    executor = LocalExecutor(model, objective.loss, None)
+    executor = LocalExecutor(model, loss_of(objective), None)
     optimizer = build_optimizer(model.parameters(), OptimizerConfig())
     data = resident_batch(config, batch, device)
     never = torch.zeros((), dtype=torch.bool, device=device)

@@ -20,8 +20,8 @@ def test_all_contenders_read_the_same_samples(tmp_path):
     stored = torch.randn(12, 1, 4, 4, generator=torch.Generator().manual_seed(0)).half().float()
     read = [next(loader.plain(tmp_path, 12, 12, 0))]
     for name in ("shards", "files"):
-        batch = next(loader.ours(tmp_path / name, MODEL, 12, 0))
-        read.append((MODEL.detokenize(batch.tokens), batch.labels))
+        tokens, labels = next(loader.ours(tmp_path / name, MODEL, 12, 0))
+        read.append((MODEL.detokenize(tokens), labels))
     for latents, labels in read:
         pairs = zip(latents.flatten(1).tolist(), labels.tolist(), strict=True)
         assert sorted(pairs) == sorted(

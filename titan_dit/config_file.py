@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import tomli
 
 from titan_dit.config import FREE_ON_RESUME, JobConfig
-from titan_dit.section import Section, UserError, conform, hints_of, show
+from titan_dit.section import Section, UserError, conform, hints_of, nearest, show
 
 Tables = dict[str, dict[str, Any]]
 Variant = Callable[[str, str], type[Section]]
@@ -235,13 +234,6 @@ def build_sections(
 def is_required(f: dataclasses.Field[Any]) -> bool:
     """Whether a field has no default."""
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the nearest valid one, else all of them."""
-    valid = sorted(valid)
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]}?" if close else f" Valid: {', '.join(valid)}."
 
 
 def to_tables(config: JobConfig) -> Tables:

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titan_dit.config_file import nearest
-from titan_dit.section import UserError, show
+from titan_dit.section import UserError, nearest, show
 
 
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:

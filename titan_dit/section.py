@@ -7,8 +7,10 @@ loaded. Models, objectives, datasets and commands bring sections of their own.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import (
@@ -110,6 +112,13 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(show(item) for item in value) + "]"
     return str(value)
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest valid one, else all of them."""
+    valid = sorted(valid)
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else f" Valid: {', '.join(valid)}."
 
 
 def hints_of(section: type) -> dict[str, Any]:

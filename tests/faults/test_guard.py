@@ -5,12 +5,13 @@ import pytest
 import torch
 from tiny import tiny_config
 
+from titan_dit import config_file
 from titan_dit.config import FaultsConfig
+from titan_dit.data.base import Batch
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.faults import fault_log
 from titan_dit.faults.guard import Guard
-from titan_dit.objectives.base import Batch
 from titan_dit.observe.journal import Journal
 from titan_dit.rng import SampleRNG
 
@@ -127,24 +128,25 @@ def test_a_checkpoint_from_before_there_was_a_guard_is_taken():
     assert (guard.nan_steps, guard.spike_steps, guard.in_a_row) == (3, 0, 0)
 
 
-@pytest.mark.parametrize("objective", [RectifiedFlow(shift=3.0), DDPM()], ids=lambda o: o.name)
-def test_the_timesteps_on_record_are_those_of_training(objective):
-    numbers = torch.tensor([5, 6, 9, 2**40])
-    batch = Batch(
-        torch.randn(4, 16, 4), torch.zeros(4, dtype=torch.int64), numbers, torch.ones(4), 4.0, 1
-    )
+@pytest.mark.parametrize("section", [RectifiedFlow(shift=3.0), DDPM()], ids=lambda o: o.name)
+def test_the_timesteps_on_record_are_those_of_training(section):
+    numbers, model = torch.tensor([5, 6, 9, 2**40]), tiny_config().model
+    objective = section.build(model, section.example(model)[0])
+    fields = {"latent": torch.randn(4, 1, 8, 8), "label": torch.zeros(4, dtype=torch.int64)}
+    batch = Batch(fields, numbers, torch.ones(4), 4.0)
     expected = objective.prepare(batch, SampleRNG(7, numbers)).inputs["timestep"].tolist()
-    assert fault_log.timesteps_of(objective, 7, numbers.tolist(), CPU) == expected
+    assert fault_log.drawn_for(objective, 7, numbers.tolist(), CPU) == {"timestep": expected}
 
 
 def test_a_fault_log_is_read_without_a_line_that_was_cut_short(tmp_path):
     assert fault_log.read(tmp_path) == []
     bad, _ = verdicts([1.0, math.nan])
-    line = fault_log.bad_step(bad[0], [3, 4, 7], [0, 1, 2], [0.5, 1.5, 2.5])
+    line = fault_log.bad_step(bad[0], [3, 4, 7], [0, 1, 2], {"timestep": [0.5, 1.5, 2.5]})
     journal = Journal(tmp_path, "run", is_written=True)
     journal.add(fault_log.FILE, line)
     assert fault_log.read(tmp_path) == []  # A run whose directory is not open writes nothing.
-    journal.open(tiny_config(), 0)
+    config = tiny_config()
+    journal.open(config_file.to_tables(config), config.metrics, 0)
     journal.add(fault_log.FILE, line)
     with (tmp_path / fault_log.FILE).open("a") as file:
         file.write('{"step": 3, "ki')
@@ -156,5 +158,5 @@ def test_a_fault_log_is_read_without_a_line_that_was_cut_short(tmp_path):
         "loss": None,
         "sample_numbers": [[3, 5], [7, 8]],
         "rows": [0, 1, 2],
-        "timesteps": [0.5, 1.5, 2.5],
+        "drawn": {"timestep": [0.5, 1.5, 2.5]},
     }

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from titan_dit.config import SamplingConfig
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.diffusion import pictures
 from titan_dit.diffusion.base import LatentModel, Path
 from titan_dit.diffusion.guidance import guided, scales
 from titan_dit.diffusion.samplers.base import Sampler, Settings
@@ -171,6 +170,9 @@ def preview(
     samples = facts.to_stored_units(latents)
 
     def write(file: pathlib.Path) -> None:
+        # Not before: the benchmarks train on machines without Pillow.
+        from titan_dit.diffusion import pictures
+
         pictures.draw_grid(file, samples, labels.tolist(), facts.value_range)
 
     return Preview(".png", write)
