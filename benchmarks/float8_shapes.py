@@ -25,7 +25,6 @@ from gpu_queue import attempt
 from meter import meter_of
 from report import finish, place
 from report import write as write_json
-from titan_dit.parallel.float8_checks import check_device
 from torch import nn
 
 from titan_dit.config import PrecisionConfig
