@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import commands
 import pytest
@@ -133,11 +132,10 @@ def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died
     died = tmp_path / "died"
     died.mkdir()
     (died / "metrics.jsonl").write_text('{"step": 3}\n')
-    config = SimpleNamespace(metrics=SimpleNamespace(every=3), training=SimpleNamespace(steps=9))
-    shown = [replay_command.check_taken(died, step, config) for step in (3, 4, 6)]
+    shown = [replay_command.check_taken(died, step, every=3, steps=9) for step in (3, 4, 6)]
     assert shown == [True, False, False]
     with pytest.raises(UserError, match="taken steps 1 to 3, and can have begun none after step 6"):
-        replay_command.check_taken(died, 7, config)
+        replay_command.check_taken(died, 7, every=3, steps=9)
     config.metrics.every, empty = 0, tmp_path / "empty"
     assert not replay_command.check_taken(empty, 1, config)
     with pytest.raises(UserError, match="has taken no step, and can have begun none after step 1"):

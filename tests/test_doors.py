@@ -71,8 +71,8 @@ def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(folder
 
 def test_an_attribute_that_is_not_there_is_answered_with_the_nearest(folder):
     (folder / "door_near.py").write_text("class Network:\n    pass\n")
-    message = refused("door_near:Netwrok")
-    assert f"{folder / 'door_near.py'} has no Netwrok. Did you mean Network?" in message
+    message = refused("door_near:Netwerk")
+    assert f"{folder / 'door_near.py'} has no Netwerk. Did you mean Network?" in message
     assert "has no name after the colon" in refused("door_near:")
 
 

@@ -100,8 +100,8 @@ def main(options: Options) -> None:
     if not (run / "config.toml").is_file():
         raise UserError(f"--run {run}: no config.toml there. Give a run directory.")
     config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
-    is_shown = check_taken(run, options.step, config)
-    origin = origin_of(run, options.step, config)
+    is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
+    origin = origin_of(run, options.step, config.training.global_batch_size)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
     console.say(
@@ -139,15 +139,16 @@ def main(options: Options) -> None:
         console.say(line)
 
 
-def check_taken(run: Path, step: int, config: JobConfig) -> bool:
+def check_taken(run: Path, step: int, every: int, steps: int) -> bool:
     """Whether the run shows that it took the step; False for one that it may have died in.
 
-    Raises UserError for a step after those.
+    `every`: steps between its rows of metrics; `steps`: of the whole run. Raises UserError for a
+    step after those.
     """
     newest = newest_step(run)
     if step > newest:  # Every rank's every step: much to read.
         newest = max(newest, *sample_log.seen(run), 0)
-    begun = min(newest + max(1, config.metrics.every), config.training.steps)
+    begun = min(newest + max(1, every), steps)
     if step > max(newest, begun):
         there = f"steps 1 to {newest}" if newest else "no step"
         more = f", and can have begun none after step {begun}" if begun > newest else ""
@@ -172,7 +173,7 @@ def newest_step(run: Path) -> int:
     return max(0, faulty, *logged, *saved)
 
 
-def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
+def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
     """What a step saw: as the run wrote it down if it was bad, else by the plan of batches."""
     before = [path for path in series(run).whole() if step_of(path) < step]
     record = checkpoint.read_record(before[-1]) if before else {}
@@ -187,7 +188,7 @@ def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
             seen = tuple(numbers_of(line["sample_numbers"]))
             found_in = f"{fault_log.FILE}: {line['kind']}"
             return Origin(seen, found_in, weights, weights_step, digest)
-    plan = BatchPlan(config.training.global_batch_size, progress.ledger.skipped_spans)
+    plan = BatchPlan(global_batch_size, progress.ledger.skipped_spans)
     cursor = progress.cursor
     for _ in range(step - weights_step):
         numbers, cursor = plan(cursor)
