@@ -3,8 +3,9 @@
 import sys
 
 import pytest
+from tiny import TABLES
 
-from titan_dit import catalog
+from titan_dit import catalog, config_file
 from titan_dit.models.dit import DiTConfig
 from titan_dit.parallel.plans import dit
 from titan_dit.section import UserError
@@ -13,6 +14,7 @@ OWN = """
 from dataclasses import dataclass
 from titan_dit.data.base import DataConfig
 from titan_dit.models.dit import DiTConfig
+from titan_dit.parallel.plans import dit
 from titan_dit.section import Named, Section
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def test_all_the_members_that_a_class_lacks_are_named(own):
 def test_a_class_that_can_hold_no_keys_is_refused(own):
     assert refused("model", "catalog_own:Plain") == (
         f'[model] name="catalog_own:Plain": Plain in {own} is no frozen dataclass derived from '
-        "titan_dit.section.Section, so it cannot hold keys."
+        "titan_dit.section.Named, so it cannot hold keys."
     )
 
 
@@ -109,3 +111,16 @@ def test_a_plan_for_tp_is_the_model_s_or_a_user_s_own_or_there_is_none():
     assert catalog.tensor_plan(Other(), "catalog_own:plan").__name__ == "plan"
     with pytest.raises(UserError, match=r'\[parallel\] tensor_plan="dot" is unknown. Did you mean'):
         catalog.tensor_plan(Other(), "dot")
+
+
+def test_a_class_derived_from_one_of_ours_is_written_as_itself_and_read_back():
+    tables = {
+        **TABLES,
+        "model": TABLES["model"] | {"name": "catalog_own:Net"},
+    }
+    config = config_file.build(tables, catalog.variant)
+    written = config_file.to_tables(config)
+    assert written["model"]["name"] == "catalog_own:Net"
+    assert config_file.build(written, catalog.variant) == config
+    # What goes with DiT goes with it.
+    assert catalog.tensor_plan(config.model, "auto") is dit.plan

@@ -6,11 +6,12 @@ import shutil
 import sys
 
 import pytest
+import torch
 from commands import ROOT, metrics, only_error, run, train
 
 from titan_dit import catalog, config_file
 from titan_dit.dry_run.command import dry_run
-from titan_dit.hooks import Hooks
+from titan_dit.hooks import Hooks, Run
 from titan_dit.section import UserError
 from titan_dit.state.checkpoints import Checkpoints
 
@@ -54,6 +55,24 @@ class Raises(Hook):
     def step_ended(self, run):
         if run.step == 3 and run.rank == run.num_ranks - 1:
             raise ZeroDivisionError("by my own hand")
+
+
+class Breaks(Hook):
+    def __init__(self):
+        raise KeyError("HOME")
+
+
+class Writes(Hook):
+    def begun(self, run):
+        next(iter(run.parameters.values())).zero_()
+
+    def ended(self, run):
+        run.row["loss"] = 0.0
+
+
+class Leaves(Hook):
+    def saved(self, run):
+        raise SystemExit(3)
 
 
 class Half:
@@ -169,8 +188,8 @@ def test_a_hook_that_raises_is_named_and_the_run_ends_in_good_order(folder):
     )
     error = only_error(done)
     assert (
-        '[job] hooks="mine.hooks:Raises": step_ended raised ZeroDivisionError at step 3 on rank 1: '
-        "by my own hand" in error
+        '[job] hooks="mine.hooks:Raises": step_ended raised at step 3 on rank 1: '
+        "ZeroDivisionError: by my own hand" in error
     )
     # All ranks stopped after the same step, and what was done is saved.
     (saved,) = Checkpoints(folder / "raised" / "checkpoints").named()
@@ -202,3 +221,26 @@ def test_a_hook_without_all_its_methods_is_refused(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(UserError, match="with the methods ended, saved, step_ended, validated"):
         Hooks(("mine.hooks:Half",), is_first=True)
+
+
+def test_a_hook_that_breaks_writes_or_leaves_is_a_failure_that_says_so(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert Hooks(("mine.hooks:Breaks",), is_first=True).failure == (
+        "[job] hooks=\"mine.hooks:Breaks\": building it raised KeyError: 'HOME'"
+    )
+    weight = torch.ones(2, requires_grad=True)
+    run = Run("run", folder, 5, 0, 1, {"job": {}}, {"weight": weight.detach()})
+    said = {
+        ("Writes", "begun"): "begun changed a parameter at step 1 on rank 0. Hooks may only look.",
+        ("Writes", "ended"): "ended raised at step 1 on rank 0: TypeError",
+        ("Leaves", "saved"): "saved raised at step 1 on rank 0: SystemExit: 3",
+        ("Diary", "begun"): None,
+    }
+    for (name, moment), failure in said.items():
+        hooks = Hooks((f"mine.hooks:{name}",), is_first=True)
+        hooks.show(run)
+        (folder / "run").mkdir(exist_ok=True)
+        hooks.call(moment, 1, 8, {"loss": 1.0})
+        assert (hooks.failure or "").endswith(failure or "") or failure in hooks.failure
+        assert bool(hooks.failure) == bool(failure)

@@ -101,4 +101,4 @@ def test_what_is_a_user_s_is_told_with_its_file(folder):
     (folder / "door_tell.py").write_text("class Net:\n    pass\n")
     net = doors.look_up(TABLE, "", "door_tell:Net")
     lines = list(doors.origins({"model": net(), "data": doors.look_up(TABLE, "", "plain")}))
-    assert lines == [f"model   door_tell:Net is from {folder / 'door_tell.py'}"]
+    assert lines == [f"[model] door_tell:Net is from {folder / 'door_tell.py'}"]

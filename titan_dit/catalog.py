@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from titan_dit import doors
-from titan_dit.section import Named, Section, UserError, show
+from titan_dit.section import Section, UserError, show
 
 if TYPE_CHECKING:  # Reading a config must not import torch before it has to.
     from collections.abc import Callable
@@ -56,7 +56,9 @@ def variant(section: str, name: str) -> type[Section]:
     found: Any = doors.look_up(SECTIONS[section], where, name)
     if ":" in name:
         doors.require(found, MEMBERS[section], where, name)
-        is_section = isinstance(found, type) and issubclass(found, Named)
+        is_section = (
+            isinstance(found, type) and issubclass(found, Section) and hasattr(found, "name")
+        )
         if not (is_section and dataclasses.is_dataclass(found)):
             raise UserError(
                 f"{where}={show(name)}: {found.__name__} in {doors.file_of(found)} is no frozen "

@@ -11,7 +11,7 @@ from typing import Any, get_origin, get_type_hints
 import tomli
 
 from titan_dit.config import FREE_ON_RESUME, JobConfig
-from titan_dit.section import Section, UserError, conform, hints_of, nearest, show
+from titan_dit.section import Section, UserError, conform, hints_of, nearest, show, written_name
 
 Tables = dict[str, dict[str, Any]]
 Variant = Callable[[str, str], type[Section]]
@@ -132,8 +132,8 @@ def check_format(number: object, where: object) -> None:
     """Refuse what a later version wrote: its keys may mean something else."""
     if not isinstance(number, int) or number > FORMAT:
         raise UserError(
-            f"{where}: format={show(number)} is newer than this titan_dit, which reads up to "
-            f"{FORMAT}. Install the version that wrote it."
+            f"{where}: format={show(number)} is none that this titan_dit reads, which are those up "
+            f"to {FORMAT}. A later one needs the version that wrote it."
         )
 
 
@@ -241,7 +241,7 @@ def to_tables(config: JobConfig) -> Tables:
     tables: Tables = {}
     for f in dataclasses.fields(config):
         section = getattr(config, f.name)
-        table = {"name": section.name} if f.name in CHOSEN_BY_NAME else {}
+        table = {"name": written_name(section)} if f.name in CHOSEN_BY_NAME else {}
         table |= {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
         tables[f.name] = {k: list(v) if isinstance(v, tuple) else v for k, v in table.items()}
     return tables

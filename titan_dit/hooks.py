@@ -17,6 +17,7 @@ from torch import Tensor
 
 from titan_dit import doors
 from titan_dit.section import UserError
+from titan_dit.state.ema import local
 
 MOMENTS = ("begun", "step_ended", "validated", "saved", "ended")
 KEY = "[job] hooks"
@@ -41,11 +42,15 @@ class Run:
     samples: int = 0
     """Samples from the start of training."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The newest row of metrics.jsonl, of the last multiple of [metrics] every."""
+    """The newest row of metrics.jsonl."""
 
 
 class Hook:
-    """Override what you need; every method is called on every rank, in the same order."""
+    """Override what you need; every method is called on every rank, in the same order.
+
+    A method that calls collectives must not raise before the last of them: the other ranks would
+    wait in it.
+    """
 
     rank0: ClassVar[bool] = False
     """True: on the first rank alone, where no collective may be called."""
@@ -84,7 +89,14 @@ class Hooks:
                     f"methods {', '.join(wrong or MOMENTS)}. Derive it from titan_dit.hooks.Hook."
                 )
             if is_first or not getattr(kind, "rank0", False):
-                self.hooks.append((name, kind()))
+                self.make(name, kind)
+
+    def make(self, name: str, kind: type[Hook]) -> None:
+        """Build a hook; what that raises is kept, as other ranks may not build it."""
+        try:
+            self.hooks.append((name, kind()))
+        except (Exception, SystemExit) as error:
+            self.failure = f'{KEY}="{name}": building it raised {named(error)}'
 
     def origins(self) -> list[str]:
         """A line for every hook: where it was imported from."""
@@ -94,18 +106,36 @@ class Hooks:
 
     def show(self, run: Run) -> None:
         """The run that they will see."""
-        self.run = run
+        config = {section: MappingProxyType(dict(table)) for section, table in run.config.items()}
+        parameters = MappingProxyType(dict(run.parameters))
+        self.run = replace(run, config=MappingProxyType(config), parameters=parameters)
 
     def call(self, moment: str, step: int, samples: int, row: Mapping[str, Any]) -> None:
-        """Call a method of every hook; the first exception is kept in `failure`."""
+        """Call a method of every hook; the first exception is kept in `failure`.
+
+        A hook that has changed a parameter has failed too.
+        """
         for name, hook in self.hooks:
             assert self.run
             run = replace(self.run, step=step, samples=samples, row=MappingProxyType(dict(row)))
+            where, before = f"at step {step} on rank {run.rank}", changes(run.parameters)
             try:
                 getattr(hook, moment)(run)
-            except Exception as error:
-                what = " ".join(str(error).split()) or "no message"
+            except (Exception, SystemExit) as error:
+                failure = f'{KEY}="{name}": {moment} raised {where}: {named(error)}'
+                self.failure = self.failure or failure
+            if changes(run.parameters) != before:
                 self.failure = self.failure or (
-                    f'{KEY}="{name}": {moment} raised {type(error).__name__} at step {step} on '
-                    f"rank {run.rank}: {what}"
+                    f'{KEY}="{name}": {moment} changed a parameter {where}. Hooks may only look.'
                 )
+
+
+def named(error: BaseException) -> str:
+    """An exception in a line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def changes(parameters: Mapping[str, Tensor]) -> int:
+    """Counts what was written in place to them."""
+    return sum(tensor._version for tensor in local(parameters))

@@ -147,4 +147,16 @@ class Named(Section):
     @property
     def name(self) -> str:
         """The name in the catalog, or "package.module:Class"."""
-        return f"{type(self).__module__}:{type(self).__qualname__}"
+        return written_name(self)
+
+
+def written_name(section: Section) -> str:
+    """What `name` in a config stands for this section's class.
+
+    A user's class that is derived from one of ours has the short name of that one too.
+    """
+    kind = type(section)
+    short: object = getattr(kind, "name", None)
+    if kind.__module__.startswith("titan_dit.") and isinstance(short, str):
+        return short
+    return f"{kind.__module__}:{kind.__qualname__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ from titan_dit.state.optimizer import apply_gradients, build_optimizer, optimize
 from titan_dit.state.progress import Progress
 from titan_dit.state.ranks import Ranks
 from titan_dit.state.sample_log import SampleLog
-from titan_dit.validate import data as data_fits
 from titan_dit.validate import device as device_fits
-from titan_dit.validate import layout, validate
+from titan_dit.validate import validate
+from titan_dit.validate.parts import check_source, validate_parts
 
 HOOKS = "[job] hooks"
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
@@ -65,15 +66,21 @@ class Trainer:
         self.plan = plan = resolve(config, world.size, following)
         validate(config, plan, world.device)
         self.hooks = Hooks(job.hooks, world.is_main)
+        self.end_if_a_hook_failed()
         self.source = config.data.open()
+        check_source(self.source, config.data.name)
         self.objective = config.objective.build(config.model, self.source.facts)
-        data_fits.check_members(self.objective)
-        data_fits.check_fields(self.source.fields, self.objective, config.data.name)
-        layout.check_modules(plan, self.objective)
+        validate_parts(plan, self.objective, self.source.fields, config.data.name, self.source)
         self.held_out = validation.held_out_of(config.validation, self.source, job.seed)
         self.epochs = EpochOrder.of(job.seed, len(self.source), self.held_out)
         self.validation_set = validation.open_apart(
-            config.validation, config.data, self.source, self.held_out, world
+            config.validation,
+            config.data,
+            self.source,
+            self.held_out,
+            job.seed,
+            self.folder,
+            world,
         )
 
         self.mesh = Mesh(plan.sizes, world.device.type)
@@ -110,9 +117,13 @@ class Trainer:
             self.open_run_directory()
             with StopRequest(self.world.size) as stop, self.collector:
                 self.train(stop)
+        self.end_if_a_hook_failed()
+        return stop.exit_code
+
+    def end_if_a_hook_failed(self) -> None:
+        """Raise UserError, on every rank, for a hook that has raised on any."""
         if self.hooks.wanted and any(failures := self.world.gather(self.hooks.failure)):
             raise UserError(next(text for text in failures if text))
-        return stop.exit_code
 
     def train(self, stop: StopRequest) -> None:
         """Take steps until the last one, or until the ranks are asked to stop."""
@@ -181,7 +192,8 @@ class Trainer:
 
     def call_hooks(self, moment: str, stop: StopRequest) -> None:
         """Show the run to the user's hooks; one that raises stops all ranks, in good order."""
-        with self.meter.paused():
+        slow = nullcontext() if moment == "step_ended" else self.watchdog.slow(f"in {HOOKS}")
+        with slow, self.meter.paused():
             self.hooks.call(moment, self.step, self.cursor, self.row)
         if self.hooks.failure:
             stop.ask(Reason.HOOK)
@@ -287,11 +299,11 @@ class Trainer:
         assert self.validation_set
         given = self.validation_set, self.objective, self.executor, self.data_share
         seed, rows = self.config.job.seed, self.plan.rows_per_rank
-        with self.watchdog.slow("validating"), self.meter.paused():
-            found = validation.losses(*given, seed=seed, batch_size=rows)
+        with self.watchdog.slow("validating") as alive, self.meter.paused():
+            found = validation.losses(*given, alive, seed=seed, batch_size=rows)
             for average in self.ema.averages:
                 with self.ema.swapped_in(average):
-                    losses = validation.losses(*given, seed=seed, batch_size=rows)
+                    losses = validation.losses(*given, alive, seed=seed, batch_size=rows)
                 found |= {f"{name}_ema_{average}": loss for name, loss in losses.items()}
             self.collector.full()
         return found
@@ -396,6 +408,8 @@ class Trainer:
         if world.is_main and not self.ledger.skipped:
             (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
         self.open_sample_log()
+        if self.validation_set and world.is_main:
+            self.validation_set.remember(self.folder)
         device, flops = world.device, self.work.flops_per_sample
         counted = len(self.source), len(self.held_out), self.source.facts.about
         sizes = console.Sizes(self.num_parameters, flops, self.plan.network.num_tokens, *counted)
@@ -404,6 +418,9 @@ class Trainer:
         self.say(*followed(config.parallel, self.mesh.sizes))
         self.say(*console.beginning(named, config.precision, config.training, *where))
         own = {"model": config.model, "objective": config.objective, "data": config.data}
+        own |= self.objective.imported(config.sampling)
+        if self.plan.tensor_plan:
+            own["parallel"] = self.plan.tensor_plan
         self.say(*doors.origins(own), *self.hooks.origins())
         if world.is_main:
             hint = device_fits.attention_hint(self.plan, device, flops)

@@ -10,8 +10,11 @@ from tiny import randomize, state, tiny_config
 
 from titan_dit import config_file
 from titan_dit.config import ValidationConfig
+from titan_dit.data.base import Source
 from titan_dit.data.latents import write_shards
 from titan_dit.data.loader import load_samples
+from titan_dit.evaluation import validation
+from titan_dit.evaluation.overlap import digests
 from titan_dit.observe.metrics import read_rows
 from titan_dit.parallel import runtime
 from titan_dit.rng import SampleRNG
@@ -121,12 +124,62 @@ def test_another_dataset_is_validated_on_unless_it_shares_samples(tmp_path):
     ):
         pass
     assert not (tmp_path / "refused").exists()
-    # Of the first three rows, that one is in both.
+    # All but one of its rows, drawn by the seed.
     with (
-        pytest.raises(UserError, match=r"1 of its 3 samples"),
-        trainer_of(tmp_path / "refused", data=data, validation=overlaps | {"samples": 3}),
+        pytest.raises(UserError, match=r"1 of its 39 samples"),
+        trainer_of(tmp_path / "refused", data=data, validation=overlaps | {"samples": 39}),
     ):
         pass
+
+
+def test_datasets_that_were_compared_are_not_compared_again(tmp_path, monkeypatch):
+    dataset(tmp_path / "train", seed=0)
+    dataset(tmp_path / "apart", seed=1)
+    settings = {
+        "data": {"name": "latents", "path": str(tmp_path / "train")},
+        "validation": {"every": 4, "path": str(tmp_path / "apart")},
+        "checkpoint": {"every": 4},
+    }
+    with trainer_of(tmp_path / "run", **settings) as trainer:
+        trainer.fit()
+    monkeypatch.setattr(validation, "check_apart", None)
+    with trainer_of(tmp_path / "run", training={"steps": 5}, **settings) as trainer:
+        trainer.fit()
+    # Other rows are others.
+    more = settings | {"validation": settings["validation"] | {"samples": 7}}
+    with pytest.raises(TypeError), trainer_of(tmp_path / "run", **more):
+        pass
+
+
+def test_another_dataset_must_be_of_the_same_kind(tmp_path):
+    dataset(tmp_path / "train", seed=0)
+    latents, labels = torch.randn(20, 1, 8, 8), torch.arange(20)
+    write_shards(tmp_path / "classes", latents, labels, num_classes=20, source="noise")
+    write_shards(tmp_path / "half", latents.half(), labels % 10, num_classes=10, source="noise")
+    data = {"name": "latents", "path": str(tmp_path / "train")}
+    for name, said in (
+        ("classes", r"has num_classes=20, but \[data\] has num_classes=10"),
+        ("half", r"holds latent float16 \[1, 8, 8\], label int64 \[\], but \[data\] holds latent"),
+        ("nowhere", r"\[validation\] path=.*nowhere"),
+    ):
+        other = {"every": 1, "path": str(tmp_path / name)}
+        with (
+            pytest.raises(UserError, match=said),
+            trainer_of(tmp_path / "run", data=data, validation=other),
+        ):
+            pass
+
+
+def test_rows_of_every_dtype_have_digests():
+    class Halves(Source):
+        def read(self, rows):
+            return {
+                "x": torch.arange(4, dtype=torch.bfloat16)[rows] // 2,
+                "y": torch.zeros(len(rows)),
+            }
+
+    found = list(digests(Halves(), [0, 1, 2]))
+    assert found[0] == found[1] != found[2]
 
 
 def test_what_cannot_be_validated_on_is_refused(tmp_path):
@@ -147,5 +200,5 @@ def test_what_cannot_be_validated_on_is_refused(tmp_path):
 def test_a_key_of_an_older_format_is_read_under_its_name_of_today(monkeypatch):
     monkeypatch.setitem(config_file.RENAMED, "training.accumulate", "training.microbatch_size")
     assert tiny_config(training={"accumulate": 4}).training.microbatch_size == 4
-    with pytest.raises(UserError, match="newer than this titan_dit"):
+    with pytest.raises(UserError, match="none that this titan_dit reads"):
         config_file.of_record({"config": {}, "config_format": config_file.FORMAT + 1})

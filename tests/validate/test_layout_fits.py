@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from plans import check, planned
 from tiny import tiny_config
 from torch import nn
@@ -17,10 +18,10 @@ from titan_dit.section import UserError
 from titan_dit.validate.layout import (
     check_batch,
     check_context,
-    check_modules,
     check_tensor,
     check_world,
 )
+from titan_dit.validate.parts import check_modules
 
 # Hidden 32, 3 layers, 4 heads, 16 tokens, a batch of 16.
 REFUSED = {
@@ -316,8 +317,12 @@ def test_a_plan_of_a_users_own_is_taken_for_tp():
 class WithModules(Objective):
     """One that learns something of its own."""
 
+    def __init__(self, device="meta"):
+        with torch.device(device):
+            self.weigh = nn.ModuleDict({"weigh": nn.Linear(1, 1)})
+
     def modules(self):
-        return nn.ModuleDict({"weigh": nn.Linear(1, 1)})
+        return self.weigh
 
 
 @pytest.mark.parametrize(
@@ -332,3 +337,9 @@ def test_a_split_backward_is_refused_where_the_objective_has_parameters(schedule
     with pytest.raises(UserError, match=rf'schedule="{schedule}" splits .* Set schedule = "inter'):
         check_modules(plan, WithModules())
     return None
+
+
+def test_modules_of_an_objective_that_have_values_already_are_refused():
+    _, plan = planned({})
+    with pytest.raises(UserError, match=r"weigh\.weight, weigh\.bias has values already"):
+        check_modules(plan, WithModules("cpu"))

@@ -80,9 +80,9 @@ def predict(run: Restored, diffusion: Diffusion, inputs: dict[str, Tensor]) -> d
     if not torch.equal(corrupted.inputs["timestep"], t):
         raise UserError("--inputs: with noise, t must hold whole steps of the diffusion.")
     prediction = first_of(run.model(corrupted.inputs, static))
-    terms = path.terms(prediction, corrupted.targets)
-    losses = {f"loss_{name}": term.mean(1) for name, term in terms.items()}
-    losses["loss"] = path.loss(prediction, corrupted.targets).mean(1)
+    given = {"prediction": prediction}, corrupted.targets
+    losses = {f"loss_{name}": term.mean(1) for name, term in diffusion.terms(*given).items()}
+    losses["loss"] = diffusion.loss(*given).mean(1)
     return {"out": model.detokenize(prediction).contiguous(), **losses}
 
 

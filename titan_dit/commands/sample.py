@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit import doors
 from titan_dit.commands.restore import device_of, find, restore
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import LatentModel
@@ -78,6 +79,8 @@ def main(options: Options) -> None:
     diffusion = run.diffusion("sample")
     drawing.check(diffusion.path, diffusion.model, options, "--{}")
     sampler = drawing.sampler_of(diffusion.path, options.sampler, "--sampler")
+    for line in doors.origins({"sampler": sampler}):
+        console.say(line)
     labels = labels_of(options.labels, options.num, diffusion.model.num_classes)
     noise = None
     if options.noise is not None:

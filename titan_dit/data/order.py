@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import torch
@@ -61,6 +61,11 @@ class EpochOrder:
         """That of a dataset of so many rows."""
         return cls(seed, num_rows - len(held_out), held_out)
 
+    @cached_property
+    def remaining_before(self) -> Tensor:
+        """How many of the remaining rows stand before each held-out one."""
+        return torch.tensor(self.held_out) - torch.arange(len(self.held_out))
+
     def rows(self, sample_numbers: Sequence[int]) -> list[int]:
         """Of each: epoch n // N, place n % N in that epoch's permutation."""
         numbers = torch.tensor(sample_numbers)
@@ -71,8 +76,7 @@ class EpochOrder:
             rows[inside] = epoch_permutation(self.seed, epoch, self.num_rows)[places[inside]]
         if self.held_out:
             # Of the rows that remain, number i has i of them before it, and some held-out ones.
-            remaining_before = torch.tensor(self.held_out) - torch.arange(len(self.held_out))
-            rows = rows + torch.searchsorted(remaining_before, rows, right=True)
+            rows = rows + torch.searchsorted(self.remaining_before, rows, right=True)
         return rows.tolist()
 
 

@@ -100,18 +100,18 @@ class Diffusion(Objective):
         clean = self.clean(batch.fields, rng)
         dropped = rng.uniform("label_dropout") < self.path.label_dropout
         labels = clean.labels.masked_fill(dropped, NO_LABEL)
-        return self.corrupted(batch, clean, self.path.timesteps_of(rng), labels, rng)
+        noise = rng.normal("noise", tuple(clean.tokens.shape[1:]))
+        return self.corrupted(batch, clean, self.path.timesteps_of(rng), noise, labels)
 
     def corrupted(
         self,
         batch: Batch,
         clean: Clean,
         timestep: Float[Tensor, " b"],
+        noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
-        rng: SampleRNG,
     ) -> Prepared:
-        """With the noise of each sample at a timestep."""
-        noise = rng.normal("noise", tuple(clean.tokens.shape[1:]))
+        """With given draws."""
         corrupted = self.path.corrupt(clean, timestep, noise, labels)
         return Prepared(
             inputs=corrupted.inputs,
@@ -151,17 +151,24 @@ class Diffusion(Objective):
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """Every sample, with its label, at the middle timestep of every bin."""
         clean, found = self.clean(batch.fields, rng), {}
+        noise = rng.normal("noise", tuple(clean.tokens.shape[1:]))
         width = (self.path.last_timestep + 1) / VALIDATION_BINS
         for number in range(VALIDATION_BINS):
             middle = round((number + 0.5) * width)
             timestep = torch.full_like(batch.weight, middle)
-            found[f"t{middle}"] = self.corrupted(batch, clean, timestep, clean.labels, rng)
+            found[f"t{middle}"] = self.corrupted(batch, clean, timestep, noise, clean.labels)
         return found
 
     def hints(self, source: Source) -> Sequence[str]:
         """Latents of an unusual size."""
         line = scale_hint(source, self.data, self.model.sample_shape[0])
         return () if line is None else (line,)
+
+    def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
+        """The sampler, if it is used."""
+        if not sampling.every:
+            return {}
+        return {"sampling": drawing.sampler_of(self.path, sampling.sampler)}
 
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare

@@ -15,8 +15,7 @@ from titan_dit.observe import console
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import resolve
 from titan_dit.validate import validate
-from titan_dit.validate.data import check_fields, check_members
-from titan_dit.validate.layout import check_modules
+from titan_dit.validate.parts import check_source, validate_parts
 
 
 def dry_run(config: JobConfig, world_size: int | None) -> None:
@@ -25,9 +24,7 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
     validate(config, plan)
     facts, fields = config.objective.example(config.model) or of_data(config.data)
     objective = config.objective.build(config.model, facts)
-    check_members(objective)
-    check_fields(fields, objective, config.data.name)
-    check_modules(plan, objective)
+    validate_parts(plan, objective, fields, config.data.name)
     own = {"model": config.model, "objective": config.objective, "data": config.data}
     for line in doors.origins(own):
         console.say(line)
@@ -39,6 +36,7 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
 def of_data(data: DataConfig) -> tuple[DataFacts, Mapping[str, Field]]:
     """Facts and fields of the data itself."""
     source = data.open()
+    check_source(source, data.name)
     return source.facts, source.fields
 
 

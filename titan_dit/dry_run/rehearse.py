@@ -92,9 +92,7 @@ def rehearse(
     # Played on a CPU, which lacks most kernels. Those that are fused all keep the same.
     if plan.precision.attention != "math":
         plan = replace(plan, precision=replace(plan.precision, attention="auto"))
-    share = plan.global_batch_size // sizes.data
-    size = plan.wanted_microbatch_size or (share if sizes.pp == 1 else 1)
-    count = -(-share // size)
+    share, size, count = plan.samples_per_rank, plan.microbatch_size, plan.num_microbatches
     fewer, enough = microbatches_to_run(plan, count)
     growth = growth_of(plan, enough, count)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from titan_dit import streams
 from titan_dit.data.base import Source
 from titan_dit.parallel.runtime import World
@@ -23,7 +25,8 @@ def check_apart(
 
     The ranks share the work of reading the training data once.
     """
-    wanted = set(digests(validation, rows))
+    theirs = list(digests(validation, rows))
+    wanted = set(theirs)
     mine = range(world.rank, len(training), world.size)
     said, began = time.monotonic(), time.monotonic()
     found: set[bytes] = set()
@@ -38,9 +41,10 @@ def check_apart(
     shared = set().union(*world.gather(found))
     if shared:
         raise UserError(
-            f"[validation] path={path}: {len(shared)} of its {len(rows)} samples are in [data] "
-            "too, so its loss would be of samples that are trained on. Take them out of one of the "
-            "two, or leave path out and set samples: rows of [data] are held out then."
+            f"[validation] path={path}: {sum(d in shared for d in theirs)} of its {len(rows)} "
+            "samples are in [data] too, so its loss would be of samples that are trained on. Take "
+            "them out of one of the two, or leave path out and set samples: rows of [data] are "
+            "held out then."
         )
 
 
@@ -48,7 +52,9 @@ def digests(source: Source, rows: Sequence[int]) -> Iterator[bytes]:
     """A digest of every row: of the bytes of all its fields."""
     for first in range(0, len(rows), BATCH):
         part = source.read(rows[first : first + BATCH])
-        arrays = [part[name].contiguous().numpy() for name in sorted(part)]
+        # As bytes: numpy has no bfloat16.
+        whole = [part[name].contiguous().view(len(part[name]), -1) for name in sorted(part)]
+        arrays = [tensor.view(torch.uint8).numpy() for tensor in whole]
         for row in range(len(arrays[0])):
             sha = hashlib.blake2b(digest_size=16)
             for array in arrays:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,7 +22,9 @@ from titan_dit.observe.console import LOSS
 from titan_dit.parallel.runtime import World
 from titan_dit.pipeline.base import Executor
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError, hints_of
+from titan_dit.section import UserError, hints_of, show
+
+COMPARED = "validation.json"
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,13 @@ class ValidationSet:
 
     source: Source
     rows: Sequence[int]
+    compared: Mapping[str, Any] = field(default_factory=dict)
+    """What says that the rows are none of those that are trained on: digests and their number."""
+
+    def remember(self, folder: Path) -> None:
+        """In the run's folder, so that a restart need not compare again."""
+        if self.compared:
+            (folder / COMPARED).write_text(json.dumps(self.compared) + "\n")
 
 
 def held_out_of(config: ValidationConfig, source: Source, seed: int) -> tuple[int, ...]:
@@ -36,33 +48,55 @@ def held_out_of(config: ValidationConfig, source: Source, seed: int) -> tuple[in
 
 
 def open_set(
-    config: ValidationConfig, data: DataConfig, source: Source, held_out: Sequence[int]
+    config: ValidationConfig, data: DataConfig, source: Source, held_out: Sequence[int], seed: int
 ) -> ValidationSet | None:
     """What to validate on; None where nothing asks for it. Raises UserError."""
     if not config.every:
         return None
     if not config.path:
         return ValidationSet(source, held_out)
-    keys = hints_of(type(data))
+    where, keys = f"[validation] path={show(config.path)}", hints_of(type(data))
     if "path" not in keys:
         raise UserError(
-            f"[validation] path={config.path}: [data] name={data.name} is read from no path. Leave "
-            "path out and set samples."
+            f"{where}: [data] name={show(data.name)} is read from no path. Leave path out and set "
+            "samples."
         )
-    tables = {key: getattr(data, key) for key in keys} | {"path": config.path}
-    other = type(data)(**tables).open()
-    differing = {k for k in source.fields if other.fields.get(k) != source.fields[k]}
-    if differing or other.fields.keys() != source.fields.keys():
-        raise UserError(
-            f"[validation] path={config.path} holds {dict(other.fields)}, but [data] holds "
-            f"{dict(source.fields)}. Give a dataset of the same kind."
-        )
+    values = {key: getattr(data, key) for key in keys} | {"path": config.path}
+    try:
+        other = type(data)(**values).open()
+    except (OSError, UserError) as error:
+        raise UserError(f"{where}: {error}") from None
+    check_alike(where, other, source)
     if config.samples > len(other):
         raise UserError(
-            f"[validation] samples={config.samples}, but {config.path} holds {len(other)}. "
+            f"{where} holds {len(other)} samples, but samples={config.samples}. "
             f"Set samples = {len(other)}, or 0 for all."
         )
-    return ValidationSet(other, range(config.samples or len(other)))
+    part = 0 < config.samples < len(other)
+    rows = held_out_rows(other, seed, config.samples) if part else range(len(other))
+    return ValidationSet(other, rows)
+
+
+def check_alike(where: str, other: Source, source: Source) -> None:
+    """Fields, units and classes must be those of the training data."""
+    if dict(other.fields) != dict(source.fields):
+        raise UserError(
+            f"{where} holds {spelled(other)}, but [data] holds {spelled(source)}. Give a dataset "
+            "of the same kind."
+        )
+    its, ours = other.facts.as_json(), source.facts.as_json()
+    for key in sorted(its.keys() - {"count", "digest", "class_names"}):
+        if its[key] != ours.get(key):
+            raise UserError(
+                f"{where} has {key}={show(its[key])}, but [data] has {key}={show(ours.get(key))}. "
+                "Give a dataset of the same kind."
+            )
+
+
+def spelled(source: Source) -> str:
+    """The fields of a source, as "latent float32 [4, 32, 32], label int64 []"."""
+    fields = source.fields.items()
+    return ", ".join(f"{n} {str(f.dtype).partition('.')[2]} {list(f.shape)}" for n, f in fields)
 
 
 def open_apart(
@@ -70,13 +104,25 @@ def open_apart(
     data: DataConfig,
     source: Source,
     held_out: Sequence[int],
+    seed: int,
+    folder: Path,
     world: World,
 ) -> ValidationSet | None:
-    """`open_set`, whose rows are none of those that are trained on; every rank calls."""
-    found = open_set(config, data, source, held_out)
-    if found is not None and config.path:
+    """`open_set`, whose rows are none of those that are trained on; every rank calls.
+
+    `folder`: of the run, which remembers what was compared.
+    """
+    found = open_set(config, data, source, held_out, seed)
+    if found is None or not config.path:
+        return found
+    digests = {"data": source.facts.digest, "validation": found.source.facts.digest}
+    compared = digests | {"samples": len(found.rows)}
+    file = folder / COMPARED
+    is_known = file.is_file() and json.loads(file.read_text()) == compared
+    # The first rank's view decides: a shared disk may show a file to some ranks only.
+    if not world.gather(is_known)[0]:
         check_apart(config.path, found.source, found.rows, source, world)
-    return found
+    return replace(found, compared=compared)
 
 
 def losses(
@@ -84,22 +130,23 @@ def losses(
     objective: Objective,
     executor: Executor,
     share: DataShare,
+    alive: Callable[[], None],
     *,
     seed: int,
     batch_size: int,
-    alive: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """The loss over all rows, and of every evaluation of the objective that has a name.
 
     Each data rank takes its share of the rows, `batch_size` at a time. Sample i of the set has
-    number i: the same draws every time, on every layout.
+    number i: the same draws every time, on every layout. `alive` is called after every batch.
     """
     count = -(-len(chosen.rows) // share.num_ranks)
     mine = range(share.rank * count, (share.rank + 1) * count)
     parts: dict[str, list[Tensor]] = {}
     for first in range(0, count, batch_size):
-        # Every rank evaluates equally many; those behind the end count for nothing.
-        numbers = [min(i, len(chosen.rows) - 1) for i in mine[first : first + batch_size]]
+        # Batches of one size: every rank evaluates equally many, and nothing is compiled anew.
+        # What is behind a share's end, or the set's, is cut off below.
+        numbers = [min(mine[0] + first + i, len(chosen.rows) - 1) for i in range(batch_size)]
         pairs = [(i, chosen.rows[i]) for i in numbers]
         inspect, device = objective.inspect, share.device
         batch = loader.load_samples(chosen.source, pairs, inspect, device, len(pairs))
@@ -110,7 +157,7 @@ def losses(
         alive()
     means = {}
     for name, found in parts.items():
-        whole = share.gather(torch.cat(found))[: len(chosen.rows)].sum(0)
+        whole = share.gather(torch.cat(found)[:count])[: len(chosen.rows)].sum(0)
         means[name] = float(whole[0] / whole[1])
     named: Mapping[str, float] = {f"{LOSS}_{name}": v for name, v in means.items() if name}
     return {LOSS: sum(means.values()) / len(means), **named}

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -56,11 +56,14 @@ class Watchdog:
         self.expect("in the next step", self.timeout_s)
 
     @contextmanager
-    def slow(self, doing: str) -> Iterator[None]:
-        """What may take longer than a step: "saving", "drawing"."""
-        before = self.doing, self.allowance
-        self.expect(doing, max(self.timeout_s, SLOW_S))
-        yield
+    def slow(self, doing: str) -> Iterator[Callable[[], None]]:
+        """What may take longer than a step: "saving", "drawing".
+
+        Gives a function for a block of several slow parts, to be called after each.
+        """
+        before, allowance = (self.doing, self.allowance), max(self.timeout_s, SLOW_S)
+        self.expect(doing, allowance)
+        yield lambda: self.expect(doing, allowance)
         self.expect(*before)
 
     def expect(self, doing: str, allowance: float) -> None:

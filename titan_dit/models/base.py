@@ -85,8 +85,6 @@ class Model(nn.Module):
     head: nn.Module | None
     """(stream, static) -> the predictions in the order of `ModelSpec.predictions`; one alone may
     come without its tuple."""
-    tied: Mapping[str, str] = {}
-    """Parameters that are one: {"head.weight": "embed.weight"}."""
 
     def forward(self, given: Mapping[str, Tensor] | Stream, static: Static) -> Tensor | Stream:
         """Inputs of `embed` to a prediction for every token.
@@ -108,7 +106,7 @@ class Model(nn.Module):
         self.head = self.head if is_last else None
 
     def init_laws(self) -> dict[str, InitLaw]:
-        """The law of every parameter and buffer, by name.
+        """The initial distribution of every parameter and buffer, by name.
 
         By default GPT-2's: N(0, 0.02) for matrices, 1 for the weights of norms, 0 for biases.
         """

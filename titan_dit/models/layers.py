@@ -188,6 +188,8 @@ class Attention(nn.Module):
             y = self.attend(q, k, v)
         elif self.mask == "causal":
             y = self.attend(q, k, v, causal=True)
+        elif lengths is None:
+            raise ValueError('An attention with mask="lengths" must be given lengths.')
         else:
             y = self.attend(q, k, v, lengths=lengths)
         attended: Tensor = self.out(y.transpose(1, 2).flatten(2))

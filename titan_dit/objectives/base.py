@@ -34,7 +34,7 @@ class Prepared:
     """What the loss is given beside the predictions; batch first."""
     weight: Float[Tensor, "b *n"]
     """Of every sample, [b], or of every token, [b, n]."""
-    total_tokens: float | None
+    total_tokens: float | Tensor | None
     """Weighted tokens of the step over all ranks: the loss is a sum divided by it. None, where one
     rank cannot know it: the executor adds up the weights of all."""
     static: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -137,6 +137,10 @@ class Objective:
         """Lines about data that can be trained on, but hardly as it was meant. Reads samples."""
         return ()
 
+    def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
+        """What else was imported for it, by section: the console says from which file."""
+        return {}
+
     def modules(self) -> nn.ModuleDict | None:
         """Modules with parameters that `loss` calls; always the same ones.
 
@@ -147,7 +151,10 @@ class Objective:
         return None
 
     def init_laws(self) -> dict[str, InitLaw]:
-        """The law of every parameter and buffer of `modules`, by its name there."""
+        """The initial distribution of parameters and buffers of `modules`, by their names there.
+
+        Those that are not named have the default of `Model.init_laws`.
+        """
         return {}
 
     def preview(

@@ -68,8 +68,7 @@ class Journal:
         """The loss so far, as a picture."""
         if self.metrics:
             with self.sparing("loss.png"):
-                title = f"{self.name}: training loss"
-                if self.metrics.curve(LOSS)[0]:
+                title, points = f"{self.name}: training loss", self.metrics.curve(LOSS)
+                if points[0]:
                     title += " (blue) and validation loss (red)"
-                points = self.metrics.curve(LOSS)
                 draw_curve(self.folder / "loss.png", *self.metrics.curve("loss"), title, points)

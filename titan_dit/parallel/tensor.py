@@ -22,6 +22,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from titan_dit.models.base import Model, Stream
+from titan_dit.section import UserError, nearest
 
 Styles = Mapping[str, ParallelStyle]
 
@@ -50,6 +51,11 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
     for part, styles in parts:
         if part is not None:
             names = dict(part.named_modules())
+            if unknown := [name for name in styles if name not in names]:
+                raise UserError(
+                    f"[parallel] tensor_plan cuts {unknown[0]}, which {type(part).__name__} has "
+                    f"not.{nearest(unknown[0], [name for name in names if name])}"
+                )
             # A style for a submodule that this configuration lacks, such as a norm, is left out.
             present = {k: v for k, v in styles.items() if any(True for _ in names[k].parameters())}
             parallelize_module(part, mesh, present)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from titan_dit.models.base import ModelSpec, Stream
@@ -41,13 +42,28 @@ def nothing_to_add(value: Tensor) -> Tensor:
 
 
 def by_name(
-    loss: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor], names: tuple[str, ...]
+    loss: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor],
+    names: tuple[str, ...],
+    tokens: int,
 ) -> TokenLoss:
-    """An objective's loss, of predictions that have these names."""
+    """An objective's loss, of predictions that have these names, for so many tokens a sample."""
 
     def named(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
         several = (output,) if isinstance(output, Tensor) else output
-        return loss(dict(zip(names, several, strict=True)), targets)
+        if len(several) != len(names):
+            raise UserError(
+                f"[model] head gives {len(several)} predictions, but the spec names "
+                f"{', '.join(names)}."
+            )
+        per_token = loss(dict(zip(names, several, strict=True)), targets)
+        wanted = several[0].shape[0], tokens
+        # Of another shape it would be broadcast against the weights, and train on something else.
+        if per_token.shape != wanted:
+            raise UserError(
+                f"[objective] loss gives {list(per_token.shape)}; it must give one value per "
+                f"token, {list(wanted)}."
+            )
+        return per_token
 
     return named
 
@@ -68,11 +84,12 @@ class Executor(ABC):
         hold different samples, different tokens of a sample, or different stages.
         """
         if self.network is not None:
-            check_prepared(prepared, self.network)
+            check_names(prepared, self.network)
         if prepared.total_tokens is None:
-            # A tensor, not a number: reading it would wait for the device.
-            total: object = self.add_up(prepared.weight.sum())
-            prepared = replace(prepared, total_tokens=total)  # type: ignore[arg-type]
+            # A tensor, not a number: reading it would wait for the device. In fp64: fp32 loses
+            # ones beyond 16.7 million.
+            total = self.add_up(prepared.weight.sum(dtype=torch.float64))
+            prepared = replace(prepared, total_tokens=total)
         return self.run(prepared)
 
     @abstractmethod
@@ -99,7 +116,7 @@ class Executor(ABC):
         """
 
 
-def check_prepared(prepared: Prepared, network: ModelSpec) -> None:
+def check_names(prepared: Prepared, network: ModelSpec) -> None:
     """Refuse what a model does not take, or lacks; UserError with both lists."""
     for kind in ("inputs", "context", "static"):
         given, taken = getattr(prepared, kind), getattr(network, kind)
@@ -119,7 +136,10 @@ def share_of(per_token: Tensor, part: Prepared) -> Tensor:
     """The share of the step's loss that some samples have."""
     assert part.total_tokens is not None
     weight = part.weight if part.weight.ndim == 2 else part.weight[:, None]
-    return (per_token * weight).sum() / part.total_tokens
+    total = part.total_tokens
+    # Not fp64: it would make the loss fp64.
+    divisor = total.to(per_token.dtype) if isinstance(total, Tensor) else total
+    return (per_token * weight).sum() / divisor
 
 
 def first_of(output: Output) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from titan_dit.models.base import Mask, Model, TensorSpec
+from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_law
 from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel import float8, fsdp, tensor
@@ -41,6 +42,8 @@ class Built:
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
     """The part of the network that this rank holds, spread over the mesh, with initial weights."""
     parts, count, flops = spread(plan, mesh)
+    modules = objective.modules()
+    count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
         initialize(part, part.init_laws(), plan.seed, device)
     parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
@@ -61,7 +64,7 @@ def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     for stage in plan.stages_of(mesh.pp.get_local_rank()):
         with torch.device("meta"):
             model = plan.network.build()
-        check_masks(model, plan.network.mask)
+        check_model(model, plan.network)
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(plan.network.num_tokens)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
@@ -79,8 +82,21 @@ def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     return parts, count, flops
 
 
-def check_masks(model: Model, mask: Mask) -> None:
-    """The mask that kernels are chosen for must be the one that the layers ask for."""
+def check_model(model: Model, network: ModelSpec) -> None:
+    """Refuse a model that is not what its spec says; UserError."""
+    wanted = [str(layer) for layer in range(network.num_layers)]
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(model, Model) or not isinstance(blocks, nn.ModuleDict):
+        raise UserError(
+            f"[model] builds a {type(model).__name__}, which is no titan_dit.models.base.Model "
+            "with embed, blocks (a ModuleDict) and head."
+        )
+    if list(blocks) != wanted:
+        raise UserError(
+            f"[model] its spec says num_layers={network.num_layers}, but its blocks are "
+            f"{', '.join(blocks) or 'none'}. Key them by layer, from 0 to {network.num_layers - 1}."
+        )
+    mask = network.mask
     for name, layer in model.named_modules():
         if isinstance(layer, Attention) and layer.mask != mask:
             raise UserError(
@@ -102,7 +118,9 @@ def place_modules(
         fsdp.shard_module(module, mesh.fsdp, plan.precision)
     # Under one more name, so that they are nobody else's.
     holder = nn.ModuleDict({"objective": modules})
-    laws = {f"objective.{name}": law for name, law in objective.init_laws().items()}
+    tensors = itertools.chain(holder.named_parameters(), holder.named_buffers())
+    laws = {name: default_law(name, tensor) for name, tensor in tensors}
+    laws |= {f"objective.{name}": law for name, law in objective.init_laws().items()}
     initialize(holder, laws, plan.seed, device)
     return dict(holder.named_parameters())
 
@@ -116,7 +134,11 @@ def executor_of(
 ) -> Executor:
     """What runs the parts, on all tokens or on a slice of them."""
     executor = whole_token_executor(
-        plan, mesh, parts, by_name(objective.loss, tuple(plan.network.predictions)), device
+        plan,
+        mesh,
+        parts,
+        by_name(objective.loss, tuple(plan.network.predictions), plan.tokens_per_rank),
+        device,
     )
     if mesh.sizes.cp > 1:
         dims = TokenDims.of(plan.network, objective.token_targets)

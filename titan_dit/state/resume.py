@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from titan_dit.config import CheckpointConfig, RunConfig
 from titan_dit.config_file import Tables, changes, read_toml
 from titan_dit.failure import is_started_anew
@@ -265,10 +267,16 @@ def load_imported(
             "Set --ema.warmup false."
         )
     (saved,) = (str(decay) for decay in record["config"]["ema"]["decays"])
-    wanted = {**tensors, "ema": {}}
+    # What the objective has of its own is in no file of weights, and begins as it is.
+    wanted = {**tensors, "model": of_the_model(tensors["model"]), "ema": {}}
     if ema.averages:
-        wanted["ema"] = {saved: next(iter(ema.averages.values()))}
+        wanted["ema"] = {saved: of_the_model(next(iter(ema.averages.values())))}
     if not checkpoint.holds(path, "optimizer"):
         del wanted["optimizer"]
     checkpoint.load(path, wanted, verified=verified)
     ema.spread()
+
+
+def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the parameters of an objective's own modules."""
+    return {name: t for name, t in tensors.items() if not name.startswith("objective.")}

@@ -19,10 +19,12 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     Every rank calls, and the answer is the same on all. With a device, kernels and the compiler
     are tried on a sample.
     """
+    layout.check_spec(plan)
     layout.check_world(plan)
     layout.check_batch(plan)
     layout.check_tensor(plan)
     layout.check_context(plan)
+    layout.check_network(plan)
     layout.check_pipeline(plan)
     formats.check_compile(plan)
     formats.check_remat(plan)

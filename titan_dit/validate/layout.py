@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 
-from titan_dit.objectives.base import Objective
+from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.balance import check_split
-from titan_dit.schedules.layout import SPLIT_BACKWARD, check_schedule
+from titan_dit.schedules.layout import check_schedule
 from titan_dit.section import UserError, show
+
+
+def check_spec(plan: RunPlan) -> None:
+    """What a user's model says of itself must be a spec."""
+    network: object = plan.network
+    if not isinstance(network, ModelSpec):
+        raise UserError(
+            f"[model] spec gives a {type(network).__name__}, not a titan_dit.models.base.ModelSpec."
+        )
 
 
 def check_world(plan: RunPlan) -> None:
@@ -56,6 +66,32 @@ def refuse_followed(plan: RunPlan) -> None:
     )
 
 
+def check_network(plan: RunPlan) -> None:
+    """The tensors that a model names must agree with each other, and divide over cp."""
+    network = plan.network
+    if both := network.context.keys() & network.static.keys():
+        raise UserError(
+            f"[model] names {', '.join(sorted(both))} in context and in static, which reach the "
+            "blocks in one mapping. Give them different names."
+        )
+    for name, spec in network.predictions.items():
+        if spec.token_dim is None or spec.shape[spec.token_dim] != network.num_tokens:
+            raise UserError(
+                f"[model] prediction {name} is {list(spec.shape)} with token_dim={spec.token_dim}, "
+                f"but num_tokens={network.num_tokens}: there must be a prediction for every token."
+            )
+    for kind in ("inputs", "stream", "context", "static"):
+        specs: Mapping[str, TensorSpec] = getattr(network, kind)
+        for name, spec in specs.items():
+            tokens = None if spec.token_dim is None else spec.shape[spec.token_dim]
+            if tokens is not None and tokens % plan.sizes.cp:
+                raise UserError(
+                    f"[parallel] cp={plan.sizes.cp} does not divide the {tokens} tokens of the "
+                    f"model's {kind} {name}. "
+                    f"Set cp = {largest_divisor(tokens, below=plan.sizes.cp)}."
+                )
+
+
 def check_batch(plan: RunPlan) -> None:
     """The global batch must divide into microbatches on every data-parallel rank.
 
@@ -92,9 +128,11 @@ def check_tensor(plan: RunPlan) -> None:
         )
     try:
         styles = plan.styles
-    except TypeError as error:
+    except Exception as error:
+        text = " ".join(str(error).split())
         raise UserError(
-            f"[parallel] tensor_plan is called with sequence_parallel: true or false, but: {error}."
+            "[parallel] tensor_plan, called with sequence_parallel="
+            f"{show(plan.parallel.sequence_parallel)}, raised {type(error).__name__}: {text}"
         ) from error
     if not isinstance(styles, TensorPlan):
         raise UserError(
@@ -167,17 +205,6 @@ def check_pipeline(plan: RunPlan) -> None:
         raise UserError(
             '[parallel] reshard_after_forward="always" would gather the parameters anew for every '
             f'microbatch of pp={sizes.pp}. Set "auto".'
-        )
-
-
-def check_modules(plan: RunPlan, objective: Objective) -> None:
-    """Torch takes a split backward of a stage's own parameters only."""
-    split = plan.sizes.pp > 1 and plan.pipeline.schedule in SPLIT_BACKWARD
-    if split and objective.modules() is not None:
-        raise UserError(
-            f"[pipeline] schedule={show(plan.pipeline.schedule)} splits the backward pass, which "
-            "leaves out the parameters that the objective has of its own. Set "
-            'schedule = "interleaved_1f1b".'
         )
 
 
