@@ -71,8 +71,8 @@ class ParallelConfig(Section):
     does by itself, which is all but the outermost group; on one rank never. A pipeline keeps them
     for the step."""
     prefetch: Whole = 0
-    """Blocks whose parameters are gathered ahead of their turn by an order of ours; 0 leaves it to
-    FSDP2, which gathers the next block as soon as the host comes to it."""
+    """Blocks to all-gather ahead; 0 uses FSDP2's implicit prefetch, which gathers the next block as
+    soon as the host comes to it."""
 
 
 @dataclass(frozen=True, kw_only=True)

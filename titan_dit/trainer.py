@@ -70,7 +70,8 @@ class Trainer:
         self.source = config.data.open()
         check_source(self.source, config.data.name)
         self.objective = config.objective.build(config.model, self.source.facts)
-        validate_parts(plan, self.objective, self.source.fields, config.data.name, self.source)
+        parts = plan, self.objective, self.source.fields, config.data.name
+        validate_parts(*parts, self.source, previews=bool(config.sampling.every))
         self.held_out = validation.held_out_of(config.validation, self.source, job.seed)
         self.epochs = EpochOrder.of(job.seed, len(self.source), self.held_out)
         self.validation_set = validation.open_apart(
@@ -199,7 +200,7 @@ class Trainer:
             stop.ask(Reason.HOOK)
 
     def due(self, every: int) -> bool:
-        """Whether what is done every so many steps is done after this one; 0 is never."""
+        """True every `every` steps and on the last step; never if 0."""
         last = self.step == self.config.training.steps
         return bool(every) and (self.step % every == 0 or last)
 

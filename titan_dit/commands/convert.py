@@ -15,6 +15,7 @@ from torch import Tensor
 from titan_dit import __version__, catalog, config_file
 from titan_dit.commands.restore import find, restore
 from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
 from titan_dit.section import Bound, Count, Finite, Section, UserError, conform
@@ -186,8 +187,10 @@ def write_original(source: Place, target: Path, options: Options) -> None:
     config = run.model_config
     if not isinstance(config, DiTConfig):
         raise UserError(f"--from {source}: {config.name} is no DiT; the original's files hold one.")
-    objective: Any = run.diffusion("convert").path
-    original = Original(config, objective.output_channels(config.channels))
+    objective = run.diffusion("convert").path
+    assert isinstance(objective, DiffusionConfig)
+    path = objective.path
+    original = Original(config, path.output_channels(config.channels))
     ours = {name: p.detach() for name, p in run.model.named_parameters()}
     hidden, layers, heads, patch = config.shape
     metadata = {

@@ -61,7 +61,7 @@ def head(report: Report) -> Iterator[str]:
     if sizes.cp > 1 and plan.parallel.cp_method == "ring":
         yield "note    without the keys and values that are on their way round while a ring works"
     if plan.compile.enabled:
-        yield "note    without torch.compile, which keeps fewer activations (17 h for 20 h a token)"
+        yield "note    without torch.compile, which keeps less (17 instead of 20 x hidden a token)"
 
 
 def memory(report: Report, unit: int) -> Iterator[str]:

@@ -157,6 +157,7 @@ class Objective:
         """
         return {}
 
+    @abstractmethod
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
     ) -> Preview:

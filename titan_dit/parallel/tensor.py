@@ -39,6 +39,11 @@ class TensorPlan:
     head: Styles
 
 
+def shard_dim(placement: Shard | Replicate | None) -> int | None:
+    """The dim that is cut over the ranks, batch dim included; None where none is."""
+    return placement.dim if isinstance(placement, Shard) else None
+
+
 def uncut(num_streams: int) -> TensorPlan:
     """The plan of a model that nothing cuts."""
     return TensorPlan(stream=(None,) * num_streams, embed={}, block={}, head={})

@@ -118,8 +118,8 @@ def first_undamaged(choose: Callable[[], list[Place]]) -> Start:
 def candidates(checkpoints: Checkpoints, resume: str) -> list[Place]:
     """The checkpoints that [checkpoint] resume asks for, in the order of preference.
 
-    A path into another run is where a fresh run begins; one of its own, where it goes back to.
-    Either happens once: what the same command has saved since, it goes on from.
+    Another run's checkpoint initialises this run; one of its own rolls it back. Either happens
+    once: the same command resumes from what it has saved since.
     """
     own = own_newest_first(checkpoints)
     if resume == "auto":

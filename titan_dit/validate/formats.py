@@ -52,7 +52,7 @@ def check_remat(plan: RunPlan) -> None:
         # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".
         raise UserError(
             f'[remat] mode="{config.mode}" does not go with [compile] enabled=true and [parallel] '
-            f"tp={sizes.tp}: torch cannot compile the second sending of a block. "
+            f"tp={sizes.tp}: torch cannot compile the second all-gather of a block. "
             'Set mode = "selective" or [compile] enabled = false.'
         )
 

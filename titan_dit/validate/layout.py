@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from titan_dit.models.base import ModelSpec, TensorSpec
-from titan_dit.parallel.tensor import TensorPlan
+from titan_dit.parallel.tensor import TensorPlan, shard_dim
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.balance import check_split
 from titan_dit.schedules.layout import check_schedule
@@ -89,6 +89,17 @@ def check_network(plan: RunPlan) -> None:
                     f"[parallel] cp={plan.sizes.cp} does not divide the {tokens} tokens of the "
                     f"model's {kind} {name}. "
                     f"Set cp = {largest_divisor(tokens, below=plan.sizes.cp)}."
+                )
+    for (name, spec), placement in zip(network.stream.items(), plan.styles.stream, strict=True):
+        dim = shard_dim(placement)
+        if dim is not None and plan.sizes.tp > 1:
+            own = (1, *spec.shape)[dim]
+            own //= plan.sizes.cp if dim - 1 == spec.token_dim else 1
+            if own % plan.sizes.tp:
+                raise UserError(
+                    f"[parallel] tp={plan.sizes.tp} does not divide the {own} entries that a rank "
+                    f"has of the model's stream {name}. Set sequence_parallel = false, or another "
+                    "tp or cp."
                 )
 
 

@@ -35,12 +35,14 @@ def validate_parts(
     fields: Mapping[str, Field],
     data: str,
     source: Source | None = None,
+    *,
+    previews: bool = False,
 ) -> None:
     """Raise a UserError for what does not fit; with a source, one row of it is read.
 
-    `data`: the name of [data].
+    `data`: the name of [data]. `previews`: whether the objective has to draw some.
     """
-    check_members(objective)
+    check_members(objective, previews)
     check_fields(fields, objective, data)
     if source is not None:
         check_row(source, data)
@@ -54,9 +56,10 @@ def validate_parts(
     check_described(attempt("describe", lambda: objective.describe({}, rng)))
 
 
-def check_members(objective: Objective) -> None:
+def check_members(objective: Objective, previews: bool) -> None:
     """Refuse an objective that lacks what every one must have."""
-    doors.require(type(objective), MEMBERS, "[objective] name", type(objective).__name__)
+    members = MEMBERS | ({"preview": "what [sampling] asks for"} if previews else {})
+    doors.require(type(objective), members, "[objective] name", type(objective).__name__)
     if not isinstance(objective, Objective):
         raise UserError(
             f"[objective] builds a {type(objective).__name__}, which is no "
