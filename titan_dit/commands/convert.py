@@ -189,8 +189,7 @@ def write_original(source: Place, target: Path, options: Options) -> None:
         raise UserError(f"--from {source}: {config.name} is no DiT; the original's files hold one.")
     objective = run.diffusion("convert").path
     assert isinstance(objective, DiffusionConfig)
-    path = objective.path
-    original = Original(config, path.output_channels(config.channels))
+    original = Original(config, objective.path.output_channels(config.channels))
     ours = {name: p.detach() for name, p in run.model.named_parameters()}
     hidden, layers, heads, patch = config.shape
     metadata = {
