@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import on_ranks
-from tiny import assert_same_gradients, randomize, tiny_config, whole
+from tiny import assert_same_gradients, randomize, state, tiny_config, whole
 
 from titan_dit import catalog, config_file
 from titan_dit.parallel.gradients import clip_norm
@@ -48,7 +48,7 @@ OWN = {
 
 def config_of(names, layout, folder, **sections):
     tables = {
-        "model": {"name": names["model"], "hidden": 32, "layers": 4, "heads": 4, "context": 8},
+        "model": {"name": names["model"], "hidden": 32, "layers": 2, "heads": 4, "context": 8},
         "objective": {"name": names["objective"]},
         "data": {"name": names["data"], "path": str(folder / "text"), "context": 8},
         "parallel": {"tensor_plan": names["plan"], **layout},
@@ -69,9 +69,10 @@ def digits(layout):
     layout = {key: value for key, value in layout.items() if key != "cp_method"}
     return tiny_config(
         parallel=layout,
-        training={"microbatch_size": 2},
-        validation={"every": 1, "samples": 13},
-        model={"layers": 4},
+        training={"global_batch_size": 4, "microbatch_size": 2},
+        validation={"every": 1, "samples": 5},
+        model={"layers": 2},
+        ema={"decays": [0.9]},
     )
 
 
@@ -92,7 +93,27 @@ def measured(world, folder):
             norm = clip_norm(trainer.parameters.values(), 0.0).item()
             grads = {name: whole(p.grad) for name, p in trainer.parameters.items()}
             found[f"{kind} {name}"] = loss, norm, grads, losses, trainer.validate()
+    if world.size == 1:
+        found["state"] = trained(world, folder, {}, 4, "alone")
+    if world.size == 2:
+        trained(world, folder, LAYOUTS[2]["pp"], 2, "moved")
+        found["state"] = trained(world, folder, LAYOUTS[2]["tp"], 4, "moved")
     return found
+
+
+def trained(world, folder, layout, steps, name):
+    """The state after so many steps of the run of a name, from where it was."""
+    os.chdir(folder)
+    sections = {
+        "training": {"steps": steps, "global_batch_size": 8, "microbatch_size": 2},
+        "checkpoint": {"every": 2},
+        "optimizer": {"lr": 1e-3},
+        "lr_schedule": {"warmup_steps": 1},
+        "job": {"name": name},
+    }
+    trainer = Trainer(config_of(OWN, layout, folder, **sections), world)
+    trainer.fit()
+    return state(trainer)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +156,23 @@ def check(kind, layout, alone, ranks):
 @pytest.mark.parametrize("layout", LAYOUTS[2])
 def test_what_comes_from_outside_has_the_gradients_of_one_process(kind, layout, alone, on_two):
     check(kind, layout, alone, on_two)
+
+
+def test_modules_of_an_objective_are_saved_averaged_and_taken_to_another_layout(alone, on_two):
+    """Two steps in a pipeline and two by tensor parallelism are four steps of one process."""
+    expected, found = alone["state"], on_two[0]["state"]
+    own = [name for name in expected if "objective.uncertainty.weight" in name]
+    assert sorted(own) == [
+        "ema.0.9.objective.uncertainty.weight",
+        "model.objective.uncertainty.weight",
+        *(f"optimizer.objective.uncertainty.weight.{k}" for k in ("exp_avg", "exp_avg_sq", "step")),
+    ]
+    assert found.keys() == expected.keys()
+    for name in own:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    # It has learned, and differs from its average.
+    weight = expected["model.objective.uncertainty.weight"]
+    assert not torch.equal(weight, expected["ema.0.9.objective.uncertainty.weight"])
 
 
 @pytest.mark.long

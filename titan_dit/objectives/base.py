@@ -91,8 +91,8 @@ class DataShare:
 class Objective:
     """What is learned: a batch to inputs, targets and a loss per token.
 
-    All randomness comes from the rng, a pure function of seed and sample number. The first five
-    members are what every objective has; the others do nothing unless it has them too.
+    All randomness comes from the rng, a pure function of seed and sample number. Every objective
+    has `takes`, `prepare` and `loss`; the other members do nothing unless they are overridden.
     """
 
     takes: ClassVar[tuple[str, ...]]
