@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titan_dit import doors
 from titan_dit.data.base import Batch, Field, Source
+from titan_dit.data.loader import load_samples
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.pipeline.base import check_names
@@ -45,7 +46,7 @@ def validate_parts(
     check_members(objective, previews)
     check_fields(fields, objective, data)
     if source is not None:
-        check_row(source, data)
+        check_row(source, objective, data)
     check_modules(plan, objective)
     rng = SampleRNG(plan.seed, torch.arange(ROWS))
     zeros = {name: rows_of(field) for name, field in fields.items()}
@@ -89,9 +90,9 @@ def check_source(source: Source, data: str) -> None:
         )
 
 
-def check_row(source: Source, data: str) -> None:
+def check_row(source: Source, objective: Objective, data: str) -> None:
     """The first row must be what the fields say."""
-    row = source.read([0])
+    row = load_samples(source, [(0, 0)], objective.inspect, torch.device("cpu"), 1.0).fields
     for name, field in source.fields.items():
         found = row.get(name)
         said = f"{name} {spelled(field.dtype, field.shape)}"
