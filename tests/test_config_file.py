@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny import tiny_config
 from unchecked import unchecked
 
 from titan_dit import config_file
@@ -421,3 +422,13 @@ def test_a_flag_that_chooses_another_objective_drops_what_the_file_says_of_the_o
 def test_a_key_of_another_objective_is_still_refused_among_the_flags(refused):
     message = refused("--objective.name", "ddpm", "--objective.shift", "2")
     assert "[objective] shift: unknown key" in message
+
+
+def test_sections_that_are_not_asked_for_are_neither_read_nor_imported():
+    tables = to_tables(tiny_config())
+    tables["data"] = {"name": "gone.from_this_machine:Data", "any": "key"}
+    tables["job"]["hooks"] = ["gone.from_this_machine:Hook"]
+    found = config_file.build_sections(tables, variant, ("model", "objective", "ema"))
+    assert sorted(found) == ["ema", "model", "objective"]
+    with pytest.raises(UserError, match=r"there is no module gone"):
+        build(tables, variant)

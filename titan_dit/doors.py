@@ -47,8 +47,9 @@ def imported(name: str, where: str) -> Any:
     except UserError:
         raise
     except Exception as error:
+        text = " ".join(str(error).split())
         raise UserError(
-            f"{where}={show(name)}: importing {module_name} raised {type(error).__name__}: {error}"
+            f"{where}={show(name)}: importing {module_name} raised {type(error).__name__}: {text}"
         ) from error
     thing = getattr(module, attribute, None)
     if thing is None:
