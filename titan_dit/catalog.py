@@ -39,6 +39,9 @@ TENSOR_PLANS = {
 }
 """Model -> how it is cut along the tensor-parallel axis."""
 
+PLAN = "[parallel] tensor_plan"
+"""The key that names another one."""
+
 MEMBERS = {
     "model": {"spec": "the network: titan_dit.models.base.ModelConfig"},
     "objective": {
@@ -78,6 +81,3 @@ def tensor_plan(model: ModelConfig, chosen: str) -> Callable[[bool], TensorPlan]
     key, name = ("[model] name", model.name) if chosen == "auto" else (PLAN, chosen)
     found: Callable[[bool], TensorPlan] = doors.look_up(TENSOR_PLANS, key, name)
     return found
-
-
-PLAN = "[parallel] tensor_plan"

@@ -13,6 +13,7 @@ from titan_dit import __version__, catalog, config_file, doors
 from titan_dit.config import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Batch
+from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.evaluation import validation
 from titan_dit.failure import begun, leave
@@ -21,6 +22,7 @@ from titan_dit.faults.guard import Guard, Reading
 from titan_dit.faults.stop_request import Reason, StopRequest
 from titan_dit.faults.watchdog import Watchdog
 from titan_dit.garbage import Collector
+from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Hooks, Run
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
@@ -49,7 +51,6 @@ from titan_dit.validate import device as device_fits
 from titan_dit.validate import validate
 from titan_dit.validate.parts import check_source, validate_parts
 
-HOOKS = "[job] hooks"
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 
 
@@ -72,7 +73,7 @@ class Trainer:
         self.objective = config.objective.build(config.model, self.source.facts)
         parts = plan, self.objective, self.source.fields, config.data.name
         validate_parts(*parts, self.source, previews=bool(config.sampling.every))
-        self.held_out = validation.held_out_of(config.validation, self.source, job.seed)
+        self.held_out = held_out_rows(self.source, job.seed, config.validation.num_held_out)
         self.epochs = EpochOrder.of(job.seed, len(self.source), self.held_out)
         self.validation_set = validation.open_apart(
             config.validation,
@@ -193,6 +194,8 @@ class Trainer:
 
     def call_hooks(self, moment: str, stop: StopRequest) -> None:
         """Show the run to the user's hooks; one that raises stops all ranks, in good order."""
+        if not self.hooks.wanted:
+            return
         slow = nullcontext() if moment == "step_ended" else self.watchdog.slow(f"in {HOOKS}")
         with slow, self.meter.paused():
             self.hooks.call(moment, self.step, self.cursor, self.row)

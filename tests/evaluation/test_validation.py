@@ -145,6 +145,13 @@ def test_datasets_that_were_compared_are_not_compared_again(tmp_path, monkeypatc
     monkeypatch.setattr(validation, "check_apart", None)
     with trainer_of(tmp_path / "run", training={"steps": 5}, **settings) as trainer:
         trainer.fit()
+    # A file that a kill has cut short is no answer.
+    file = tmp_path / "run" / validation.COMPARED
+    whole = file.read_text()
+    file.write_text(whole[:20])
+    with pytest.raises(TypeError), trainer_of(tmp_path / "run", **settings):
+        pass
+    file.write_text(whole)
     # Other rows are others.
     more = settings | {"validation": settings["validation"] | {"samples": 7}}
     with pytest.raises(TypeError), trainer_of(tmp_path / "run", **more):

@@ -19,8 +19,8 @@ from titan_dit.commands.restore import device_of, series
 from titan_dit.config import CompileConfig, JobConfig, ParallelConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Source
+from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.order import BatchPlan, EpochOrder
-from titan_dit.evaluation.validation import held_out_of
 from titan_dit.faults import fault_log
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
@@ -119,7 +119,7 @@ def main(options: Options) -> None:
     if origin.data_digest not in (None, source.facts.digest):
         raise UserError(f"[data] of {run} is not what the run was trained on: its digest differs.")
     objective = config.objective.build(config.model, source.facts)
-    held_out = held_out_of(config.validation, source, config.job.seed)
+    held_out = held_out_rows(source, config.job.seed, config.validation.num_held_out)
     with runtime.start(device_of(options.device).type) as world:
         theatre = Theatre(
             config.job.seed,

@@ -25,6 +25,10 @@ class Field:
     shape: tuple[int | None, ...]
     """Without the batch dim; None where it differs from sample to sample."""
 
+    def __str__(self) -> str:
+        """As messages name it: "float32 [4, 32, 32]"."""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -39,12 +39,12 @@ class ValidationSet:
     def remember(self, folder: Path) -> None:
         """In the run's folder, so that a restart need not compare again."""
         if self.compared:
-            (folder / COMPARED).write_text(json.dumps(self.compared) + "\n")
+            (folder / COMPARED).write_text(text_of(self.compared))
 
 
-def held_out_of(config: ValidationConfig, source: Source, seed: int) -> tuple[int, ...]:
-    """The rows that leave a dataset, ascending."""
-    return held_out_rows(source, seed, config.num_held_out)
+def text_of(compared: Mapping[str, Any]) -> str:
+    """What the run's folder has of a comparison."""
+    return json.dumps(compared) + "\n"
 
 
 def open_set(
@@ -95,8 +95,7 @@ def check_alike(where: str, other: Source, source: Source) -> None:
 
 def spelled(source: Source) -> str:
     """The fields of a source, as "latent float32 [4, 32, 32], label int64 []"."""
-    fields = source.fields.items()
-    return ", ".join(f"{n} {str(f.dtype).partition('.')[2]} {list(f.shape)}" for n, f in fields)
+    return ", ".join(f"{name} {field}" for name, field in source.fields.items())
 
 
 def open_apart(
@@ -118,7 +117,8 @@ def open_apart(
     digests = {"data": source.facts.digest, "validation": found.source.facts.digest}
     compared = digests | {"samples": len(found.rows)}
     file = folder / COMPARED
-    is_known = file.is_file() and json.loads(file.read_text()) == compared
+    # As text: a file that a kill cut short is none, and the rows are compared again.
+    is_known = file.is_file() and file.read_text() == text_of(compared)
     # The first rank's view decides: a shared disk may show a file to some ranks only.
     if not world.gather(is_known)[0]:
         check_apart(config.path, found.source, found.rows, source, world)
@@ -165,6 +165,5 @@ def losses(
 
 def sums_of(per_token: Float[Tensor, "b n"], prepared: Prepared) -> Float[Tensor, "b 2"]:
     """The weighted sum of every sample's losses and the sum of their weights, in fp64."""
-    weight = prepared.weight if prepared.weight.ndim == 2 else prepared.weight[:, None]
-    weight = weight.expand_as(per_token).double()
+    weight = prepared.token_weight.expand_as(per_token).double()
     return torch.stack(((per_token.double() * weight).sum(1), weight.sum(1)), 1)

@@ -48,6 +48,11 @@ class Prepared:
         return {**self.static, **self.context}
 
     @property
+    def token_weight(self) -> Float[Tensor, "b _"]:
+        """Of every token, [b, n], or of a sample's tokens, [b, 1]."""
+        return self.weight if self.weight.ndim == 2 else self.weight[:, None]
+
+    @property
     def num_rows(self) -> int:
         """Samples."""
         return self.weight.shape[0]

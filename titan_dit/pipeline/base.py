@@ -135,11 +135,10 @@ def check_names(prepared: Prepared, network: ModelSpec) -> None:
 def share_of(per_token: Tensor, part: Prepared) -> Tensor:
     """The share of the step's loss that some samples have."""
     assert part.total_tokens is not None
-    weight = part.weight if part.weight.ndim == 2 else part.weight[:, None]
     total = part.total_tokens
     # Not fp64: it would make the loss fp64.
     divisor = total.to(per_token.dtype) if isinstance(total, Tensor) else total
-    return (per_token * weight).sum() / divisor
+    return (per_token * part.token_weight).sum() / divisor
 
 
 def first_of(output: Output) -> Tensor:

@@ -1,7 +1,8 @@
 """Refusals: what cannot be trained as it is asked for, said before anything is built.
 
-A section refuses values of its own; what several sections, the ranks or the device have to do with
-it is refused here and nowhere else. Every message names the section, the values and a fix.
+A section refuses values of its own, and a family (titan_dit/diffusion/fits.py) the models and data
+that it cannot train. What several sections, the ranks or the device have to do with it is refused
+here. Every message names the section, the values and a fix.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def check_row(source: Source, objective: Objective, data: str) -> None:
     row = load_samples(source, [(0, 0)], objective.inspect, torch.device("cpu"), 1.0).fields
     for name, field in source.fields.items():
         found = row.get(name)
-        said = f"{name} {spelled(field.dtype, field.shape)}"
+        said = f"{name} {field}"
         if found is None:
             raise UserError(f"[data] name={show(data)} says it has {said}, but reads no {name}.")
         shape = tuple(found.shape[1:])
@@ -105,7 +105,7 @@ def check_row(source: Source, objective: Objective, data: str) -> None:
         if not alike or found.dtype != field.dtype:
             raise UserError(
                 f"[data] name={show(data)} says it has {said}, but reads "
-                f"{spelled(found.dtype, shape)}. Make its fields say what it reads."
+                f"{Field(found.dtype, shape)}. Make its fields say what it reads."
             )
 
 
@@ -139,8 +139,8 @@ def check_prepared(prepared: Prepared, network: ModelSpec) -> None:
             alike = tensor.dtype == dtype if spec.dtype else tensor.is_floating_point()
             if shape != spec.shape or not alike:
                 raise UserError(
-                    f"[objective] prepares {kind} {name} as {spelled(tensor.dtype, shape)} of each "
-                    f"sample, but [model] takes {spelled(dtype, spec.shape)}. Set sizes in [data] "
+                    f"[objective] prepares {kind} {name} as {Field(tensor.dtype, shape)} of each "
+                    f"sample, but [model] takes {Field(dtype, spec.shape)}. Set sizes in [data] "
                     "and [model] that fit each other."
                 )
 
@@ -158,8 +158,8 @@ def check_loss(objective: Objective, prepared: Prepared, network: ModelSpec) -> 
     wanted = (ROWS, network.num_tokens)
     if tuple(loss.shape) != wanted or loss.dtype not in (torch.float32, torch.float64):
         raise UserError(
-            f"[objective] loss gives {spelled(loss.dtype, loss.shape)} for {ROWS} samples; it must "
-            f"give one fp32 value per token, {spelled(torch.float32, wanted)}."
+            f"[objective] loss gives {Field(loss.dtype, tuple(loss.shape))} for {ROWS} samples; it "
+            f"must give one fp32 value per token, {Field(torch.float32, wanted)}."
         )
 
 
@@ -193,8 +193,3 @@ def attempt(what: str, action: Callable[[], T]) -> T:
 def rows_of(field: Field) -> Tensor:
     """Zeros like a field; a size that differs from sample to sample is 1."""
     return torch.zeros(ROWS, *(size or 1 for size in field.shape), dtype=field.dtype)
-
-
-def spelled(dtype: torch.dtype, shape: Any) -> str:
-    """A dtype and a shape, as "float32 [4, 32, 32]"."""
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
