@@ -23,9 +23,9 @@ from report import finish
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from titan_dit.execution.base import Output, Shapes
+from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.objectives.base import Prepared
-from titan_dit.pipeline.base import Output, Shapes
-from titan_dit.pipeline.pipelined import PipelinedExecutor
 from titan_dit.schedules.action import Kind
 from titan_dit.schedules.layout import SPLIT_BACKWARD, rank_of_stage, stages_of_rank
 from titan_dit.schedules.orders import pipeline_order

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_dit.commands.train import RDZV_CONF
-from titan_dit.state.ledger import Ledger
-from titan_dit.state.sample_log import trained
+from titan_dit.recovery.ledger import Ledger
+from titan_dit.recovery.sample_log import trained
 
 PATIENCE = 120
 """Seconds that anything may take."""
@@ -53,7 +53,7 @@ class Job:
     def __init__(
         self, cwd: Path, *flags: Any, ranks: int, restarts: int = 0, meeting: tuple[Any, ...] = ()
     ) -> None:
-        words = [sys.executable, "-m", "titan_dit.launch", *(meeting or ("--standalone",))]
+        words = [sys.executable, "-m", "titan_dit.launcher.launch", *(meeting or ("--standalone",))]
         words += ["--nproc-per-node", ranks, "--max-restarts", restarts, "-m", "titan_dit.train"]
         words += ["--config", "digits", *FLAGS, *flags]
         cwd.mkdir(parents=True, exist_ok=True)

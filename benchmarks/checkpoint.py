@@ -22,12 +22,13 @@ import torch
 from report import finish
 from torch import Tensor
 
-from titan_dit.config import CheckpointConfig, EMAConfig, OptimizerConfig
+from titan_dit.checkpoint.run_checkpoints import Checkpoints
+from titan_dit.checkpoint.staging import leaves
+from titan_dit.config.operation import CheckpointConfig
+from titan_dit.config.training import EMAConfig, OptimizerConfig
 from titan_dit.models.dit import DiTConfig
-from titan_dit.state.checkpoints import Checkpoints
-from titan_dit.state.ema import EMA
-from titan_dit.state.optimizer import build_optimizer, optimizer_tensors
-from titan_dit.state.staging import leaves
+from titan_dit.optim.ema import EMA
+from titan_dit.optim.optimizer import build_optimizer, optimizer_tensors
 
 MODELS = {
     "30 MiB": {"hidden": 128, "layers": 7, "heads": 2},

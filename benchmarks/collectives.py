@@ -16,7 +16,7 @@ from typing import Any
 
 from report import finish
 
-from titan_dit import catalog, config_file
+from titan_dit.config import catalog, config_file
 from titan_dit.dry_run.rehearse import rehearse
 from titan_dit.plan import resolve
 

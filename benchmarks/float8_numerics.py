@@ -23,14 +23,14 @@ from PIL import Image, ImageDraw, ImageFont
 from report import finish, table
 from torch import Tensor, nn
 
-from titan_dit import catalog, config_file
-from titan_dit.config import PrecisionConfig
+from titan_dit.config import catalog, config_file
+from titan_dit.config.layout import PrecisionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.linear import Linear
 from titan_dit.observe.curve import smooth, ticks
-from titan_dit.parallel import float8, runtime
+from titan_dit.parallel import float8, process_group
 from titan_dit.parallel.float8_gains import Shape
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
@@ -132,7 +132,9 @@ def compare(
     return tuple(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
 
 
-def losses(world: runtime.World, run: str, recipe: str, steps: int, emulate: bool) -> list[float]:
+def losses(
+    world: process_group.World, run: str, recipe: str, steps: int, emulate: bool
+) -> list[float]:
     """The loss of every step of a run; "bf16" is the run without float8."""
     tables = {
         "job": {"dir": tempfile.mkdtemp()},
@@ -229,7 +231,7 @@ def main() -> None:
         num_classes=10,
     )
     curves: dict[str, dict[str, list[float]]] = {}
-    with runtime.start() as world:
+    with process_group.start() as world:
         errors = layer_errors(config, world.device, emulate)
         print(table(errors), flush=True)
         rows = []

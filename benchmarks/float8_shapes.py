@@ -27,13 +27,13 @@ from report import finish, place
 from report import write as write_json
 from torch import nn
 
-from titan_dit.config import PrecisionConfig
-from titan_dit.failure import guarded
+from titan_dit.checks.device import check_products
+from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.section import UserError
+from titan_dit.launcher.failure import guarded
 from titan_dit.models.dit import SIZES
 from titan_dit.parallel import float8
 from titan_dit.parallel.float8_gains import TABLE, Shape, gains
-from titan_dit.section import UserError
-from titan_dit.validate.device import check_products
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NAME = "float8 shapes"

@@ -68,7 +68,7 @@ def cells_of(options: argparse.Namespace) -> list[Any]:
     from gpu_contenders import OBJECTIVES, Cell
     from shapes import config_of, parse_cell
 
-    from titan_dit.section import UserError
+    from titan_dit.config.section import UserError
 
     if options.objective not in OBJECTIVES:
         raise UserError(f"--objective {options.objective} is none of {', '.join(OBJECTIVES)}.")
@@ -83,7 +83,7 @@ def wanted_of(options: argparse.Namespace, cells: list[Any]) -> list[tuple[int, 
     """(importance, cell, contender), the most important first: 0 and up."""
     from gpu_contenders import CONTENDERS, USUAL
 
-    from titan_dit.section import UserError
+    from titan_dit.config.section import UserError
 
     if unknown := set(options.only or ()) - set(CONTENDERS):
         raise UserError(f"--only {', '.join(unknown)} is none of {', '.join(CONTENDERS)}.")
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace, began: float) -> None:
     from meter import meter_of
     from shapes import config_of
 
-    from titan_dit.parallel import runtime
+    from titan_dit.parallel import process_group
     from titan_dit.parallel.mesh import AxisSizes, Mesh
 
     cells = cells_of(options)
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, began: float) -> None:
     found = Findings(options.objective, cells, [row[1:] for row in wanted], options.out)
     found.save()
     timing = gpu_rounds.Timing(options.rounds, options.warmup, options.steps)
-    with runtime.start(device.type) as world, compiler_for(device.type):
+    with process_group.start(device.type) as world, compiler_for(device.type):
         place = Place(world.device, Mesh(AxisSizes(), device.type), meter)
         jobs: list[Job] = []
         if "ceilings" in options.parts:
@@ -188,8 +188,8 @@ def main() -> None:
         sys.exit(f"benchmarks/gpu.py: {complaint}")
     import torch
 
-    from titan_dit.failure import guarded
-    from titan_dit.section import UserError
+    from titan_dit.config.section import UserError
+    from titan_dit.launcher.failure import guarded
 
     def checked() -> None:
         if not options.tiny and not torch.cuda.is_available():

@@ -14,9 +14,9 @@ from meter import CALLS, Meter, copy_gb_per_s, gemm_tflops
 from torch import Tensor
 
 from titan_dit.commands import bench_attention
+from titan_dit.config.section import UserError
+from titan_dit.kernels import attention
 from titan_dit.observe.flops import peak_tflops
-from titan_dit.parallel import attention
-from titan_dit.section import UserError
 
 BACKENDS = ("auto", "cudnn")
 """`auto` is what a step takes if nothing is said; the ceiling is the faster of the two."""

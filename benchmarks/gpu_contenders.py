@@ -15,14 +15,14 @@ from meter import Meter
 from ours import network, randomize, trainer_step
 from torch import Tensor
 
-from titan_dit.config import PrecisionConfig
+from titan_dit.checks.device import check_products
+from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.kernels import attention
 from titan_dit.models.dit import DiTConfig
-from titan_dit.parallel import attention
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.section import UserError
-from titan_dit.validate.device import check_products
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]

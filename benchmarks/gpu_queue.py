@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from meter import Meter
 
-from titan_dit.section import UserError
+from titan_dit.config.section import UserError
 
 Row = dict[str, Any]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from titan_dit.config.section import UserError
 from titan_dit.models.dit import DiTConfig
-from titan_dit.section import UserError
 
 BF16, FP32 = 2, 4
 """Bytes."""

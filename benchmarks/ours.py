@@ -11,31 +11,25 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from titan_dit.config import (
-    CompileConfig,
-    EMAConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RematConfig,
-)
+from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
+from titan_dit.config.training import EMAConfig, OptimizerConfig
 from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import Diffusion, DiffusionConfig
+from titan_dit.execution.base import Output, TokenLoss
+from titan_dit.execution.local import LocalExecutor
+from titan_dit.kernels import attention
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import Objective
-from titan_dit.parallel import attention
+from titan_dit.optim.ema import EMA, local
+from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.plans.dit import plan
-from titan_dit.pipeline.base import Output, TokenLoss
-from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.rng import SampleRNG
-from titan_dit.state.ema import EMA, local
-from titan_dit.state.optimizer import apply_gradients, build_optimizer
 
 MAX_GRAD_NORM = 1.0
 

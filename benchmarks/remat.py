@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_dit.config import CompileConfig, RematConfig
+from titan_dit.config.layout import CompileConfig, RematConfig
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
 from titan_dit.parallel import remat

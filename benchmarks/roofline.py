@@ -23,10 +23,10 @@ from limits import Ceilings, Work, mfu, terms_ms
 from report import finish
 from shapes import parse_cell, shape_of
 
-from titan_dit import catalog
-from titan_dit.failure import guarded
+from titan_dit.config import catalog
+from titan_dit.config.section import UserError
+from titan_dit.launcher.failure import guarded
 from titan_dit.models.dit import DiTConfig
-from titan_dit.section import UserError
 
 SHAPE = ("size", "hidden", "layers", "heads", "patch")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp")

@@ -87,7 +87,7 @@ def first_step(how: str, size: str, batch: int) -> None:
     import step
     import torch
 
-    from titan_dit.config import CompileConfig
+    from titan_dit.config.layout import CompileConfig
     from titan_dit.models.dit import DiTConfig
     from titan_dit.parallel import compile
 

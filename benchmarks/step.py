@@ -27,16 +27,17 @@ from plain_dit import make_step as plain
 from report import finish
 from torch import Tensor, nn
 
-from titan_dit.config import CompileConfig, OptimizerConfig
+from titan_dit.config.layout import CompileConfig
+from titan_dit.config.training import OptimizerConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.execution.local import LocalExecutor
 from titan_dit.models.dit import DiTConfig
-from titan_dit.parallel import runtime
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.parallel import process_group
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.rng import SampleRNG
-from titan_dit.state.optimizer import apply_gradients, build_optimizer
 
 MakeStep = Callable[[DiTConfig, int, torch.device], Callable[[], Tensor]]
 
@@ -198,7 +199,7 @@ def main() -> None:
         size=options.size, latent_size=options.latent_size, channels=4, num_classes=1000
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with runtime.start(device.type) as world:
+    with process_group.start(device.type) as world:
         steps = {name: find(name)(config, options.batch, world.device) for name in names}
         seconds = measure(steps, options.turns)
     finish(f"step {options.size} batch {options.batch}", table(seconds), options.out)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 
+from titan_dit.config.section import Count, Named
 from titan_dit.data.base import Batch, DataConfig, DataFacts, Field, Fields, Source
 from titan_dit.models.base import Model, ModelSpec, Static, Stream, TensorSpec
 from titan_dit.models.layers import MLP, Attention
 from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared, at_least_fp32
 from titan_dit.parallel.tensor import TensorPlan, Whole
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Count, Named
 
 
 @dataclass(frozen=True, kw_only=True)

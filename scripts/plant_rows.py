@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "titan_dit"
-DEAR = ("tests/distributed/", "tests/faults/", "tests/test_cli_")
+DEAR = ("tests/distributed/", "tests/launcher/", "tests/recovery/", "tests/test_cli_")
 """Tests that start processes: they come after the others."""
 
 

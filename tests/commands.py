@@ -23,7 +23,7 @@ def train_command(*flags, ranks=1, config="digits"):
     """The command line; one rank needs no launcher."""
     words = [sys.executable, "-m", "titan_dit.train"]
     if ranks > 1:
-        launcher = ["titan_dit.launch", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = ["titan_dit.launcher.launch", "--standalone", "--nproc-per-node", str(ranks)]
         words = [sys.executable, "-m", *launcher, "-m", "titan_dit.train"]
     return [*words, "--config", config, *map(str, flags)]
 

@@ -13,8 +13,8 @@ install_import_hook(
         "titan_dit.models",
         "titan_dit.objectives",
         "titan_dit.data",
-        "titan_dit.evaluation",
-        "titan_dit.state.original_weights",
+        "titan_dit.validation",
+        "titan_dit.interop.original_dit",
         "titan_dit.observe.curve",
     ],
     # As for mypy, an int will do where a float is wanted.

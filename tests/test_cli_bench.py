@@ -6,7 +6,7 @@ import pytest
 
 from titan_dit.commands import bench_attention
 from titan_dit.commands.bench_attention import Options
-from titan_dit.section import UserError
+from titan_dit.config.section import UserError
 
 TINY = {"heads": 2, "head_dim": 8, "tokens": (16, 32), "batch": 2, "laps": 2, "dtype": "fp32"}
 

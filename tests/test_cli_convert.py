@@ -13,11 +13,11 @@ import torch
 from commands import metrics, sample, train
 from safetensors.torch import load_file, save_file
 
+from titan_dit.checkpoint import checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.commands import sample as sampling
 from titan_dit.commands.restore import find, restore
-from titan_dit.section import UserError
-from titan_dit.state import checkpoint
+from titan_dit.config.section import UserError
 
 FIXTURE = Path(__file__).resolve().parent / "fixtures" / "dit_reference.safetensors"
 NUMBERS = load_file(FIXTURE)

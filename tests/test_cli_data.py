@@ -12,7 +12,7 @@ from PIL import Image
 
 from titan_dit.__main__ import as_python
 from titan_dit.commands import data_pack, data_show
-from titan_dit.section import UserError
+from titan_dit.config.section import UserError
 
 MODEL = ("--model.hidden", 32, "--model.layers", 1, "--model.channels", 4, "--model.num_classes", 3)
 RUN = ("--training.global_batch_size", 8, "--training.steps", 4, "--checkpoint.every", 2)

@@ -14,14 +14,14 @@ import torch
 from commands import metrics, train, train_command
 from running import Running
 
+from titan_dit.checkpoint.checkpoint import read_record
+from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.commands import replay as replay_command
+from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
 from titan_dit.data.order import EpochOrder
-from titan_dit.section import UserError
-from titan_dit.state.checkpoint import read_record
-from titan_dit.state.checkpoints import Checkpoints
-from titan_dit.state.ledger import Ledger
-from titan_dit.state.sample_log import seen, trained
+from titan_dit.recovery.ledger import Ledger
+from titan_dit.recovery.sample_log import seen, trained
 
 SMALL = ("--model.hidden", 32, "--model.layers", 2, "--sampling.every", 0)
 SMALL += ("--metrics.tensorboard", "false", "--job.name", "run")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from commands import ROOT, metrics, only_error, run, train
 
-from titan_dit import catalog, config_file
+from titan_dit.checkpoint.run_checkpoints import Checkpoints
+from titan_dit.config import catalog, config_file
+from titan_dit.config.section import UserError
 from titan_dit.dry_run.command import dry_run
 from titan_dit.hooks import Hooks, Run
-from titan_dit.section import UserError
-from titan_dit.state.checkpoints import Checkpoints
 
 HOOKS = """
 import json

@@ -9,8 +9,8 @@ import torch
 from commands import ROOT, run
 from safetensors.torch import load_file, save_file
 
+from titan_dit.interop.original_dit import Original, positions
 from titan_dit.models.dit import DiTConfig
-from titan_dit.state.original_weights import Original, positions
 
 CONFIG = DiTConfig(size="S/8", latent_size=32, channels=4, num_classes=1000)
 SMALLER = {

@@ -12,16 +12,16 @@ import torch
 from harness import on_ranks
 from tiny import tiny_config
 
-from titan_dit import catalog, config_file
-from titan_dit.config_file import CONFIG_DIR, take_dry_run
+from titan_dit.checks.device import check_memory, state_bytes
+from titan_dit.config import catalog, config_file
+from titan_dit.config.config_file import CONFIG_DIR, take_dry_run
+from titan_dit.config.section import UserError
 from titan_dit.dry_run import estimate, report
 from titan_dit.dry_run.command import dry_run, smallest_world
 from titan_dit.dry_run.memory import Kind, MemoryLog
 from titan_dit.dry_run.rehearse import Rehearsal, microbatches_to_run, rehearse
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import resolve
-from titan_dit.section import UserError
-from titan_dit.validate.device import check_memory, state_bytes
 
 GIB = 2**30
 B, H, LAYERS, TOKENS = 8, 128, 4, 256  # samples of a microbatch, width, layers, tokens

@@ -25,7 +25,7 @@ def test_random_numbers_are_those_of_the_cpu():
 
 def three_steps(world, device_type, poisoned, objective):
     """Three steps of fp32 training, the second of them with a NaN if `poisoned`."""
-    from titan_dit.parallel.runtime import World
+    from titan_dit.parallel.process_group import World
     from titan_dit.trainer import Trainer
 
     config = tiny_config(objective={"name": objective})
@@ -54,9 +54,9 @@ def randomize_on(trainer):
 
 def run_on(device_type, poisoned=False, objective="rectified_flow"):
     if device_type == "cuda":
-        from titan_dit.parallel import runtime
+        from titan_dit.parallel import process_group
 
-        with runtime.start("cuda") as world:
+        with process_group.start("cuda") as world:
             return three_steps(world, "cuda", poisoned, objective)
     return on_ranks(1, three_steps, "cpu", poisoned, objective)[0]
 
@@ -99,8 +99,8 @@ def test_diffusion_draws_the_samples_of_the_cpu(name):
 def test_averages_beside_the_step_are_those_of_one_after_the_other():
     from torch import nn
 
-    from titan_dit.config import EMAConfig
-    from titan_dit.state.ema import EMA
+    from titan_dit.config.training import EMAConfig
+    from titan_dit.optim.ema import EMA
 
     torch.manual_seed(0)
     go, found = torch.zeros((), dtype=torch.bool, device="cuda"), []
@@ -151,9 +151,9 @@ def forbidden_to_wait(world, objective, planted):
 
 @pytest.mark.parametrize("objective", ["rectified_flow", "ddpm"])
 def test_a_step_does_not_wait_for_the_device(objective):
-    from titan_dit.parallel import runtime
+    from titan_dit.parallel import process_group
 
-    with runtime.start("cuda") as world:
+    with process_group.start("cuda") as world:
         assert math.isfinite(forbidden_to_wait(world, objective, planted=False))
         with pytest.raises(RuntimeError, match="synchroniz"):
             forbidden_to_wait(world, objective, planted=True)

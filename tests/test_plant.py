@@ -37,7 +37,7 @@ class Span:
 def width(span):
     return span.width()
 '''
-TESTS = """from titan_dit.spans import Span, width
+TESTS = """from titan_dit.plan import Span, width
 
 
 def test_a_span_is_as_wide_as_its_numbers():
@@ -58,7 +58,7 @@ def tree(tmp_path, monkeypatch):
     """A package with tests; pytest runs there without torch and the environment's plugins."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setattr(plant, "Runner", lambda: Runner(["pytest"]))
-    files = {"titan_dit/__init__.py": "", "titan_dit/spans.py": SPANS, "tests/test_spans.py": TESTS}
+    files = {"titan_dit/__init__.py": "", "titan_dit/plan.py": SPANS, "tests/test_plan.py": TESTS}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -85,11 +85,11 @@ def test_every_bug_is_told_with_who_caught_it(tree, capsys):
     found = tree / "found.json"
     assert plant.main(["--json", str(found)], tree) == 1
     by_name = {row["name"]: (row["verdict"], row["by"]) for row in json.loads(found.read_text())}
-    test = "tests/test_spans.py::test_a_span_is_as_wide_as_its_numbers"
+    test = "tests/test_plan.py::test_a_span_is_as_wide_as_its_numbers"
     assert by_name == {
         "too-wide": ("caught", test),
         "dies": ("crashed", "pytest's exit code 3"),
-        "no-import": ("caught", "tests/test_spans.py"),
+        "no-import": ("caught", "tests/test_plan.py"),
         "harmless": ("survived", ""),
         "unseen": ("survived", ""),
     }
@@ -99,7 +99,7 @@ def test_every_bug_is_told_with_who_caught_it(tree, capsys):
     assert "harmless: nothing caught it" not in said
     assert "4 of 5 caught or no bugs" in said
     # Only copies were changed.
-    assert (tree / "titan_dit" / "spans.py").read_text() == SPANS
+    assert (tree / "titan_dit" / "plan.py").read_text() == SPANS
 
 
 def test_what_a_log_calls_an_error_has_caught_nothing():
@@ -108,16 +108,16 @@ def test_what_a_log_calls_an_error_has_caught_nothing():
 
 
 def test_tests_that_fail_anyway_catch_nothing(tree, capsys):
-    (tree / "tests" / "test_spans.py").write_text(TESTS.replace("== 4", "== 5"))
+    (tree / "tests" / "test_plan.py").write_text(TESTS.replace("== 4", "== 5"))
     write_rows(tree, ROW)
     assert plant.main([], tree) == 1
     assert "not judged" in capsys.readouterr().out
 
 
 def test_a_test_that_hangs_is_ended_and_named_as_such(tree):
-    (tree / "tests" / "test_spans.py").write_text("import time\n\ntime.sleep(600)\n")
+    (tree / "tests" / "test_plan.py").write_text("import time\n\ntime.sleep(600)\n")
     with closing(Runner(["pytest"])) as runner:
-        outcome, _ = plant.run_tests(runner, tree, ["tests/test_spans.py"], timeout=0.5)
+        outcome, _ = plant.run_tests(runner, tree, ["tests/test_plan.py"], timeout=0.5)
     assert (outcome.verdict, outcome.by) == ("timed out", "after 0.5 s")
 
 
@@ -125,7 +125,7 @@ def test_a_test_that_hangs_is_ended_and_named_as_such(tree):
     ("change", "words"),
     [
         ({"symbol": "Span.height"}, "Span.height is nowhere in titan_dit"),
-        ({"symbol": "width"}, "width is in 2 places: titan_dit.spans.Span.width (line 12), "),
+        ({"symbol": "width"}, "width is in 2 places: titan_dit.plan.Span.width (line 12), "),
         ({"old": "self.start"}, "has the text 'self.start' 0 times, not once"),
         ({"old": "self.end"}, "has the text 'self.end' 4 times, not once"),
         ({"new": "(self.end - self.first, 0"}, "does not parse any more"),
@@ -142,7 +142,7 @@ def test_a_row_that_does_not_fit_is_one_clear_error(tree, capsys, change, words)
 
 
 def test_a_module_before_the_name_makes_it_unique(tree):
-    assert find(tree, "spans.width").first == 20
+    assert find(tree, "plan.width").first == 20
     place = find(tree, "Span.width")
     assert (place.first, place.last) == (12, 17)
     changed = planted(ROW, place)
@@ -167,7 +167,7 @@ def test_mutants_are_the_same_for_the_same_seed_and_change_one_place_each(tree):
     assert len(others) > 5
     every = [
         m
-        for found in draw_mutants.mutants_by_line(package / "spans.py", "spans").values()
+        for found in draw_mutants.mutants_by_line(package / "plan.py", "plan").values()
         for m in found
     ]
     assert {m.what for m in every} == {

@@ -9,7 +9,7 @@ from commands import ROOT
 
 from titan_dit import __main__
 from titan_dit.commands import train
-from titan_dit.section import UserError
+from titan_dit.config.section import UserError
 
 
 class Became(Exception):
@@ -58,7 +58,7 @@ def after(command, option):
 )
 def test_ranks_and_their_threads_fit_the_machine(start, machine, ranks, threads):
     command, environment = start("--config", "digits", **machine)
-    assert command[:2] == ["titan_dit.launch", "--standalone"]
+    assert command[:2] == ["titan_dit.launcher.launch", "--standalone"]
     assert after(command, "--nproc-per-node") == ranks
     assert after(command, "--max-restarts") == "0"
     assert command[-4:] == ["-m", "titan_dit.train", "--config", "digits"]
@@ -91,7 +91,7 @@ def test_nodes_meet_though_nobody_reads_it(start, monkeypatch):
     with os.fdopen(writer, "w", buffering=1) as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         command, _ = start(NNODES="2", RDZV_ENDPOINT="node1:29500")
-    assert command[0] == "titan_dit.launch"
+    assert command[0] == "titan_dit.launcher.launch"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from harness import on_ranks
 
-from titan_dit import catalog, config_file
-from titan_dit.config_file import CONFIG_DIR
+from titan_dit.checks import validate
+from titan_dit.config import catalog, config_file
+from titan_dit.config.config_file import CONFIG_DIR
 from titan_dit.plan import resolve
-from titan_dit.validate import validate
 
 NAMES = sorted(path.stem for path in CONFIG_DIR.glob("*.toml"))
 # Trainable parameters, in millions: arXiv:2212.09748 counts XL/2 as 675, L/2 458, B/2 130, S/2 33.

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from titan_dit.config import LRScheduleConfig
+from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
-from titan_dit.state.ledger import Ledger
-from titan_dit.state.lr_schedule import learning_rate
+from titan_dit.optim.lr_schedule import learning_rate
+from titan_dit.recovery.ledger import Ledger
 from titan_dit.trainer import Trainer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tiny import tiny_config
 
 import titan_dit
-from titan_dit.parallel import runtime
+from titan_dit.parallel import process_group
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 
@@ -19,7 +19,7 @@ WAY = [
     "models/dit.py",
     "models/layers.py",
     "diffusion/rectified_flow.py",
-    "pipeline/local.py",
+    "execution/local.py",
     "models/linear.py",
 ]
 """Without the random numbers (rng.py) and what is declared in the rooms' base.py."""
@@ -50,7 +50,7 @@ def visited(trainer):
 
 def test_a_step_of_digits_visits_nine_files_each_entered_in_turn(tmp_path):
     config = tiny_config(job={"dir": str(tmp_path), "name": "run"})
-    with runtime.start("cpu") as world:
+    with process_group.start("cpu") as world:
         files = visited(Trainer(config, world))
     counted = [file for file in files if Path(file).name not in ("rng.py", "base.py")]
     assert counted == WAY

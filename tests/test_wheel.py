@@ -20,7 +20,7 @@ wheel = Path("dist", build_meta.build_wheel("dist")).resolve()
 ZipFile(wheel).extractall("installed")
 os.chdir("elsewhere")
 sys.path[0] = str(wheel.parent.parent / "installed")
-from titan_dit import config_file
+from titan_dit.config import config_file
 found = [str(config_file.CONFIG_DIR), str(config_file.find_config("digits"))]
 Path("built.json").write_text(json.dumps([str(wheel), found]))
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from titan_dit import failure
-from titan_dit.section import Section, UserError, hints_of
+from titan_dit.config.section import Section, UserError, hints_of
+from titan_dit.launcher import failure
 
 # Each is a file in titan_dit/commands with a dataclass `Options` and a function `main(options)`;
 # a name of two words has an underscore there. `train` alone reads its words itself: its flags are

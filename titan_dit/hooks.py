@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from titan_dit import doors
-from titan_dit.section import UserError
-from titan_dit.state.ema import local
+from titan_dit.config import dotted_names
+from titan_dit.config.section import UserError
+from titan_dit.optim.ema import local
 
 MOMENTS = ("begun", "step_ended", "validated", "saved", "ended")
 KEY = "[job] hooks"
@@ -81,12 +81,13 @@ class Hooks:
         """What the first hook that raised has raised, on this rank."""
         self.run: Run | None = None
         for name in names:
-            kind = doors.look_up({}, KEY, name)
+            kind = dotted_names.look_up({}, KEY, name)
             wrong = sorted(m for m in MOMENTS if not callable(getattr(kind, m, None)))
             if not isinstance(kind, type) or wrong:
                 raise UserError(
-                    f'{KEY}="{name}": {doors.file_of(kind)} has no class of that name with the '
-                    f"methods {', '.join(wrong or MOMENTS)}. Derive it from titan_dit.hooks.Hook."
+                    f'{KEY}="{name}": {dotted_names.file_of(kind)} has no class of that name '
+                    f"with the methods {', '.join(wrong or MOMENTS)}. Derive it from "
+                    "titan_dit.hooks.Hook."
                 )
             if is_first or not getattr(kind, "rank0", False):
                 self.make(name, kind)
@@ -101,7 +102,8 @@ class Hooks:
     def origins(self) -> list[str]:
         """A line for every hook: where it was imported from."""
         return [
-            f"[job] hook {name} is from {doors.file_of(type(hook))}" for name, hook in self.hooks
+            f"[job] hook {name} is from {dotted_names.file_of(type(hook))}"
+            for name, hook in self.hooks
         ]
 
     def show(self, run: Run) -> None:

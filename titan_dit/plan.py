@@ -12,15 +12,16 @@ from functools import cached_property
 
 import torch
 
-from titan_dit import catalog
-from titan_dit.config import (
+from titan_dit.config import catalog
+from titan_dit.config.job import JobConfig
+from titan_dit.config.layout import (
     CompileConfig,
-    JobConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
     RematConfig,
 )
+from titan_dit.config.section import UserError
 from titan_dit.models.base import ModelSpec
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.mesh import AxisSizes, solve
@@ -34,7 +35,6 @@ from titan_dit.schedules.layout import (
     stages_per_rank,
 )
 from titan_dit.schedules.orders import pipeline_order
-from titan_dit.section import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

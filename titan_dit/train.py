@@ -6,9 +6,10 @@ import dataclasses
 import os
 import sys
 
-from titan_dit import catalog, config_file, failure
-from titan_dit.config import JobConfig
-from titan_dit.section import UserError
+from titan_dit.config import catalog, config_file
+from titan_dit.config.job import JobConfig
+from titan_dit.config.section import UserError
+from titan_dit.launcher import failure
 
 
 def main() -> int:
@@ -29,18 +30,18 @@ def main() -> int:
 
     # Imported late: a mistake in the config is answered before torch.distributed is loaded.
     from titan_dit import plan
+    from titan_dit.checks import device, layout, validate
     from titan_dit.dry_run import estimate
-    from titan_dit.faults import flight_recorder, orphan
-    from titan_dit.parallel import runtime
-    from titan_dit.state import resume
-    from titan_dit.validate import device, layout, validate
+    from titan_dit.launcher import flight_recorder, orphan
+    from titan_dit.parallel import process_group
+    from titan_dit.recovery import resume
 
     orphan.die_with_launcher()
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
     # Whether the run has begun, the first rank decides; a shared disk may show others less.
     is_first = os.environ.get("RANK", "0") == "0"
     following = not is_first or resume.has_begun(config.job, config.checkpoint)
-    planned = plan.resolve(config, runtime.started_ranks(), following)
+    planned = plan.resolve(config, process_group.started_ranks(), following)
     try:
         layout.check_world(planned)
     except UserError as error:
@@ -51,7 +52,7 @@ def main() -> int:
     from titan_dit.trainer import Trainer
 
     flight_recorder.switch_on()
-    with runtime.start() as world:
+    with process_group.start() as world:
         return Trainer(config, world).fit()
 
 

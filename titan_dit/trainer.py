@@ -9,21 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_dit import __version__, catalog, config_file, doors
-from titan_dit.config import JobConfig
+from titan_dit import __version__
+from titan_dit.checkpoint import run_lock
+from titan_dit.checkpoint.ranks import Ranks
+from titan_dit.checks import device as device_fits
+from titan_dit.checks import validate
+from titan_dit.checks.parts import check_source, validate_parts
+from titan_dit.config import catalog, config_file, dotted_names
+from titan_dit.config.job import JobConfig
+from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import Batch
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
-from titan_dit.evaluation import validation
-from titan_dit.failure import begun, leave
-from titan_dit.faults import fault_log
-from titan_dit.faults.guard import Guard, Reading
-from titan_dit.faults.stop_request import Reason, StopRequest
-from titan_dit.faults.watchdog import Watchdog
-from titan_dit.garbage import Collector
+from titan_dit.execution.build import build
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Hooks, Run
+from titan_dit.launcher.failure import begun, leave
+from titan_dit.launcher.stop_request import Reason, StopRequest
+from titan_dit.launcher.watchdog import Watchdog
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
 from titan_dit.observe.flops import Work
@@ -31,25 +35,22 @@ from titan_dit.observe.journal import Journal
 from titan_dit.observe.metrics import Meter, Row, peak_gib, row_of
 from titan_dit.observe.profile import Profile
 from titan_dit.observe.profile_summary import DATA_WAIT, OPTIMIZER
+from titan_dit.optim.ema import EMA
+from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.optim.lr_schedule import learning_rate
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.parallel.compile import Recompiles
-from titan_dit.parallel.gradients import clip_norm
 from titan_dit.parallel.mesh import Mesh, followed
-from titan_dit.parallel.runtime import World, set_deterministic
-from titan_dit.pipeline.build import build
+from titan_dit.parallel.process_group import World, set_deterministic
 from titan_dit.plan import resolve
+from titan_dit.recovery import fault_log, resume, rollback
+from titan_dit.recovery.guard import Guard, Reading
+from titan_dit.recovery.ledger import Ledger
+from titan_dit.recovery.progress import Progress
+from titan_dit.recovery.sample_log import SampleLog
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError
-from titan_dit.state import resume, rollback, run_lock
-from titan_dit.state.ema import EMA
-from titan_dit.state.ledger import Ledger
-from titan_dit.state.lr_schedule import learning_rate
-from titan_dit.state.optimizer import apply_gradients, build_optimizer, optimizer_tensors
-from titan_dit.state.progress import Progress
-from titan_dit.state.ranks import Ranks
-from titan_dit.state.sample_log import SampleLog
-from titan_dit.validate import device as device_fits
-from titan_dit.validate import validate
-from titan_dit.validate.parts import check_source, validate_parts
+from titan_dit.system.garbage_collection import Collector
+from titan_dit.validation import validation_set
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 
@@ -75,7 +76,7 @@ class Trainer:
         validate_parts(*parts, self.source, previews=bool(config.sampling.every))
         self.held_out = held_out_rows(self.source, job.seed, config.validation.num_held_out)
         self.epochs = EpochOrder.of(job.seed, len(self.source), self.held_out)
-        self.validation_set = validation.open_apart(
+        self.validation_set = validation_set.open_apart(
             config.validation,
             config.data,
             self.source,
@@ -304,10 +305,10 @@ class Trainer:
         given = self.validation_set, self.objective, self.executor, self.data_share
         seed, rows = self.config.job.seed, self.plan.rows_per_rank
         with self.watchdog.slow("validating") as alive, self.meter.paused():
-            found = validation.losses(*given, alive, seed=seed, batch_size=rows)
+            found = validation_set.losses(*given, alive, seed=seed, batch_size=rows)
             for average in self.ema.averages:
                 with self.ema.swapped_in(average):
-                    losses = validation.losses(*given, alive, seed=seed, batch_size=rows)
+                    losses = validation_set.losses(*given, alive, seed=seed, batch_size=rows)
                 found |= {f"{name}_ema_{average}": loss for name, loss in losses.items()}
             self.collector.full()
         return found
@@ -425,7 +426,7 @@ class Trainer:
         own |= self.objective.imported(config.sampling)
         if self.plan.tensor_plan:
             own["parallel"] = self.plan.tensor_plan
-        self.say(*doors.origins(own), *self.hooks.origins())
+        self.say(*dotted_names.origins(own), *self.hooks.origins())
         if world.is_main:
             hint = device_fits.attention_hint(self.plan, device, flops)
             self.say(*self.notes, *self.objective.hints(self.source), hint)

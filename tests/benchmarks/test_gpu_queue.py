@@ -7,7 +7,7 @@ import time
 import pytest
 from commands import ROOT
 
-from titan_dit.section import UserError
+from titan_dit.config.section import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_queue

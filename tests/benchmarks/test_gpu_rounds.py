@@ -48,7 +48,7 @@ def losses_of_both(world):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import ours
 
-    from titan_dit.state.ema import local
+    from titan_dit.optim.ema import local
     from titan_dit.trainer import Trainer
 
     as_default = {"lr": 1e-4, "weight_decay": 0.0}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from folders_of_files import class_folders, latents_of, pair, pictures, save
 
+from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import Field, Source
 from titan_dit.data.latent_facts import LatentFacts
@@ -14,7 +15,6 @@ from titan_dit.data.latents import Latents, LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError
 
 CPU = torch.device("cpu")
 

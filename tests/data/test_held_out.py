@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import Digits
 from titan_dit.rng import permutation
-from titan_dit.section import UserError
 
 
 class Grouped(Source):

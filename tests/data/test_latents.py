@@ -7,12 +7,12 @@ import torch
 from folders_of_files import files_in
 from safetensors.torch import load_file, save_file
 
+from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import Digits, Latents, LatentShards, file_digest, write_shards
 from titan_dit.data.synthetic import Synthetic
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError
 
 
 def latents_of(dtype, count=10):

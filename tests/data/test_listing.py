@@ -5,10 +5,10 @@ import pytest
 import torch
 from folders_of_files import class_folders, pair, pictures, save
 
+from titan_dit.config.section import UserError
 from titan_dit.data import listing
 from titan_dit.data.latents import write_shards
 from titan_dit.data.listing import Names, layout_of, list_folder, natural
-from titan_dit.section import UserError
 
 
 def refused(root, **how):

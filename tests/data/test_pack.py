@@ -13,11 +13,11 @@ import torch
 from folders_of_files import class_folders, files_in, latents_of, pair, pictures, save
 from PIL import Image
 
-from titan_dit.data import claim, pack, pack_workers, shard_job
-from titan_dit.data.images import center_crop, read_image
+from titan_dit.config.section import UserError
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.listing import list_folder
-from titan_dit.section import UserError
+from titan_dit.data.packing import claim, pack, shard_job, workers
+from titan_dit.data.packing.images import center_crop, read_image
 
 
 def packed(source, output, workers=1, **how):
@@ -258,16 +258,14 @@ def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
     plan = Dying(**vars(pack.make_plan(faulty / "in", tmp_path / "out", shard_size=6)))
     (tmp_path / "out").mkdir()
     with pytest.raises(RuntimeError, match=r"a worker failed \(exit code 9\)"):
-        pack_workers.run_workers(plan, tmp_path / "out", list(range(20)), 1, lambda *_: None)
+        workers.run_workers(plan, tmp_path / "out", list(range(20)), 1, lambda *_: None)
     # 40 files of either class before it, six in a shard.
     assert len(list((tmp_path / "out").glob("out-*.json"))) == 13
 
 
 def test_a_killed_worker_is_an_error_in_words():
-    assert "a worker was killed (signal 9): not enough memory?" in str(
-        pack_workers.worker_error(-9, "")
-    )
-    assert str(pack_workers.worker_error(1, "[data pack] disk full")) == "[data pack] disk full"
+    assert "a worker was killed (signal 9): not enough memory?" in str(workers.worker_error(-9, ""))
+    assert str(workers.worker_error(1, "[data pack] disk full")) == "[data pack] disk full"
 
 
 def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(

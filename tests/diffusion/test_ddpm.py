@@ -3,13 +3,13 @@ import torch
 from points import prepare as prepared_points
 from points import tokens_of
 
+from titan_dit.config.section import UserError
 from titan_dit.diffusion.base import NO_LABEL
 from titan_dit.diffusion.bound import bits_per_value
 from titan_dit.diffusion.ddpm import DDPM, by_channel
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
-from titan_dit.section import UserError
 
 KINDS = ["eps", "v", "x"]
 CPU = torch.device("cpu")

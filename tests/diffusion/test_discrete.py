@@ -3,10 +3,10 @@ import itertools
 import pytest
 import torch
 
+from titan_dit.config.section import UserError
 from titan_dit.diffusion.noise_schedule import Denoised, named, per_sample
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm, spread_from_start, spread_with_ends
-from titan_dit.section import UserError
 
 MEAN, STD = 0.7, 0.3
 

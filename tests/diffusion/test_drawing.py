@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from titan_dit.config import SamplingConfig
+from titan_dit.config.section import UserError
+from titan_dit.config.training import SamplingConfig
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.drawing import (
@@ -18,7 +19,6 @@ from titan_dit.diffusion.samplers.ode import euler, heun
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import DataShare
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError
 
 CONFIG = DiTConfig(hidden=16, layers=1, heads=2, patch=2, latent_size=4, channels=2, num_classes=5)
 STATIC = CONFIG.static(torch.device("cpu"))

@@ -1,10 +1,10 @@
 import pytest
 
+from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts
 from titan_dit.data.latents import Digits
 from titan_dit.diffusion.fits import as_latent_model, check_data
 from titan_dit.models.dit import DiTConfig
-from titan_dit.section import UserError
 
 
 def model_of(shape, num_classes):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from folders_of_files import latents_of, save
 
-from titan_dit.config import SamplingConfig
+from titan_dit.config.section import UserError
+from titan_dit.config.training import SamplingConfig
 from titan_dit.data import loader
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import Latents, LatentShards, write_shards
@@ -18,7 +19,6 @@ from titan_dit.diffusion.objective import check_std, scale_hint, to_model_units
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit import DiTConfig
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError
 
 CPU = torch.device("cpu")
 MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=8, channels=4, num_classes=3)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from points import batch_of, built, prepare, tokens_of
 
+from titan_dit.config.section import UserError
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.objectives.base import Prepared
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError
 
 
 def times(count=20_000, **settings):

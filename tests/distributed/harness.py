@@ -68,12 +68,12 @@ def _rank_main(environment, folder):
     os.environ.update(environment)
     torch.set_num_threads(1)
     gc.set_threshold(100_000, 50, 50)  # It would take a tenth of the time.
-    from titan_dit.parallel import runtime
+    from titan_dit.parallel import process_group
 
     code = 1
     try:
         function, arguments = torch.load(Path(folder) / "call.pt", weights_only=False)
-        with runtime.start("cpu") as world:
+        with process_group.start("cpu") as world:
             result = function(world, *arguments)
             torch.save(result, Path(folder) / f"{world.rank}.pt")
         code = 0

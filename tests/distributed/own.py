@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from examples.gpt import Block, Embed, GPTConfig, NextToken, Text, Windows
 from titan_dit.data.base import Field
-from titan_dit.models import laws
+from titan_dit.models import initializers
 from titan_dit.models.base import Model, ModelSpec, Static, Stream, TensorSpec
 from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Prepared, at_least_fp32
@@ -123,7 +123,7 @@ class Uncertain(NextToken):
         return self.own
 
     def init_laws(self):
-        return {"uncertainty.weight": laws.normal(0.5)}
+        return {"uncertainty.weight": initializers.normal(0.5)}
 
     def prepare(self, batch, rng) -> Prepared:
         plain = super().prepare(batch, rng)

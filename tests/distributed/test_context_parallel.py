@@ -11,7 +11,7 @@ from tiny import assert_same_gradients, graphs_alone, randomize, tiny_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from titan_dit.config import CompileConfig
+from titan_dit.config.layout import CompileConfig
 from titan_dit.data.base import Batch
 from titan_dit.parallel import context, exchange
 from titan_dit.parallel.compile import compile_blocks

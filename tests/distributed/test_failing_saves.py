@@ -9,8 +9,8 @@ import torch
 from harness import on_ranks
 from tiny import randomize, tiny_config
 
-from titan_dit.section import UserError
-from titan_dit.state import files, store
+from titan_dit.checkpoint import store, torch_files
+from titan_dit.config.section import UserError
 from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,8 +33,8 @@ def no_memory(*args, **kwargs):
 
 FAILURES = {
     "folder on the first": (0, store.Disk, "begin"),
-    "tensors on the second": (1, files.Digesting, "write"),
-    "tensors on both": (None, files.Digesting, "write"),
+    "tensors on the second": (1, torch_files.Digesting, "write"),
+    "tensors on both": (None, torch_files.Digesting, "write"),
     "memory on the second": (1, torch, "_foreach_copy_"),
     "manifest on the first": (0, store.Disk, "write"),
 }
@@ -78,7 +78,7 @@ def test_what_one_rank_cannot_save_all_learn_of_and_go_on(tmp_path):
 def ended_by_failures(world, folder):
     trainer = trainer_in(world, folder)
     if world.rank == 1:
-        files.Digesting.write = fail
+        torch_files.Digesting.write = fail
     said = []
     try:
         for trainer.step in (10, 20, 30):

@@ -10,7 +10,7 @@ import torch
 from harness import on_ranks
 from tiny import randomize, tiny_config, torch_rng, whole
 
-from titan_dit.parallel.gradients import clip_norm
+from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.trainer import Trainer
 
 # Eight ranks on two cores take their time.

@@ -8,7 +8,7 @@ from harness import on_ranks
 from test_grid import COPIES, CP, DP, HSDP, PP, TP, ULYSSES, schedule
 from tiny import randomize, tiny_config, whole
 
-from titan_dit.state import resume
+from titan_dit.recovery import resume
 from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)

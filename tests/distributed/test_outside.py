@@ -9,8 +9,8 @@ import torch
 from harness import on_ranks
 from tiny import assert_same_gradients, randomize, state, tiny_config, whole
 
-from titan_dit import catalog, config_file
-from titan_dit.parallel.gradients import clip_norm
+from titan_dit.config import catalog, config_file
+from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from harness import on_ranks
 from tiny import gradients, randomize, tiny_config
 
-from titan_dit.pipeline.pipelined import forward_order
-from titan_dit.pipeline.runtime import Buffers
+from titan_dit.execution.pipelined import forward_order
+from titan_dit.execution.torch_pipeline import Buffers
 from titan_dit.trainer import Trainer
 
 MICROBATCHES = 8

@@ -9,8 +9,8 @@ import torch
 from harness import on_ranks
 from tiny import assert_same_gradients, gradients, graphs_alone, randomize, tiny_config
 
+from titan_dit.config.section import UserError
 from titan_dit.parallel.compile import num_graphs
-from titan_dit.section import UserError
 from titan_dit.trainer import Trainer
 
 MODES = ("attention", "selective", "full")

@@ -7,10 +7,10 @@ import torch
 from harness import on_ranks
 from tiny import state, tiny_config
 
-from titan_dit.faults.stop_request import Reason
-from titan_dit.section import UserError
-from titan_dit.state.ledger import Ledger, Skipped
-from titan_dit.state.sample_log import trained
+from titan_dit.config.section import UserError
+from titan_dit.launcher.stop_request import Reason
+from titan_dit.recovery.ledger import Ledger, Skipped
+from titan_dit.recovery.sample_log import trained
 from titan_dit.trainer import Trainer
 
 

@@ -8,7 +8,7 @@ import torch
 from harness import on_ranks
 from tiny import randomize, state, tiny_config
 
-from titan_dit.section import UserError
+from titan_dit.config.section import UserError
 from titan_dit.trainer import Trainer
 
 SKIPPING = {

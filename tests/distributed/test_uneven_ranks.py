@@ -9,8 +9,8 @@ from harness import on_ranks
 from test_layouts import DDPM, loss_and_gradients
 from tiny import assert_same_gradients, gradients, randomize, tiny_config
 
+from titan_dit.config.section import UserError
 from titan_dit.data import loader
-from titan_dit.section import UserError
 from titan_dit.trainer import Trainer
 
 # A batch of 16 on 6 ranks. (layout, samples of a microbatch, rows of all ranks)

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 from torch.distributed.tensor import DTensor
 
-from titan_dit import catalog, config_file
+from titan_dit.config import catalog, config_file
 from titan_dit.parallel.init import put
 
 TABLES = {

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from titan_dit.config.section import UserError
 from titan_dit.models.dit import DiTConfig
 from titan_dit.parallel.init import initialize
-from titan_dit.section import UserError
 
 CPU = torch.device("cpu")
 IMAGENET = {"latent_size": 32, "channels": 4, "num_classes": 1000}

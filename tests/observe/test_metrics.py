@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from titan_dit.config import MetricsConfig
+from titan_dit.config.operation import MetricsConfig
 from titan_dit.observe import flops, metrics
 from titan_dit.observe.metrics import (
     Meter,

@@ -9,7 +9,7 @@ import torch
 from commands import train
 from PIL import Image
 
-from titan_dit.config import ProfileConfig
+from titan_dit.config.operation import ProfileConfig
 from titan_dit.observe.profile import Profile
 from titan_dit.observe.profile_summary import MARK, summarize
 

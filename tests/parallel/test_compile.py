@@ -10,9 +10,9 @@ import torch
 from harness import on_ranks
 from tiny import inputs_of, tiny_config
 
-from titan_dit.config import CompileConfig
+from titan_dit.config.layout import CompileConfig
+from titan_dit.config.section import UserError
 from titan_dit.parallel import compile
-from titan_dit.section import UserError
 
 CPU = torch.device("cpu")
 

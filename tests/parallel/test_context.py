@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from simulated_peers import SimulatedPeers, from_ranks, to_ranks
 from torch.utils.checkpoint import checkpoint
 
+from titan_dit.config.section import UserError
+from titan_dit.kernels import attention, attention_kernels
+from titan_dit.kernels.attention import attend_by
+from titan_dit.kernels.attention_kernels import CPU, MATH, Kernel
 from titan_dit.models.layers import Attention, attend
-from titan_dit.parallel import attention, attention_kernels, context
+from titan_dit.parallel import context
 from titan_dit.parallel import ring_attention as ring
-from titan_dit.parallel.attention import attend_by
-from titan_dit.parallel.attention_kernels import CPU, MATH, Kernel
 from titan_dit.parallel.context import slice_tokens
 from titan_dit.parallel.exchange import Exchange
 from titan_dit.parallel.ring_attention import ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
-from titan_dit.section import UserError
 
 SIZES = [1, 2, 3, 4]
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}

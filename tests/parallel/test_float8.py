@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from unchecked import unchecked
 
-from titan_dit.config import PrecisionConfig
+from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.section import UserError
 from titan_dit.dry_run.rehearse import fake_world
 from titan_dit.models.linear import Linear
-from titan_dit.parallel import float8, runtime, tensor
+from titan_dit.parallel import float8, process_group, tensor
 from titan_dit.parallel.float8_gains import Shape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
-from titan_dit.section import UserError
 from titan_dit.trainer import Trainer
 
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -182,7 +182,7 @@ def on_gpu(world, emulate):
     reason="needs a GPU with float8",
 )
 def test_real_products_are_those_of_the_emulation():
-    with runtime.start("cuda") as world:
+    with process_group.start("cuda") as world:
         loss, found = on_gpu(world, emulate=False)
         expected_loss, expected = on_gpu(world, emulate=True)
     assert loss == pytest.approx(expected_loss, rel=1e-2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_dit.config import ParallelConfig, PrecisionConfig
+from titan_dit.config.layout import ParallelConfig, PrecisionConfig
 from titan_dit.parallel import fsdp
 
 

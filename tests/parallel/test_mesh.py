@@ -1,6 +1,6 @@
 import pytest
 
-from titan_dit.config import ParallelConfig
+from titan_dit.config.layout import ParallelConfig
 from titan_dit.parallel.mesh import AxisSizes, followed, solve
 
 

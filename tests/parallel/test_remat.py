@@ -9,7 +9,7 @@ from commands import ROOT
 from harness import on_ranks
 from tiny import assert_same_gradients, graphs_alone, inputs_of, randomize, tiny_config
 
-from titan_dit.config import CompileConfig, RematConfig
+from titan_dit.config.layout import CompileConfig, RematConfig
 from titan_dit.parallel import remat
 from titan_dit.parallel.compile import compile_blocks
 

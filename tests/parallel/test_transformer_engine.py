@@ -9,11 +9,11 @@ import torch
 from tiny import tiny_config
 from torch import nn
 
+from titan_dit.config.section import UserError
 from titan_dit.parallel import transformer_engine
 from titan_dit.parallel.float8 import apply
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.plans.dit import plan
-from titan_dit.section import UserError
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@ import random
 
 import pytest
 
+from titan_dit.config.section import UserError
 from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
 from titan_dit.schedules.orders import pipeline_order
 from titan_dit.schedules.simulator import simulate, stage_costs
-from titan_dit.section import UserError
 
 
 def costs_of(split, embed, head):

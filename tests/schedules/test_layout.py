@@ -1,6 +1,7 @@
 import pytest
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
+from titan_dit.config.section import UserError
 from titan_dit.schedules.layout import (
     INTERLEAVED,
     SCHEDULES,
@@ -11,7 +12,6 @@ from titan_dit.schedules.layout import (
     stages_of_rank,
     stages_per_rank,
 )
-from titan_dit.section import UserError
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed.pipelining.schedules as theirs
 from commands import ROOT
 
+from titan_dit.config.section import UserError
 from titan_dit.schedules.action import Kind, peak_activations
-from titan_dit.schedules.check import check
 from titan_dit.schedules.layout import (
     INTERLEAVED,
     SCHEDULES,
@@ -20,7 +20,7 @@ from titan_dit.schedules.layout import (
 )
 from titan_dit.schedules.notation import render
 from titan_dit.schedules.orders import pipeline_order
-from titan_dit.section import UserError
+from titan_dit.schedules.proof import check
 
 CLASSES = {
     "gpipe": theirs.ScheduleGPipe,

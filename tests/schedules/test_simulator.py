@@ -6,10 +6,10 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from titan_dit.schedules.action import Kind, peak_activations
-from titan_dit.schedules.check import made_by, needs
 from titan_dit.schedules.layout import SCHEDULES, V_SHAPED, stages_per_rank
 from titan_dit.schedules.notation import from_csv, parse
 from titan_dit.schedules.orders import pipeline_order
+from titan_dit.schedules.proof import made_by, needs
 from titan_dit.schedules.simulator import luck, simulate, stage_costs
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 24)]

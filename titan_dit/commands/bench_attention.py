@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from titan_dit.config.section import Count, Section, UserError
+from titan_dit.kernels import attention
 from titan_dit.models.dit import SIZES
 from titan_dit.observe import console
-from titan_dit.parallel import attention
 from titan_dit.parallel.fsdp import DTYPES
-from titan_dit.section import Count, Section, UserError
 
 NAMES = ("auto", *attention.KEYS)
 CHECKED = 1024

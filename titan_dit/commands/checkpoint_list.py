@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import tyro
 
+from titan_dit.checkpoint.run_checkpoints import step_of
+from titan_dit.checkpoint.store import MANIFEST, Place, Store, place, store_of
 from titan_dit.commands.restore import series
+from titan_dit.config.section import Section, UserError
 from titan_dit.observe import console
-from titan_dit.section import Section, UserError
-from titan_dit.state.checkpoints import step_of
-from titan_dit.state.resume import readable
-from titan_dit.state.store import MANIFEST, Place, Store, place, store_of
+from titan_dit.recovery.resume import readable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.store import place
 from titan_dit.commands.restore import find
+from titan_dit.config.section import Section, show
 from titan_dit.observe import console
-from titan_dit.section import Section, show
-from titan_dit.state import checkpoint
-from titan_dit.state.store import place
 
 
 @dataclass(frozen=True, kw_only=True)

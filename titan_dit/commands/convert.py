@@ -12,17 +12,19 @@ import torch
 import tyro
 from torch import Tensor
 
-from titan_dit import __version__, catalog, config_file
+from titan_dit import __version__
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.store import PARTIAL, URL, Place, place
 from titan_dit.commands.restore import find, restore
+from titan_dit.config import catalog, config_file
+from titan_dit.config.section import Bound, Count, Finite, Section, UserError, conform
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import DiffusionConfig
+from titan_dit.interop import original_dit, weight_file
+from titan_dit.interop.original_dit import Original
+from titan_dit.interop.tensor_file import write_tensors
 from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
-from titan_dit.section import Bound, Count, Finite, Section, UserError, conform
-from titan_dit.state import checkpoint, original_weights, weight_file
-from titan_dit.state.original_weights import Original
-from titan_dit.state.store import PARTIAL, URL, Place, place
-from titan_dit.state.tensor_file import write_tensors
 
 EMA_DECAY = "0.9999"  # The original's.
 SCALE = 0.18215
@@ -81,7 +83,7 @@ def read_original(source: Path, target: Path, options: Options) -> None:
         raise UserError(f"--to {target}: a checkpoint is a folder; name one, such as dit_xl2.")
     weights = weight_file.read(source)
     try:
-        original = original_weights.infer(weights.ema, options.heads or known_heads(weights))
+        original = original_dit.infer(weights.ema, options.heads or known_heads(weights))
         ema = original.to_ours(weights.ema)
         # Most files hold one state dict: it is converted, and checked, once.
         model = ema if weights.model is weights.ema else original.to_ours(weights.model)
@@ -216,7 +218,7 @@ def write_original(source: Place, target: Path, options: Options) -> None:
 def describe(original: Original, tensors: dict[str, Tensor]) -> str:
     """One line on a network."""
     config = original.config
-    name = original_weights.name_of(config)
+    name = original_dit.name_of(config)
     size = name or "hidden {}, layers {}, heads {}, patch {}".format(*config.shape)
     count = sum(tensor.numel() for tensor in tensors.values())
     sigma = "learned sigma" if original.learn_sigma else "no learned sigma"

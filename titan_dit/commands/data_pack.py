@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from titan_dit.data import pack
+from titan_dit.config.section import Count, Finite, Section, UserError
 from titan_dit.data.listing import few
 from titan_dit.data.manifest import read_json
+from titan_dit.data.packing import pack
 from titan_dit.observe import console
-from titan_dit.section import Count, Finite, Section, UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import tyro
 from jaxtyping import Shaped
 from torch import Tensor
 
+from titan_dit.config.section import Count, Section, UserError
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, open_latents
@@ -19,7 +20,6 @@ from titan_dit.diffusion.objective import to_model_units
 from titan_dit.diffusion.pictures import draw_grid
 from titan_dit.observe import console
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Count, Section, UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from titan_dit.checkpoint.store import place
 from titan_dit.commands.restore import Restored, device_of, find, restore
+from titan_dit.config.section import Count, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.execution.base import first_of
+from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
 from titan_dit.observe import console
-from titan_dit.pipeline.base import first_of
-from titan_dit.section import Count, Section, UserError
-from titan_dit.state.store import place
-from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,31 +14,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan_dit import catalog, config_file, doors
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_checkpoints import step_of
+from titan_dit.checkpoint.store import Place
+from titan_dit.checks.device import nearest_to
 from titan_dit.commands.restore import device_of, series
-from titan_dit.config import CompileConfig, JobConfig, ParallelConfig
+from titan_dit.config import catalog, config_file, dotted_names
+from titan_dit.config.job import JobConfig
+from titan_dit.config.layout import CompileConfig, ParallelConfig
+from titan_dit.config.section import Count, Section, UserError, Whole
 from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.order import BatchPlan, EpochOrder
-from titan_dit.faults import fault_log
+from titan_dit.data.sample_ranges import numbers_of, spans_of
+from titan_dit.execution.base import Output, first_of
+from titan_dit.execution.build import Built, build
+from titan_dit.execution.local import LocalExecutor
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
-from titan_dit.parallel import runtime
-from titan_dit.parallel.gradients import clip_norm
+from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.parallel import process_group
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.pipeline.base import Output, first_of
-from titan_dit.pipeline.build import Built, build
-from titan_dit.pipeline.local import LocalExecutor
 from titan_dit.plan import resolve
+from titan_dit.recovery import fault_log, rollback, sample_log
+from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Count, Section, UserError, Whole
-from titan_dit.spans import numbers_of, spans_of
-from titan_dit.state import checkpoint, rollback, sample_log
-from titan_dit.state.checkpoints import step_of
-from titan_dit.state.progress import Progress
-from titan_dit.state.store import Place
-from titan_dit.validate.device import nearest_to
 
 MICROBATCH = 32
 """Samples at a time where the run's config does not say."""
@@ -113,14 +114,14 @@ def main(options: Options) -> None:
     late = f", {behind} steps older than those of the step" if behind else ", those of the step"
     console.say(f"weights {origin.weights or 'as initialized'}{late}")
     own = {"model": config.model, "objective": config.objective, "data": config.data}
-    for line in doors.origins(own):
+    for line in dotted_names.origins(own):
         console.say(line)
     source = config.data.open()
     if origin.data_digest not in (None, source.facts.digest):
         raise UserError(f"[data] of {run} is not what the run was trained on: its digest differs.")
     objective = config.objective.build(config.model, source.facts)
     held_out = held_out_rows(source, config.job.seed, config.validation.num_held_out)
-    with runtime.start(device_of(options.device).type) as world:
+    with process_group.start(device_of(options.device).type) as world:
         theatre = Theatre(
             config.job.seed,
             objective,

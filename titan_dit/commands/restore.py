@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from titan_dit import catalog, config_file, doors
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_checkpoints import NAME, Checkpoints, step_of
+from titan_dit.checkpoint.store import MANIFEST, Place, place, store_of
+from titan_dit.config import catalog, config_file, dotted_names
+from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.models.base import Model, ModelConfig
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console
-from titan_dit.section import UserError
-from titan_dit.state import checkpoint
-from titan_dit.state.checkpoints import NAME, Checkpoints, step_of
-from titan_dit.state.store import MANIFEST, Place, place, store_of
 
 USED = ("model", "objective", "ema")
 """The sections of a record that are read; of the others nothing is imported."""
@@ -92,7 +92,7 @@ def restore(path: Place, weights: str, decay: float | None, device: torch.device
     record = checkpoint.read_record(path)
     sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)
     model_config, objective, ema = (sections[name] for name in USED)
-    for line in doors.origins({"model": model_config, "objective": objective}):
+    for line in dotted_names.origins({"model": model_config, "objective": objective}):
         console.say(line)
     with torch.device("meta"):
         model = objective.network(model_config).build()

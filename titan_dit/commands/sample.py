@@ -12,19 +12,19 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit import doors
+from titan_dit.checkpoint.store import place
 from titan_dit.commands.restore import device_of, find, restore
+from titan_dit.config import dotted_names
+from titan_dit.config.section import Bound, Count, Fraction, NonNegative, Section, UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.pictures import draw_grid
 from titan_dit.diffusion.samplers.base import Sampler
+from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
 from titan_dit.models.base import Model
 from titan_dit.observe import console
-from titan_dit.section import Bound, Count, Fraction, NonNegative, Section, UserError
-from titan_dit.state.store import place
-from titan_dit.state.tensor_file import check_labels, read_tensors, write_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def main(options: Options) -> None:
     diffusion = run.diffusion("sample")
     drawing.check(diffusion.path, diffusion.model, options, "--{}")
     sampler = drawing.sampler_of(diffusion.path, options.sampler, "--sampler")
-    for line in doors.origins({"sampler": sampler}):
+    for line in dotted_names.origins({"sampler": sampler}):
         console.say(line)
     labels = labels_of(options.labels, options.num, diffusion.model.num_classes)
     noise = None

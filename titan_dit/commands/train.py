@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from titan_dit import streams
-from titan_dit.section import UserError
+from titan_dit.config.section import UserError
+from titan_dit.system import streams
 
 RDZV_CONF = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
 """A lost node is given up after 4 s without a heartbeat, and those that are there wait 3 s for
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> NoReturn:
         nodes, endpoint = os.environ["NNODES"], os.environ["RDZV_ENDPOINT"]
         streams.tell(sys.stderr, f"titan_dit: meeting {nodes} nodes at {endpoint}\n")
     become(
-        *("titan_dit.launch", *meeting, "--nproc-per-node", str(ranks)),
+        *("titan_dit.launcher.launch", *meeting, "--nproc-per-node", str(ranks)),
         *("--max-restarts", max_restarts(os.environ), "-m", TRAINER, *words),
     )
 

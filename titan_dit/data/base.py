@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.section import Named, Whole
+from titan_dit.config.section import Named, Whole
 
 Fields: TypeAlias = Mapping[str, Tensor]
 """Tensors of several samples by name, batch first, in the dtype that they are stored in."""

@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit import streams
+from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import agreed, read_folder_manifest
-from titan_dit.section import UserError
+from titan_dit.system import streams
 
 REMEDY = (
     "Mend or replace the file, or pack the folder: `python -m titan_dit data pack` leaves such "

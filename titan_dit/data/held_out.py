@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
 from titan_dit.rng import words
-from titan_dit.section import UserError
 
 
 def held_out_rows(source: Source, seed: int, count: int) -> tuple[int, ...]:

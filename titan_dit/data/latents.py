@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors import torch as safetensors
 from torch import Tensor
 
+from titan_dit.config.section import Finite, UserError
 from titan_dit.data import listing
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.folders import LatentFolder
@@ -38,7 +39,6 @@ from titan_dit.data.manifest import (
     write_json,
     write_whole,
 )
-from titan_dit.section import Finite, UserError
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 

@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from titan_dit import streams
+from titan_dit.config.section import UserError
 from titan_dit.data.files import LABEL_LIMIT, LATENT_SUFFIXES, BadFileError, read_label
 from titan_dit.data.manifest import CLAIM, FORMAT, MANIFEST, read_folder_manifest, read_json
-from titan_dit.section import UserError
+from titan_dit.system import streams
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 Layout = Literal["shards", "pair", "classes"]

@@ -16,10 +16,10 @@ from jaxtyping import Int64
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from titan_dit.config.section import UserError
 from titan_dit.data.base import Batch, Fields, Source
 from titan_dit.data.order import RankOrder
-from titan_dit.failure import Disruption
-from titan_dit.section import UserError
+from titan_dit.launcher.failure import Disruption
 
 T = TypeVar("T")
 

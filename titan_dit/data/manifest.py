@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_dit.section import Count, Finite, UserError, conform
+from titan_dit.config.section import Count, Finite, UserError, conform
 
 FORMAT = "titan_dit.latents/1"
 FOLDER_FORMAT = "titan_dit.folder/1"

@@ -14,8 +14,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from titan_dit.data.sample_ranges import Span
 from titan_dit.rng import permutation
-from titan_dit.spans import Span
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from titan_dit.config.section import Count
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Count
 
 
 @dataclass(frozen=True, kw_only=True)

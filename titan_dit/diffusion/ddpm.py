@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.config.section import Bound, Fraction, Positive
 from titan_dit.diffusion import noise_schedule
 from titan_dit.diffusion.base import Clean, Corrupted, Predict
 from titan_dit.diffusion.bound import bits_per_value
@@ -28,7 +29,6 @@ from titan_dit.diffusion.noise_schedule import (
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Bound, Fraction, Positive
 
 
 @dataclass(frozen=True, kw_only=True)

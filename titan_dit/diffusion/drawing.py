@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.config import SamplingConfig
+from titan_dit.config.dotted_names import look_up
+from titan_dit.config.section import UserError, show
+from titan_dit.config.training import SamplingConfig
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.base import LatentModel, Path
 from titan_dit.diffusion.guidance import guided, scales
 from titan_dit.diffusion.samplers.base import Sampler, Settings
-from titan_dit.doors import look_up
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError, show
 
 # The samplers of each kind of diffusion; the first one is what "auto" takes.
 SAMPLERS = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from titan_dit.config.section import UserError, show
 from titan_dit.data.base import DataFacts
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.base import LatentModel, Path
 from titan_dit.models.base import ModelConfig
-from titan_dit.section import UserError, show
 
 
 def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:

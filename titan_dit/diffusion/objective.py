@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from titan_dit.config import SamplingConfig
+from titan_dit.config.section import UserError
+from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion import drawing
@@ -27,7 +28,6 @@ from titan_dit.objectives.base import (
     Preview,
 )
 from titan_dit.rng import SampleRNG
-from titan_dit.section import UserError
 
 VALIDATION_BINS = 8
 """Validation takes the loss at the middle of so many equal parts of the range of timesteps."""

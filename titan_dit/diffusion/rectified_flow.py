@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.config.section import Finite, Fraction, Positive
 from titan_dit.diffusion.base import TIMESTEPS, Clean, Corrupted, Predict
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Finite, Fraction, Positive
 
 
 @dataclass(frozen=True, kw_only=True)

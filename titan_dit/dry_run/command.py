@@ -6,16 +6,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from titan_dit import doors
-from titan_dit.config import JobConfig, ParallelConfig
+from titan_dit.checks import validate
+from titan_dit.checks.parts import check_source, validate_parts
+from titan_dit.config import dotted_names
+from titan_dit.config.job import JobConfig
+from titan_dit.config.layout import ParallelConfig
 from titan_dit.data.base import DataConfig, DataFacts, Field
 from titan_dit.dry_run import report
 from titan_dit.dry_run.rehearse import rehearse
 from titan_dit.observe import console
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import resolve
-from titan_dit.validate import validate
-from titan_dit.validate.parts import check_source, validate_parts
 
 
 def dry_run(config: JobConfig, world_size: int | None) -> None:
@@ -26,7 +27,7 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
     objective = config.objective.build(config.model, facts)
     validate_parts(plan, objective, fields, config.data.name)
     own = {"model": config.model, "objective": config.objective, "data": config.data}
-    for line in doors.origins(own):
+    for line in dotted_names.origins(own):
         console.say(line)
     found = rehearse(plan, objective, fields, config.training, config.optimizer, config.ema)
     for line in report.lines(found):

@@ -20,26 +20,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_dit.config import EMAConfig, OptimizerConfig, TrainingConfig
+from titan_dit.config.section import UserError
+from titan_dit.config.training import EMAConfig, OptimizerConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import Kind, MemoryLog, Peak, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
+from titan_dit.execution.base import Executor
+from titan_dit.execution.build import executor_of, place_modules, spread
+from titan_dit.execution.pipelined import PipelinedExecutor
+from titan_dit.execution.sliced import SlicedExecutor
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
-from titan_dit.parallel.gradients import clip_norm
+from titan_dit.optim.ema import EMA
+from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.pipeline.base import Executor
-from titan_dit.pipeline.build import executor_of, place_modules, spread
-from titan_dit.pipeline.pipelined import PipelinedExecutor
-from titan_dit.pipeline.sliced import SlicedExecutor
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 from titan_dit.schedules.action import peak_activations
 from titan_dit.schedules.simulator import simulate, stage_costs
-from titan_dit.section import UserError
-from titan_dit.state.ema import EMA
-from titan_dit.state.optimizer import apply_gradients, build_optimizer
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_dit.parallel.attention_kernels import accumulator
+from titan_dit.kernels.attention_kernels import accumulator
 from titan_dit.parallel.mesh import Mesh
 
 Message = tuple[str, float]

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from titan_dit.models import laws
-from titan_dit.models.laws import InitLaw
+from titan_dit.models import initializers
+from titan_dit.models.initializers import InitLaw
 
 Stream: TypeAlias = tuple[Tensor, ...]
 """What flows from embed through the blocks to head: tensors that need gradients, batch first.
@@ -125,8 +125,8 @@ class Model(nn.Module):
 def default_law(name: str, tensor: Tensor) -> InitLaw:
     """See `Model.init_laws`."""
     if name.endswith("bias"):
-        return laws.zeros
-    return laws.normal(0.02) if tensor.ndim > 1 else laws.ones
+        return initializers.zeros
+    return initializers.normal(0.02) if tensor.ndim > 1 else initializers.ones
 
 
 @runtime_checkable

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.models import laws
+from titan_dit.config.section import Count, Positive, Section, UserError
+from titan_dit.models import initializers
 from titan_dit.models.base import Model, ModelSpec, Static, Stream, TensorSpec
-from titan_dit.models.laws import InitLaw
+from titan_dit.models.initializers import InitLaw
 from titan_dit.models.layers import (
     MLP,
     Attention,
@@ -31,7 +32,6 @@ from titan_dit.models.layers import (
     sincos_positions,
     unpatchify,
 )
-from titan_dit.section import Count, Positive, Section, UserError
 
 SIZES = {
     #      hidden, layers, heads
@@ -277,15 +277,15 @@ class DiT(Model):
         table: dict[str, InitLaw] = {}
         for name, _ in self.named_parameters():
             if ".modulation." in name or name.startswith("head.out"):
-                table[name] = laws.zeros
+                table[name] = initializers.zeros
             elif name.endswith("_norm.weight"):
-                table[name] = laws.ones
+                table[name] = initializers.ones
             elif name.endswith(".bias"):
-                table[name] = laws.zeros
+                table[name] = initializers.zeros
             elif name.startswith(("embed.timestep", "embed.label")):
-                table[name] = laws.normal(0.02)
+                table[name] = initializers.normal(0.02)
             else:
-                table[name] = laws.xavier_uniform
+                table[name] = initializers.xavier_uniform
         return table
 
     def flops_per_sample(self, tokens: int) -> int:

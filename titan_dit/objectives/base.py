@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.config import SamplingConfig
+from titan_dit.config.section import Named, UserError, show
+from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import ModelConfig, ModelSpec
-from titan_dit.models.laws import InitLaw
+from titan_dit.models.initializers import InitLaw
 from titan_dit.rng import SampleRNG
-from titan_dit.section import Named, UserError, show
 
 Forward: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """(inputs, static) -> prediction: `Executor.predict`, or the network itself."""

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_dit import streams
-from titan_dit.config import PrecisionConfig, TrainingConfig
+from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.training import TrainingConfig
+from titan_dit.system import streams
 
 LOSS = "validation_loss"
 """The key of a row of metrics that has been validated."""

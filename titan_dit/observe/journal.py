@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titan_dit.config import MetricsConfig
-from titan_dit.config_file import Tables, to_toml
+from titan_dit.config.config_file import Tables, to_toml
+from titan_dit.config.operation import MetricsConfig
 from titan_dit.objectives.base import Preview
 from titan_dit.observe import console
 from titan_dit.observe.console import LOSS

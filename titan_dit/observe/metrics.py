@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from titan_dit.config import MetricsConfig
+from titan_dit.config.operation import MetricsConfig
 from titan_dit.observe.flops import Work
 
 Row = dict[str, Any]

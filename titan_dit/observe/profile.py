@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from titan_dit.config import ProfileConfig
+from titan_dit.config.operation import ProfileConfig
 from titan_dit.observe import memory_snapshot, profile_picture
 from titan_dit.observe.profile_summary import MARK, STEPS, summarize
 

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from titan_dit.config import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
+from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
+from titan_dit.kernels import attention, short_attention
 from titan_dit.models.base import Model
-from titan_dit.parallel import (
-    async_tp,
-    attention,
-    context,
-    float8,
-    fsdp,
-    remat,
-    short_attention,
-    tensor,
-)
+from titan_dit.parallel import async_tp, context, float8, fsdp, remat, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan

@@ -13,8 +13,8 @@ import sys
 import torch
 from torch import nn
 
-from titan_dit.config import CompileConfig
-from titan_dit.section import UserError
+from titan_dit.config.layout import CompileConfig
+from titan_dit.config.section import UserError
 
 
 def compile_blocks(model: nn.Module, config: CompileConfig) -> None:

@@ -12,11 +12,11 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_dit.config.section import UserError
 from titan_dit.models.layers import Attention
 from titan_dit.parallel.exchange import Exchange
 from titan_dit.parallel.ring_attention import ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
-from titan_dit.section import UserError
 
 Method = Literal["ring", "ulysses"]
 

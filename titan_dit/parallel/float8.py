@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from titan_dit.config import PrecisionConfig
+from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.section import UserError, show
 from titan_dit.models.base import Model
 from titan_dit.models.linear import Linear
 from titan_dit.parallel import transformer_engine
@@ -31,7 +32,6 @@ from titan_dit.parallel.float8_gains import UNIT, Shape, gains, read_table
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.parallel.transformer_engine import is_transformer_engine
-from titan_dit.section import UserError, show
 
 
 def apply(

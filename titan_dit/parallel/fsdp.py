@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from titan_dit.config import ParallelConfig, PrecisionConfig
+from titan_dit.config.layout import ParallelConfig, PrecisionConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 RESHARD: dict[str, bool | None] = {"auto": None, "always": True, "never": False}

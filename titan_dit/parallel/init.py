@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titan_dit.models.laws import InitLaw
+from titan_dit.models.initializers import InitLaw
 
 
 @torch.no_grad()

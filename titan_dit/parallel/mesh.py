@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_dit.config import ParallelConfig
+from titan_dit.config.layout import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
-    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
 import titan_dit.parallel.ring_attention  # noqa: F401 (its operator is one of those kept)
-from titan_dit.config import RematConfig
+from titan_dit.config.layout import RematConfig
+from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models.base import Model, Static, Stream
 from titan_dit.models.layers import Attention
 
@@ -67,10 +67,6 @@ def apply(model: Model, config: RematConfig) -> None:
 def is_no_warning_of_in_place(record: logging.LogRecord) -> bool:
     """Whether to show a line of torch's log."""
     return "context_fn is passed" not in record.getMessage()
-
-
-# The models draw no random numbers, so there is no generator state to keep for the second forward.
-recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def keep_input(block: nn.Module, stream: Stream, static: Static) -> Stream:

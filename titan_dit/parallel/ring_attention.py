@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from titan_dit.parallel.attention_kernels import Kernel, accumulator, named
+from titan_dit.kernels.attention_kernels import Kernel, accumulator, named
 from titan_dit.parallel.exchange import Exchange, Peers
 
 

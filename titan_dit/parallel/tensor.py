@@ -21,8 +21,8 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
+from titan_dit.config.section import UserError, nearest
 from titan_dit.models.base import Model, Stream
-from titan_dit.section import UserError, nearest
 
 Styles = Mapping[str, ParallelStyle]
 

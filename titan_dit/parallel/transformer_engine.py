@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from titan_dit.section import UserError, show
+from titan_dit.config.section import UserError, show
 
 
 def is_transformer_engine(float8: str) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from titan_dit.config.section import UserError
 from titan_dit.models import layers
 from titan_dit.parallel.exchange import Peers
-from titan_dit.section import UserError
 
 
 def ulysses_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from titan_dit.section import UserError, show
+from titan_dit.config.section import UserError, show
 
 
 def split_layers(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias, get_args
 
-from titan_dit.section import UserError, show
+from titan_dit.config.section import UserError, show
 
 Schedule: TypeAlias = Literal[
     "gpipe",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from titan_dit.schedules.action import Action, Kind, Order, peak_activations
-from titan_dit.schedules.check import execution, made_by, needs, num_stages_of
+from titan_dit.schedules.proof import execution, made_by, needs, num_stages_of
 
 Costs: TypeAlias = Mapping[tuple[Kind, int], float]
 """Time of one microbatch by (kind, stage)."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from titan_dit.section import UserError
+from titan_dit.config.section import UserError
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from titan_dit.config.section import UserError
 from titan_dit.diffusion.noise_schedule import Denoiser
 from titan_dit.diffusion.samplers.base import Settings
-from titan_dit.section import UserError
 
 
 def ddpm(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:

@@ -1,0 +1,273 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_dit.checkpoint import checkpoint, store, torch_files
+from titan_dit.checkpoint.checkpoint import load, read_record
+from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
+from titan_dit.config.operation import CheckpointConfig
+from titan_dit.config.section import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+RECORD = {"step": 7, "cursor": 896, "config": {"optimizer": {"lr": 1e-3}}}
+
+
+def tensors(seed=0):
+    """As the trainer gives them: nested, with dots in names and decays, scalars among them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    names = {"embed.patch.weight": (6, 4), "blocks.0.attn.qkv.bias": (12,)}
+    return {
+        "model": {name: draw(*shape) for name, shape in names.items()},
+        "optimizer": {
+            name: {"step": draw(), "exp_avg": draw(*shape)} for name, shape in names.items()
+        },
+        "ema": {"0.9999": {name: draw(*shape) for name, shape in names.items()}},
+    }
+
+
+def at_once(folder, **settings):
+    """The checkpoints of a run that waits for each."""
+    return Checkpoints(folder, CheckpointConfig(async_save=False, **settings))
+
+
+def flat(nested):
+    return dict(checkpoint.flatten(nested))
+
+
+def assert_equal(a, b):
+    a, b = flat(a), flat(b)
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def saved(folder):
+    return at_once(folder).save(7, tensors(), RECORD)
+
+
+def test_what_is_saved_is_loaded_in_place(saved):
+    target = tensors(seed=1)
+    places = {name: value.data_ptr() for name, value in flat(target).items()}
+    load(saved, target)
+    assert_equal(target, tensors())
+    assert {name: value.data_ptr() for name, value in flat(target).items()} == places
+
+
+def test_the_record_comes_back_with_a_digest_of_every_file(saved):
+    record = read_record(saved)
+    assert {key: record[key] for key in RECORD} == RECORD
+    on_disk = {path.name for path in saved.iterdir()}
+    assert on_disk == {*record["files"], "manifest.json"}
+    assert ".metadata" in on_disk
+
+
+def test_saving_leaves_the_tensors_alone(folder):
+    ours = tensors()
+    at_once(folder).save(7, ours, RECORD)
+    assert_equal(ours, tensors())
+
+
+def test_a_part_of_the_tensors_can_be_loaded(saved):
+    target = {"ema": {"0.9999": tensors(seed=1)["ema"]["0.9999"]}}
+    load(saved, target)
+    assert_equal(target, {"ema": tensors()["ema"]})
+
+
+def test_weights_can_be_loaded_under_the_name_of_an_average(saved):
+    model = tensors(seed=1)["model"]
+    load(saved, {"ema": {"0.9999": model}})
+    assert_equal(model, tensors()["ema"]["0.9999"])
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(saved, file, damage):
+    path = saved / file
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    path.write_bytes({"flip": data, "truncate": data[:-1]}.get(damage, b""))
+    if damage == "delete":
+        path.unlink()
+    target = tensors(seed=1)
+    with pytest.raises(UserError) as caught:
+        load(saved, target)
+    assert f"{saved} is damaged: {file}." in str(caught.value)
+    assert "--checkpoint.resume" in str(caught.value)
+    assert_equal(target, tensors(seed=1))
+
+
+def test_a_missing_name_is_refused_and_nothing_is_loaded(saved):
+    target = tensors(seed=1)
+    target["model"]["blocks.1.attn.qkv.bias"] = torch.zeros(12)
+    kept = {name: value.clone() for name, value in flat(target).items()}
+    with pytest.raises(UserError, match=r"has no tensor model\.blocks\.1\.attn\.qkv\.bias"):
+        load(saved, target)
+    assert all(torch.equal(value, kept[name]) for name, value in flat(target).items())
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 6), (24,), (6, 4, 1)])
+def test_a_wrong_shape_is_refused_and_nothing_is_loaded(saved, shape):
+    target = tensors(seed=1)
+    target["model"]["embed.patch.weight"] = torch.ones(shape)
+    kept = {name: value.clone() for name, value in flat(target).items()}
+    with pytest.raises(UserError) as caught:
+        load(saved, target)
+    words = f"model.embed.patch.weight is [6, 4], but the model's is {list(shape)}"
+    assert words in str(caught.value)
+    assert all(torch.equal(value, kept[name]) for name, value in flat(target).items())
+
+
+def test_a_decay_that_was_not_saved_is_refused(saved):
+    with pytest.raises(UserError, match=r"has no tensor ema\.0\.99\.embed"):
+        load(saved, {"ema": {"0.99": tensors()["model"]}})
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"step": 7, "fil'])
+def test_a_damaged_manifest_is_named(saved, text):
+    (saved / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        load(saved, tensors())
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "titan_dit.checkpoint/0"}'])
+def test_a_manifest_of_another_format_is_refused(saved, text):
+    (saved / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"not of the format titan_dit\.checkpoint/1"):
+        read_record(saved)
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is no checkpoint"):
+        load(tmp_path, tensors())
+
+
+def test_checkpoints_are_listed_by_step(folder):
+    checkpoints = at_once(folder, keep=0)
+    assert checkpoints.whole() == []
+    assert checkpoints.newest() is None
+    for step in (30, 7, 100_000_000, 99_999_999):
+        checkpoints.save(step, {"model": {"w": torch.ones(1)}}, {"step": step})
+    # The last has a digit more, so that it would come first as text.
+    steps = [step_of(path) for path in checkpoints.whole()]
+    assert steps == [7, 30, 99_999_999, 100_000_000]
+    assert checkpoints.newest().name == "step-100000000"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-00000009.partial", "step-00000009.set-aside", "step-9", "step-0000009x", "notes"],
+)
+def test_only_a_folder_with_the_final_name_is_a_checkpoint(saved, folder, name):
+    (folder / name).mkdir()
+    (folder / name / "manifest.json").write_bytes((saved / "manifest.json").read_bytes())
+    assert Checkpoints(folder).whole() == [saved]
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(saved, folder):
+    (folder / "step-00000009").mkdir()
+    assert Checkpoints(folder).newest() == saved
+
+
+@pytest.mark.parametrize("moment", ["tensors", "digests", "manifest", "rename"])
+def test_an_interrupted_save_is_invisible_and_is_cleaned_by_the_next(
+    saved, folder, monkeypatch, moment
+):
+    class Killed(BaseException):
+        pass
+
+    def kill(*args, **kwargs):
+        raise Killed
+
+    rename = Path.rename
+
+    def kill_at_the_end(path, target):
+        # DCP renames files of its own before.
+        return kill() if Path(path).name.endswith(".partial") else rename(path, target)
+
+    where = {
+        "tensors": (checkpoint.state_dict_saver, "save", kill),
+        "digests": (torch_files.Digesting, "write", kill),
+        "manifest": (store.Disk, "write", kill),
+        "rename": (Path, "rename", kill_at_the_end),
+    }[moment]
+    with monkeypatch.context() as patched:
+        patched.setattr(*where)
+        with pytest.raises(Killed):
+            at_once(folder).save(9, tensors(seed=1), {"step": 9})
+    left = folder / "step-00000009.partial"
+    assert left.is_dir()
+    assert Checkpoints(folder).whole() == [saved]
+    load(saved, tensors())
+    at_once(folder).save(12, tensors(seed=1), {"step": 12})
+    assert not left.exists()
+    assert [path.name for path in folder.iterdir() if "partial" in path.name] == []
+
+
+def test_what_an_interrupted_save_left_does_not_get_into_the_next(folder):
+    left = folder / "step-00000007.partial"
+    left.mkdir(parents=True)
+    (left / "__1_0.distcp").write_bytes(b"of a rank that is no more")
+    path = at_once(folder).save(7, tensors(), RECORD)
+    assert not (path / "__1_0.distcp").exists()
+    load(path, tensors(seed=1))
+
+
+def test_saving_a_step_again_replaces_it(saved, folder):
+    again = at_once(folder).save(7, tensors(seed=2), RECORD | {"cursor": 1})
+    assert again == saved
+    target = tensors(seed=1)
+    load(saved, target)
+    assert_equal(target, tensors(seed=2))
+    assert read_record(saved)["cursor"] == 1
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+def test_the_newest_are_kept(folder, keep, left):
+    checkpoints = at_once(folder, keep=keep)
+    (folder / "step-00000001.set-aside").mkdir(parents=True)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, {"model": {"w": torch.full((2,), float(step))}}, {"step": step})
+    assert [step_of(path) for path in checkpoints.whole()] == left
+    # What a person may still want is not ours to delete.
+    assert (folder / "step-00000001.set-aside").is_dir()
+    for path in checkpoints.whole():
+        target = {"model": {"w": torch.zeros(2)}}
+        load(path, target)
+        assert target["model"]["w"].tolist() == [step_of(path)] * 2
+
+
+def test_a_checkpoint_can_be_moved(saved, tmp_path):
+    moved = saved.rename(tmp_path / "best")
+    target = tensors(seed=1)
+    load(moved, target)
+    assert_equal(target, tensors())
+
+
+def test_a_changed_digit_in_the_manifest_is_noticed(saved):
+    manifest = saved / "manifest.json"
+    text = manifest.read_text()
+    assert '"step": ' in text
+    manifest.write_text(text.replace('"step": ', '"step": 1', 1))
+    with pytest.raises(UserError, match="digest differs"):
+        read_record(saved)
+
+
+def test_only_tensors_of_a_device_are_copied_ahead(tmp_path):
+    """On a CPU torch would open the first GPU for it."""
+    assert torch_files.Writer(tmp_path, on_cpu=True).per_thread_copy_ahead == 0
+    assert (
+        torch_files.Writer(tmp_path, on_cpu=False).per_thread_copy_ahead == torch_files.COPIED_AHEAD
+    )

@@ -1,0 +1,340 @@
+import itertools
+import re
+from dataclasses import replace
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from plans import check, planned
+from tiny import tiny_config
+from torch import nn
+
+from titan_dit.checks.layout import check_batch, check_context, check_tensor, check_world
+from titan_dit.checks.parts import check_modules
+from titan_dit.config.layout import PipelineConfig
+from titan_dit.config.section import UserError
+from titan_dit.objectives.base import Objective
+from titan_dit.parallel.plans import dit
+from titan_dit.plan import resolve
+from titan_dit.schedules.layout import SCHEDULES
+
+# Hidden 32, 3 layers, 4 heads, 16 tokens, a batch of 16.
+REFUSED = {
+    "heads": ({"tp": 8}, {}, {}, r"tp=8 does not divide the model's heads of 4. Set tp = 4\."),
+    "tokens": ({"cp": 3}, {}, {}, r"cp=3 does not divide the 16 tokens .* Set cp = 2\."),
+    "sequence": (
+        {"cp": 8, "tp": 4},
+        {},
+        {},
+        r"sequence_parallel=true: 2 tokens of a rank do not divide by tp=4",
+    ),
+    "ulysses": (
+        {"cp": 4, "tp": 2},
+        {"parallel": {"cp_method": "ulysses"}},
+        {},
+        r"cp=4 does not divide the 2 heads of a rank .* Set cp_method = .ring. or cp = 2\.",
+    ),
+    "stages": ({"pp": 4}, {}, {}, "4 stages, but the model has 3 layers"),
+    "microbatches": (
+        {"pp": 3},
+        {"training": {"microbatch_size": 4}},
+        {"schedule": "dualpipev"},
+        "6 stages, but",
+    ),
+    "few microbatches": (
+        {"pp": 2},
+        {"training": {"microbatch_size": 8}, "model": {"layers": 8}},
+        {"schedule": "dualpipev"},
+        "needs at least 2 x pp = 4 microbatches, but microbatches=2",
+    ),
+    "virtual stages": (
+        {"pp": 2},
+        {"model": {"layers": 8}},
+        {"schedule": "1f1b", "virtual_stages": 2},
+        r"\[pipeline\] schedule=.1f1b. holds one stage per rank",
+    ),
+    "resharded": (
+        {"pp": 2},
+        {"parallel": {"reshard_after_forward": "always"}},
+        {},
+        r"reshard_after_forward=.always. .* Set .auto.",
+    ),
+    "batch": ({"dp_shard": 3}, {}, {}, "global_batch_size=16 does not divide"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_with_its_values_and_a_fix(case):
+    sizes, sections, pipeline, words = REFUSED[case]
+    with pytest.raises(UserError, match=words) as caught:
+        check(sizes, pipeline=pipeline, **sections)
+    assert re.match(r"\[(parallel|pipeline|training)\]", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sections", "pipeline"),
+    [
+        ({"tp": 4}, {}, {}),
+        ({"cp": 4, "tp": 4}, {}, {}),
+        ({"cp": 2, "tp": 2}, {"parallel": {"cp_method": "ulysses"}}, {}),
+        ({"cp": 16, "tp": 4}, {"parallel": {"sequence_parallel": False}}, {}),
+        ({"pp": 3}, {}, {"schedule": "gpipe"}),
+        ({"pp": 2}, {"model": {"layers": 7}}, {"schedule": "zbv_zero_bubble"}),
+        (
+            {"pp": 2},
+            {"model": {"layers": 8}},
+            {"schedule": "interleaved_1f1b", "virtual_stages": 4},
+        ),
+        ({"pp": 2, "dp_shard": 4}, {"compile": {"enabled": True}}, {}),
+    ],
+)
+def test_what_fits_is_taken(sizes, sections, pipeline):
+    assert check(sizes, pipeline=pipeline, **sections) is None
+
+
+def test_the_config_offers_the_schedules_there_are():
+    """config.py may not import them."""
+    assert get_args(get_type_hints(PipelineConfig)["schedule"]) == SCHEDULES
+
+
+def taken(ranks, following=False, **settings):
+    """The sizes on so many ranks; refused where the product is another number."""
+    plan = resolve(tiny_config(parallel=settings), ranks, following)
+    check_world(plan)
+    return plan.sizes
+
+
+def refusal(ranks, **settings):
+    with pytest.raises(UserError) as caught:
+        taken(ranks, **settings)
+    return str(caught.value)
+
+
+def test_a_product_that_is_not_the_number_of_ranks_is_shown_factor_by_factor():
+    assert refusal(8, dp_shard=2, tp=2) == (
+        "[parallel] dp_shard=2 x tp=2 = 4 ranks, but 8 were started. "
+        "Set dp_shard = 4 or launch 4 ranks."
+    )
+    assert "but 1 was started" in refusal(1, dp_shard=2)
+
+
+def test_sizes_that_do_not_divide_the_ranks_are_shown():
+    message = refusal(8, dp_replicate=3)
+    assert message == (
+        "[parallel] dp_replicate=3 does not divide the 8 ranks started. "
+        "Launch a multiple of 3 ranks, or change the sizes."
+    )
+
+
+def test_a_size_of_zero_is_refused():
+    message = "[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1."
+    assert refusal(4, dp_shard=0) == refusal(4, dp_shard=0, following=True) == message
+
+
+def test_every_axis_counts_in_the_product():
+    assert taken(2 * 3 * 5 * 2 * 4, pp=2, dp_replicate=3, cp=2, tp=4).dp_shard == 5
+    message = refusal(9, pp=2, cp=2, tp=2)
+    assert message.startswith("[parallel] pp=2 x cp=2 x tp=2 does not divide the 9 ranks started.")
+
+
+# Every combination of small sizes and ranks: what is refused says how to put it right.
+SIZES = list(itertools.product((1, 2, 3), (-1, 1, 2, 3, 4), range(1, 9)))
+
+
+def test_every_fix_that_a_message_names_works():
+    refused = 0
+    for dp_replicate, dp_shard, ranks in SIZES:
+        settings = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+        try:
+            sizes = taken(ranks, **settings)
+        except UserError as error:
+            message, refused = str(error), refused + 1
+        else:
+            assert sizes.data == ranks
+            continue
+        fixes = 0
+        assert f"dp_replicate={dp_replicate}" in message or dp_replicate == 1
+        if found := re.search(r"Set dp_shard = (\d+)", message):
+            assert taken(ranks, **settings | {"dp_shard": int(found[1])}).data == ranks
+            fixes += 1
+        if found := re.search(r"[Ll]aunch (?:a multiple of )?(\d+) ranks", message):
+            assert taken(int(found[1]), **settings).data == int(found[1])
+            fixes += 1
+        assert fixes, message
+        assert str(ranks) in message
+    assert 20 < refused < len(SIZES)
+
+
+def batch_of(batch, micro=None, following=False, **sizes):
+    """Whether a batch may be held on such a mesh."""
+    training = {"global_batch_size": batch, "microbatch_size": micro}
+    return check_batch(planned(sizes, following, training=training)[1])
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks"), [(8, None, 1), (8, None, 4), (8, 2, 4), (8, 8, 1), (24, 3, 4)]
+)
+def test_a_batch_that_divides_is_taken(batch, micro, ranks):
+    assert batch_of(batch, micro, dp_shard=ranks) is None
+    with pytest.raises(UserError):
+        batch_of(batch + 1, 2, dp_shard=ranks)
+
+
+def test_a_batch_that_does_not_divide_is_shown_with_what_it_is_divided_by():
+    with pytest.raises(UserError) as caught:
+        batch_of(130, 8, dp_replicate=2, dp_shard=2)
+    assert str(caught.value) == (
+        "[training] global_batch_size=130 does not divide into microbatch_size=8 x "
+        "4 data-parallel ranks. Set global_batch_size = 128 or 160."
+    )
+
+
+def test_every_batch_size_that_a_message_names_divides():
+    refused = 0
+    for batch, micro, replicas, shards in itertools.product(
+        (1, 2, 7, 12, 33), (None, 1, 3, 8), (1, 2), (1, 3)
+    ):
+        sizes = {"dp_replicate": replicas, "dp_shard": shards}
+        try:
+            batch_of(batch, micro, **sizes)
+        except UserError as error:
+            refused += 1
+            valid = re.search(r"Set global_batch_size = (.*)\.$", str(error))[1].split(" or ")
+            for size in map(int, valid):
+                assert size > 0
+                batch_of(size, micro, **sizes)
+        else:
+            assert batch % ((micro or 1) * replicas * shards) == 0
+    assert refused > 20
+
+
+def test_every_number_of_ranks_is_followed_or_answered_with_some_that_would_do():
+    refused = 0
+    for tp, cp, pp, ranks in itertools.product((1, 2, 3), (1, 2), (1, 3), range(1, 13)):
+        settings = {"tp": tp, "cp": cp, "pp": pp, "dp_shard": 2, "dp_replicate": 2}
+        try:
+            sizes = taken(ranks, following=True, **settings)
+        except UserError as error:
+            message, refused = str(error), refused + 1
+            offered = re.search(r"can go on with (.*?) ranks", message)[1].split(" or ")
+            for good in map(int, offered):
+                assert good > 0
+                assert taken(good, following=True, **settings).data * tp * cp * pp == good
+            assert f"the {ranks} that" in message
+        else:
+            assert (sizes.tp, sizes.cp, sizes.pp) == (tp, cp, pp)
+            assert sizes.data * tp * cp * pp == ranks
+    assert refused > 20
+
+
+def test_a_world_with_more_data_ranks_than_samples_cannot_hold_the_batch():
+    assert batch_of(7, following=True, dp_shard=7, tp=2) is None
+    with pytest.raises(UserError) as caught:
+        batch_of(7, following=True, dp_shard=8, tp=2)
+    assert str(caught.value) == (
+        "[training] global_batch_size=7 cannot be held by 8 data-parallel ranks: there are more "
+        "ranks than samples. Launch 14 ranks at most."
+    )
+
+
+INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro", "pipeline", "expected"),
+    [  # Of a batch of 16: (microbatches, samples of each).
+        ({"dp_shard": 3}, None, {}, (1, 6)),
+        ({"dp_shard": 5}, None, {}, (1, 4)),
+        ({"dp_shard": 5}, 3, {}, (2, 2)),  # 2 x 2 rows, not 2 x 3.
+        ({"dp_shard": 3}, 16, {}, (1, 6)),
+        ({"dp_shard": 3, "pp": 2}, None, {"schedule": "1f1b"}, (6, 1)),
+        ({"dp_shard": 3, "pp": 2}, 4, {"schedule": "1f1b"}, (2, 3)),
+        ({"dp_shard": 3, "pp": 4}, None, INTERLEAVED, (6, 1)),
+        ({"dp_shard": 2, "pp": 3}, None, INTERLEAVED, (8, 1)),
+        ({"dp_shard": 6, "pp": 4}, None, {"schedule": "dualpipev"}, (8, 1)),
+        ({"dp_shard": 3, "pp": 2}, 3, {"schedule": "dualpipev"}, (4, 2)),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_held_in_equal_microbatches(
+    sizes, micro, pipeline, expected
+):
+    sections = {
+        "model": {"layers": 8},
+        "training": {"microbatch_size": micro},
+        "pipeline": pipeline,
+    }
+    assert check(sizes, following=True, **sections) is None
+    _, plan = planned(sizes, following=True, **sections)
+    assert (plan.num_microbatches, plan.microbatch_size) == expected
+    assert plan.rows_per_rank * plan.sizes.data >= 16
+    if plan.sizes.data != 2:
+        with pytest.raises(UserError):
+            check(sizes, **sections)
+
+
+def with_network(plan, **changes):
+    return replace(plan, network=replace(plan.network, **changes))
+
+
+@pytest.mark.parametrize("mask", ["causal", "lengths"])
+def test_a_ring_is_refused_where_there_is_a_mask(mask):
+    _, plan = planned({"cp": 2}, parallel={"cp_method": "ring"})
+    check_context(plan)
+    masked = with_network(plan, mask=mask)
+    with pytest.raises(UserError) as caught:
+        check_context(masked)
+    assert str(caught.value) == (
+        '[parallel] cp=2 with cp_method="ring" attends all to all, but the model "dit" has a mask '
+        f'({mask}). Set cp_method = "ulysses".'
+    )
+    check_context(with_network(planned()[1], mask=mask))
+    check_context(with_network(planned({"cp": 2}, parallel={"cp_method": "ulysses"})[1], mask=mask))
+
+
+def test_tp_is_refused_where_nobody_says_how_to_cut():
+    _, plan = planned({"tp": 2})
+    check_tensor(plan)
+    with pytest.raises(UserError) as caught:
+        check_tensor(replace(plan, tensor_plan=None))
+    assert str(caught.value) == (
+        '[parallel] tp=2: the model "dit" has no plan of how tp cuts it. Set tp = 1, or '
+        'tensor_plan = "package.module:function" (docs/extending.md).'
+    )
+    check_tensor(replace(planned()[1], tensor_plan=None))
+
+
+def test_a_plan_of_a_users_own_is_taken_for_tp():
+    own = {"tensor_plan": "titan_dit.parallel.plans.dit:plan"}
+    assert planned({"tp": 2}, parallel=own)[1].tensor_plan is dit.plan
+    check({"tp": 2}, parallel=own)
+
+
+class WithModules(Objective):
+    """One that learns something of its own."""
+
+    def __init__(self, device="meta"):
+        with torch.device(device):
+            self.weigh = nn.ModuleDict({"weigh": nn.Linear(1, 1)})
+
+    def modules(self):
+        return self.weigh
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "refused"),
+    [("zbv_zero_bubble", 2, True), ("dualpipev", 2, True), ("1f1b", 2, False), ("1f1b", 1, False)],
+)
+def test_a_split_backward_is_refused_where_the_objective_has_parameters(schedule, pp, refused):
+    _, plan = planned({"pp": pp}, pipeline={"schedule": schedule})
+    check_modules(plan, Objective())
+    if not refused:
+        return check_modules(plan, WithModules())
+    with pytest.raises(UserError, match=rf'schedule="{schedule}" splits .* Set schedule = "inter'):
+        check_modules(plan, WithModules())
+    return None
+
+
+def test_modules_of_an_objective_that_have_values_already_are_refused():
+    _, plan = planned({})
+    with pytest.raises(UserError, match=r"weigh\.weight, weigh\.bias has values already"):
+        check_modules(plan, WithModules("cpu"))

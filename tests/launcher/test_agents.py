@@ -1,0 +1,154 @@
+"""Two launchers, as on two nodes: one is lost, comes back, and both stop together."""
+
+import os
+import re
+import signal
+import socket
+import sys
+
+import pytest
+from commands import metrics
+from running import QUICK, Running, checkpoints, free_port, launcher
+
+pytestmark = pytest.mark.alone
+
+COMMAND = (sys.executable, "-m", "titan_dit", "train", "--config", "digits", *QUICK)
+COMMAND += ("--training.steps", 100_000, "--checkpoint.every", 25)
+
+
+def is_open(endpoint):
+    host, port = endpoint.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def as_nodes(nodes):
+    """What `titan_dit train` reads: one rank a node."""
+    return {"NNODES": nodes, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "NGPU": 1}
+
+
+def elastic(folder, body, nodes, restarts=0):
+    """A launcher around a script of one rank, and where it meets others."""
+    script = folder / "script.py"
+    script.write_text(
+        "import os, signal, time\nfrom titan_dit.launcher import failure\n"
+        f"print('begun anew:', failure.is_started_anew(), flush=True)\n{body}"
+    )
+    endpoint = f"127.0.0.1:{free_port()}"
+    command = launcher(script, ranks=1, restarts=restarts)
+    meeting = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    meeting += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"]
+    at = command.index("--standalone")
+    command[at : at + 1] = meeting
+    return command, endpoint
+
+
+# What ranks do that are asked to make room for another node.
+SAVING = """
+def save(number, frame):
+    print('saving', flush=True)
+    while not os.path.exists('saved'):
+        time.sleep(0.05)
+    failure.leave({'stopped': 'REGROUP', 'step': 1})
+    os._exit(0)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGUSR2, save)
+time.sleep(600)
+"""
+FAILING = """
+def main():
+    signal.signal(signal.SIGUSR2, fail)
+    time.sleep(600)
+def fail(number, frame):
+    raise RuntimeError('planted')
+failure.guarded(main)
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_fails_to_save_for_another_node_is_told_and_counts(restarts, tmp_path):
+    command, endpoint = elastic(tmp_path, FAILING, "1:2", restarts)
+    with Running(command, tmp_path, "first") as first:
+        first.wait_until(lambda: is_open(endpoint))
+        first.wait_for("begun anew: False")
+        with Running(command, tmp_path, "second") as second:
+            first.wait_for("RuntimeError: planted")
+            if not restarts:
+                assert first.end() == 1
+                return
+            first.wait_for("2 ranks on 2 nodes")
+            first.wait_for("begun anew: True")
+            # A node that comes late knows it, too.
+            second.wait_for("begun anew: True")
+            assert "begun anew: False" not in second.said
+    assert first.said.count("Traceback") == 1
+    assert "restart 1, 0 more to come" in first.said
+
+
+def test_a_stop_while_the_ranks_save_for_another_node_is_a_stop_on_all_nodes(tmp_path):
+    command, endpoint = elastic(tmp_path, SAVING, "2:3")
+    with Running(command, tmp_path, "first", STOPPED_CODE=75) as first:
+        first.wait_until(lambda: is_open(endpoint))
+        with Running(command, tmp_path, "second", STOPPED_CODE=75) as second:
+            first.wait_for("2 ranks on 2 nodes")
+            second.wait_for("begun anew")
+            with Running(command, tmp_path, "third"):
+                first.wait_for("saving")
+                second.wait_for("saving")
+                first.send(signal.SIGTERM)
+                first.wait_for("SIGTERM: the ranks finish")
+                (tmp_path / "saved").touch()
+                assert first.end() == 75, first.said
+                assert second.end() == 75, second.said
+    assert "another node has ended the job" in second.said
+    assert "begun again" not in first.said + second.said
+
+
+def test_ranks_that_wait_for_a_lost_node_begin_again_without_it(tmp_path):
+    """As NCCL's may: these do not notice at all."""
+    command, endpoint = elastic(tmp_path, "time.sleep(600)\n", "1:2")
+    with Running(command, tmp_path, "first") as first:
+        first.wait_until(lambda: is_open(endpoint))
+        with Running(command, tmp_path, "second") as second:
+            first.wait_for("2 ranks on 2 nodes")
+            second.wait_for("2 ranks on 2 nodes")
+        first.wait_for("a node has gone")
+        first.wait_for("begun again: 1 ranks on one node")
+        first.send(signal.SIGUSR1)
+        assert first.end(20) == 0
+
+
+def test_a_lost_node_is_done_without_and_taken_back_and_all_stop_together(tmp_path):
+    where = as_nodes("1:2")
+    with Running(COMMAND, tmp_path, "first", **where) as first:
+        # Whoever comes first keeps the meeting point, and must not be lost.
+        first.wait_until(lambda: is_open(where["RDZV_ENDPOINT"]))
+        with Running(COMMAND, tmp_path, "second", **where) as second:
+            first.wait_for("dp_shard 2 on cpu")
+            first.wait_for_step(30)
+            for pid in (*second.children(), second.process.pid):
+                os.kill(pid, signal.SIGKILL)
+        first.wait_for("1 ranks on one node")
+        assert "another rank has gone" in first.said
+        assert "Traceback" not in first.said
+        first.wait_for("one rank on cpu")
+        alone_from = first.step
+        first.wait_until(lambda: first.step > alone_from + 2)
+
+        with Running(COMMAND, tmp_path, "third", **where) as third:
+            first.wait_for("another node waits")
+            first.wait_for("2 ranks on 2 nodes", times=2)
+            first.wait_for("dp_shard 2 on cpu", times=2)
+            told = first.said.count("\nstep ")
+            first.wait_until(lambda: first.said.count("\nstep ") > told + 3)
+            third.send(signal.SIGTERM)
+            assert third.end() == 0, third.said
+            assert first.end() == 0, first.said
+    # Nothing was lost when the node came: the run went on after the last step that was taken.
+    resumed = int(first.said.rpartition("resumed from outputs/digits/checkpoints/step-")[2][:8])
+    *_, stopped, _ = re.findall(r"stopped after step (\d+);", first.said)
+    assert int(stopped) == resumed
+    rows = [row["step"] for row in metrics(tmp_path / "outputs" / "digits")]
+    assert rows == list(range(1, first.step + 1))
+    assert first.step in checkpoints(tmp_path)
+    assert "Traceback" not in third.said

@@ -1,0 +1,45 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from titan_dit.optim.gradient_norm import clip_norm
+
+
+def parameters_with(*gradients):
+    parameters = []
+    for gradient in gradients:
+        parameters.append(nn.Parameter(torch.zeros(len(gradient))))
+        parameters[-1].grad = torch.tensor(gradient)
+    return parameters
+
+
+def test_gradients_are_scaled_to_the_norm_of_all_together():
+    parameters = parameters_with([3.0, 0.0], [0.0, 4.0])
+    norm = clip_norm(parameters, max_norm=1.0)
+    assert norm.item() == pytest.approx(5)
+    assert norm.shape == ()
+    assert parameters[0].grad.tolist() == pytest.approx([0.6, 0], rel=1e-5)
+    assert parameters[1].grad.tolist() == pytest.approx([0, 0.8], rel=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 5.1, 100.0])
+def test_small_gradients_and_a_limit_of_zero_leave_them_to_the_bit(max_norm):
+    parameters = parameters_with([3.0, 0.0], [0.0, 4.0])
+    assert clip_norm(parameters, max_norm).item() == pytest.approx(5)
+    assert parameters[0].grad.tolist() == [3, 0]
+    assert parameters[1].grad.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_one_bad_element_shows_in_the_norm(bad, max_norm):
+    norm = clip_norm(parameters_with([1.0, 2.0], [3.0, bad]), max_norm)
+    assert not norm.isfinite()
+
+
+def test_parameters_without_a_gradient_are_left_out():
+    parameters = [*parameters_with([3.0, 4.0]), nn.Parameter(torch.ones(2))]
+    assert clip_norm(parameters, 1.0).item() == pytest.approx(5)
+    assert parameters[1].grad is None

@@ -1,0 +1,306 @@
+import copy
+import json
+import os
+
+import pytest
+import torch
+
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
+from titan_dit.config.job import RunConfig
+from titan_dit.config.operation import CheckpointConfig
+from titan_dit.config.section import UserError
+from titan_dit.config.training import EMAConfig
+from titan_dit.optim.ema import EMA
+from titan_dit.recovery import resume as resuming
+from titan_dit.recovery.resume import Start, check_same_mathematics
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+TABLES = {
+    "training": {"steps": 10, "global_batch_size": 8},
+    "optimizer": {"lr": 1e-3},
+    "job": {"name": "a", "seed": 0},
+}
+
+
+def run_with(folder, *steps, resume="auto"):
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=0, async_save=False))
+    for step in steps:
+        record = {"step": step, "config": {"checkpoint": {"resume": resume}}}
+        checkpoints.save(step, {"model": {"w": torch.ones(1)}}, record)
+    return checkpoints
+
+
+def starting_point(checkpoints, resume):
+    return resuming.starting_point(checkpoints, resume).path
+
+
+def set_aside_newer(checkpoints, path):
+    record = {"step": step_of(path)} if path else {}
+    resuming.set_aside_newer(checkpoints, Start(path, record))
+
+
+def test_auto_takes_the_newest_or_starts_afresh(tmp_path):
+    assert starting_point(run_with(tmp_path), "auto") is None
+    assert starting_point(run_with(tmp_path, 5, 10), "auto").name == "step-00000010"
+
+
+def test_never_starts_afresh_and_is_refused_where_checkpoints_are(tmp_path):
+    assert starting_point(run_with(tmp_path), "never") is None
+    with pytest.raises(UserError) as caught:
+        starting_point(run_with(tmp_path, 5, 10), "never")
+    message = str(caught.value)
+    assert message.startswith('[checkpoint] resume="never"')
+    assert "step 10" in message
+    assert "--job.name" in message
+
+
+def test_never_is_for_the_first_ranks_of_a_job(tmp_path, monkeypatch):
+    """Those that a launcher starts again go on: the checkpoints are of this job."""
+    ours = run_with(tmp_path, 5, 10)
+    run, settings = RunConfig(dir=str(tmp_path)), CheckpointConfig(resume="never")
+    with pytest.raises(UserError, match='resume="never"'):
+        resuming.has_begun(run, settings)
+    assert not resuming.has_begun(RunConfig(dir=str(tmp_path / "new")), settings)
+    monkeypatch.setenv("TITAN_DIT_STARTED", "1")
+    assert starting_point(ours, "never").name == "step-00000010"
+    assert resuming.has_begun(run, settings)
+    assert not resuming.has_begun(RunConfig(dir=str(tmp_path / "new")), settings)
+
+
+def test_a_path_into_another_run_starts_only_a_run_without_checkpoints(tmp_path):
+    other = run_with(tmp_path / "other", 3).newest()
+    assert starting_point(run_with(tmp_path / "ours"), str(other)) == other
+    # The same command again goes on with what the run has become.
+    ours = run_with(tmp_path / "ours", 5)
+    assert starting_point(ours, str(other)) == ours.newest()
+
+
+@pytest.mark.parametrize("spelling", ["absolute", "relative", "dotted"])
+def test_a_path_of_its_own_goes_back_to_it(tmp_path, monkeypatch, spelling):
+    checkpoints = run_with(tmp_path, 5, 10)
+    monkeypatch.chdir(tmp_path)
+    path = checkpoints.folder / "step-00000005"
+    text = {
+        "absolute": str(path),
+        "relative": os.path.relpath(path),
+        "dotted": str(tmp_path / "checkpoints" / ".." / "checkpoints" / path.name),
+    }[spelling]
+    assert starting_point(checkpoints, text).resolve() == path
+
+
+def test_going_back_sets_the_newer_ones_aside_and_deletes_nothing(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10, 15)
+    set_aside_newer(checkpoints, checkpoints.folder / "step-00000005")
+    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    aside = {path.name for path in checkpoints.folder.iterdir()}
+    assert aside == {
+        "step-00000005",
+        "step-00000010.set-aside-1",
+        "step-00000015.set-aside-1",
+    }
+    assert (checkpoints.folder / "step-00000015.set-aside-1" / "manifest.json").is_file()
+
+
+def test_the_same_command_goes_back_once_and_then_on(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    older = str(checkpoints.folder / "step-00000005")
+    set_aside_newer(checkpoints, starting_point(checkpoints, older))
+    run_with(tmp_path, 10, resume=older)
+    assert starting_point(checkpoints, older).name == "step-00000010"
+
+
+def test_going_back_twice_keeps_both_futures(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    older = checkpoints.folder / "step-00000005"
+    set_aside_newer(checkpoints, older)
+    run_with(tmp_path, 10)
+    set_aside_newer(checkpoints, older)
+    aside = {path.name for path in checkpoints.folder.glob("*aside*")}
+    assert aside == {"step-00000010.set-aside-1", "step-00000010.set-aside-2"}
+
+
+def test_a_run_goes_back_to_what_was_set_aside(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    set_aside_newer(checkpoints, checkpoints.folder / "step-00000005")
+    run_with(tmp_path, 10)
+    aside = str(checkpoints.folder / "step-00000010.set-aside-1")
+    resuming.set_aside_newer(checkpoints, resuming.starting_point(checkpoints, aside))
+    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    left = {path.name for path in checkpoints.folder.iterdir()}
+    assert left == {f"step-00000010.set-aside-{i}" for i in (1, 2)} | {"step-00000005"}
+
+
+def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path):
+    checkpoints = run_with(tmp_path, 99_999_999, 100_000_000)
+    set_aside_newer(checkpoints, checkpoints.folder / "step-99999999")
+    assert [path.name for path in checkpoints.whole()] == ["step-99999999"]
+
+
+def test_starting_from_another_run_sets_nothing_aside(tmp_path):
+    other, ours = run_with(tmp_path / "other", 3), run_with(tmp_path / "ours", 5)
+    set_aside_newer(ours, other.newest())
+    set_aside_newer(ours, None)
+    set_aside_newer(ours, ours.newest())
+    assert [path.name for path in ours.whole()] == ["step-00000005"]
+
+
+def damage_files(path, file, how):
+    """A bit flips, bytes are lost, or all of it."""
+    target = path / file
+    data = bytearray(target.read_bytes())
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    target.write_bytes({"flip": data, "truncate": data[:-1]}.get(how, b""))
+    if how == "delete":
+        target.unlink()
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("how", ["flip", "truncate", "empty", "delete"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path, file, how):
+    checkpoints = run_with(tmp_path, 5, 10, 15)
+    newest = checkpoints.folder / "step-00000015"
+    damage_files(newest, file, how)
+    start = resuming.starting_point(checkpoints, "auto")
+    assert start.path == checkpoints.folder / "step-00000010"
+    assert start.record["step"] == 10
+    [said] = start.told()
+    what = f"{file} is missing" if (file, how) == ("manifest.json", "delete") else file
+    assert said == f"{newest} is damaged: {what}; going on from the one before it: {start.path}"
+
+    # Once the run goes on, it saves that step again, and the damaged one is still there.
+    resuming.set_aside_newer(checkpoints, start)
+    run_with(tmp_path, 15)
+    assert [path.name[-2:] for path in checkpoints.whole()] == ["05", "10", "15"]
+    assert (checkpoints.folder / "step-00000015.damaged-1").is_dir()
+    assert resuming.starting_point(checkpoints, "auto").path == newest
+
+
+def test_several_damaged_ones_are_passed_over_and_do_not_count_as_kept(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10, 15)
+    for step in ("10", "15"):
+        damage_files(checkpoints.folder / f"step-000000{step}", ".metadata", "flip")
+    start = resuming.starting_point(checkpoints, "auto")
+    assert start.path.name == "step-00000005"
+    assert [line.split()[0][-2:] for line in start.told()] == ["15", "10"]
+    assert start.told()[0].endswith("step-00000010")
+    resuming.set_aside_newer(checkpoints, start)
+    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    Checkpoints(checkpoints.folder, CheckpointConfig(keep=1)).prune()
+    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+
+
+def tree(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_run_of_damaged_checkpoints_only_does_not_start_afresh(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    for path in checkpoints.whole():
+        damage_files(path, "__0_0.distcp", "flip")
+    before = tree(tmp_path)
+    with pytest.raises(UserError) as caught:
+        starting_point(checkpoints, "auto")
+    message = str(caught.value)
+    assert "step-00000010 is damaged: __0_0.distcp" in message
+    assert "step-00000005 is damaged: __0_0.distcp" in message
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(tmp_path, own):
+    other = run_with(tmp_path / "other", 3, 5)
+    damage_files(other.newest(), "__0_0.distcp", "truncate")
+    checkpoints = other if own else run_with(tmp_path / "ours")
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match=r"step-00000005 is damaged: __0_0\.distcp"):
+        starting_point(checkpoints, str(other.newest()))
+    assert tree(tmp_path) == before
+
+
+def test_a_run_that_began_elsewhere_passes_over_its_own_damaged_ones(tmp_path):
+    other = str(run_with(tmp_path / "other", 3).newest())
+    checkpoints = run_with(tmp_path / "ours", 5, 10, resume=other)
+    damage_files(checkpoints.newest(), "manifest.json", "flip")
+    assert starting_point(checkpoints, other).name == "step-00000005"
+
+
+def test_a_checkpoint_of_a_newer_format_is_not_called_damaged(tmp_path):
+    checkpoints = run_with(tmp_path, 5, 10)
+    manifest = checkpoints.newest() / "manifest.json"
+    record = json.loads(manifest.read_text()) | {"format": "titan_dit.checkpoint/9"}
+    del record["digest"]
+    record["digest"] = checkpoint.digest_of(record)
+    manifest.write_text(json.dumps(record))
+    with pytest.raises(UserError, match="not of the format"):
+        starting_point(checkpoints, "auto")
+
+
+def changed(**values):
+    tables = copy.deepcopy(TABLES)
+    for path, value in values.items():
+        section, key = path.split("__")
+        tables[section][key] = value
+    return tables
+
+
+def check(tmp_path, tables, digest="abc"):
+    check_same_mathematics(tmp_path / "step-00000005", (TABLES, tables), ("abc", digest))
+
+
+def test_the_same_mathematics_may_go_on(tmp_path):
+    check(tmp_path, TABLES)
+    # check_same_mathematics returns nothing; that these do not raise is the assertion.
+    check(tmp_path, changed(training__steps=20, job__name="b"))
+    with pytest.raises(UserError):
+        check(tmp_path, changed(job__seed=1))
+
+
+def test_other_mathematics_is_refused_change_by_change(tmp_path):
+    with pytest.raises(UserError) as caught:
+        check(tmp_path, changed(optimizer__lr=2e-3, training__global_batch_size=16))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("[checkpoint] ")
+    assert "step-00000005" in lines[0]
+    assert lines[1:3] == [
+        "  [optimizer] lr: 0.001 -> 0.002",
+        "  [training] global_batch_size: 8 -> 16",
+    ]
+    assert "--checkpoint.allow_changes true" in lines[-1]
+
+
+def test_other_data_is_refused_wherever_it_lies(tmp_path):
+    with pytest.raises(UserError, match=r"\[data\]: its contents"):
+        check(tmp_path, TABLES, digest="xyz")
+
+
+def test_a_run_whose_checkpoints_lie_elsewhere_does_not_begin_anew(tmp_path):
+    run_with(tmp_path, 5, 10)
+    (tmp_path / "config.toml").write_text('[job]\nname = "a"\n[checkpoint]\ndir = ""\n')
+    job = RunConfig(dir=str(tmp_path))
+    resuming.check_not_elsewhere(job, CheckpointConfig())
+    elsewhere = CheckpointConfig(dir=str(tmp_path / "elsewhere"))
+    with pytest.raises(
+        UserError, match=r"no checkpoint in .*elsewhere, but the run has .*-00000010"
+    ):
+        resuming.check_not_elsewhere(job, elsewhere)
+
+
+def test_an_average_that_a_checkpoint_lacks_begins_at_the_weights_that_it_holds(tmp_path):
+    def averaged(decays, value):
+        weights = {"w": torch.nn.Parameter(torch.full((3,), value))}
+        return EMA(weights, EMAConfig(decays=decays)), {"model": {"w": weights["w"].detach()}}
+
+    ema, tensors = averaged((0.9,), 2.0)
+    tensors["model"]["w"].fill_(5.0)
+    folder = Checkpoints(tmp_path, CheckpointConfig(async_save=False))
+    record = {"step": 1, "config": {"ema": {"decays": [0.9]}}}
+    path = folder.save(1, {**tensors, "ema": ema.averages}, record)
+    ema, tensors = averaged((0.9, 0.99), -1.0)
+    resuming.load(path, record, tensors, ema)
+    assert tensors["model"]["w"].tolist() == [5.0] * 3
+    # The one that was saved goes on; the new one forgets the initial weights.
+    assert ema.averages["0.9"]["w"].tolist() == [2.0] * 3
+    assert ema.averages["0.99"]["w"].tolist() == [5.0] * 3

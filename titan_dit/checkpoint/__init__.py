@@ -1,0 +1,1 @@
+"""Checkpoints: one, those of a run, where they lie, and who may write them."""

@@ -1,0 +1,116 @@
+"""The ranks that write or read a checkpoint together: what one does, and what all learn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titan_dit.config.section import UserError
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(hours=3)
+"""How long a rank that has written its part waits for the slowest one."""
+
+
+class Failed(RuntimeError):
+    """What a rank could not do, in words; raised on every rank."""
+
+
+class Ranks:
+    """All ranks, talking over the default process group or over one of their own.
+
+    Without a process group: one rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.count = dist.get_world_size() if dist.is_initialized() else 1
+
+    @classmethod
+    def of_their_own(cls) -> Ranks:
+        """With a process group that nobody else uses, for a thread beside training.
+
+        Every rank calls. Two threads on one group would mix up their messages.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        return cls(dist.new_group(backend="gloo", timeout=PATIENCE))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what one must do for all."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, on every rank. For small objects."""
+        values = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, action: Callable[[], T]) -> list[T]:
+        """Do something on every rank; the results of all, on all.
+
+        Raises Failed on every rank with what the first of the failed ones says.
+        """
+        result, failure = None, None
+        try:
+            result = action()
+        except Exception as error:
+            failure = self.describe(error)
+        except CheckpointException as error:
+            cause = cause_of(error)[1]
+            if not isinstance(cause, Exception):  # DCP wraps even Ctrl-C.
+                raise cause from None
+            failure = self.describe(error)
+        outcomes: list[tuple[Any, str | None]] = self.gather((result, failure))
+        for _, failed in outcomes:
+            if failed is not None:
+                raise Failed(failed)
+        return [value for value, _ in outcomes]
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Do something on the first rank alone; its result, or its UserError, on every rank."""
+
+        def attempt() -> tuple[T | None, str | None]:
+            if not self.is_first:
+                return None, None
+            try:
+                return action(), None
+            except UserError as error:
+                return None, str(error)
+
+        outcome: Any = self.gather(attempt())[0]
+        if outcome[1] is not None:
+            raise UserError(outcome[1])
+        result: T = outcome[0]
+        return result
+
+    def describe(self, error: BaseException) -> str:
+        """An error in a line, with the rank where there are several."""
+        if isinstance(error, Failed):
+            return str(error)
+        if isinstance(error, CheckpointException):
+            return self.named(*cause_of(error))
+        return self.named(self.rank, error)
+
+    def named(self, rank: int, error: BaseException) -> str:
+        """What went wrong, and on which rank."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        elif not isinstance(error, OSError | RuntimeError | UserError):
+            text = f"{type(error).__name__}: {text}"
+        return f"rank {rank}: {text}" if self.count > 1 else text
+
+
+def cause_of(error: CheckpointException) -> tuple[int, BaseException]:
+    """The first rank that failed within DCP, and its error."""
+    rank, (cause, _) = min(error.failures.items())
+    return rank, cause

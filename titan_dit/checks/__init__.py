@@ -1,0 +1,39 @@
+"""Refusals: what cannot be trained as it is asked for, said before anything is built.
+
+A section refuses values of its own, and a family (titan_dit/diffusion/fits.py) the models and data
+that it cannot train. What several sections, the ranks or the device have to do with it is refused
+here. Every message names the section, the values and a fix.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from titan_dit.checks import device, formats, layout
+from titan_dit.config.job import JobConfig
+from titan_dit.plan import RunPlan
+
+
+def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -> None:
+    """Raise a UserError for what does not go together; with a device, for what it cannot do.
+
+    Every rank calls, and the answer is the same on all. With a device, kernels and the compiler
+    are tried on a sample.
+    """
+    layout.check_spec(plan)
+    layout.check_world(plan)
+    layout.check_batch(plan)
+    layout.check_tensor(plan)
+    layout.check_context(plan)
+    layout.check_network(plan)
+    layout.check_pipeline(plan)
+    formats.check_compile(plan)
+    formats.check_remat(plan)
+    formats.check_float8(plan)
+    config.objective.check_sampling(config.model, config.sampling)
+    if on is None:
+        return
+    device.check_writers(config.metrics)
+    device.check_profiled(config.profile, plan)
+    device.check_products(plan.precision, plan.parallel.async_tp, on)
+    device.try_out(plan, on)

@@ -1,0 +1,163 @@
+"""Whether this machine can do what is asked of it: packages, ranks, products, kernels, memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+
+from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.operation import MetricsConfig, ProfileConfig
+from titan_dit.config.section import UserError, show
+from titan_dit.config.training import EMAConfig
+from titan_dit.kernels import attention
+from titan_dit.parallel import compile
+from titan_dit.parallel.fsdp import DTYPES
+from titan_dit.parallel.transformer_engine import is_transformer_engine
+from titan_dit.plan import RunPlan
+
+FP32 = 4
+GIB = 2**30
+NEEDED = {
+    "tensorwise": (8, 9),
+    "rowwise": (9, 0),
+    "rowwise_with_gw_hp": (9, 0),
+    "te_delayed": (8, 9),
+    "te_current": (8, 9),
+    "te_mxfp8": (10, 0),
+}
+"""The CUDA compute capability whose tensor cores know the products of a recipe."""
+
+
+def check_writers(config: MetricsConfig) -> None:
+    """Refuse a writer whose package is missing, before anything is written."""
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "[metrics] wandb=true, but wandb is not installed. Run pip install 'titan_dit[wandb]' "
+            "or set wandb = false."
+        )
+
+
+def check_profiled(config: ProfileConfig, plan: RunPlan) -> None:
+    """A rank may be chosen that there is not; a run that comes back on fewer goes on without it."""
+    num_ranks = plan.world_size
+    if plan.following or not config.enabled or max(config.ranks, default=0) < num_ranks:
+        return
+    started, valid = "1 rank was", "rank 0"
+    if num_ranks > 1:
+        started, valid = f"{num_ranks} ranks were", f"ranks from 0 to {num_ranks - 1}"
+    raise UserError(f"[profile] ranks={list(config.ranks)}, but {started} started. Name {valid}.")
+
+
+def check_products(precision: PrecisionConfig, async_tp: bool, device: torch.device) -> None:
+    """Refuse what this device cannot multiply."""
+    if async_tp and device.type != "cuda":
+        raise UserError(
+            f"[parallel] async_tp=true needs CUDA and its symmetric memory, but this is a "
+            f"{device.type}. Set async_tp = false."
+        )
+    if precision.float8 == "off" or precision.float8_emulate:
+        return
+    needed, float8 = NEEDED[precision.float8], show(precision.float8)
+    wanted = ".".join(map(str, needed))
+    if device.type != "cuda":
+        emulate = "" if is_transformer_engine(precision.float8) else "float8_emulate = true (slow, "
+        emulate += "for looking at the numbers) or " if emulate else ""
+        raise UserError(
+            f"[precision] float8={float8} needs a GPU of compute capability {wanted}, but this is "
+            f'a {device.type}. Set {emulate}float8 = "off".'
+        )
+    if (found := torch.cuda.get_device_capability(device)) < needed:
+        able = [name for name, least in NEEDED.items() if least <= found]
+        others = ", ".join(f'"{name}"' for name in ("off", *able))
+        raise UserError(
+            f"[precision] float8={float8} needs compute capability {wanted}, but "
+            f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, found))}. "
+            f"Set float8 to one of {others}."
+        )
+
+
+def state_bytes(num_parameters: int, num_shards: int, num_averages: int) -> int:
+    """Bytes that a rank keeps: weights, gradients, two moments of AdamW, averages, all in fp32.
+
+    The mean over ranks, so the fullest rank holds no less: the ends of a pipeline have more, and
+    tensor parallelism leaves what stands outside the blocks whole.
+    """
+    return num_parameters * FP32 * (1 + 1 + 2 + num_averages) // num_shards
+
+
+def check_memory(plan: RunPlan, ema: EMAConfig, device_bytes: int | None, where: str) -> None:
+    """Refuse a run whose state alone is more than a rank's memory (None: not known)."""
+    with torch.device("meta"):
+        model = plan.network.build()
+    count = sum(p.numel() for p in model.parameters())
+    shards, averages = plan.sizes.shards, len(ema.decays)
+    needed = state_bytes(count, shards, averages)
+    if device_bytes is not None and needed > device_bytes:
+        raise UserError(
+            f"[model] {count:,} parameters with gradients, AdamW's moments and "
+            f"{averages} average(s), over {shards} shard(s), take "
+            f"{needed / GIB:.1f} GiB per rank, but {where} has {device_bytes / GIB:.1f} GiB for "
+            "each. Launch more ranks (dp_shard, tp, pp or cp shard the state), or see what a run "
+            "would need, without any device: add --dry-run to the command, or --dry-run WORLD."
+        )
+
+
+def try_out(plan: RunPlan, device: torch.device) -> None:
+    """Run attention's kernel and the compiler on a sample, as the first step would."""
+    attention.check(plan.precision.attention, attention_shape(plan, device))
+    compile.check(plan.compile, device)
+
+
+def attention_shape(plan: RunPlan, device: torch.device) -> attention.Shape:
+    """What attention sees of one sample on one rank."""
+    network, sizes = plan.network, plan.sizes
+    ring = sizes.cp > 1 and plan.parallel.cp_method == "ring"
+    exchanged = 1 if ring else sizes.cp
+    return attention.Shape(
+        heads=network.num_heads // sizes.tp // exchanged,
+        tokens=plan.tokens_per_rank if ring else network.num_tokens,
+        head_dim=network.head_dim,
+        dtype=plan.dtype,
+        device=device,
+        ring=ring,
+        mask=network.mask,
+    )
+
+
+def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -> str | None:
+    """A line about a head dim that costs more than it gives, on a GPU; None where it does not.
+
+    Attention is 12 n^2 h FLOPs per layer, n tokens and h hidden, forward and backward: a product of
+    queries and keys and one with the values, and twice that in backward.
+    """
+    network = plan.network
+    if device.type != "cuda":
+        return None
+    tokens, heads, head_dim = network.num_tokens, network.num_heads, network.head_dim
+    own = 12 * tokens**2 * heads * head_dim * network.num_layers
+    line = attention.padding(head_dim, tokens, own / flops_per_sample)
+    return line and (
+        f"{line}. python -m titan_dit bench attention --heads {heads} --head-dim "
+        f"{head_dim} --tokens {tokens} measures it"
+    )
+
+
+def nearest_to(precision: PrecisionConfig, device: torch.device) -> PrecisionConfig:
+    """The precision of a run as this device can play it again, on any number of rows.
+
+    Emulated where it cannot multiply in float8; without float8 if it cannot be emulated either.
+    Attention by torch's choice where it lacks the kernel.
+    """
+    every = replace(precision, float8_layers="all")
+    probe = attention.Shape(1, 64, 64, DTYPES[precision.dtype], device)
+    if precision.attention != "auto" and attention.refusal(precision.attention, probe):
+        attention.use_implementation("auto")
+        every = replace(every, attention="auto")
+    try:
+        check_products(every, False, device)
+    except UserError:
+        lost = is_transformer_engine(precision.float8)
+        return replace(every, float8="off") if lost else replace(every, float8_emulate=True)
+    return every

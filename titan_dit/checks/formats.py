@@ -1,0 +1,123 @@
+"""Whether compilation, recomputation and number formats go with each other and the layout."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+from titan_dit.config.section import UserError, show
+from titan_dit.parallel.transformer_engine import is_transformer_engine
+from titan_dit.plan import RunPlan
+from titan_dit.schedules.layout import SPLIT_BACKWARD
+
+
+def check_compile(plan: RunPlan) -> None:
+    """A split backward cannot be compiled; CUDA graphs keep the values of one forward pass."""
+    settings, pipeline = plan.compile, plan.pipeline
+    if plan.sizes.pp > 1 and pipeline.schedule in SPLIT_BACKWARD and settings.enabled:
+        raise UserError(
+            f"[pipeline] schedule={show(pipeline.schedule)} splits the backward pass, which torch "
+            "cannot do with compiled blocks. Set [compile] enabled = false, or schedule = "
+            '"interleaved_1f1b".'
+        )
+    if not (settings.enabled and settings.cuda_graphs):
+        return
+    ranks, passes = math.prod(vars(plan.sizes).values()), plan.num_microbatches
+    if ranks > 1:
+        raise UserError(
+            f"[compile] cuda_graphs=true is for one GPU, but {ranks} ranks were started. "
+            "Set cuda_graphs = false."
+        )
+    if passes > 1:
+        raise UserError(
+            f"[compile] cuda_graphs=true keeps the values of one forward pass, but a step has "
+            f"{passes}. Set cuda_graphs = false, or [training] microbatch_size = "
+            f"{plan.global_batch_size}."
+        )
+
+
+def check_remat(plan: RunPlan) -> None:
+    """Refuse what torch cannot do, or does many times over."""
+    config, pipeline, sizes = plan.remat, plan.pipeline, plan.sizes
+    split = sizes.pp > 1 and pipeline.schedule in SPLIT_BACKWARD
+    if split and config.mode in ("selective", "full"):
+        # selective: "Trying to backward an extra time". full: right, but with every pass over a
+        # part of the graph (one for the inputs, one for each linear layer) comes a whole forward.
+        raise UserError(
+            f'[remat] mode="{config.mode}" does not go with [pipeline] '
+            f'schedule="{pipeline.schedule}": its backward is split, and torch would compute a '
+            'block again for each part. Set mode = "attention" or schedule = "interleaved_1f1b".'
+        )
+    if config.mode in ("attention", "full") and plan.compile.enabled and sizes.tp > 1:
+        # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".
+        raise UserError(
+            f'[remat] mode="{config.mode}" does not go with [compile] enabled=true and [parallel] '
+            f"tp={sizes.tp}: torch cannot compile the second all-gather of a block. "
+            'Set mode = "selective" or [compile] enabled = false.'
+        )
+
+
+def check_float8(plan: RunPlan) -> None:
+    """Refuse what does not go together, whatever the device."""
+    precision = plan.precision
+    if plan.parallel.async_tp:
+        check_async_tp(plan)
+    if precision.float8 == "off":
+        return
+    if precision.dtype == "fp64":
+        raise UserError(
+            f'[precision] dtype="fp64" is for comparing layouts, float8={show(precision.float8)} '
+            'rounds to 3 bits. Set float8 = "off" or dtype = "bf16".'
+        )
+    if precision.dtype == "fp32" and "rowwise" in precision.float8 and not precision.float8_emulate:
+        raise UserError(
+            f"[precision] float8={show(precision.float8)} gives its products in bf16, and dtype is "
+            '"fp32". Set dtype = "bf16" or float8 = "tensorwise".'
+        )
+    if is_transformer_engine(precision.float8):
+        check_transformer_engine(plan)
+
+
+def check_async_tp(plan: RunPlan) -> None:
+    """The compiler is what joins a product to its collective."""
+    if plan.sizes.tp == 1 or not plan.parallel.sequence_parallel or not plan.compile.enabled:
+        raise UserError(
+            f"[parallel] async_tp=true joins gathers and scatters of tokens to the products of "
+            f"compiled blocks, but tp={plan.sizes.tp}, sequence_parallel="
+            f"{show(plan.parallel.sequence_parallel)} and [compile] enabled="
+            f"{show(plan.compile.enabled)}. Set async_tp = false, or tp above 1 and both to true."
+        )
+
+
+def check_transformer_engine(plan: RunPlan) -> None:
+    """Its layers are no DTensors, no graphs, and remember what they have seen."""
+    float8 = show(plan.precision.float8)
+    if plan.precision.float8_emulate:
+        raise UserError(
+            f"[precision] float8={float8} cannot be emulated: Transformer Engine needs a GPU. "
+            'Set float8 = "tensorwise" with float8_emulate = true, or float8_emulate = false.'
+        )
+    if plan.sizes.tp > 1 or plan.sizes.pp > 1:
+        raise UserError(
+            f"[precision] float8={float8} does not go with [parallel] tp={plan.sizes.tp}, "
+            f"pp={plan.sizes.pp}: Transformer Engine's layers take no DTensors, and exchange their "
+            "largest values with ranks that hold the same layers. "
+            'Set float8 = "tensorwise", or tp = 1 and pp = 1.'
+        )
+    if plan.compile.enabled:
+        raise UserError(
+            f"[precision] float8={float8} does not go with [compile] enabled=true: Transformer "
+            'Engine\'s layers break the graph. Set enabled = false or float8 = "tensorwise".'
+        )
+    if plan.remat.mode in ("selective", "full"):
+        raise UserError(
+            f"[precision] float8={float8} does not go with [remat] mode={show(plan.remat.mode)}:"
+            " a second forward would count every largest value twice. "
+            'Set mode = "attention" or "none", or float8 = "tensorwise".'
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            f"[precision] float8={float8} needs Transformer Engine, which is not installed. "
+            "Install it with: pip install 'titan_dit[te]' --no-build-isolation, or set "
+            'float8 = "tensorwise".'
+        )

@@ -1,0 +1,224 @@
+"""Whether the ranks, the batch and the model fit the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from titan_dit.config.section import UserError, show
+from titan_dit.models.base import ModelSpec, TensorSpec
+from titan_dit.parallel.tensor import TensorPlan, shard_dim
+from titan_dit.plan import RunPlan
+from titan_dit.schedules.balance import check_split
+from titan_dit.schedules.layout import check_schedule
+
+
+def check_spec(plan: RunPlan) -> None:
+    """What a user's model says of itself must be a spec."""
+    network: object = plan.network
+    if not isinstance(network, ModelSpec):
+        raise UserError(
+            f"[model] spec gives a {type(network).__name__}, not a titan_dit.models.base.ModelSpec."
+        )
+
+
+def check_world(plan: RunPlan) -> None:
+    """The product of the sizes must be the number of ranks that were started."""
+    sizes, ranks = plan.sizes, plan.world_size
+    if plan.parallel.dp_shard == 0:
+        raise UserError("[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1.")
+    product = math.prod(asdict(sizes).values())
+    if product == ranks:
+        return
+    if plan.following:
+        refuse_followed(plan)
+    asked = {axis: getattr(plan.parallel, axis) for axis in asdict(sizes)}
+    others = math.prod(size for axis, size in asked.items() if axis != "dp_shard")
+    fits, fill = ranks % others == 0, asked["dp_shard"] == -1
+    shown = [f"{a}={n}" for a, n in asked.items() if n > 1 or (a == "dp_shard" and not fill)]
+    factors, were = " x ".join(shown), "was" if ranks == 1 else "were"
+    if fill:
+        raise UserError(
+            f"[parallel] {factors} does not divide the {ranks} ranks started. "
+            f"Launch a multiple of {others} ranks, or change the sizes."
+        )
+    fix = f"Set dp_shard = {ranks // others} or launch" if fits else "Launch"
+    raise UserError(
+        f"[parallel] {factors} = {product} ranks, but {ranks} {were} started. "
+        f"{fix} {product} ranks."
+    )
+
+
+def refuse_followed(plan: RunPlan) -> None:
+    """Of a run that has begun: it comes back on whole models only."""
+    ranks = plan.world_size
+    kept = {axis: getattr(plan.sizes, axis) for axis in ("pp", "cp", "tp")}
+    one_model = math.prod(kept.values())
+    below, above = ranks // one_model * one_model, -(-ranks // one_model) * one_model
+    factors = " x ".join(f"{axis}={size}" for axis, size in kept.items() if size > 1)
+    were = "was" if ranks == 1 else "were"
+    raise UserError(
+        f"[parallel] {factors}: a model takes {one_model} ranks, which do not divide the "
+        f"{ranks} that {were} started. The run can go on with "
+        f"{' or '.join(str(number) for number in (below, above) if number)} ranks (any multiple "
+        f"of {one_model}), or with smaller {', '.join(a for a in kept if kept[a] > 1)}."
+    )
+
+
+def check_network(plan: RunPlan) -> None:
+    """The tensors that a model names must agree with each other, and divide over cp."""
+    network = plan.network
+    if both := network.context.keys() & network.static.keys():
+        raise UserError(
+            f"[model] names {', '.join(sorted(both))} in context and in static, which reach the "
+            "blocks in one mapping. Give them different names."
+        )
+    for name, spec in network.predictions.items():
+        if spec.token_dim is None or spec.shape[spec.token_dim] != network.num_tokens:
+            raise UserError(
+                f"[model] prediction {name} is {list(spec.shape)} with token_dim={spec.token_dim}, "
+                f"but num_tokens={network.num_tokens}: there must be a prediction for every token."
+            )
+    for kind in ("inputs", "stream", "context", "static"):
+        specs: Mapping[str, TensorSpec] = getattr(network, kind)
+        for name, spec in specs.items():
+            tokens = None if spec.token_dim is None else spec.shape[spec.token_dim]
+            if tokens is not None and tokens % plan.sizes.cp:
+                raise UserError(
+                    f"[parallel] cp={plan.sizes.cp} does not divide the {tokens} tokens of the "
+                    f"model's {kind} {name}. "
+                    f"Set cp = {largest_divisor(tokens, below=plan.sizes.cp)}."
+                )
+    for (name, spec), placement in zip(network.stream.items(), plan.styles.stream, strict=True):
+        dim = shard_dim(placement)
+        if dim is not None and plan.sizes.tp > 1:
+            own = (1, *spec.shape)[dim]
+            own //= plan.sizes.cp if dim - 1 == spec.token_dim else 1
+            if own % plan.sizes.tp:
+                raise UserError(
+                    f"[parallel] tp={plan.sizes.tp} does not divide the {own} entries that a rank "
+                    f"has of the model's stream {name}. Set sequence_parallel = false, or another "
+                    "tp or cp."
+                )
+
+
+def check_batch(plan: RunPlan) -> None:
+    """The global batch must divide into microbatches on every data-parallel rank.
+
+    A run that has begun holds its batch with rows of weight 0: it only needs a sample a rank.
+    """
+    sizes, batch = plan.sizes, plan.global_batch_size
+    micro, ranks = plan.wanted_microbatch_size, sizes.data
+    if plan.following:
+        if ranks > batch:
+            model = sizes.pp * sizes.cp * sizes.tp
+            raise UserError(
+                f"[training] global_batch_size={batch} cannot be held by {ranks} data-parallel "
+                f"ranks: there are more ranks than samples. Launch {batch * model} ranks at most."
+            )
+        return
+    unit = (micro or 1) * ranks
+    if batch % unit:
+        below, above = batch // unit * unit, (batch // unit + 1) * unit
+        valid = " or ".join(str(size) for size in (below, above) if size)
+        per_rank = f"microbatch_size={micro} x " if micro else ""
+        raise UserError(
+            f"[training] global_batch_size={batch} does not divide into {per_rank}"
+            f"{ranks} data-parallel ranks. Set global_batch_size = {valid}."
+        )
+
+
+def check_tensor(plan: RunPlan) -> None:
+    """Heads and the MLP's width are cut by tp, as a plan of the model says."""
+    network, tp = plan.network, plan.sizes.tp
+    if tp > 1 and plan.tensor_plan is None:
+        raise UserError(
+            f"[parallel] tp={tp}: the model {show(plan.model_name)} has no plan of how tp cuts it. "
+            'Set tp = 1, or tensor_plan = "package.module:function" (docs/extending.md).'
+        )
+    try:
+        styles = plan.styles
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            "[parallel] tensor_plan, called with sequence_parallel="
+            f"{show(plan.parallel.sequence_parallel)}, raised {type(error).__name__}: {text}"
+        ) from error
+    if not isinstance(styles, TensorPlan):
+        raise UserError(
+            f"[parallel] tensor_plan: the plan of {show(plan.model_name)} gives "
+            f"{type(styles).__name__}, not a titan_dit.parallel.tensor.TensorPlan."
+        )
+    if len(styles.stream) != len(network.stream):
+        raise UserError(
+            f"[parallel] tensor_plan says how {len(styles.stream)} tensors of the stream lie, but "
+            f"the model {show(plan.model_name)} has {len(network.stream)}: "
+            f"{', '.join(network.stream)}."
+        )
+    for what, count in (("heads", network.num_heads), ("MLP width", network.ffn)):
+        if count % tp:
+            raise UserError(
+                f"[parallel] tp={tp} does not divide the model's {what} of {count}. "
+                f"Set tp = {largest_divisor(network.num_heads, network.ffn, below=tp)}."
+            )
+
+
+def check_context(plan: RunPlan) -> None:
+    """Tokens are sliced by cp and, with sequence parallelism, by tp; ulysses exchanges heads."""
+    network, parallel, sizes = plan.network, plan.parallel, plan.sizes
+    tokens, slices = network.num_tokens, sizes.cp
+    if tokens % slices:
+        raise UserError(
+            f"[parallel] cp={sizes.cp} does not divide the {tokens} tokens of a sample. "
+            f"Set cp = {largest_divisor(tokens, below=sizes.cp)}."
+        )
+    if parallel.sequence_parallel and tokens // slices % sizes.tp:
+        raise UserError(
+            f"[parallel] sequence_parallel=true: {tokens // slices} tokens of a rank do not divide "
+            f"by tp={sizes.tp}. Set sequence_parallel = false, or another tp or cp."
+        )
+    heads = network.num_heads // sizes.tp
+    if parallel.cp_method == "ulysses" and heads % sizes.cp:
+        raise UserError(
+            f'[parallel] cp_method="ulysses": cp={sizes.cp} does not divide the {heads} heads of a '
+            f'rank (heads={network.num_heads}, tp={sizes.tp}). Set cp_method = "ring" or '
+            f"cp = {largest_divisor(heads, below=sizes.cp)}."
+        )
+    if sizes.cp > 1 and parallel.cp_method == "ring" and network.mask != "none":
+        raise UserError(
+            f'[parallel] cp={sizes.cp} with cp_method="ring" attends all to all, but the model '
+            f'{show(plan.model_name)} has a mask ({network.mask}). Set cp_method = "ulysses".'
+        )
+
+
+def check_pipeline(plan: RunPlan) -> None:
+    """Stages need layers, and schedules need microbatches."""
+    if plan.sizes.pp == 1:
+        return
+    sizes, pipeline, layers = plan.sizes, plan.pipeline, plan.network.num_layers
+    stages = plan.num_stages
+    if stages > layers:
+        raise UserError(
+            f"[parallel] pp={sizes.pp} with [pipeline] schedule={show(pipeline.schedule)} makes "
+            f"{stages} stages, but the model has {layers} layers. Set a smaller pp or "
+            "virtual_stages."
+        )
+    if pipeline.split:
+        check_split(pipeline.split, layers, stages)
+    check_schedule(
+        pipeline.schedule,
+        num_ranks=sizes.pp,
+        num_microbatches=plan.num_microbatches if plan.following else plan.whole_microbatches,
+        virtual_stages=pipeline.virtual_stages,
+    )
+    if plan.parallel.reshard_after_forward == "always":
+        raise UserError(
+            '[parallel] reshard_after_forward="always" would gather the parameters anew for every '
+            f'microbatch of pp={sizes.pp}. Set "auto".'
+        )
+
+
+def largest_divisor(*numbers: int, below: int) -> int:
+    """The largest number under `below` that divides all of them."""
+    return next(n for n in range(below - 1, 0, -1) if not any(number % n for number in numbers))

@@ -1,0 +1,195 @@
+"""Whether the objective, the model's spec and the data fit: tried on two rows of zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from titan_dit.config import dotted_names
+from titan_dit.config.section import UserError, show
+from titan_dit.data.base import Batch, Field, Source
+from titan_dit.data.loader import load_samples
+from titan_dit.execution.base import check_names
+from titan_dit.models.base import ModelSpec, TensorSpec
+from titan_dit.objectives.base import Objective, Prepared
+from titan_dit.plan import RunPlan
+from titan_dit.rng import SampleRNG
+from titan_dit.schedules.layout import SPLIT_BACKWARD
+
+T = TypeVar("T")
+
+MEMBERS = {
+    "takes": "the fields of a sample that it reads",
+    "prepare": "fields to inputs and targets",
+    "loss": "predictions and targets to a loss per token",
+}
+"""What every objective must have."""
+ROWS = 2
+
+
+def validate_parts(
+    plan: RunPlan,
+    objective: Objective,
+    fields: Mapping[str, Field],
+    data: str,
+    source: Source | None = None,
+    *,
+    previews: bool = False,
+) -> None:
+    """Raise a UserError for what does not fit; with a source, one row of it is read.
+
+    `data`: the name of [data]. `previews`: whether the objective has to draw some.
+    """
+    check_members(objective, previews)
+    check_fields(fields, objective, data)
+    if source is not None:
+        check_row(source, objective, data)
+    check_modules(plan, objective)
+    rng = SampleRNG(plan.seed, torch.arange(ROWS))
+    zeros = {name: rows_of(field) for name, field in fields.items()}
+    batch = Batch(zeros, rng.sample_numbers, torch.ones(ROWS), float(ROWS))
+    prepared: Prepared = attempt("prepare", lambda: objective.prepare(batch, rng))
+    check_prepared(prepared, plan.network)
+    check_loss(objective, prepared, plan.network)
+    check_described(attempt("describe", lambda: objective.describe({}, rng)))
+
+
+def check_members(objective: Objective, previews: bool) -> None:
+    """Refuse an objective that lacks what every one must have."""
+    members = MEMBERS | ({"preview": "what [sampling] asks for"} if previews else {})
+    dotted_names.require(type(objective), members, "[objective] name", type(objective).__name__)
+    if not isinstance(objective, Objective):
+        raise UserError(
+            f"[objective] builds a {type(objective).__name__}, which is no "
+            "titan_dit.objectives.base.Objective. Derive it from that class."
+        )
+
+
+def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -> None:
+    """Every field that the objective takes must be there; `data` is the name of [data]."""
+    missing = [name for name in objective.takes if name not in fields]
+    if missing:
+        raise UserError(
+            f"[data] name={show(data)} has the fields {', '.join(fields)}, but [objective] "
+            f"takes {', '.join(objective.takes)}: {', '.join(missing)} is missing. Choose data or "
+            "an objective that fit each other."
+        )
+
+
+def check_source(source: Source, data: str) -> None:
+    """What [data] opens must be a source that says what it holds."""
+    wrong = [name for name in ("fields", "facts") if not hasattr(source, name)]
+    if not isinstance(source, Source) or wrong:
+        lacks = f" without {', '.join(wrong)}" if wrong else ""
+        raise UserError(
+            f"[data] name={show(data)} opens a {type(source).__name__}{lacks}. Give a "
+            "titan_dit.data.base.Source that sets fields and facts."
+        )
+
+
+def check_row(source: Source, objective: Objective, data: str) -> None:
+    """The first row must be what the fields say."""
+    row = load_samples(source, [(0, 0)], objective.inspect, torch.device("cpu"), 1.0).fields
+    for name, field in source.fields.items():
+        found = row.get(name)
+        said = f"{name} {field}"
+        if found is None:
+            raise UserError(f"[data] name={show(data)} says it has {said}, but reads no {name}.")
+        shape = tuple(found.shape[1:])
+        alike = len(shape) == len(field.shape) and all(
+            wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)
+        )
+        if not alike or found.dtype != field.dtype:
+            raise UserError(
+                f"[data] name={show(data)} says it has {said}, but reads "
+                f"{Field(found.dtype, shape)}. Make its fields say what it reads."
+            )
+
+
+def check_modules(plan: RunPlan, objective: Objective) -> None:
+    """Torch takes a split backward of a stage's own parameters only."""
+    modules = objective.modules()
+    if modules is None:
+        return
+    if plan.sizes.pp > 1 and plan.pipeline.schedule in SPLIT_BACKWARD:
+        raise UserError(
+            f"[pipeline] schedule={show(plan.pipeline.schedule)} splits the backward pass, which "
+            "leaves out the parameters that the objective has of its own. Set "
+            'schedule = "interleaved_1f1b".'
+        )
+    built = [name for name, p in modules.named_parameters() if p.device.type != "meta"]
+    if built:
+        raise UserError(
+            f"[objective] modules: {', '.join(built)} has values already, which would be lost. "
+            'Build the modules within `with torch.device("meta"):` and give init_laws.'
+        )
+
+
+def check_prepared(prepared: Prepared, network: ModelSpec) -> None:
+    """Names, shapes and dtypes of what a model is given."""
+    check_names(prepared, network)
+    for kind, batched in (("inputs", True), ("context", True), ("static", False)):
+        specs: Mapping[str, TensorSpec] = getattr(network, kind)
+        for name, tensor in getattr(prepared, kind).items():
+            spec, shape = specs[name], tuple(tensor.shape[int(batched) :])
+            dtype = spec.dtype or torch.float32
+            alike = tensor.dtype == dtype if spec.dtype else tensor.is_floating_point()
+            if shape != spec.shape or not alike:
+                raise UserError(
+                    f"[objective] prepares {kind} {name} as {Field(tensor.dtype, shape)} of each "
+                    f"sample, but [model] takes {Field(dtype, spec.shape)}. Set sizes in [data] "
+                    "and [model] that fit each other."
+                )
+
+
+def check_loss(objective: Objective, prepared: Prepared, network: ModelSpec) -> None:
+    """One number per token, in fp32 at least."""
+    # Modules have no values yet; shapes are all that is asked.
+    device = "cpu" if objective.modules() is None else "meta"
+    predictions = {
+        name: torch.zeros(ROWS, *spec.shape, dtype=spec.dtype, device=device)
+        for name, spec in network.predictions.items()
+    }
+    targets = {name: target.to(device) for name, target in prepared.targets.items()}
+    loss: Tensor = attempt("loss", lambda: objective.loss(predictions, targets))
+    wanted = (ROWS, network.num_tokens)
+    if tuple(loss.shape) != wanted or loss.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"[objective] loss gives {Field(loss.dtype, tuple(loss.shape))} for {ROWS} samples; it "
+            f"must give one fp32 value per token, {Field(torch.float32, wanted)}."
+        )
+
+
+def check_described(described: Mapping[str, Tensor]) -> None:
+    """What the fault log writes down: one number per sample."""
+    wrong = [name for name, values in described.items() if tuple(values.shape) != (ROWS,)]
+    if wrong:
+        raise UserError(
+            f"[objective] describe gives {', '.join(wrong)} of another shape than [b]: one number "
+            "per sample is wanted."
+        )
+
+
+def attempt(what: str, action: Callable[[], T]) -> T:
+    """Call a user's method; what it raises becomes one line."""
+    try:
+        return action()
+    except UserError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        hint = ""
+        if what == "describe":
+            hint = " It is called without fields by the fault log, which reads no data."
+        raise UserError(
+            f"[objective] {what} raised {type(error).__name__} on {ROWS} rows of zeros of the "
+            f"shapes that [data] has: {text}.{hint}"
+        ) from error
+
+
+def rows_of(field: Field) -> Tensor:
+    """Zeros like a field; a size that differs from sample to sample is 1."""
+    return torch.zeros(ROWS, *(size or 1 for size in field.shape), dtype=field.dtype)

@@ -1,0 +1,84 @@
+"""The only tables from names to things. Adding one is a file of its own and a line here.
+
+A user's own needs no line: "package.module:Class" stands for itself (dotted_names.py). Entries are
+imported when asked for, so that a config is read without importing what it does not use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from titan_dit.config import dotted_names
+from titan_dit.config.section import Section, UserError, show
+
+if TYPE_CHECKING:  # Reading a config must not import torch before it has to.
+    from collections.abc import Callable
+
+    from titan_dit.models.base import ModelConfig
+    from titan_dit.parallel.tensor import TensorPlan
+
+SECTIONS = {
+    "model": {
+        "dit": "titan_dit.models.dit:DiTConfig",
+    },
+    "objective": {
+        "ddpm": "titan_dit.diffusion.ddpm:DDPM",
+        "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
+    },
+    "data": {
+        "digits": "titan_dit.data.latents:Digits",
+        "latents": "titan_dit.data.latents:Latents",
+        "synthetic": "titan_dit.data.synthetic:Synthetic",
+    },
+}
+"""Section -> name -> the dataclass that reads it."""
+
+TENSOR_PLANS = {
+    "dit": "titan_dit.parallel.plans.dit:plan",
+}
+"""Model -> how it is cut along the tensor-parallel axis."""
+
+PLAN = "[parallel] tensor_plan"
+"""The key that names another one."""
+
+MEMBERS = {
+    "model": {"spec": "the network: titan_dit.models.base.ModelConfig"},
+    "objective": {
+        "network": "the network it wants: titan_dit.objectives.base.ObjectiveConfig",
+        "build": "the objective for a model and a dataset",
+    },
+    "data": {"open": "the source: titan_dit.data.base.DataConfig"},
+}
+"""What a user's class must have to stand in a section."""
+
+
+def variant(section: str, name: str) -> type[Section]:
+    """The dataclass that reads [section] when its name is `name`."""
+    where = f"[{section}] name"
+    found: Any = dotted_names.look_up(SECTIONS[section], where, name)
+    if ":" in name:
+        dotted_names.require(found, MEMBERS[section], where, name)
+        is_section = (
+            isinstance(found, type) and issubclass(found, Section) and hasattr(found, "name")
+        )
+        if not (is_section and dataclasses.is_dataclass(found)):
+            raise UserError(
+                f"{where}={show(name)}: {found.__name__} in {dotted_names.file_of(found)} is no "
+                "frozen dataclass derived from titan_dit.config.section.Named, so it cannot "
+                "hold keys."
+            )
+    kind: type[Section] = found
+    return kind
+
+
+def tensor_plan(model: ModelConfig, chosen: str) -> Callable[[bool], TensorPlan] | None:
+    """The plan that [parallel] tensor_plan asks for; for "auto" the model's, None if it has none.
+
+    A plan is a function of whether tokens are sharded too.
+    """
+    if chosen == "auto" and model.name not in TENSOR_PLANS:
+        return None
+    key, name = ("[model] name", model.name) if chosen == "auto" else (PLAN, chosen)
+    found: Callable[[bool], TensorPlan] = dotted_names.look_up(TENSOR_PLANS, key, name)
+    return found

@@ -1,0 +1,274 @@
+"""TOML and flags to a JobConfig, and back. Unknown keys are answered with the nearest valid one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import tomli
+
+from titan_dit.config.job import FREE_ON_RESUME, JobConfig
+from titan_dit.config.section import (
+    Section,
+    UserError,
+    conform,
+    hints_of,
+    nearest,
+    show,
+    written_name,
+)
+
+Tables = dict[str, dict[str, Any]]
+Variant = Callable[[str, str], type[Section]]
+"""(section, name) -> the dataclass that reads it: `catalog.variant`."""
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# The recipes are a part of the package where it is installed, and lie beside it in a clone.
+INSTALLED = PACKAGE / "train_configs"
+CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
+CHOSEN_BY_NAME = ("model", "objective", "data")
+FORMAT = 2
+"""Of a run's config.toml and of the config in a checkpoint; the first format had no number."""
+RENAMED: dict[str, str] = {}
+"""Every key that was once called otherwise: "section.key" of then -> "section.key" of now."""
+PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig")
+
+
+def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
+    """Read `--config FILE` and the flags `--section.key value` after it, which win."""
+    config_path, flags = split_arguments(arguments)
+    tables = read_toml(config_path)
+    for section in CHOSEN_BY_NAME:
+        # First of all: the name decides what the other keys of the section are.
+        if chosen := flags.pop(f"{section}.name", None):
+            tables[section] = renamed(section, tables.get(section, {}), " ".join(chosen), variant)
+    for key, texts in flags.items():
+        section, name = key.split(".", 1)
+        value = flag_value(section, name, texts, tables, variant)
+        tables.setdefault(section, {})[name] = value
+    tables.setdefault("job", {}).setdefault("name", config_path.stem)
+    return build(tables, variant)
+
+
+def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) -> dict[str, Any]:
+    """A file's section under a name that a flag chose: keys of the old one alone are left out."""
+    if table.get("name") == name:
+        return table
+    known = hints_of(variant(section, name))
+    return {key: value for key, value in table.items() if key in known} | {"name": name}
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
+    """Separate the config's path from the flags; a flag's values run up to the next flag."""
+    flags: dict[str, list[str]] = {}
+    key = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            key = key.replace("-", "_")
+            flags[key] = [value] if equals else []
+        elif key is None:
+            raise UserError(f"{argument!r} stands before any flag. Write --config {argument}.")
+        else:
+            flags[key].append(argument)
+    config = flags.pop("config", None)
+    if not config or len(config) != 1:
+        raise UserError("Which run? Give one file: --config digits.toml")
+    for key, values in flags.items():
+        if "." not in key:
+            raise UserError(f"--{key}: flags are written --section.key value, as in the TOML.")
+        if not values:
+            raise UserError(f"--{key} has no value. Booleans are written out: --{key} true")
+    return find_config(config[0]), flags
+
+
+def take_dry_run(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    """The arguments without `--dry-run [WORLD]`, and WORLD: 0 if it is not given, None without.
+
+    The one flag that is no key of the config.
+    """
+    rest: list[str] = []
+    values: list[str] | None = None
+    into = rest
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            if key.replace("_", "-") == "dry-run":
+                values = [value] if equals else []
+                into = values
+                continue
+            into = rest
+        into.append(argument)
+    if values is None:
+        return rest, None
+    if len(values) > 1 or not all(value.isdecimal() and int(value) for value in values):
+        raise UserError(
+            f"--dry-run {' '.join(values)}: give the number of ranks, --dry-run 16, or nothing for "
+            "the ranks that the sizes of [parallel] need."
+        )
+    return rest, int(values[0]) if values else 0
+
+
+def find_config(name: str) -> Path:
+    """A path, or the name of a file in train_configs/ with or without .toml."""
+    names = (name, f"{name}.toml")
+    folders = (Path(), Path("train_configs"), CONFIG_DIR)
+    for candidate in (folder / file for folder in folders for file in names):
+        if candidate.is_file():
+            return candidate
+    known = ", ".join(sorted(path.name for path in CONFIG_DIR.glob("*.toml")))
+    raise UserError(f"--config {name}: no such file, here or in train_configs/ ({known}).")
+
+
+def read_toml(path: Path) -> Tables:
+    """Parse the file; a syntax error names the file and the line."""
+    try:
+        tables = tomli.loads(path.read_text())
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    check_format(tables.pop("format", FORMAT), path)
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise UserError(f"{path}: {name}={show(table)} stands outside any [section].")
+    return tables
+
+
+def check_format(number: object, where: object) -> None:
+    """Refuse what a later version wrote: its keys may mean something else."""
+    if not isinstance(number, int) or number > FORMAT:
+        raise UserError(
+            f"{where}: format={show(number)} is none that this titan_dit reads, which are those up "
+            f"to {FORMAT}. A later one needs the version that wrote it."
+        )
+
+
+def of_record(record: Mapping[str, Any]) -> Tables:
+    """The tables of a checkpoint's record, whatever version wrote it."""
+    check_format(record.get("config_format", 1), "[checkpoint] its config")
+    tables: Tables = record["config"]
+    return tables
+
+
+def renamed_keys(tables: Mapping[str, Mapping[str, Any]]) -> Tables:
+    """The tables with the keys of older formats under their names of today."""
+    found: Tables = {section: dict(table) for section, table in tables.items()}
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if key in found.get(section, {}):
+            value = found[section].pop(key)
+            section, key = new.split(".")
+            found.setdefault(section, {}).setdefault(key, value)
+    return found
+
+
+def flag_value(section: str, key: str, texts: list[str], tables: Tables, variant: Variant) -> Any:
+    """A flag's value, read as TOML would read it; the field's type decides text from number."""
+    hint = hints_of(section_type(section, tables, variant)).get(key, str)
+    if len(texts) > 1:
+        return [literal(text) for text in texts]
+    value = literal(texts[0])
+    if get_origin(hint) is tuple and not isinstance(value, list):
+        return [value]
+    try:
+        conform(value, hint, "")
+    except UserError:
+        # `--job.name 7` is text: take the words as they stand if that is what the field holds.
+        return texts[0] if hint is str else value
+    return value
+
+
+def literal(text: str) -> Any:
+    """`4`, `1e-3`, `true` and `[1, 2]` are values; everything else is text."""
+    try:
+        return tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        return text
+
+
+def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
+    """The dataclass of a section; for [model], [objective] and [data] their `name` chooses it."""
+    if section in CHOSEN_BY_NAME:
+        name = tables.get(section, {}).get("name")
+        if name is None:
+            raise UserError(f'[{section}] name is missing. Add name = "..." to the section.')
+        return variant(section, conform(name, str, f"[{section}] name"))
+    sections = plain_sections()
+    if section not in sections:
+        valid = (*sections, *CHOSEN_BY_NAME)
+        raise UserError(f"[{section}]: unknown section.{nearest(section, valid)}")
+    return sections[section]
+
+
+@functools.cache
+def plain_sections() -> dict[str, type[Section]]:
+    """The sections that have one class only."""
+    # Those chosen by name have annotations that must not be imported to be read.
+    hints = get_type_hints(JobConfig, localns=dict.fromkeys(PROTOCOLS, Section))
+    return {name: kind for name, kind in hints.items() if name not in CHOSEN_BY_NAME}
+
+
+def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig:
+    """Strictly: every key must exist, every value must fit."""
+    plain = renamed_keys(tables)
+    for name in (*CHOSEN_BY_NAME, "training"):
+        plain.setdefault(name, {})
+    return JobConfig(**build_sections(plain, variant))
+
+
+def build_sections(
+    tables: Mapping[str, Mapping[str, Any]], variant: Variant, only: Collection[str] = ()
+) -> dict[str, Any]:
+    """The sections of some tables; with `only`, nothing else is looked at or imported."""
+    plain = renamed_keys(tables)
+    built: dict[str, Any] = {}
+    for name, table in plain.items():
+        if only and name not in only:
+            continue
+        kind = section_type(name, plain, variant)
+        hints = hints_of(kind)
+        for key in table:
+            if key not in hints and not (key == "name" and name in CHOSEN_BY_NAME):
+                raise UserError(f"[{name}] {key}: unknown key.{nearest(key, hints)}")
+        for f in dataclasses.fields(kind):
+            if f.name not in table and is_required(f):
+                raise UserError(f"[{name}] {f.name} is missing and has no default.")
+        built[name] = kind(**{key: table[key] for key in table if key in hints})
+    return built
+
+
+def is_required(f: dataclasses.Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def to_tables(config: JobConfig) -> Tables:
+    """The config as plain tables, every default written out; unset (None) keys are left out."""
+    tables: Tables = {}
+    for f in dataclasses.fields(config):
+        section = getattr(config, f.name)
+        table = {"name": written_name(section)} if f.name in CHOSEN_BY_NAME else {}
+        table |= {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
+        tables[f.name] = {k: list(v) if isinstance(v, tuple) else v for k, v in table.items()}
+    return tables
+
+
+def to_toml(tables: Tables) -> str:
+    """The tables of a config as TOML; `load` reads them back to an equal one."""
+    lines = [f"format = {FORMAT}", ""]
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {show(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines)
+
+
+def changes(old: Tables, new: Tables) -> Iterator[str]:
+    """What a resumed run would change of the mathematics, one `[section] key: old -> new` each."""
+    for section in sorted(old.keys() | new.keys()):
+        before, after = old.get(section, {}), new.get(section, {})
+        for key in sorted(before.keys() | after.keys()):
+            if section in FREE_ON_RESUME or f"{section}.{key}" in FREE_ON_RESUME:
+                continue
+            if before.get(key) != after.get(key):
+                yield f"[{section}] {key}: {show(before.get(key))} -> {show(after.get(key))}"

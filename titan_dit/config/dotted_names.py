@@ -1,0 +1,102 @@
+"""From a name in a config to the thing it stands for: ours by a table, a user's by its module."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from titan_dit.config.section import UserError, nearest, show
+
+
+def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
+    """What `name` stands for: a row of the table, or "package.module:thing".
+
+    `where` is the key that holds the name, for messages.
+    """
+    if ":" in name:
+        return imported(name, where)
+    if name not in table:
+        fix = nearest(name, table) if table else ""
+        raise UserError(
+            f"{where}={show(name)} is unknown.{fix} One of your own is written "
+            '"package.module:Name".'
+        )
+    module, _, attribute = table[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def imported(name: str, where: str) -> Any:
+    """Import "package.module:thing"; UserError with the reason where that cannot be done."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{where}={show(name)}: {module_name} imports {error.name}, which is not installed."
+            ) from error
+        raise UserError(
+            f"{where}={show(name)}: there is no module {error.name}, neither installed nor in "
+            f"{Path.cwd()}. Run the command from the folder that holds it, or install it."
+        ) from None
+    except UserError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"{where}={show(name)}: importing {module_name} raised {type(error).__name__}: {text}"
+        ) from error
+    thing = getattr(module, attribute, None)
+    if thing is None:
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise UserError(
+            f"{where}={show(name)}: {module.__file__} has no {attribute or 'name after the colon'}."
+            f"{nearest(attribute, public) if public else ''}"
+        )
+    return thing
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module; the current folder is looked in last, whatever started the process."""
+    here = str(Path.cwd())
+    if sys.path[-1:] != [here] or "" in sys.path:
+        sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]
+        importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> None:
+    """Refuse a user's class that lacks what its place asks for; `members`: name -> what it is."""
+    lacking = [f"{member} ({what})" for member, what in members.items() if not has(thing, member)]
+    if lacking:
+        called = getattr(thing, "__name__", name.partition(":")[2])
+        raise UserError(
+            f"{where}={show(name)}: {called} in {file_of(thing)} has no {', '.join(lacking)}."
+        )
+
+
+def has(thing: Any, member: str) -> bool:
+    """Whether a class has a member that is more than a placeholder."""
+    found = inspect.getattr_static(thing, member, None)
+    return found is not None and not getattr(found, "__isabstractmethod__", False)
+
+
+def file_of(thing: Any) -> str:
+    """The file that a class or function was imported from."""
+    try:
+        return inspect.getfile(thing)
+    except TypeError:
+        return "an unknown file"
+
+
+def origins(sections: Mapping[str, object]) -> Iterator[str]:
+    """A line for each of these that is a user's: what it is and which file it was imported from."""
+    for name, thing in sections.items():
+        kind = thing if isinstance(thing, type) or inspect.isfunction(thing) else type(thing)
+        if not kind.__module__.startswith("titan_dit."):
+            yield f"[{name}] {kind.__module__}:{kind.__qualname__} is from {file_of(kind)}"

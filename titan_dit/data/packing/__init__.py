@@ -1,0 +1,1 @@
+"""Folders of latents or pictures into shards."""

@@ -1,0 +1,283 @@
+"""Folders of latent files, or of pictures, into shards: several processes, restarted at will.
+
+The listing is cut into fixed chunks, one shard each, so that neither the number of workers nor a
+restart changes a byte. The manifest comes last: without it a folder is no dataset. Until then
+`pack.json` says what is being made there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.listing import Listing, list_folder
+from titan_dit.data.manifest import (
+    CLAIM,
+    FORMAT,
+    MANIFEST,
+    agreed,
+    check_manifest,
+    read_folder_manifest,
+    read_json,
+    write_json,
+)
+from titan_dit.data.packing.claim import claimed
+from titan_dit.data.packing.images import read_image
+from titan_dit.data.packing.shard_job import DTYPES, Plan, Record, read_record, writing
+from titan_dit.data.packing.workers import Progress, pack_here, run_workers
+
+DROPPED = "dropped.json"
+SHARD_BYTES = 128 << 20
+OURS = r"-\d{5,}\.(safetensors|json)"
+LITTER = r"\.tmp\w{6}"
+"""What an earlier version left behind when it was killed."""
+
+
+def make_plan(
+    source: Path,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    scale: float | None = None,
+    shift: float | None = None,
+    num_classes: int | None = None,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+    shard_size: int | None = None,
+    text: str | None = None,
+) -> Plan:
+    """Look at a folder and decide what its shards will be."""
+    listing, stated = list_folder(source, num_classes, classes), read_folder_manifest(source)
+    pictures = listing.kind == "images"
+    if pictures and dtype:
+        raise UserError(f"[data pack] dtype={dtype}: pictures are stored as uint8. Leave it out.")
+    if image_size and not pictures:
+        raise UserError(
+            f"[data pack] image_size={image_size}: {source} holds latents, no pictures."
+        )
+    dtype = "uint8" if pictures else dtype or "float16"
+    shape = shape_of_most(listing, image_size)
+    about = {
+        "source": text or stated["source"] or f"packed from {source.resolve().name}",
+        "num_classes": listing.num_classes,
+        **({"classes": list(listing.class_names)} if listing.class_names else {}),
+        "scale": agreed("scale", scale, stated["scale"], 1 / 127.5 if pictures else 1.0, source),
+        "shift": agreed("shift", shift, stated["shift"], 127.5 if pictures else 0.0, source),
+        "value_range": [0.0, 255.0] if pictures else None,
+    }
+    bytes_each = math.prod(shape) * DTYPES[dtype].itemsize
+    size = shard_size or max(1, SHARD_BYTES // bytes_each)
+    return Plan(listing, output.resolve().name, shape, dtype, size, image_size, about)
+
+
+def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tuple[int, int, int]:
+    """The shape that most have, of up to `num` files from all over the listing."""
+    num = min(num, len(listing.names))
+    shapes: Counter[tuple[int, int, int]] = Counter()
+    first_error = ""
+    for row in (i * len(listing.names) // num for i in range(num)):
+        path = listing.root / listing.names[row]
+        try:
+            c, h, w = read_sample(listing, path, image_size).shape
+            shapes[c, h, w] += 1
+        except BadFileError as error:
+            first_error = first_error or f"{path}: {error}"
+    if not shapes:
+        raise UserError(
+            f"[data pack] none of {num} files from all over {listing.root} can be packed; the "
+            f"first is {first_error}."
+        )
+    sizes = {(h, w) for _, h, w in shapes}
+    if (
+        listing.kind == "images"
+        and not image_size
+        and (len(sizes) > 1 or any(h != w for h, w in sizes))
+    ):
+        found = ", ".join(f"{w}x{h}" for h, w in sorted(sizes)[:4])
+        raise UserError(
+            f"[data pack] the pictures of {listing.root} are not squares of one size ({found}). "
+            "Resize and crop them: --image-size 64, or whatever the model takes."
+        )
+    return shapes.most_common(1)[0][0]
+
+
+def read_sample(listing: Listing, path: Path, image_size: int | None) -> Shaped[Tensor, "c h w"]:
+    """A file of the listing, of whatever shape it is."""
+    return read_image(path, image_size) if listing.kind == "images" else read_latent(path)
+
+
+def pack(
+    plan: Plan, output: Path, workers: int, progress: Progress
+) -> list[tuple[int, str]] | None:
+    """Write the shards and the manifest; what was left out, or None if all was done before."""
+    check_place(plan, output)
+    digest = plan.digest()
+    output.mkdir(parents=True, exist_ok=True)
+    with claimed(output, digest):
+        manifest = read_json(output)
+        if manifest.get("plan") == digest:
+            if all(is_whole(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
+                clean(plan, output)
+                return None
+            reopen(plan, output, digest, manifest)
+        finished = find_finished(plan, output, digest)
+        todo = [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
+        done = sum(len(plan.rows(chunk)) for chunk in finished)
+        dropped = sum(len(record.dropped) for record in finished.values())
+
+        def tell(newly_done: int, newly_dropped: int) -> None:
+            progress(done + newly_done, dropped + newly_dropped)
+
+        if min(workers, len(todo)) > 1:
+            run_workers(plan, output, todo, min(workers, len(todo)), tell)
+        else:
+            pack_here(plan, output, todo, tell)
+        records = list(find_finished(plan, output, digest).values())
+        if len(records) != plan.num_chunks:
+            raise UserError(f"[data pack] {output} was changed by someone else. Start again.")
+        if not any(record.count for record in records):
+            clean(plan, output, all_of_it=True)
+            row, reason = records[0].dropped[0]
+            raise UserError(
+                f"[data pack] not one of the {len(plan.listing.names):,} files can be packed; the "
+                f"first is {plan.listing.root / plan.listing.names[row]}: {reason}. Nothing was "
+                "written."
+            )
+        with writing(output / MANIFEST):
+            write_all(plan, output, digest, records)
+    return [drop for record in records for drop in record.dropped]
+
+
+def check_place(plan: Plan, output: Path) -> None:
+    """Refuse a place where something else lies, or the input itself."""
+    root = plan.listing.root.resolve()
+    if output.resolve() == root or root in output.resolve().parents:
+        raise UserError(
+            f"[data pack] output={output} lies in the input {plan.listing.root}: the shards would "
+            "be part of it. Choose another --output."
+        )
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"[data pack] output={output} is a file. Choose another --output.")
+    stated = read_json(output)
+    if stated and stated.get("plan") != plan.digest():
+        raise UserError(
+            f"[data pack] output={output} holds another dataset. Delete it or choose another "
+            "--output."
+        )
+    known = rf"({re.escape(plan.name)}{OURS}|{CLAIM}|{DROPPED}|{MANIFEST})(\.partial)?"
+    if stated or (output / CLAIM).is_file():
+        known += f"|{LITTER}"
+    strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
+    if strange:
+        raise UserError(
+            f"[data pack] output={output} is not empty: there is {sorted(strange)[0]}. Choose "
+            "another --output."
+        )
+    if any(output.glob(f"{plan.name}-*")) and not stated and not (output / CLAIM).is_file():
+        raise UserError(
+            f"[data pack] output={output} holds shards without a {MANIFEST}, of unknown origin. "
+            "Delete it or choose another --output."
+        )
+
+
+def is_whole(output: Path, file: str, size: int) -> bool:
+    """Whether a shard is there, in its length."""
+    return (output / file).is_file() and (output / file).stat().st_size == size
+
+
+def reopen(plan: Plan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
+    """Back from a dataset to the records of its chunks, for one whose shards were lost.
+
+    `find_finished` then misses the chunks whose shards are not there, or whose dropped files are no
+    longer known.
+    """
+    report = output / DROPPED
+    drops = json.loads(report.read_text()) if report.is_file() else []
+    reasons = {entry["file"]: entry["reason"] for entry in drops}
+    rows = enumerate(plan.listing.names) if reasons else ()
+    dropped = {row: reasons[name] for row, name in rows if name in reasons}
+    shards = {shard["file"]: shard for shard in manifest["shards"]}
+    for chunk in range(plan.num_chunks):
+        stem = f"{plan.name}-{chunk:05d}"
+        lost = [(row, dropped[row]) for row in plan.rows(chunk) if row in dropped]
+        shard = shards.get(f"{stem}.safetensors", {"file": "", "count": 0, "bytes": 0})
+        if shard["count"] + len(lost) == len(plan.rows(chunk)):
+            record = Record(digest, **({"sha256": ""} | shard), dropped=lost)
+            write_json(output / f"{stem}.json", asdict(record))
+    (output / MANIFEST).unlink()
+
+
+def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, Record]:
+    """The chunks that are done, whatever run did them."""
+    found = {}
+    for chunk in range(plan.num_chunks):
+        record = read_record(output, f"{plan.name}-{chunk:05d}")
+        if record and record.plan == digest:
+            found[chunk] = record
+    return found
+
+
+def write_all(plan: Plan, output: Path, digest: str, records: list[Record]) -> None:
+    """The drop report and, last of all, the manifest; then the records are not needed any more."""
+    names = plan.listing.names
+    dropped = [
+        {"file": names[row], "reason": reason}
+        for record in records
+        for row, reason in record.dropped
+    ]
+    if dropped:
+        write_json(output / DROPPED, dropped)
+    keys = ("file", "count", "bytes", "sha256")
+    shards = [{key: getattr(record, key) for key in keys} for record in records if record.file]
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        **plan.about,
+        "shape": list(plan.shape),
+        "dtype": plan.dtype,
+        "count": sum(record.count for record in records),
+        "dropped": len(dropped),
+        "plan": digest,
+        "shards": shards,
+    }
+    check_manifest(manifest, output / MANIFEST)  # What we write must be what we open.
+    write_json(output / MANIFEST, manifest)
+    clean(plan, output)
+
+
+def clean(plan: Plan, output: Path, all_of_it: bool = False) -> None:
+    """Remove what is there for a restart only; with `all_of_it` the shards and the folder too."""
+    endings = "json|safetensors" if all_of_it else "json"
+    leftover = (
+        rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{LITTER}"
+    )
+    # Shards that nobody claims would be refused: pack.json goes last.
+    for path in sorted(output.iterdir(), key=lambda path: path.name == CLAIM):
+        if re.fullmatch(leftover, path.name):
+            path.unlink()
+    if all_of_it:
+        with suppress(OSError):  # Something of the user's is in it.
+            output.rmdir()
+
+
+def classes_without_samples(plan: Plan, dropped: list[tuple[int, str]]) -> list[int]:
+    """The classes of which every file was dropped."""
+    labels = plan.listing.labels
+    lost = torch.bincount(labels[[row for row, _ in dropped]], minlength=plan.listing.num_classes)
+    had = torch.bincount(labels, minlength=plan.listing.num_classes)
+    emptied: list[int] = ((had == lost) & (had > 0)).nonzero().flatten().tolist()
+    return emptied

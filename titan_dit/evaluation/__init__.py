@@ -1,1 +1,0 @@
-"""Scores of a network while it is trained."""

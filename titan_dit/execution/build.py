@@ -1,0 +1,200 @@
+"""A model on the meta device to an executor: cut, spread over the mesh, given its weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from titan_dit.config.section import UserError
+from titan_dit.execution.base import Executor, Shapes, TokenLoss, by_name
+from titan_dit.execution.local import LocalExecutor
+from titan_dit.execution.pipelined import PipelinedExecutor
+from titan_dit.execution.sliced import SlicedExecutor, TokenDims
+from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_law
+from titan_dit.models.layers import Attention
+from titan_dit.objectives.base import Objective
+from titan_dit.parallel import float8, fsdp, tensor
+from titan_dit.parallel.apply import parallelize
+from titan_dit.parallel.init import initialize
+from titan_dit.parallel.mesh import Mesh
+from titan_dit.plan import RunPlan
+
+
+@dataclass(frozen=True)
+class Built:
+    """A network in place, ready to run."""
+
+    executor: Executor
+    parameters: dict[str, nn.Parameter]
+    """This rank's, under the names of the whole network."""
+    num_parameters: int
+    """Of the whole network."""
+    flops_per_sample: int
+    """Of the whole network, forward and backward."""
+    notes: Sequence[str]
+    """What a user had better know of how it was built."""
+
+
+def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
+    """The part of the network that this rank holds, spread over the mesh, with initial weights."""
+    parts, count, flops = spread(plan, mesh)
+    modules = objective.modules()
+    count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
+    for part in parts.values():
+        initialize(part, part.init_laws(), plan.seed, device)
+    parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
+    if plan.num_stages - 1 in parts:  # Where the loss is taken.
+        parameters |= place_modules(plan, objective, mesh, device)
+    executor = executor_of(plan, objective, mesh, parts, device)
+    notes = float8.account(parts.values(), plan.precision)
+    return Built(executor, parameters, count, flops, notes)
+
+
+def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
+    """The stages of this rank on the meta device, spread over the mesh.
+
+    Beside them the parameters and FLOPs of the whole network, as in `Built`.
+    """
+    last = plan.num_stages - 1
+    parts: dict[int, Model] = {}
+    for stage in plan.stages_of(mesh.pp.get_local_rank()):
+        with torch.device("meta"):
+            model = plan.network.build()
+        check_model(model, plan.network)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        flops = model.flops_per_sample(plan.network.num_tokens)
+        model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
+        parallelize(
+            model,
+            mesh,
+            plan.styles,
+            plan.parallel,
+            plan.precision,
+            plan.remat,
+            plan.compile,
+            rows=plan.microbatch_size * plan.tokens_per_rank,
+        )
+        parts[stage] = model
+    return parts, count, flops
+
+
+def check_model(model: Model, network: ModelSpec) -> None:
+    """Refuse a model that is not what its spec says; UserError."""
+    wanted = [str(layer) for layer in range(network.num_layers)]
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(model, Model) or not isinstance(blocks, nn.ModuleDict):
+        raise UserError(
+            f"[model] builds a {type(model).__name__}, which is no titan_dit.models.base.Model "
+            "with embed, blocks (a ModuleDict) and head."
+        )
+    if list(blocks) != wanted:
+        raise UserError(
+            f"[model] its spec says num_layers={network.num_layers}, but its blocks are "
+            f"{', '.join(blocks) or 'none'}. Key them by layer, from 0 to {network.num_layers - 1}."
+        )
+    mask = network.mask
+    for name, layer in model.named_modules():
+        if isinstance(layer, Attention) and layer.mask != mask:
+            raise UserError(
+                f'[model] its spec says mask="{mask}", but {name} has mask="{layer.mask}". '
+                "Make them the same."
+            )
+
+
+def place_modules(
+    plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device
+) -> dict[str, nn.Parameter]:
+    """The parameters of the objective's own modules, whole along tp and sharded as the model's."""
+    modules = objective.modules()
+    if modules is None:
+        return {}
+    for module in modules.values():
+        if mesh.sizes.tp > 1:
+            tensor.keep_whole(module, mesh.tp)
+        fsdp.shard_module(module, mesh.fsdp, plan.precision)
+    # Under one more name, so that they are nobody else's.
+    holder = nn.ModuleDict({"objective": modules})
+    tensors = itertools.chain(holder.named_parameters(), holder.named_buffers())
+    laws = {name: default_law(name, tensor) for name, tensor in tensors}
+    laws |= {f"objective.{name}": law for name, law in objective.init_laws().items()}
+    initialize(holder, laws, plan.seed, device)
+    return dict(holder.named_parameters())
+
+
+def executor_of(
+    plan: RunPlan,
+    objective: Objective,
+    mesh: Mesh,
+    parts: dict[int, Model],
+    device: torch.device,
+) -> Executor:
+    """What runs the parts, on all tokens or on a slice of them."""
+    executor = whole_token_executor(
+        plan,
+        mesh,
+        parts,
+        by_name(objective.loss, tuple(plan.network.predictions), plan.tokens_per_rank),
+        device,
+    )
+    if mesh.sizes.cp > 1:
+        dims = TokenDims.of(plan.network, objective.token_targets)
+        executor = SlicedExecutor(executor, mesh.cp, dims)
+    executor.add_up, executor.network = mesh.sum_over_data, plan.network
+    return executor
+
+
+def whole_token_executor(
+    plan: RunPlan, mesh: Mesh, parts: dict[int, Model], loss: TokenLoss, device: torch.device
+) -> Executor:
+    """A pipeline, or the one part as it is."""
+    if mesh.sizes.pp == 1:
+        return LocalExecutor(parts[0], loss, plan.microbatch_size)
+    return PipelinedExecutor(
+        parts,
+        mesh.pp,
+        plan.order(plan.num_microbatches),
+        plan.stage_ranks,
+        shapes_of(plan),
+        loss,
+        plan.microbatch_size,
+        plan.num_microbatches,
+        device,
+    )
+
+
+def shapes_of(plan: RunPlan) -> Shapes:
+    """What a microbatch looks like on this rank between stages."""
+    network, size = plan.network, plan.microbatch_size
+
+    def local(spec: TensorSpec) -> tuple[int, ...]:
+        dims = enumerate(spec.shape)
+        own = (n // plan.sizes.cp if dim == spec.token_dim else n for dim, n in dims)
+        return size, *own
+
+    def empty(spec: TensorSpec, shape: tuple[int, ...], *, learns: bool = False) -> Tensor:
+        dtype = spec.dtype or plan.dtype
+        learns = learns and dtype.is_floating_point
+        return torch.empty(shape, dtype=dtype, requires_grad=learns)
+
+    stream = list(network.stream.values())
+    wholes = tuple(local(spec) for spec in stream)
+    shapes = tensor.local_shapes(wholes, plan.styles, plan.sizes.tp)
+    first_input, given = next(iter(network.inputs.items()))
+    with torch.device("meta"):
+        return Shapes(
+            first_input=first_input,
+            given=empty(given, local(given)),
+            stream=tuple(
+                empty(spec, shape, learns=True) for spec, shape in zip(stream, shapes, strict=True)
+            ),
+            predictions=tuple(empty(spec, local(spec)) for spec in network.predictions.values()),
+            losses=torch.empty(
+                size,
+                plan.tokens_per_rank,
+                dtype=torch.promote_types(plan.dtype, torch.float32),
+            ),
+        )

@@ -1,0 +1,66 @@
+"""The executor without a pipeline: gradient accumulation over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from titan_dit.execution.base import NOTHING, Executor, TokenLoss, first_of, share_of
+from titan_dit.objectives.base import Prepared
+from titan_dit.parallel import fsdp
+
+
+class LocalExecutor(Executor):
+    """The whole model on this rank (its parameters may be sharded)."""
+
+    def __init__(self, model: nn.Module, loss: TokenLoss, microbatch_size: int | None) -> None:
+        self.model = model
+        self.loss = loss
+        self.microbatch_size = microbatch_size
+
+    def run(self, prepared: Prepared) -> Tensor:
+        """See `Executor.step`. Gradients are reduced once, with the last microbatch."""
+        parts = list(prepared.microbatches(self.microbatch_size))
+        total = torch.zeros((), device=prepared.weight.device)
+        for number, part in enumerate(parts, start=1):
+            if len(parts) > 1:
+                fsdp.sync_gradients(self.model, enabled=number == len(parts))
+            output = self.model(part.inputs, part.beside)
+            loss = share_of(self.loss(output, part.targets), part)
+            total += loss.detach()
+            # A loss can overflow where its gradients do not. The factor 1 becomes NaN with it,
+            # so the gradient norm alone tells every rank that the step is bad.
+            torch.autograd.backward(loss, 1 + 0 * loss.detach())
+        return total
+
+    @torch.no_grad()
+    def predict(
+        self,
+        inputs: Mapping[str, Tensor],
+        static: Mapping[str, Tensor],
+        context: Mapping[str, Tensor] = NOTHING,
+    ) -> Tensor:
+        """See `Executor.predict`."""
+        rows = next(iter(inputs.values())).shape[0]
+        size = self.microbatch_size or rows
+        parts = []
+        for first in range(0, rows, size):
+            part = {name: value[first : first + size] for name, value in inputs.items()}
+            own = {name: value[first : first + size] for name, value in context.items()}
+            # A copy: what CUDA graphs give is overwritten by the next part.
+            output = first_of(self.model(part, {**static, **own}))
+            parts.append(output.to(torch.float32, copy=True))
+        fsdp.reshard(self.model)
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def evaluate(self, prepared: Prepared) -> Tensor:
+        """See `Executor.evaluate`."""
+        losses = [
+            self.loss(self.model(part.inputs, part.beside), part.targets)
+            for part in prepared.microbatches(self.microbatch_size)
+        ]
+        fsdp.reshard(self.model)
+        return torch.cat(losses)

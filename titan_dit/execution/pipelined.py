@@ -1,0 +1,191 @@
+"""The executor of a pipeline: this rank's stages, run in the order of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_dit.execution.base import (
+    NOTHING,
+    Executor,
+    Output,
+    Shapes,
+    TokenLoss,
+    first_of,
+    share_of,
+)
+from titan_dit.execution.torch_pipeline import Runtime, Stage
+from titan_dit.models.base import Model, Stream
+from titan_dit.objectives.base import Prepared
+from titan_dit.parallel import fsdp
+
+
+class PipelinedExecutor(Executor):
+    """The stages of this rank among those of the ranks along `mesh`."""
+
+    def __init__(
+        self,
+        parts: Mapping[int, Model],
+        mesh: DeviceMesh,
+        order: Sequence[Sequence[object]],
+        stage_ranks: Sequence[int],
+        shapes: Shapes,
+        loss: TokenLoss,
+        microbatch_size: int,
+        num_microbatches: int,
+        device: torch.device,
+    ) -> None:
+        self.parts, self.mesh, self.stage_ranks = dict(parts), mesh, stage_ranks
+        self.shapes, self.loss, self.device = shapes, loss, device
+        self.microbatch_size = microbatch_size
+        self.prepared: list[Prepared] = []
+        self.last = len(stage_ranks) - 1
+        stages = [
+            Stage(
+                part,
+                index,
+                len(stage_ranks),
+                device,
+                input_args=(shapes.given,) if index == 0 else shapes.stream,
+                output_args=shapes.predictions if index == self.last else shapes.stream,
+                group=mesh.get_group(),
+            )
+            for index, part in sorted(parts.items())
+        ]
+        self.runtime = Runtime(stages, order, num_microbatches, self.loss_of, shapes.first_input)
+
+    def loss_of(self, output: Output, microbatch: int) -> Tensor:
+        """This microbatch's share of the loss."""
+        part = self.prepared[microbatch]
+        loss = share_of(self.loss(output, part.targets), part)
+        # The gradient's factor becomes NaN with the loss, see `LocalExecutor.run`.
+        return loss * (1 + 0 * loss.detach())
+
+    def run(self, prepared: Prepared) -> Tensor:
+        """See `Executor.step`. Only the ranks of the last stage have a loss; the others have 0."""
+        self.prepared = list(prepared.microbatches(self.microbatch_size))
+        return self.runtime.step_microbatches(
+            [part.inputs for part in self.prepared], [part.beside for part in self.prepared]
+        )
+
+    @torch.no_grad()
+    def predict(
+        self,
+        inputs: Mapping[str, Tensor],
+        static: Mapping[str, Tensor],
+        context: Mapping[str, Tensor] = NOTHING,
+    ) -> Tensor:
+        """See `Executor.predict`: microbatches follow each other through the stages."""
+        rows = next(iter(inputs.values())).shape[0]
+        microbatches = [{k: v[part] for k, v in inputs.items()} for part in self.filled(rows)]
+        besides = [
+            {**static, **{k: v[part] for k, v in context.items()}} for part in self.filled(rows)
+        ]
+        like = self.shapes.predictions[0]
+        found = self.flow(microbatches, besides, lambda out, _: first_of(out), like)
+        return found[:rows].float()
+
+    @torch.no_grad()
+    def evaluate(self, prepared: Prepared) -> Tensor:
+        """See `Executor.evaluate`."""
+        parts = [prepared.rows(part) for part in self.filled(prepared.num_rows)]
+
+        def losses_of(output: Output, number: int) -> Tensor:
+            return self.loss(output, parts[number].targets)
+
+        inputs, besides = [part.inputs for part in parts], [part.beside for part in parts]
+        return self.flow(inputs, besides, losses_of, self.shapes.losses)[: prepared.num_rows]
+
+    def filled(self, rows: int) -> tuple[Tensor, ...]:
+        """The rows of every microbatch; the last one is filled up to the size of all."""
+        size = self.microbatch_size
+        index = torch.arange(-(-rows // size) * size, device=self.device).clamp(max=rows - 1)
+        return torch.split(index, size)
+
+    def flow(
+        self,
+        inputs: Sequence[Mapping[str, Tensor]],
+        besides: Sequence[Mapping[str, Tensor]],
+        finish: Callable[[Output, int], Tensor],
+        like: Tensor,
+    ) -> Tensor:
+        """Forward only: what `finish` makes of every microbatch's output, on every rank.
+
+        `like`: one microbatch of it, on the meta device.
+        """
+        outputs: list[Tensor] = []
+        streams: dict[tuple[int, int], tuple[Stream, list[dist.Work]]] = {}
+        sends: list[dist.Work] = []
+        for stage, number in forward_order(self.stage_ranks, len(inputs)):
+            if stage in self.parts:
+                if stage == 0:
+                    given: Any = inputs[number]
+                else:
+                    given, arriving = streams.pop((stage, number))
+                    wait_for(arriving)
+                out = self.parts[stage](given, besides[number])
+                if stage == self.last:
+                    outputs.append(finish(out, number))
+                elif stage + 1 in self.parts:
+                    streams[stage + 1, number] = out, []
+                else:
+                    sends += [self.send(tensor, stage + 1) for tensor in out]
+            elif stage + 1 in self.parts:
+                streams[stage + 1, number] = self.receive(stage)
+        wait_for(sends)
+        for part in self.parts.values():
+            fsdp.reshard(part)
+        return self.share(outputs, len(inputs), like)
+
+    def global_rank(self, stage: int) -> int:
+        """The rank, among all, that holds a stage of this pipeline."""
+        return dist.get_global_rank(self.mesh.get_group(), self.stage_ranks[stage])
+
+    def send(self, tensor: Tensor, stage: int) -> dist.Work:
+        """Begin to send to the rank of a stage."""
+        work = dist.isend(tensor.contiguous(), self.global_rank(stage), self.mesh.get_group())
+        assert work is not None
+        return work
+
+    def receive(self, stage: int) -> tuple[Stream, list[dist.Work]]:
+        """Begin to receive the stream that comes out of a stage on another rank."""
+        stream = tuple(torch.empty_like(t, device=self.device) for t in self.shapes.stream)
+        source, group = self.global_rank(stage), self.mesh.get_group()
+        works = [dist.irecv(tensor, source, group) for tensor in stream]
+        return stream, [work for work in works if work is not None]
+
+    def share(self, outputs: list[Tensor], count: int, like: Tensor) -> Tensor:
+        """What the last stage has, on every rank of the pipeline."""
+        shape = (count * like.shape[0], *like.shape[1:])
+        whole = (
+            torch.cat(outputs)
+            if outputs
+            else torch.empty(shape, dtype=like.dtype, device=self.device)
+        )
+        dist.broadcast(whole, self.global_rank(self.last), self.mesh.get_group())
+        return whole
+
+
+def forward_order(stage_ranks: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
+    """(stage, microbatch), for all ranks: the order in which outputs are made, sent and received.
+
+    NCCL runs the messages of two ranks one after another, whichever way they go. Each rank follows
+    this one order, so both ends of a pair have their messages in the same one and none waits for a
+    message that lies behind another's.
+    """
+    num_ranks = len(set(stage_ranks))
+    stages = range(len(stage_ranks))
+    every = [(stage, number) for stage in stages for number in range(num_microbatches)]
+    # The first stage of every rank, then the second: all ranks are at work.
+    return sorted(every, key=lambda item: (item[0] // num_ranks, item[1], item[0]))
+
+
+def wait_for(works: Iterable[dist.Work]) -> None:
+    """Wait for messages on their way."""
+    for work in works:
+        work.wait()

@@ -1,0 +1,97 @@
+"""The executor of context parallelism: this rank's slice of every sample's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_dit.execution.base import NOTHING, Executor
+from titan_dit.models.base import ModelSpec, TensorSpec
+from titan_dit.objectives.base import Prepared
+from titan_dit.parallel.context import slice_tokens
+
+
+@dataclass(frozen=True)
+class TokenDims:
+    """Which dim counts tokens, for every tensor that has one, batch dim included."""
+
+    inputs: Mapping[str, int]
+    context: Mapping[str, int]
+    static: Mapping[str, int]
+    targets: Mapping[str, int]
+
+    @classmethod
+    def of(cls, network: ModelSpec, token_targets: tuple[str, ...]) -> TokenDims:
+        """Those of a model and an objective."""
+        return cls(
+            inputs=dims_of(network.inputs, batch=1),
+            context=dims_of(network.context, batch=1),
+            static=dims_of(network.static, batch=0),
+            targets=dict.fromkeys(token_targets, 1),
+        )
+
+
+def dims_of(specs: Mapping[str, TensorSpec], batch: int) -> dict[str, int]:
+    """The token dims of some tensors with so many dims before those of a sample."""
+    return {
+        name: spec.token_dim + batch for name, spec in specs.items() if spec.token_dim is not None
+    }
+
+
+class SlicedExecutor(Executor):
+    """Runs another executor on the tokens that this rank of `mesh` holds."""
+
+    def __init__(self, inner: Executor, mesh: DeviceMesh, dims: TokenDims) -> None:
+        self.inner = inner
+        self.mesh = mesh
+        self.dims = dims
+
+    def run(self, prepared: Prepared) -> Tensor:
+        """See `Executor.step`: the loss is this slice's share."""
+        return self.inner.step(self.sliced(prepared))
+
+    def predict(
+        self,
+        inputs: Mapping[str, Tensor],
+        static: Mapping[str, Tensor],
+        context: Mapping[str, Tensor] = NOTHING,
+    ) -> Tensor:
+        """See `Executor.predict`: every rank gets the tokens of all."""
+        dims = self.dims
+        mine = self.slice(inputs, dims.inputs), self.slice(static, dims.static)
+        return self.joined(self.inner.predict(*mine, self.slice(context, dims.context)))
+
+    def evaluate(self, prepared: Prepared) -> Tensor:
+        """See `Executor.evaluate`."""
+        return self.joined(self.inner.evaluate(self.sliced(prepared)))
+
+    def sliced(self, prepared: Prepared) -> Prepared:
+        """The tokens of this rank."""
+        weight = prepared.weight
+        if weight.ndim == 2:
+            weight = self.slice({"weight": weight}, {"weight": 1})["weight"]
+        return replace(
+            prepared,
+            inputs=self.slice(prepared.inputs, self.dims.inputs),
+            context=self.slice(prepared.context, self.dims.context),
+            static=self.slice(prepared.static, self.dims.static),
+            targets=self.slice(prepared.targets, self.dims.targets),
+            weight=weight,
+        )
+
+    def slice(self, tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, Tensor]:
+        """The tokens of this rank, of every tensor that has tokens."""
+        there = {name: dim for name, dim in dims.items() if name in tensors}
+        return slice_tokens(tensors, there, self.mesh.get_local_rank(), self.mesh.size())
+
+    def joined(self, mine: Tensor) -> Tensor:
+        """The tokens of all ranks, [b, n, ...]."""
+        mine = mine.contiguous()
+        slices = [torch.empty_like(mine) for _ in range(self.mesh.size())]
+        dist.all_gather(slices, mine, group=self.mesh.get_group())
+        return torch.cat(slices, 1)

@@ -1,1 +1,0 @@
-"""What goes wrong while a run trains, and what keeps it going."""

@@ -1,0 +1,1 @@
+"""Weights and tensors of other projects, in and out."""

@@ -1,0 +1,131 @@
+"""Files of weights as other projects write them: .pt and .safetensors. Nothing in them is run."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+
+SUFFIXES = (".pt", ".pth", ".safetensors")
+ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a file holds."""
+
+    ema: dict[str, Tensor]
+    model: dict[str, Tensor]
+    """Last weights; the same dict as `ema` where the file has but one."""
+    adam: dict[str, dict[str, Tensor]] | None
+    """AdamW's state by parameter, where the file has one that belongs to `model`."""
+    metadata: dict[str, str]
+
+
+def read(path: Path) -> Weights:
+    """The weights of a file: a state dict, or some under "ema" and "model", and "opt".
+
+    Raises UserError for what is no such file, or would execute code when loaded.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path}: its name must end in {', '.join(SUFFIXES)}.")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file.")
+    is_safetensors = path.suffix == ".safetensors"
+    content, metadata = read_safetensors(path) if is_safetensors else (read_pickle(path), {})
+    parts = {name: content[name] for name in ("ema", "model") if name in content}
+    found = {name: unwrap(part, f"{path}: {name}") for name, part in parts.items()}
+    if not found:
+        found = {"model": unwrap(content, str(path))}
+    ema, model = found.get("ema"), found.get("model")
+    if ema is None or model is None:
+        ema = model = ema or model
+    assert ema is not None
+    assert model is not None
+    return Weights(ema, model, adam_of(content.get("opt"), model), metadata)
+
+
+def read_safetensors(path: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """Tensors and metadata; names such as "ema.x" and "model.x" become state dicts."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error}).") from None
+    content: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        head, _, rest = name.partition(".")
+        if head in ("ema", "model"):
+            content.setdefault(head, {})[rest] = tensor
+        else:
+            content[name] = tensor
+    return content, metadata
+
+
+def read_pickle(path: Path) -> Mapping[str, Any]:
+    """What torch.load gives with weights_only: tensors and plain values, nothing is executed."""
+    try:
+        # DiT's own train.py keeps its argparse.Namespace beside the weights: plain values as well.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # On pickle protocols and kinds; what it is, we say.
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = f"it asks for {asked[1]}, and l" if asked else "it is no plain pickle; l"
+        raise UserError(
+            f"{path}: not a file of plain weights: {why}oading such a file can execute code, so it "
+            "was not loaded. Save the state dict alone: torch.save(model.state_dict(), FILE)."
+        ) from None
+    except Exception as error:  # torch.load raises whatever the damage leads to.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{path}: damaged, or not written by torch.save ({reason}).") from None
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path}: holds a {type(content).__name__}, not a state dict.")
+    return content
+
+
+def unwrap(state: Any, where: str) -> dict[str, Tensor]:
+    """A state dict without what DistributedDataParallel and torch.compile put into names."""
+    if not isinstance(state, Mapping):
+        raise UserError(f"{where} is a {type(state).__name__}, not a state dict.")
+    if not state:
+        raise UserError(f"{where} is empty.")
+    tensors = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            raise UserError(
+                f"{where}: there is more under {name}. If the weights lie there, save them alone: "
+                f'torch.save(content["{name}"], FILE).'
+            )
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+            raise UserError(f"{where}: {name} is no plain tensor, so this is no state dict.")
+        tensors[str(name).removeprefix("module.").replace("_orig_mod.", "")] = value
+    return tensors
+
+
+def adam_of(state: Any, model: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
+    """A state dict of AdamW, which numbers the parameters in the order of the model's names.
+
+    None for any other: it may be of another optimizer, or of a part of the parameters.
+    """
+    try:
+        (group,) = state["param_groups"]
+        named = dict(zip(group["params"], model, strict=True))
+        return {
+            named[number]: {key: torch.as_tensor(entry[key]) for key in ADAM_KEYS}
+            for number, entry in state["state"].items()
+        } or None
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return None

@@ -1,0 +1,129 @@
+"""torchrun, with one error message instead of one per rank, and an orderly stop.
+
+commands/train.py calls it. SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C ask the ranks to save and
+end; a second Ctrl-C ends them at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from titan_dit.launcher.failure import INTERRUPTED
+from titan_dit.launcher.signals import Listener
+from titan_dit.system import streams
+
+if TYPE_CHECKING:
+    from titan_dit.launcher.agent import Agent, ChildFailedError
+
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
+
+class Launcher:
+    """This node's ranks, from the first signal handler to the exit code."""
+
+    def __init__(self, grace_s: float, stopped_code: int) -> None:
+        self.grace_s, self.stopped_code = grace_s, stopped_code
+        self.agent: Agent | None = None
+        self.asked: signal.Signals | None = None
+
+    def make_agent(self, *args: Any, **kwargs: Any) -> Agent:
+        """What torchrun calls for its agent."""
+        from titan_dit.launcher.agent import Agent
+
+        self.agent = Agent(*args, say=say, grace_s=self.grace_s, **kwargs)
+        return self.agent
+
+    def hear(self, number: signal.Signals) -> None:
+        """In the listener's thread: at once, whatever the main thread waits for."""
+        if self.asked is not None:
+            if number == signal.SIGINT:
+                self.end_at_once(INTERRUPTED)
+            return
+        self.asked = number
+        if self.agent is None or not self.agent.ask_to_stop():
+            if not (self.agent and self.agent.is_done):
+                say(f"stopped by {number.name} before the ranks had begun")
+            self.end_at_once(self.code())
+        again = "; Ctrl-C again ends them at once" if number == signal.SIGINT else ""
+        say(f"{number.name}: the ranks finish the step, save and end{again}")
+        timer = threading.Timer(self.grace_s, self.out_of_grace)
+        timer.daemon = True
+        timer.start()
+
+    def out_of_grace(self) -> None:
+        """The ranks have not ended."""
+        assert self.asked is not None
+        say(f"the ranks have not ended within GRACE={self.grace_s:g} s; they are killed")
+        self.end_at_once(128 + self.asked)
+
+    def end_at_once(self, code: int) -> None:
+        """Nothing is waited for."""
+        if self.agent:
+            self.agent.kill()
+        os._exit(code)
+
+    def code(self) -> int:
+        """The exit code of what ended in good order: done, or with steps left."""
+        if self.agent and self.agent.is_done and not self.agent.note.get("stopped"):
+            return 0
+        return INTERRUPTED if self.asked == signal.SIGINT else self.stopped_code
+
+    def run(self, arguments: list[str]) -> int:
+        """Launch, wait, and give the exit code."""
+        from titan_dit.launcher import agent
+
+        try:
+            agent.launch(arguments, self.make_agent)
+        except agent.ChildFailedError as error:
+            return self.failed(error)
+        except agent.Stopped:
+            return self.code()
+        except agent.RendezvousError as error:
+            streams.tell(
+                sys.stderr,
+                "error: the nodes did not meet, or another node ended first and says why. If the "
+                "node of RDZV_ENDPOINT has gone, the others cannot go on without it: start it "
+                f"again, then this one (RDZV_ENDPOINT, NNODES): {error}\n",
+            )
+            return 1
+        return self.code()
+
+    def failed(self, error: ChildFailedError) -> int:
+        """The exit code of ranks that failed, and the one message."""
+        from titan_dit.launcher.cause import OBEYED, first_cause, is_consequence, message_of
+
+        rank, failure = first_cause(error.failures)
+        obeyed = any(f.exitcode in OBEYED for f in error.failures.values())
+        if self.asked and obeyed and is_consequence(failure):
+            say("stopped before the first step was done: nothing new to save")
+            return self.code()
+        streams.tell(sys.stderr, message_of(rank, failure) + "\n")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def say(line: str) -> None:
+    """Tell the person at this node's console."""
+    streams.tell(sys.stderr, f"titan_dit: {line}\n")
+
+
+def main() -> int:
+    """`python -m titan_dit.launcher.launch [torchrun options] -m titan_dit.train --config ...`."""
+    streams.open_missing()
+    # torchrun logs every failure several times over; the cause is printed below.
+    logging.disable(logging.ERROR)
+    # Restarted ranks would meet on the store of those that died and read their stale keys.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    grace_s = float(os.environ.get("GRACE", "600"))
+    launcher = Launcher(grace_s, stopped_code=int(os.environ.get("STOPPED_CODE", "0")))
+    # Before torch is loaded: that takes seconds.
+    with Listener(STOPS, launcher.hear):
+        return launcher.run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Exponential moving averages of (sharded) weights, in fp32, on the shards themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_dit.config.training import EMAConfig
+
+
+class EMA:
+    """One average per decay.
+
+    An update moves 12 bytes a parameter and computes next to nothing: on a GPU it can go beside the
+    next forward (`run_beside`).
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: EMAConfig) -> None:
+        self.config = config
+        self.parameters = dict(parameters)
+        self._averages: dict[str, dict[str, Tensor]] = {
+            str(decay): {name: p.detach().clone() for name, p in parameters.items()}
+            for decay in config.decays
+        }
+        self._beside: torch.cuda.Stream | None = None
+
+    @property
+    def averages(self) -> dict[str, dict[str, Tensor]]:
+        """The decay, written out, to name -> tensor; what is under way comes first."""
+        self.settle()
+        return self._averages
+
+    def run_beside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update beside what the device does next; the optimizer's steps wait for it."""
+        if self._averages and any(p.is_cuda for p in self.parameters.values()):
+            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            optimizer.register_step_pre_hook(lambda *_: self.settle())
+
+    def settle(self) -> None:
+        """Let the device finish the last update before what it is given from now on."""
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+
+    def decay(self, decay: float, step: int) -> float:
+        """The decay of the update after step `step` (1-based); during the warm-up it is less."""
+        if self.config.warmup:
+            update = step // self.config.every
+            decay = min(decay, (1 + update) / (10 + update))
+        return float(decay**self.config.every)
+
+    @torch.no_grad()
+    def restart(self, except_for: Collection[str]) -> None:
+        """Set every average to the weights, but for those named by their decay."""
+        for decay, average in self.averages.items():
+            if decay not in except_for:
+                torch._foreach_copy_(local(average), local(self.parameters))
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Set every average to the first one."""
+        averages = [local(average) for average in self.averages.values()]
+        for average in averages[1:]:
+            torch._foreach_copy_(average, averages[0])
+
+    @torch.no_grad()
+    def update(self, step: int, skip: Tensor) -> None:
+        """Move every average towards the weights; where `skip` is true, not at all."""
+        if step % self.config.every:
+            return
+        if self._beside is None:
+            self._update(step, skip)
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())
+        skip.record_stream(self._beside)
+        with torch.cuda.stream(self._beside):
+            self._update(step, skip)
+
+    def _update(self, step: int, skip: Tensor) -> None:
+        weights = local(self.parameters)
+        for decay, average in zip(self.config.decays, self._averages.values(), strict=True):
+            # A tensor, not a number: whether to skip is known on the device only.
+            share = (1 - self.decay(decay, step)) * (1 - skip.float())
+            torch._foreach_lerp_(local(average), weights, [share] * len(weights))
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self, decay: str | None = None) -> Iterator[None]:
+        """Within the block the model's weights are an average; without EMA, its own.
+
+        `decay`: which one, as `averages` names it; None takes the first.
+        """
+        averages = self.averages
+        if not averages:
+            yield
+            return
+        chosen = averages[next(iter(averages)) if decay is None else decay]
+        average, weights = local(chosen), local(self.parameters)
+        kept = [weight.clone() for weight in weights]
+        torch._foreach_copy_(weights, average)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(weights, kept)
+
+
+def local(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """This rank's shards: the average of a shard needs no other rank."""
+    return [
+        t.to_local().detach() if isinstance(t, DTensor) else t.detach() for t in tensors.values()
+    ]

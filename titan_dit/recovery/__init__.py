@@ -1,0 +1,1 @@
+"""How a run goes on: from a checkpoint, after bad steps, with every sample counted."""

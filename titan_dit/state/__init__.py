@@ -1,1 +1,0 @@
-"""What a run carries from step to step: optimizer, EMA, checkpoints."""

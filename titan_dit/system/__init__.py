@@ -1,0 +1,1 @@
+"""What the operating system and the interpreter are asked for: files, locks, streams, processes."""

@@ -1,0 +1,1 @@
+"""The loss on samples that are not trained on."""

@@ -1,0 +1,62 @@
+"""Whether two datasets share samples, found by a digest of every row."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from titan_dit.config.section import UserError
+from titan_dit.data.base import Source
+from titan_dit.parallel.process_group import World
+from titan_dit.system import streams
+
+BATCH = 256
+SPEAK_EVERY_S = 10.0
+
+
+def check_apart(
+    path: str, validation: Source, rows: Sequence[int], training: Source, world: World
+) -> None:
+    """Raise UserError, on every rank, if rows of a validation set are trained on.
+
+    The ranks share the work of reading the training data once.
+    """
+    theirs = list(digests(validation, rows))
+    wanted = set(theirs)
+    mine = range(world.rank, len(training), world.size)
+    said, began = time.monotonic(), time.monotonic()
+    found: set[bytes] = set()
+    for done, digest in enumerate(digests(training, mine), start=1):
+        if digest in wanted:
+            found.add(digest)
+        if world.is_main and time.monotonic() - said > SPEAK_EVERY_S:
+            said = time.monotonic()
+            left = (said - began) / done * (len(mine) - done)
+            text = f"[validation] compared {done * world.size:,} of {len(training):,} rows of "
+            streams.tell(sys.stderr, f"{text}[data] with {path}  ETA {left:.0f} s\n")
+    shared = set().union(*world.gather(found))
+    if shared:
+        raise UserError(
+            f"[validation] path={path}: {sum(d in shared for d in theirs)} of its {len(rows)} "
+            "samples are in [data] too, so its loss would be of samples that are trained on. Take "
+            "them out of one of the two, or leave path out and set samples: rows of [data] are "
+            "held out then."
+        )
+
+
+def digests(source: Source, rows: Sequence[int]) -> Iterator[bytes]:
+    """A digest of every row: of the bytes of all its fields."""
+    for first in range(0, len(rows), BATCH):
+        part = source.read(rows[first : first + BATCH])
+        # As bytes: numpy has no bfloat16.
+        whole = [part[name].contiguous().view(len(part[name]), -1) for name in sorted(part)]
+        arrays = [tensor.view(torch.uint8).numpy() for tensor in whole]
+        for row in range(len(arrays[0])):
+            sha = hashlib.blake2b(digest_size=16)
+            for array in arrays:
+                sha.update(array[row].tobytes())
+            yield sha.digest()

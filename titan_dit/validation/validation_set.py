@@ -1,0 +1,169 @@
+"""The loss on samples that are not trained on: [validation]."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from titan_dit.config.section import UserError, hints_of, show
+from titan_dit.config.training import ValidationConfig
+from titan_dit.data import loader
+from titan_dit.data.base import DataConfig, Source
+from titan_dit.data.held_out import held_out_rows
+from titan_dit.execution.base import Executor
+from titan_dit.objectives.base import DataShare, Objective, Prepared
+from titan_dit.observe.console import LOSS
+from titan_dit.parallel.process_group import World
+from titan_dit.rng import SampleRNG
+from titan_dit.validation.overlap import check_apart
+
+COMPARED = "validation.json"
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Rows of a source."""
+
+    source: Source
+    rows: Sequence[int]
+    compared: Mapping[str, Any] = field(default_factory=dict)
+    """What says that the rows are none of those that are trained on: digests and their number."""
+
+    def remember(self, folder: Path) -> None:
+        """In the run's folder, so that a restart need not compare again."""
+        if self.compared:
+            (folder / COMPARED).write_text(text_of(self.compared))
+
+
+def text_of(compared: Mapping[str, Any]) -> str:
+    """What the run's folder has of a comparison."""
+    return json.dumps(compared) + "\n"
+
+
+def open_set(
+    config: ValidationConfig, data: DataConfig, source: Source, held_out: Sequence[int], seed: int
+) -> ValidationSet | None:
+    """What to validate on; None where nothing asks for it. Raises UserError."""
+    if not config.every:
+        return None
+    if not config.path:
+        return ValidationSet(source, held_out)
+    where, keys = f"[validation] path={show(config.path)}", hints_of(type(data))
+    if "path" not in keys:
+        raise UserError(
+            f"{where}: [data] name={show(data.name)} is read from no path. Leave path out and set "
+            "samples."
+        )
+    values = {key: getattr(data, key) for key in keys} | {"path": config.path}
+    try:
+        other = type(data)(**values).open()
+    except (OSError, UserError) as error:
+        raise UserError(f"{where}: {error}") from None
+    check_alike(where, other, source)
+    if config.samples > len(other):
+        raise UserError(
+            f"{where} holds {len(other)} samples, but samples={config.samples}. "
+            f"Set samples = {len(other)}, or 0 for all."
+        )
+    part = 0 < config.samples < len(other)
+    rows = held_out_rows(other, seed, config.samples) if part else range(len(other))
+    return ValidationSet(other, rows)
+
+
+def check_alike(where: str, other: Source, source: Source) -> None:
+    """Fields, units and classes must be those of the training data."""
+    if dict(other.fields) != dict(source.fields):
+        raise UserError(
+            f"{where} holds {spelled(other)}, but [data] holds {spelled(source)}. Give a dataset "
+            "of the same kind."
+        )
+    its, ours = other.facts.as_json(), source.facts.as_json()
+    for key in sorted(its.keys() - {"count", "digest", "class_names"}):
+        if its[key] != ours.get(key):
+            raise UserError(
+                f"{where} has {key}={show(its[key])}, but [data] has {key}={show(ours.get(key))}. "
+                "Give a dataset of the same kind."
+            )
+
+
+def spelled(source: Source) -> str:
+    """The fields of a source, as "latent float32 [4, 32, 32], label int64 []"."""
+    return ", ".join(f"{name} {field}" for name, field in source.fields.items())
+
+
+def open_apart(
+    config: ValidationConfig,
+    data: DataConfig,
+    source: Source,
+    held_out: Sequence[int],
+    seed: int,
+    folder: Path,
+    world: World,
+) -> ValidationSet | None:
+    """`open_set`, whose rows are none of those that are trained on; every rank calls.
+
+    `folder`: of the run, which remembers what was compared.
+    """
+    found = open_set(config, data, source, held_out, seed)
+    if found is None or not config.path:
+        return found
+    digests = {"data": source.facts.digest, "validation": found.source.facts.digest}
+    compared = digests | {"samples": len(found.rows)}
+    file = folder / COMPARED
+    # As text: a file that a kill cut short is none, and the rows are compared again.
+    is_known = file.is_file() and file.read_text() == text_of(compared)
+    # The first rank's view decides: a shared disk may show a file to some ranks only.
+    if not world.gather(is_known)[0]:
+        check_apart(config.path, found.source, found.rows, source, world)
+    return replace(found, compared=compared)
+
+
+def losses(
+    chosen: ValidationSet,
+    objective: Objective,
+    executor: Executor,
+    share: DataShare,
+    alive: Callable[[], None],
+    *,
+    seed: int,
+    batch_size: int,
+) -> dict[str, float]:
+    """The loss over all rows, and of every evaluation of the objective that has a name.
+
+    Each data rank takes its share of the rows, `batch_size` at a time. Sample i of the set has
+    number i: the same draws every time, on every layout. `alive` is called after every batch.
+    """
+    count = -(-len(chosen.rows) // share.num_ranks)
+    mine = range(share.rank * count, (share.rank + 1) * count)
+    parts: dict[str, list[Tensor]] = {}
+    for first in range(0, count, batch_size):
+        # Batches of one size: every rank evaluates equally many, and nothing is compiled anew.
+        # What is behind a share's end, or the set's, is cut off below.
+        numbers = [min(mine[0] + first + i, len(chosen.rows) - 1) for i in range(batch_size)]
+        pairs = [(i, chosen.rows[i]) for i in numbers]
+        inspect, device = objective.inspect, share.device
+        batch = loader.load_samples(chosen.source, pairs, inspect, device, len(pairs))
+        rng = SampleRNG(seed, batch.sample_numbers)
+        for name, prepared in objective.evaluations(batch, rng).items():
+            sums = sums_of(executor.evaluate(prepared), prepared)
+            parts.setdefault(name, []).append(sums)
+        alive()
+    means = {}
+    for name, found in parts.items():
+        whole = share.gather(torch.cat(found)[:count])[: len(chosen.rows)].sum(0)
+        means[name] = float(whole[0] / whole[1])
+    named: Mapping[str, float] = {f"{LOSS}_{name}": v for name, v in means.items() if name}
+    return {LOSS: sum(means.values()) / len(means), **named}
+
+
+def sums_of(per_token: Float[Tensor, "b n"], prepared: Prepared) -> Float[Tensor, "b 2"]:
+    """The weighted sum of every sample's losses and the sum of their weights, in fp64."""
+    weight = prepared.token_weight.expand_as(per_token).double()
+    return torch.stack(((per_token.double() * weight).sum(1), weight.sum(1)), 1)
