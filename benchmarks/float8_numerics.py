@@ -31,7 +31,7 @@ from titan_dit.models.dit import DiTConfig
 from titan_dit.models.linear import Linear
 from titan_dit.observe.curve import smooth, ticks
 from titan_dit.parallel import float8, process_group
-from titan_dit.parallel.float8_gains import Shape
+from titan_dit.parallel.float8_gains import LinearShape
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 
@@ -115,7 +115,9 @@ def converted(model: Model, recipe: str, emulate: bool) -> dict[str, nn.Module]:
     like = model.config.build(model.output_channels).to(model.embed.patch.weight.device)
     like.load_state_dict(model.state_dict())
     like.to(torch.bfloat16)
-    names = {n: Shape(16, 16, 16) for n, part in like.named_modules() if isinstance(part, Linear)}
+    names = {
+        n: LinearShape(16, 16, 16) for n, part in like.named_modules() if isinstance(part, Linear)
+    }
     precision = PrecisionConfig(float8=recipe, float8_emulate=emulate)  # type: ignore[arg-type]
     float8.convert(like, names, precision, shards=None)
     return {name: like.get_submodule(name) for name in names}

@@ -33,7 +33,7 @@ from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import guarded
 from titan_dit.models.dit import SIZES
 from titan_dit.parallel import float8
-from titan_dit.parallel.float8_gains import TABLE, Shape, gains
+from titan_dit.parallel.float8_gains import TABLE, LinearShape, gains
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NAME = "float8 shapes"
@@ -41,17 +41,19 @@ KEY = ("device", "recipe", "M", "K", "N")
 """Of a row of the table."""
 
 
-def shapes_of(sizes: list[str], rows: list[int]) -> list[Shape]:
+def shapes_of(sizes: list[str], rows: list[int]) -> list[LinearShape]:
     """The four linears of a block of each size, for each number of tokens."""
     found = []
     for size in sizes:
         hidden = SIZES[size][0]
         for k, n in ((1, 3), (1, 1), (1, 4), (4, 1)):
-            found += [Shape(tokens, k * hidden, n * hidden) for tokens in rows]
+            found += [LinearShape(tokens, k * hidden, n * hidden) for tokens in rows]
     return found
 
 
-def step_of(shape: Shape, recipe: str, device: torch.device, emulate: bool) -> Callable[[], None]:
+def step_of(
+    shape: LinearShape, recipe: str, device: torch.device, emulate: bool
+) -> Callable[[], None]:
     """Forward and backward of one compiled layer; "bf16" is the one without float8."""
     torch.manual_seed(0)
     holder = nn.Sequential(nn.Linear(shape.inputs, shape.outputs, device=device))
@@ -73,7 +75,7 @@ def step_of(shape: Shape, recipe: str, device: torch.device, emulate: bool) -> C
 
 
 def measure(
-    shape: Shape, recipe: str, device: torch.device, emulate: bool, turns: int
+    shape: LinearShape, recipe: str, device: torch.device, emulate: bool, turns: int
 ) -> tuple[float, float]:
     """Median milliseconds in bf16 and in float8, taken in turn after two turns to warm up."""
     meter = meter_of(device)

@@ -130,7 +130,9 @@ def attention_rows(
     """Rows of `bench attention` of every kernel that can, from few tokens to many."""
     for tokens in sizes.tokens:
         batch = max(sizes.tokens) // tokens
-        shape = attention.Shape(sizes.heads, tokens, head_dim, torch.bfloat16, place.device)
+        shape = attention.AttentionShape(
+            sizes.heads, tokens, head_dim, torch.bfloat16, place.device
+        )
         flops = 12 * batch * sizes.heads * tokens**2 * head_dim
         # A third of a second each, at half of what the data sheet promises.
         laps = 3 if peak is None else min(20, max(3, round(0.3 / (flops / peak / 0.5e12))))

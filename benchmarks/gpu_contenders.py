@@ -92,7 +92,9 @@ def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
     """Compiled, with one of torch's attention kernels; a UserError where it cannot run."""
     hidden, _, heads, _ = cell.config.shape
     tokens, head_dim = cell.config.token_shape[0], hidden // heads
-    attention.check(key, attention.Shape(heads, tokens, head_dim, torch.bfloat16, place.device))
+    attention.check(
+        key, attention.AttentionShape(heads, tokens, head_dim, torch.bfloat16, place.device)
+    )
     precision = PrecisionConfig(dtype="bf16", attention=key)  # type: ignore[arg-type]
     return ours(cell, place, compiled=True, precision=precision)
 

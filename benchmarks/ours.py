@@ -56,7 +56,7 @@ def learning(config: DiTConfig, path: DiffusionConfig) -> Diffusion:
 def network(config: DiTConfig, path: DiffusionConfig) -> Model:
     """The network that learns it, on the meta device."""
     with torch.device("meta"):
-        return path.network(config).build()
+        return path.model_spec(config).build()
 
 
 def loss_of(objective: Objective) -> TokenLoss:
@@ -97,7 +97,7 @@ def trainer_step(
     parallelize(model, mesh, styles, parallel, precision, recompute, compilation, rows)
     if attend is not None:
         attention.apply(model, attend)
-    initialize(model, model.init_laws(), 0, device)
+    initialize(model, model.initializers(), 0, device)
     parameters = dict(model.named_parameters())
     randomize(local(parameters))
     executor = LocalExecutor(model, loss_of(objective), None)

@@ -60,7 +60,7 @@ def ours(
     """The same step from titan_dit's parts, its own random numbers included."""
     model, objective = network(config, RectifiedFlow()), learning(config, RectifiedFlow())
     change(model)
-    initialize(model, model.init_laws(), 0, device)
+    initialize(model, model.initializers(), 0, device)
     executor = LocalExecutor(model, loss_of(objective), None)
     optimizer = build_optimizer(model.parameters(), OptimizerConfig())
     data = resident_batch(config, batch, device)

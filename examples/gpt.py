@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 
-from titan_dit.config.section import Count, Named
+from titan_dit.config.section import Named, PositiveInt
 from titan_dit.data.base import Batch, DataConfig, DataFacts, Field, Fields, Source
-from titan_dit.models.base import Model, ModelSpec, Static, Stream, TensorSpec
+from titan_dit.models.base import Model, ModelSpec, SideInputs, Stream, TensorSpec
 from titan_dit.models.layers import MLP, Attention
 from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared, at_least_fp32
-from titan_dit.parallel.tensor import TensorPlan, Whole
+from titan_dit.parallel.tensor import Replicated, TensorPlan
 from titan_dit.rng import SampleRNG
 
 
@@ -30,10 +30,10 @@ class GPTConfig(Named):
     """A decoder with learned positions."""
 
     section, vocab = "model", 256
-    hidden: Count
-    layers: Count
-    heads: Count
-    context: Count
+    hidden: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    context: PositiveInt
 
     def spec(self) -> ModelSpec:
         """Integers in, logits out; every block attends to the tokens before."""
@@ -59,8 +59,8 @@ class Embed(nn.Module):
         self.token = nn.Embedding(config.vocab, config.hidden)
         self.position = nn.Embedding(config.context, config.hidden)
 
-    def forward(self, inputs: Mapping[str, Tensor], static: Static) -> Stream:
-        return (self.token(inputs["tokens"]) + self.position(static["positions"]),)
+    def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
+        return (self.token(inputs["tokens"]) + self.position(side["positions"]),)
 
 
 class Block(nn.Module):
@@ -70,7 +70,7 @@ class Block(nn.Module):
         self.attn = Attention(config.hidden, config.heads, mask="causal")
         self.mlp = MLP(config.hidden, 4 * config.hidden)
 
-    def forward(self, stream: Stream, static: Static) -> Stream:
+    def forward(self, stream: Stream, side: SideInputs) -> Stream:
         x = stream[0] + self.attn(self.attn_norm(stream[0]))
         return (x + self.mlp(self.mlp_norm(x)),)
 
@@ -81,7 +81,7 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(config.hidden)
         self.out = nn.Linear(config.hidden, config.vocab, bias=False)
 
-    def forward(self, stream: Stream, static: Static) -> Stream:
+    def forward(self, stream: Stream, side: SideInputs) -> Stream:
         return (self.out(self.norm(stream[0])),)
 
 
@@ -119,7 +119,7 @@ class Text(DataConfig):
     """The bytes of a file in windows; one begins with the byte that the one before ends with."""
 
     path: str
-    context: Count
+    context: PositiveInt
 
     def open(self) -> Source:
         return Windows(Path(self.path).read_bytes(), self.context)
@@ -139,11 +139,14 @@ class Windows(Source):
 def plan(sequence_parallel: bool) -> TensorPlan:
     """Megatron's: attention by heads, the MLP by its width, all else whole on every rank."""
     own = Shard(1) if sequence_parallel else Replicate()
-    norm = tp.SequenceParallel() if sequence_parallel else Whole()
+    norm = tp.SequenceParallel() if sequence_parallel else Replicated()
     gather = tp.PrepareModuleInput(input_layouts=own, desired_input_layouts=Replicate())
     columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=own)
     block: dict[str, tp.ParallelStyle] = {"attn_norm": norm, "mlp_norm": norm, "attn": gather}
     block |= {"mlp": gather, "attn.qkv": columns, "mlp.up": columns}
     block |= {"attn.out": rows, "mlp.down": rows}
-    embed, head = {"token": Whole(), "position": Whole()}, {"norm": Whole(), "out": Whole()}
+    embed, head = (
+        {"token": Replicated(), "position": Replicated()},
+        {"norm": Replicated(), "out": Replicated()},
+    )
     return TensorPlan((own if sequence_parallel else None,), embed, block, head)

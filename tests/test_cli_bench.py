@@ -35,7 +35,7 @@ def test_the_error_shows_a_kernel_that_is_wrong(monkeypatch):
         return 1.01 * bench_attention.attention.by_products(q, k, v)
 
     monkeypatch.setattr(bench_attention.attention, "attend_by", lambda key: wrong)
-    shape = bench_attention.attention.Shape(
+    shape = bench_attention.attention.AttentionShape(
         2, 16, 8, bench_attention.DTYPES["fp32"], bench_attention.torch.device("cpu")
     )
     assert bench_attention.row("flash", shape, 2, 1)["error"] == pytest.approx(0.01, rel=1e-3)

@@ -18,7 +18,7 @@ from titan_dit.config.config_file import CONFIG_DIR, take_dry_run
 from titan_dit.config.section import UserError
 from titan_dit.dry_run import estimate, report
 from titan_dit.dry_run.command import dry_run, smallest_world
-from titan_dit.dry_run.memory import Kind, MemoryLog
+from titan_dit.dry_run.memory import MemoryLog, StorageKind
 from titan_dit.dry_run.rehearse import Rehearsal, microbatches_to_run, rehearse
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import resolve
@@ -64,13 +64,13 @@ def test_state_is_exact_and_activations_are_those_of_the_design():
     [rank] = small().ranks
     bytes_of, whole = rank.peak.bytes, small().num_parameters
     assert rank.parameters == whole
-    assert bytes_of[Kind.PARAMETERS] == 4 * whole
+    assert bytes_of[StorageKind.PARAMETERS] == 4 * whole
     # Two moments, and a step count for every parameter.
-    assert 8 * whole <= bytes_of[Kind.OPTIMIZER] < 8 * whole + 4 * 100
-    assert bytes_of[Kind.EMA] == 2 * 4 * whole  # two decays
+    assert 8 * whole <= bytes_of[StorageKind.OPTIMIZER] < 8 * whole + 4 * 100
+    assert bytes_of[StorageKind.EMA] == 2 * 4 * whole  # two decays
     # 20.05 h elements of bf16 per token and layer, and what the ends keep.
     theory = 20.05 * H * 2 * B * TOKENS * LAYERS
-    assert theory * 0.98 < bytes_of[Kind.ACTIVATIONS] < theory * 1.15
+    assert theory * 0.98 < bytes_of[StorageKind.ACTIVATIONS] < theory * 1.15
 
 
 def test_fsdp_gathers_twice_and_reduces_once():
@@ -79,7 +79,7 @@ def test_fsdp_gathers_twice_and_reduces_once():
         result = small(d, batch=d * B, parallel={"reshard_after_forward": reshard})
         [rank], whole = result.ranks, result.num_parameters
         # Padding: every parameter's rows are made to divide.
-        assert rank.peak.bytes[Kind.PARAMETERS] == 4 * rank.parameters
+        assert rank.peak.bytes[StorageKind.PARAMETERS] == 4 * rank.parameters
         assert rank.parameters == pytest.approx(whole / d, rel=0.01)
         share = whole * (d - 1) / d
         assert sent(rank, "dp_shard", "all-gather") == pytest.approx(2 * gathers * share, rel=0.02)
@@ -101,8 +101,8 @@ def test_tensor_parallel_ranks_send_what_megatron_says():
     # The rest: every sample's modulation, and the tokens at both ends of the network.
     measured = sent(rank, "tp", "all-gather", "reduce-scatter")
     assert theory < measured < 1.25 * theory
-    one = small().ranks[0].peak.bytes[Kind.ACTIVATIONS]
-    assert rank.peak.bytes[Kind.ACTIVATIONS] < 0.4 * one
+    one = small().ranks[0].peak.bytes[StorageKind.ACTIVATIONS]
+    assert rank.peak.bytes[StorageKind.ACTIVATIONS] < 0.4 * one
 
 
 @pytest.mark.parametrize(("method", "elements"), [("ring", 6), ("ulysses", 8)])
@@ -131,7 +131,7 @@ def test_every_stage_has_its_turn_and_sends_its_stream():
     )
     # 1F1B: the first stage holds two microbatches, the last one.
     assert (result.num_microbatches, result.num_run) == (m, p)
-    first, last = (rank.peak.bytes[Kind.ACTIVATIONS] for rank in result.ranks)
+    first, last = (rank.peak.bytes[StorageKind.ACTIVATIONS] for rank in result.ranks)
     assert 1.6 < first / last < 2.2
     stream = 2 * (B * TOKENS * H + B * H)
     for rank in result.ranks:
@@ -148,7 +148,7 @@ def test_fewer_microbatches_tell_what_all_of_them_take():
     exact = small(2, batch=2, **sections)
     for some, few in zip(several.ranks, exact.ranks, strict=True):
         assert sent(some, "pp", "send") == 2 * sent(few, "pp", "send")
-        for kind in set(Kind) - {Kind.INPUTS}:
+        for kind in set(StorageKind) - {StorageKind.INPUTS}:
             assert some.peak.bytes[kind] == few.peak.bytes[kind], kind
 
 
@@ -208,19 +208,19 @@ def test_fake_storages_are_those_of_a_real_step():
 def test_the_log_follows_storages():
     with MemoryLog() as log:
         log.begin()
-        with log.phase("making", Kind.ACTIVATIONS):
+        with log.phase("making", StorageKind.ACTIVATIONS):
             kept = torch.zeros(1000)
             gone = torch.zeros(3000)
             del gone
             view = kept[:10]
-        with log.phase("growing", Kind.TEMPORARY):
+        with log.phase("growing", StorageKind.TEMPORARY):
             more = torch.zeros(500)
             more.untyped_storage().resize_(16000)
-        assert log.live()[Kind.ACTIVATIONS] == 4000
+        assert log.live()[StorageKind.ACTIVATIONS] == 4000
         assert view.untyped_storage().nbytes() == 4000
     peak = log.peak()
     assert (peak.total, peak.phase) == (20000, "growing")
-    assert peak.bytes[Kind.TEMPORARY] == 16000
+    assert peak.bytes[StorageKind.TEMPORARY] == 16000
 
 
 FLAGS = {

@@ -80,7 +80,7 @@ def test_diffusion_draws_the_samples_of_the_cpu(name):
     from titan_dit.diffusion.drawing import generate, sampler_of
 
     config = tiny_config(objective={"name": "ddpm"})
-    model = config.objective.network(config.model).build()
+    model = config.objective.model_spec(config.model).build()
     randomize(dict(model.named_parameters()))
     drawn = []
     for device in ("cpu", "cuda"):

@@ -39,7 +39,7 @@ def load(name):
 def test_the_models_have_the_published_sizes(name):
     config = load(name)
     with torch.device("meta"):
-        model = config.objective.network(config.model).build()
+        model = config.objective.model_spec(config.model).build()
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert (round(count, 3), config.model.token_shape[0]) == SIZES[name]
 

@@ -49,8 +49,8 @@ class RunPlan:
     following: bool
     """Whether the run has begun, so that it may come back on other ranks."""
     model_name: str
-    network: ModelSpec
-    tensor_plan: Callable[[bool], TensorPlan] | None
+    spec: ModelSpec
+    tensor_plan_function: Callable[[bool], TensorPlan] | None
     """How tp cuts the model; None: it has no plan."""
     global_batch_size: int
     wanted_microbatch_size: int | None
@@ -69,14 +69,14 @@ class RunPlan:
     @property
     def tokens_per_rank(self) -> int:
         """Of each sample."""
-        return self.network.num_tokens // self.sizes.cp
+        return self.spec.num_tokens // self.sizes.cp
 
     @property
-    def styles(self) -> TensorPlan:
+    def tensor_plan(self) -> TensorPlan:
         """How the model is cut along tp; not at all where there is no plan."""
-        if self.tensor_plan is None:
-            return uncut(len(self.network.stream))
-        return self.tensor_plan(self.parallel.sequence_parallel)
+        if self.tensor_plan_function is None:
+            return uncut(len(self.spec.stream))
+        return self.tensor_plan_function(self.parallel.sequence_parallel)
 
     @property
     def samples_per_rank(self) -> int:
@@ -125,7 +125,7 @@ class RunPlan:
         return -(-self.samples_per_rank // self.num_microbatches)
 
     @property
-    def rows_per_rank(self) -> int:
+    def padded_samples_per_rank(self) -> int:
         """Rows of a data-parallel rank's batch: its share, and what fills up the microbatches."""
         return self.num_microbatches * self.microbatch_size
 
@@ -146,13 +146,13 @@ class RunPlan:
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
         """The layers of every stage."""
-        network, split = self.network, self.pipeline.split
+        model_spec, split = self.spec, self.pipeline.split
         if self.num_stages == 1:
-            return (range(network.num_layers),)
+            return (range(model_spec.num_layers),)
         if split:
-            return layers_of_stages(check_split(split, network.num_layers, self.num_stages))
-        costs = {"embed": network.embed_cost, "head": network.head_cost}
-        return layers_of_stages(split_layers(network.num_layers, self.num_stages, **costs))
+            return layers_of_stages(check_split(split, model_spec.num_layers, self.num_stages))
+        costs = {"embed": model_spec.embed_cost, "head": model_spec.head_cost}
+        return layers_of_stages(split_layers(model_spec.num_layers, self.num_stages, **costs))
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages that a rank along pp holds."""
@@ -180,8 +180,8 @@ def resolve(config: JobConfig, world_size: int, following: bool = False) -> RunP
         world_size=world_size,
         following=following,
         model_name=config.model.name,
-        network=config.objective.network(config.model),
-        tensor_plan=catalog.tensor_plan(config.model, config.parallel.tensor_plan),
+        spec=config.objective.model_spec(config.model),
+        tensor_plan_function=catalog.tensor_plan(config.model, config.parallel.tensor_plan),
         global_batch_size=config.training.global_batch_size,
         wanted_microbatch_size=config.training.microbatch_size,
         parallel=config.parallel,

@@ -90,7 +90,7 @@ class Trainer:
         built = build(plan, self.objective, self.mesh, world.device)
         self.executor, self.parameters = built.executor, built.parameters
         self.num_parameters, self.notes = built.num_parameters, built.notes
-        batch, tokens = plan.global_batch_size, plan.network.num_tokens
+        batch, tokens = plan.global_batch_size, plan.spec.num_tokens
         rates = built.flops_per_sample, world.size, world.device, plan.precision.dtype
         self.work = Work.of(batch, tokens, *rates)
 
@@ -211,7 +211,7 @@ class Trainer:
     @property
     def batch_plan(self) -> BatchPlan:
         """Which samples come in which step."""
-        return BatchPlan(self.plan.global_batch_size, self.ledger.skipped_spans)
+        return BatchPlan(self.plan.global_batch_size, self.ledger.skipped_ranges)
 
     @property
     def data_share(self) -> DataShare:
@@ -221,7 +221,7 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch, from the cursor on."""
-        share, rows = self.data_share, self.plan.rows_per_rank
+        share, rows = self.data_share, self.plan.padded_samples_per_rank
         order = RankOrder(self.batch_plan, self.epochs, share.rank, share.num_ranks, rows)
         inspect, workers = self.objective.inspect, self.config.data.workers
         where = self.cursor, inspect, share.device
@@ -303,7 +303,7 @@ class Trainer:
         """The losses of the validation set, of the weights and of every average of them."""
         assert self.validation_set
         given = self.validation_set, self.objective, self.executor, self.data_share
-        seed, rows = self.config.job.seed, self.plan.rows_per_rank
+        seed, rows = self.config.job.seed, self.plan.padded_samples_per_rank
         with self.watchdog.slow("validating") as alive, self.meter.paused():
             found = validation_set.losses(*given, alive, seed=seed, batch_size=rows)
             for average in self.ema.averages:
@@ -417,15 +417,15 @@ class Trainer:
             self.validation_set.remember(self.folder)
         device, flops = world.device, self.work.flops_per_sample
         counted = len(self.source), len(self.held_out), self.source.facts.about
-        sizes = console.Sizes(self.num_parameters, flops, self.plan.network.num_tokens, *counted)
+        sizes = console.Sizes(self.num_parameters, flops, self.plan.spec.num_tokens, *counted)
         where = VERSIONS, f"{self.mesh.sizes} on {device.type}", sizes, self.step, self.folder
         named = config.model.name, config.data.name
         self.say(*followed(config.parallel, self.mesh.sizes))
         self.say(*console.beginning(named, config.precision, config.training, *where))
         own = {"model": config.model, "objective": config.objective, "data": config.data}
         own |= self.objective.imported(config.sampling)
-        if self.plan.tensor_plan:
-            own["parallel"] = self.plan.tensor_plan
+        if self.plan.tensor_plan_function:
+            own["parallel"] = self.plan.tensor_plan_function
         self.say(*dotted_names.origins(own), *self.hooks.origins())
         if world.is_main:
             hint = device_fits.attention_hint(self.plan, device, flops)

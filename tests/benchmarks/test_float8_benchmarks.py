@@ -7,7 +7,7 @@ import torch
 from commands import ROOT
 
 from titan_dit.models.dit import DiTConfig
-from titan_dit.parallel.float8_gains import Shape, read_table
+from titan_dit.parallel.float8_gains import LinearShape, read_table
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import float8_numerics
@@ -48,7 +48,7 @@ class InTurn(HostMeter):
 def test_a_shape_is_measured_in_both_formats_in_turn(monkeypatch):
     clock = InTurn([100.0] * 4 + [1.0, 7.0, 9.0, 3.0])
     monkeypatch.setattr(float8_shapes, "meter_of", lambda device: clock)
-    shape, cpu = Shape(32, 16, 48), torch.device("cpu")
+    shape, cpu = LinearShape(32, 16, 48), torch.device("cpu")
     # bf16 goes first in the third turn and second in the fourth.
     assert float8_shapes.measure(shape, "rowwise", cpu, True, 2) == (2.0, 8.0)
     bf16, fast = clock.order[:2]

@@ -115,7 +115,7 @@ def test_a_head_dim_that_is_padded_is_told_with_its_cost():
 @pytest.mark.parametrize("mask", ["causal", "lengths"])
 def test_what_is_tried_has_the_mask_of_the_model(mask):
     _, plan = planned()
-    masked = replace(plan, network=replace(plan.network, mask=mask))
+    masked = replace(plan, spec=replace(plan.spec, mask=mask))
     assert attention_shape(masked, CPU).mask == mask
     try_out(masked, CPU)
 
@@ -156,7 +156,7 @@ def test_with_a_device_all_of_it_is_asked():
 def test_a_state_larger_than_the_memory_is_refused_with_what_would_hold_it():
     _, plan = planned({"dp_shard": 2})
     with torch.device("meta"):
-        count = sum(p.numel() for p in plan.network.build().parameters())
+        count = sum(p.numel() for p in plan.spec.build().parameters())
     needed = state_bytes(count, 2, 1)
     assert needed == count * 4 * 5 // 2
     check_memory(plan, EMAConfig(decays=(0.9,)), needed, "a GPU")

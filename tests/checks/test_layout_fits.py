@@ -266,46 +266,46 @@ def test_a_batch_that_does_not_divide_is_held_in_equal_microbatches(
     assert check(sizes, following=True, **sections) is None
     _, plan = planned(sizes, following=True, **sections)
     assert (plan.num_microbatches, plan.microbatch_size) == expected
-    assert plan.rows_per_rank * plan.sizes.data >= 16
+    assert plan.padded_samples_per_rank * plan.sizes.data >= 16
     if plan.sizes.data != 2:
         with pytest.raises(UserError):
             check(sizes, **sections)
 
 
-def with_network(plan, **changes):
-    return replace(plan, network=replace(plan.network, **changes))
+def with_spec(plan, **changes):
+    return replace(plan, spec=replace(plan.spec, **changes))
 
 
 @pytest.mark.parametrize("mask", ["causal", "lengths"])
 def test_a_ring_is_refused_where_there_is_a_mask(mask):
     _, plan = planned({"cp": 2}, parallel={"cp_method": "ring"})
     check_context(plan)
-    masked = with_network(plan, mask=mask)
+    masked = with_spec(plan, mask=mask)
     with pytest.raises(UserError) as caught:
         check_context(masked)
     assert str(caught.value) == (
         '[parallel] cp=2 with cp_method="ring" attends all to all, but the model "dit" has a mask '
         f'({mask}). Set cp_method = "ulysses".'
     )
-    check_context(with_network(planned()[1], mask=mask))
-    check_context(with_network(planned({"cp": 2}, parallel={"cp_method": "ulysses"})[1], mask=mask))
+    check_context(with_spec(planned()[1], mask=mask))
+    check_context(with_spec(planned({"cp": 2}, parallel={"cp_method": "ulysses"})[1], mask=mask))
 
 
 def test_tp_is_refused_where_nobody_says_how_to_cut():
     _, plan = planned({"tp": 2})
     check_tensor(plan)
     with pytest.raises(UserError) as caught:
-        check_tensor(replace(plan, tensor_plan=None))
+        check_tensor(replace(plan, tensor_plan_function=None))
     assert str(caught.value) == (
         '[parallel] tp=2: the model "dit" has no plan of how tp cuts it. Set tp = 1, or '
         'tensor_plan = "package.module:function" (docs/extending.md).'
     )
-    check_tensor(replace(planned()[1], tensor_plan=None))
+    check_tensor(replace(planned()[1], tensor_plan_function=None))
 
 
 def test_a_plan_of_a_users_own_is_taken_for_tp():
     own = {"tensor_plan": "titan_dit.parallel.plans.dit:plan"}
-    assert planned({"tp": 2}, parallel=own)[1].tensor_plan is dit.plan
+    assert planned({"tp": 2}, parallel=own)[1].tensor_plan_function is dit.plan
     check({"tp": 2}, parallel=own)
 
 

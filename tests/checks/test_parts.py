@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from titan_dit.checks.layout import check_network, check_spec
+from titan_dit.checks.layout import check_tensor_specs, check_spec
 from titan_dit.checks.parts import check_fields, check_source, validate_parts
 from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts, Field, Source
@@ -73,8 +73,8 @@ SPEC = ModelSpec(
 FLOATS = Field(torch.float32, (4,))
 
 
-def fits(objective=None, field=FLOATS, network=SPEC, source=None):
-    plan = replace(resolve(tiny_config(), 1), network=network)
+def fits(objective=None, field=FLOATS, spec=SPEC, source=None):
+    plan = replace(resolve(tiny_config(), 1), spec=spec)
     found = Numbers(field) if source is None else source
     check_source(found, "mine:Numbers")
     validate_parts(plan, objective or Line(), found.fields, "mine:Numbers", found)
@@ -139,19 +139,19 @@ def test_a_spec_that_contradicts_itself_is_refused():
 
     def refused(said, **changed):
         with pytest.raises(UserError, match=said):
-            check_network(replace(plan, network=replace(plan.network, **changed)))
+            check_tensor_specs(replace(plan, spec=replace(plan.spec, **changed)))
 
-    check_network(plan)
+    check_tensor_specs(plan)
     refused("there must be a prediction for every token", num_tokens=8)
     odd = {"lengths": TensorSpec((7,), token_dim=0)}
     refused(r"cp=2 does not divide the 7 tokens of the model's context lengths", context=odd)
-    refused("positions in context and in static", context=plan.network.static)
+    refused("positions in context and in static", context=plan.spec.static)
     with pytest.raises(UserError, match="spec gives a dict, not a titan_dit"):
-        check_spec(replace(plan, network={}))
+        check_spec(replace(plan, spec={}))
 
 
 def test_a_model_that_is_not_what_its_spec_says_is_refused():
-    network = resolve(tiny_config(), 1).network
+    network = resolve(tiny_config(), 1).spec
     with torch.device("meta"):
         model = network.build()
     check_model(model, network)

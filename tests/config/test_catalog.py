@@ -88,7 +88,7 @@ def test_a_member_that_a_class_lacks_is_named_with_what_it_is(section, name, wor
 
 def test_all_the_members_that_a_class_lacks_are_named(own):
     message = refused("objective", "catalog_own:Empty")
-    assert f"Empty in {own} has no network (the network it wants" in message
+    assert f"Empty in {own} has no model_spec (the network it wants" in message
     assert "build (the objective for a model and a dataset)" in message
 
 

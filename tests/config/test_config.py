@@ -11,15 +11,15 @@ from titan_dit.config.job import RunConfig
 from titan_dit.config.layout import ParallelConfig
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.section import (
-    Count,
     Decay,
     Finite,
     Fraction,
-    NonNegative,
-    Positive,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     Section,
     UserError,
-    Whole,
     hints_of,
     show,
 )
@@ -30,16 +30,16 @@ from titan_dit.config.training import EMAConfig, OptimizerConfig, TrainingConfig
 class Everything(Section):
     section = "everything"
 
-    count: Count = 1
-    whole: Whole = 0
-    positive: Positive = 1.0
-    non_negative: NonNegative = 0.0
+    count: PositiveInt = 1
+    whole: NonNegativeInt = 0
+    positive: PositiveFloat = 1.0
+    non_negative: NonNegativeFloat = 0.0
     finite: Finite = 0.0
     fraction: Fraction = 0.5
     decay: Decay = 0.5
     flag: bool = False
     text: str = ""
-    maybe: Count | None = None
+    maybe: PositiveInt | None = None
     choice: Literal["a", "b"] = "a"
     numbers: tuple[Decay, ...] = ()
 

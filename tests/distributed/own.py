@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from examples.gpt import Block, Embed, GPTConfig, NextToken, Text, Windows
 from titan_dit.data.base import Field
 from titan_dit.models import initializers
-from titan_dit.models.base import Model, ModelSpec, Static, Stream, TensorSpec
+from titan_dit.models.base import Model, ModelSpec, SideInputs, Stream, TensorSpec
 from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Prepared, at_least_fp32
-from titan_dit.parallel.tensor import TensorPlan, Whole
+from titan_dit.parallel.tensor import Replicated, TensorPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class OwnConfig(GPTConfig):
 
 
 class OwnEmbed(Embed):
-    def forward(self, inputs: Mapping[str, Tensor], static: Static) -> Stream:
-        (x,) = super().forward(inputs, static)
-        return x, self.position(static["lengths"] - 1).float()
+    def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
+        (x,) = super().forward(inputs, side)
+        return x, self.position(side["lengths"] - 1).float()
 
 
 class OwnBlock(Block):
@@ -57,9 +57,9 @@ class OwnBlock(Block):
         super().__init__(config)
         self.attn = Attention(config.hidden, config.heads, mask="lengths")
 
-    def forward(self, stream: Stream, static: Static) -> Stream:
+    def forward(self, stream: Stream, side: SideInputs) -> Stream:
         x, summary = stream
-        x = x + self.attn(self.attn_norm(x), lengths=static["lengths"])
+        x = x + self.attn(self.attn_norm(x), lengths=side["lengths"])
         return x + self.mlp(self.mlp_norm(x)), summary
 
 
@@ -69,9 +69,9 @@ class OwnHead(nn.Module):
         self.out = nn.Linear(config.hidden, config.vocab, bias=False)
         self.length = nn.Linear(config.hidden, 1)
 
-    def forward(self, stream: Stream, static: Static) -> Stream:
+    def forward(self, stream: Stream, side: SideInputs) -> Stream:
         x, summary = stream
-        x = (x + summary[:, None].to(x.dtype)) * static["inside"].to(x.dtype)
+        x = (x + summary[:, None].to(x.dtype)) * side["inside"].to(x.dtype)
         return self.out(x), self.length(x)
 
 
@@ -122,7 +122,7 @@ class Uncertain(NextToken):
     def modules(self):
         return self.own
 
-    def init_laws(self):
+    def initializers(self):
         return {"uncertainty.weight": initializers.normal(0.5)}
 
     def prepare(self, batch, rng) -> Prepared:
@@ -154,7 +154,10 @@ def plan(sequence_parallel: bool) -> TensorPlan:
     from examples.gpt import plan as gpt
 
     found = gpt(sequence_parallel)
-    embed = {"token": Whole(), "position": Whole()}
+    embed = {"token": Replicated(), "position": Replicated()}
     return TensorPlan(
-        (*found.stream, Replicate()), embed, found.block, {"out": Whole(), "length": Whole()}
+        (*found.stream, Replicate()),
+        embed,
+        found.block,
+        {"out": Replicated(), "length": Replicated()},
     )

@@ -37,7 +37,7 @@ def prepared():
 
 
 def build():
-    model = CONFIG.objective.network(CONFIG.model).build()
+    model = CONFIG.objective.model_spec(CONFIG.model).build()
     randomize(dict(model.named_parameters()))
     return model
 

@@ -20,7 +20,9 @@ FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def shape(dtype=torch.float32, device=CPU, **values):
-    return attention.Shape(heads=4, tokens=16, head_dim=8, dtype=dtype, device=device, **values)
+    return attention.AttentionShape(
+        heads=4, tokens=16, head_dim=8, dtype=dtype, device=device, **values
+    )
 
 
 def gradients(key, mode="none", compiled=False):
@@ -88,7 +90,7 @@ def test_the_compiler_does_not_put_flash_in_the_place_of_math():
 
 def test_a_backend_is_a_part_of_what_is_compiled(monkeypatch):
     """On a CPU the compiler must hear of the refusal: that of the backend that was asked for."""
-    # Shape checks cannot be compiled.
+    # AttentionShape checks cannot be compiled.
     monkeypatch.setattr(attention.layers, "attend", inspect.unwrap(attention.layers.attend))
     q = torch.randn(1, 2, 16, 8)
     compiled = torch.compile(attention.attend_by("efficient"), backend="eager", fullgraph=True)
@@ -225,7 +227,7 @@ def test_attention_that_is_recomputed_keeps_its_mask(mask):
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_gpu_kernel_is_right_or_refused_with_a_reason(key, head_dim, ring):
-    on_gpu = attention.Shape(4, 256, head_dim, torch.bfloat16, torch.device("cuda"), ring)
+    on_gpu = attention.AttentionShape(4, 256, head_dim, torch.bfloat16, torch.device("cuda"), ring)
     reason = attention.refusal(key, on_gpu)
     if reason is None and not ring:
         q, k, v = (torch.randn(2, 4, 256, head_dim, device="cuda").bfloat16() for _ in range(3))

@@ -28,7 +28,7 @@ def on_meta(config, output_channels):
 
 def initial(config, output_channels, seed=0):
     model = on_meta(config, output_channels)
-    initialize(model, model.init_laws(), seed, CPU)
+    initialize(model, model.initializers(), seed, CPU)
     return model
 
 
@@ -136,7 +136,7 @@ def test_initial_weights_depend_on_seed_and_name_alone():
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_there_is_a_law_for_every_parameter_and_buffer(qk_norm):
     model = on_meta(tiny(qk_norm=qk_norm), 3)
-    assert set(model.init_laws()) == set(model.state_dict())
+    assert set(model.initializers()) == set(model.state_dict())
 
 
 @pytest.mark.parametrize("changes", [{}, {"patch": 4, "heads": 2}, {"channels": 1}])

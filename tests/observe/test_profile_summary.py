@@ -9,7 +9,7 @@ from titan_dit.observe import profile_picture
 from titan_dit.observe.profile_summary import (
     COMPUTING,
     MARK,
-    Kind,
+    TimeKind,
     kind_of,
     segments,
     summarize,
@@ -67,13 +67,13 @@ CPU = [
 def test_operators_of_a_cpu_are_counted_by_their_own_time():
     summary = summarize(CPU)
     assert ms(summary) == {
-        Kind.GEMM: 300,
-        Kind.ATTENTION: 25,
-        Kind.ELEMENTWISE: 200,
-        Kind.OPTIMIZER: 40,
-        Kind.COMMUNICATION: 90,
-        Kind.DATA_WAIT: 100,
-        Kind.IDLE: 245,
+        TimeKind.GEMM: 300,
+        TimeKind.ATTENTION: 25,
+        TimeKind.ELEMENTWISE: 200,
+        TimeKind.OPTIMIZER: 40,
+        TimeKind.COMMUNICATION: 90,
+        TimeKind.DATA_WAIT: 100,
+        TimeKind.IDLE: 245,
     }
     assert summary.hidden_ms == pytest.approx(50)
     assert summary.wall_ms == 1000
@@ -83,9 +83,9 @@ def test_operators_of_a_cpu_are_counted_by_their_own_time():
 def test_the_longest_are_named_with_their_calls():
     top = {(t.name, t.kind): (t.calls, t.ms) for t in summarize(CPU).top}
     # Its second part goes on with the same call.
-    assert top["aten::addmm", Kind.GEMM] == (1, pytest.approx(150))
-    assert top["aten::mul", Kind.ELEMENTWISE] == (2, pytest.approx(200))
-    assert top["gloo:all_reduce", Kind.COMMUNICATION] == (1, pytest.approx(140))
+    assert top["aten::addmm", TimeKind.GEMM] == (1, pytest.approx(150))
+    assert top["aten::mul", TimeKind.ELEMENTWISE] == (2, pytest.approx(200))
+    assert top["gloo:all_reduce", TimeKind.COMMUNICATION] == (1, pytest.approx(140))
 
 
 GPU = [
@@ -114,14 +114,14 @@ GPU = [
 def test_streams_of_a_gpu_hide_what_runs_behind_computing():
     summary = summarize(GPU)
     assert ms(summary) == {
-        Kind.GEMM: 20 + 2,
-        Kind.ATTENTION: 10,
-        Kind.ELEMENTWISE: 6 + 2 + 5,
-        Kind.OPTIMIZER: 10,
-        Kind.COMMUNICATION: 5,
+        TimeKind.GEMM: 20 + 2,
+        TimeKind.ATTENTION: 10,
+        TimeKind.ELEMENTWISE: 6 + 2 + 5,
+        TimeKind.OPTIMIZER: 10,
+        TimeKind.COMMUNICATION: 5,
         # The device waits for data from 0 to 20, but for the copy.
-        Kind.DATA_WAIT: 15,
-        Kind.IDLE: 100 - (22 + 10 + 13 + 10 + 5 + 15),
+        TimeKind.DATA_WAIT: 15,
+        TimeKind.IDLE: 100 - (22 + 10 + 13 + 10 + 5 + 15),
     }
     assert summary.hidden_ms == pytest.approx(24)
     assert summary.device == "GPU"
@@ -163,17 +163,17 @@ def test_rounded_times_leave_no_segment_out_of_order():
 
 
 KERNELS = {
-    "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT": Kind.GEMM,
-    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>": Kind.GEMM,
-    "void pytorch_flash::flash_fwd_kernel<...>": Kind.ATTENTION,
-    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80": Kind.ATTENTION,
-    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": Kind.ATTENTION,
-    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": Kind.COMMUNICATION,
+    "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT": TimeKind.GEMM,
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>": TimeKind.GEMM,
+    "void pytorch_flash::flash_fwd_kernel<...>": TimeKind.ATTENTION,
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80": TimeKind.ATTENTION,
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": TimeKind.ATTENTION,
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": TimeKind.COMMUNICATION,
     "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernel>": (
-        Kind.ELEMENTWISE
+        TimeKind.ELEMENTWISE
     ),
-    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel": Kind.ELEMENTWISE,
-    "triton_red_fused_native_layer_norm_3": Kind.ELEMENTWISE,
+    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel": TimeKind.ELEMENTWISE,
+    "triton_red_fused_native_layer_norm_3": TimeKind.ELEMENTWISE,
 }
 
 

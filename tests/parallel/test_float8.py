@@ -18,7 +18,7 @@ from titan_dit.config.section import UserError
 from titan_dit.dry_run.rehearse import fake_world
 from titan_dit.models.linear import Linear
 from titan_dit.parallel import float8, process_group, tensor
-from titan_dit.parallel.float8_gains import Shape
+from titan_dit.parallel.float8_gains import LinearShape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
 from titan_dit.trainer import Trainer
@@ -103,7 +103,7 @@ def test_layers_are_chosen_for_the_device_they_run_on(monkeypatch, device_type, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(float8, "gains", lambda shape, recipe, name, table: asked.append(name))
-    float8.suits(Shape(256, 32, 96), PrecisionConfig(float8="rowwise"), device_type)
+    float8.suits(LinearShape(256, 32, 96), PrecisionConfig(float8="rowwise"), device_type)
     assert asked == [device]
 
 

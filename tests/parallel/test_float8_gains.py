@@ -7,8 +7,8 @@ import pytest
 from titan_dit.parallel.float8_gains import (
     COSTS,
     UNKNOWN_BALANCE,
+    LinearShape,
     Measured,
-    Shape,
     balance,
     gains,
     intensity,
@@ -22,7 +22,7 @@ XL = {"qkv": (1152, 3456), "out": (1152, 1152), "up": (1152, 4608), "down": (460
 
 @pytest.mark.parametrize("recipe", COSTS)
 def test_roofline_is_the_time_saved_against_the_time_paid(recipe):
-    shape, cost, flops, bandwidth = Shape(16384, 2048, 6144), COSTS[recipe], 989e12, 3.35e12
+    shape, cost, flops, bandwidth = LinearShape(16384, 2048, 6144), COSTS[recipe], 989e12, 3.35e12
     m, k, n = shape.rows, shape.inputs, shape.outputs
     # Each product takes 2 m k n / flops in bf16, and half of that in float8.
     saved = cost.products * (m * k * n / flops)
@@ -31,7 +31,7 @@ def test_roofline_is_the_time_saved_against_the_time_paid(recipe):
 
 
 def test_what_a_dit_xl_gains_from_on_an_h100():
-    shapes = {name: Shape(128 * 256, *dims) for name, dims in XL.items()}
+    shapes = {name: LinearShape(128 * 256, *dims) for name, dims in XL.items()}
     chosen = {name for name, shape in shapes.items() if gains(shape, "tensorwise", H100, [])}
     assert chosen == {"qkv", "up", "down"}
     assert not any(gains(shape, "rowwise", H100, []) for shape in shapes.values())
@@ -39,18 +39,18 @@ def test_what_a_dit_xl_gains_from_on_an_h100():
 
 def test_a_wide_model_gains_with_every_recipe_and_a_narrow_one_with_none():
     for recipe in COSTS:
-        assert gains(Shape(16384, 4096, 16384), recipe, H100, [])
-        assert not gains(Shape(16384, 256, 768), recipe, H100, [])
+        assert gains(LinearShape(16384, 4096, 16384), recipe, H100, [])
+        assert not gains(LinearShape(16384, 256, 768), recipe, H100, [])
 
 
 @pytest.mark.parametrize("shape", [(1000, 4096, 4096), (4096, 4100, 4096), (4096, 4096, 4104)])
 def test_what_the_tensor_cores_cannot_multiply_never_gains(shape):
-    fast = Measured(H100, "rowwise", Shape(*shape), bf16_ms=2.0, float8_ms=1.0)
-    assert not gains(Shape(*shape), "rowwise", H100, [fast])
+    fast = Measured(H100, "rowwise", LinearShape(*shape), bf16_ms=2.0, float8_ms=1.0)
+    assert not gains(LinearShape(*shape), "rowwise", H100, [fast])
 
 
 def test_what_was_measured_overrules_the_roofline():
-    large, small = Shape(16384, 4096, 4096), Shape(1024, 512, 512)
+    large, small = LinearShape(16384, 4096, 4096), LinearShape(1024, 512, 512)
     table = [
         Measured(H100, "rowwise", large, bf16_ms=1.0, float8_ms=1.1),
         Measured(H100, "rowwise", small, bf16_ms=1.0, float8_ms=0.9),
@@ -66,12 +66,12 @@ def test_what_was_measured_overrules_the_roofline():
 
 def test_the_nearest_measured_shape_speaks_for_one_within_a_factor_of_two():
     table = [
-        Measured(H100, "rowwise", Shape(1024, 1024, 1024), 1.0, 2.0),
-        Measured(H100, "rowwise", Shape(4096, 1024, 1024), 1.0, 0.5),
+        Measured(H100, "rowwise", LinearShape(1024, 1024, 1024), 1.0, 2.0),
+        Measured(H100, "rowwise", LinearShape(4096, 1024, 1024), 1.0, 0.5),
     ]
-    assert nearest(Shape(1536, 1024, 1024), table) is table[0]
-    assert nearest(Shape(3072, 1024, 1024), table) is table[1]
-    assert nearest(Shape(2048, 4096, 1024), table) is None
+    assert nearest(LinearShape(1536, 1024, 1024), table) is table[0]
+    assert nearest(LinearShape(3072, 1024, 1024), table) is table[1]
+    assert nearest(LinearShape(2048, 4096, 1024), table) is None
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_the_table_that_is_shipped_reads_and_one_of_the_benchmark_does(tmp_path)
     path = tmp_path / "table.json"
     row |= {"bf16_ms": 2, "float8_ms": 1, "date": "2026-01-01", "torch": "2.13.0"}
     path.write_text(json.dumps({"rows": [row]}))
-    assert read_table(path) == [Measured(H100, "rowwise", Shape(16, 32, 48), 2, 1)]
+    assert read_table(path) == [Measured(H100, "rowwise", LinearShape(16, 32, 48), 2, 1)]

@@ -46,7 +46,7 @@ def test_steps_in_a_row_take_one_entry_and_others_one_each():
 
 def test_the_same_range_is_skipped_once():
     entry = Skipped(1, 4, "why")
-    assert Ledger().skip([entry]).skip([entry, Skipped(3, 9, "b")]).skipped_spans == ((1, 9),)
+    assert Ledger().skip([entry]).skip([entry, Skipped(3, 9, "b")]).skipped_ranges == ((1, 9),)
     assert Ledger().skip([entry]) == Ledger().skip([entry]).skip([entry])
 
 

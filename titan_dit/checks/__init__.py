@@ -25,7 +25,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     layout.check_batch(plan)
     layout.check_tensor(plan)
     layout.check_context(plan)
-    layout.check_network(plan)
+    layout.check_tensor_specs(plan)
     layout.check_pipeline(plan)
     formats.check_compile(plan)
     formats.check_remat(plan)

@@ -90,7 +90,7 @@ def state_bytes(num_parameters: int, num_shards: int, num_averages: int) -> int:
 def check_memory(plan: RunPlan, ema: EMAConfig, device_bytes: int | None, where: str) -> None:
     """Refuse a run whose state alone is more than a rank's memory (None: not known)."""
     with torch.device("meta"):
-        model = plan.network.build()
+        model = plan.spec.build()
     count = sum(p.numel() for p in model.parameters())
     shards, averages = plan.sizes.shards, len(ema.decays)
     needed = state_bytes(count, shards, averages)
@@ -110,19 +110,19 @@ def try_out(plan: RunPlan, device: torch.device) -> None:
     compile.check(plan.compile, device)
 
 
-def attention_shape(plan: RunPlan, device: torch.device) -> attention.Shape:
+def attention_shape(plan: RunPlan, device: torch.device) -> attention.AttentionShape:
     """What attention sees of one sample on one rank."""
-    network, sizes = plan.network, plan.sizes
+    model_spec, sizes = plan.spec, plan.sizes
     ring = sizes.cp > 1 and plan.parallel.cp_method == "ring"
     exchanged = 1 if ring else sizes.cp
-    return attention.Shape(
-        heads=network.num_heads // sizes.tp // exchanged,
-        tokens=plan.tokens_per_rank if ring else network.num_tokens,
-        head_dim=network.head_dim,
+    return attention.AttentionShape(
+        heads=model_spec.num_heads // sizes.tp // exchanged,
+        tokens=plan.tokens_per_rank if ring else model_spec.num_tokens,
+        head_dim=model_spec.head_dim,
         dtype=plan.dtype,
         device=device,
         ring=ring,
-        mask=network.mask,
+        mask=model_spec.mask,
     )
 
 
@@ -132,11 +132,11 @@ def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -
     Attention is 12 n^2 h FLOPs per layer, n tokens and h hidden, forward and backward: a product of
     queries and keys and one with the values, and twice that in backward.
     """
-    network = plan.network
+    model_spec = plan.spec
     if device.type != "cuda":
         return None
-    tokens, heads, head_dim = network.num_tokens, network.num_heads, network.head_dim
-    own = 12 * tokens**2 * heads * head_dim * network.num_layers
+    tokens, heads, head_dim = model_spec.num_tokens, model_spec.num_heads, model_spec.head_dim
+    own = 12 * tokens**2 * heads * head_dim * model_spec.num_layers
     line = attention.padding(head_dim, tokens, own / flops_per_sample)
     return line and (
         f"{line}. python -m titan_dit bench attention --heads {heads} --head-dim "
@@ -151,7 +151,7 @@ def nearest_to(precision: PrecisionConfig, device: torch.device) -> PrecisionCon
     Attention by torch's choice where it lacks the kernel.
     """
     every = replace(precision, float8_layers="all")
-    probe = attention.Shape(1, 64, 64, DTYPES[precision.dtype], device)
+    probe = attention.AttentionShape(1, 64, 64, DTYPES[precision.dtype], device)
     if precision.attention != "auto" and attention.refusal(precision.attention, probe):
         attention.use_implementation("auto")
         every = replace(every, attention="auto")

@@ -16,10 +16,11 @@ from titan_dit.schedules.layout import check_schedule
 
 def check_spec(plan: RunPlan) -> None:
     """What a user's model says of itself must be a spec."""
-    network: object = plan.network
-    if not isinstance(network, ModelSpec):
+    model_spec: object = plan.spec
+    if not isinstance(model_spec, ModelSpec):
         raise UserError(
-            f"[model] spec gives a {type(network).__name__}, not a titan_dit.models.base.ModelSpec."
+            f"[model] spec gives a {type(model_spec).__name__}, not a "
+            "titan_dit.models.base.ModelSpec."
         )
 
 
@@ -66,22 +67,23 @@ def refuse_followed(plan: RunPlan) -> None:
     )
 
 
-def check_network(plan: RunPlan) -> None:
+def check_tensor_specs(plan: RunPlan) -> None:
     """The tensors that a model names must agree with each other, and divide over cp."""
-    network = plan.network
-    if both := network.context.keys() & network.static.keys():
+    model_spec = plan.spec
+    if both := model_spec.context.keys() & model_spec.static.keys():
         raise UserError(
             f"[model] names {', '.join(sorted(both))} in context and in static, which reach the "
             "blocks in one mapping. Give them different names."
         )
-    for name, spec in network.predictions.items():
-        if spec.token_dim is None or spec.shape[spec.token_dim] != network.num_tokens:
+    for name, spec in model_spec.predictions.items():
+        if spec.token_dim is None or spec.shape[spec.token_dim] != model_spec.num_tokens:
             raise UserError(
                 f"[model] prediction {name} is {list(spec.shape)} with token_dim={spec.token_dim}, "
-                f"but num_tokens={network.num_tokens}: there must be a prediction for every token."
+                f"but num_tokens={model_spec.num_tokens}: there must be a prediction for "
+                "every token."
             )
     for kind in ("inputs", "stream", "context", "static"):
-        specs: Mapping[str, TensorSpec] = getattr(network, kind)
+        specs: Mapping[str, TensorSpec] = getattr(model_spec, kind)
         for name, spec in specs.items():
             tokens = None if spec.token_dim is None else spec.shape[spec.token_dim]
             if tokens is not None and tokens % plan.sizes.cp:
@@ -90,7 +92,9 @@ def check_network(plan: RunPlan) -> None:
                     f"model's {kind} {name}. "
                     f"Set cp = {largest_divisor(tokens, below=plan.sizes.cp)}."
                 )
-    for (name, spec), placement in zip(network.stream.items(), plan.styles.stream, strict=True):
+    for (name, spec), placement in zip(
+        model_spec.stream.items(), plan.tensor_plan.stream, strict=True
+    ):
         dim = shard_dim(placement)
         if dim is not None and plan.sizes.tp > 1:
             own = (1, *spec.shape)[dim]
@@ -131,14 +135,14 @@ def check_batch(plan: RunPlan) -> None:
 
 def check_tensor(plan: RunPlan) -> None:
     """Heads and the MLP's width are cut by tp, as a plan of the model says."""
-    network, tp = plan.network, plan.sizes.tp
-    if tp > 1 and plan.tensor_plan is None:
+    model_spec, tp = plan.spec, plan.sizes.tp
+    if tp > 1 and plan.tensor_plan_function is None:
         raise UserError(
             f"[parallel] tp={tp}: the model {show(plan.model_name)} has no plan of how tp cuts it. "
             'Set tp = 1, or tensor_plan = "package.module:function" (docs/extending.md).'
         )
     try:
-        styles = plan.styles
+        styles = plan.tensor_plan
     except Exception as error:
         text = " ".join(str(error).split())
         raise UserError(
@@ -150,24 +154,24 @@ def check_tensor(plan: RunPlan) -> None:
             f"[parallel] tensor_plan: the plan of {show(plan.model_name)} gives "
             f"{type(styles).__name__}, not a titan_dit.parallel.tensor.TensorPlan."
         )
-    if len(styles.stream) != len(network.stream):
+    if len(styles.stream) != len(model_spec.stream):
         raise UserError(
             f"[parallel] tensor_plan says how {len(styles.stream)} tensors of the stream lie, but "
-            f"the model {show(plan.model_name)} has {len(network.stream)}: "
-            f"{', '.join(network.stream)}."
+            f"the model {show(plan.model_name)} has {len(model_spec.stream)}: "
+            f"{', '.join(model_spec.stream)}."
         )
-    for what, count in (("heads", network.num_heads), ("MLP width", network.ffn)):
+    for what, count in (("heads", model_spec.num_heads), ("MLP width", model_spec.ffn)):
         if count % tp:
             raise UserError(
                 f"[parallel] tp={tp} does not divide the model's {what} of {count}. "
-                f"Set tp = {largest_divisor(network.num_heads, network.ffn, below=tp)}."
+                f"Set tp = {largest_divisor(model_spec.num_heads, model_spec.ffn, below=tp)}."
             )
 
 
 def check_context(plan: RunPlan) -> None:
     """Tokens are sliced by cp and, with sequence parallelism, by tp; ulysses exchanges heads."""
-    network, parallel, sizes = plan.network, plan.parallel, plan.sizes
-    tokens, slices = network.num_tokens, sizes.cp
+    model_spec, parallel, sizes = plan.spec, plan.parallel, plan.sizes
+    tokens, slices = model_spec.num_tokens, sizes.cp
     if tokens % slices:
         raise UserError(
             f"[parallel] cp={sizes.cp} does not divide the {tokens} tokens of a sample. "
@@ -178,17 +182,17 @@ def check_context(plan: RunPlan) -> None:
             f"[parallel] sequence_parallel=true: {tokens // slices} tokens of a rank do not divide "
             f"by tp={sizes.tp}. Set sequence_parallel = false, or another tp or cp."
         )
-    heads = network.num_heads // sizes.tp
+    heads = model_spec.num_heads // sizes.tp
     if parallel.cp_method == "ulysses" and heads % sizes.cp:
         raise UserError(
             f'[parallel] cp_method="ulysses": cp={sizes.cp} does not divide the {heads} heads of a '
-            f'rank (heads={network.num_heads}, tp={sizes.tp}). Set cp_method = "ring" or '
+            f'rank (heads={model_spec.num_heads}, tp={sizes.tp}). Set cp_method = "ring" or '
             f"cp = {largest_divisor(heads, below=sizes.cp)}."
         )
-    if sizes.cp > 1 and parallel.cp_method == "ring" and network.mask != "none":
+    if sizes.cp > 1 and parallel.cp_method == "ring" and model_spec.mask != "none":
         raise UserError(
             f'[parallel] cp={sizes.cp} with cp_method="ring" attends all to all, but the model '
-            f'{show(plan.model_name)} has a mask ({network.mask}). Set cp_method = "ulysses".'
+            f'{show(plan.model_name)} has a mask ({model_spec.mask}). Set cp_method = "ulysses".'
         )
 
 
@@ -196,7 +200,7 @@ def check_pipeline(plan: RunPlan) -> None:
     """Stages need layers, and schedules need microbatches."""
     if plan.sizes.pp == 1:
         return
-    sizes, pipeline, layers = plan.sizes, plan.pipeline, plan.network.num_layers
+    sizes, pipeline, layers = plan.sizes, plan.pipeline, plan.spec.num_layers
     stages = plan.num_stages
     if stages > layers:
         raise UserError(

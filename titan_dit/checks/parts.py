@@ -52,8 +52,8 @@ def validate_parts(
     zeros = {name: rows_of(field) for name, field in fields.items()}
     batch = Batch(zeros, rng.sample_numbers, torch.ones(ROWS), float(ROWS))
     prepared: Prepared = attempt("prepare", lambda: objective.prepare(batch, rng))
-    check_prepared(prepared, plan.network)
-    check_loss(objective, prepared, plan.network)
+    check_prepared(prepared, plan.spec)
+    check_loss(objective, prepared, plan.spec)
     check_described(attempt("describe", lambda: objective.describe({}, rng)))
 
 
@@ -124,15 +124,15 @@ def check_modules(plan: RunPlan, objective: Objective) -> None:
     if built:
         raise UserError(
             f"[objective] modules: {', '.join(built)} has values already, which would be lost. "
-            'Build the modules within `with torch.device("meta"):` and give init_laws.'
+            'Build the modules within `with torch.device("meta"):` and give initializers.'
         )
 
 
-def check_prepared(prepared: Prepared, network: ModelSpec) -> None:
+def check_prepared(prepared: Prepared, model_spec: ModelSpec) -> None:
     """Names, shapes and dtypes of what a model is given."""
-    check_names(prepared, network)
+    check_names(prepared, model_spec)
     for kind, batched in (("inputs", True), ("context", True), ("static", False)):
-        specs: Mapping[str, TensorSpec] = getattr(network, kind)
+        specs: Mapping[str, TensorSpec] = getattr(model_spec, kind)
         for name, tensor in getattr(prepared, kind).items():
             spec, shape = specs[name], tuple(tensor.shape[int(batched) :])
             dtype = spec.dtype or torch.float32
@@ -145,17 +145,17 @@ def check_prepared(prepared: Prepared, network: ModelSpec) -> None:
                 )
 
 
-def check_loss(objective: Objective, prepared: Prepared, network: ModelSpec) -> None:
+def check_loss(objective: Objective, prepared: Prepared, model_spec: ModelSpec) -> None:
     """One number per token, in fp32 at least."""
     # Modules have no values yet; shapes are all that is asked.
     device = "cpu" if objective.modules() is None else "meta"
     predictions = {
         name: torch.zeros(ROWS, *spec.shape, dtype=spec.dtype, device=device)
-        for name, spec in network.predictions.items()
+        for name, spec in model_spec.predictions.items()
     }
     targets = {name: target.to(device) for name, target in prepared.targets.items()}
     loss: Tensor = attempt("loss", lambda: objective.loss(predictions, targets))
-    wanted = (ROWS, network.num_tokens)
+    wanted = (ROWS, model_spec.num_tokens)
     if tuple(loss.shape) != wanted or loss.dtype not in (torch.float32, torch.float64):
         raise UserError(
             f"[objective] loss gives {Field(loss.dtype, tuple(loss.shape))} for {ROWS} samples; it "

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from titan_dit.config.section import Count, Section, UserError
+from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.kernels import attention
 from titan_dit.models.dit import SIZES
 from titan_dit.observe import console
@@ -37,18 +37,18 @@ class Options(Section):
 
     size: str | None = None
     """Heads and head dim of a named model: XL/2 (the patch does not matter), 7B, ..."""
-    heads: Count | None = None
+    heads: PositiveInt | None = None
     """Attention heads of a rank."""
-    head_dim: Count | None = None
+    head_dim: PositiveInt | None = None
     """Channels of a head."""
-    tokens: tuple[Count, ...] = (256, 1024)
+    tokens: tuple[PositiveInt, ...] = (256, 1024)
     """Tokens of a sample: one table row each."""
-    batch: Count = 32
+    batch: PositiveInt = 32
     """Samples at once."""
     backends: tuple[str, ...] = NAMES
     """Values of [precision] attention."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    laps: Count = 20
+    laps: PositiveInt = 20
     """Timed calls, of which the median is shown; a quarter as many go before."""
     out: str = ""
     """JSON to write."""
@@ -80,7 +80,7 @@ def main(options: Options) -> None:
     )
     rows, refused = [], {}
     for tokens in options.tokens:
-        shape = attention.Shape(heads, tokens, head_dim, DTYPES[options.dtype], device)
+        shape = attention.AttentionShape(heads, tokens, head_dim, DTYPES[options.dtype], device)
         for name in options.backends:
             reason = attention.refusal(name, shape)
             if reason is None:
@@ -101,7 +101,7 @@ def main(options: Options) -> None:
         console.say(f"wrote {options.out}")
 
 
-def row(name: str, shape: attention.Shape, batch: int, laps: int) -> dict[str, Any]:
+def row(name: str, shape: attention.AttentionShape, batch: int, laps: int) -> dict[str, Any]:
     """One kernel on one shape: medians of its times, TFLOP/s, and how far off it is.
 
     `error`: of the first queries of the first sample's first head, max |difference| from plain
@@ -126,7 +126,7 @@ def row(name: str, shape: attention.Shape, batch: int, laps: int) -> dict[str, A
 
 
 def measure(
-    attend: attention.Attend, shape: attention.Shape, batch: int, laps: int
+    attend: attention.Attend, shape: attention.AttentionShape, batch: int, laps: int
 ) -> tuple[float, float, float]:
     """Milliseconds forward and backward, and the error of `row`."""
     generator = torch.Generator(shape.device).manual_seed(0)

@@ -17,7 +17,7 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import PARTIAL, URL, Place, place
 from titan_dit.commands.restore import find, restore
 from titan_dit.config import catalog, config_file
-from titan_dit.config.section import Bound, Count, Finite, Section, UserError, conform
+from titan_dit.config.section import Bound, Finite, PositiveInt, Section, UserError, conform
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.interop import original_dit, weight_file
@@ -42,7 +42,7 @@ class Options(Section):
     """FILE.pt or FILE.safetensors of the original; or a run or a checkpoint to write as one."""
     to: str
     """DIR of the new checkpoint; or FILE.pt or FILE.safetensors in the original's names."""
-    heads: Count | None = None
+    heads: PositiveInt | None = None
     """Reading: attention heads of the network, where it is none of S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
     """Reading: the network's latents are the autoencoder's times this. Unset: 0.18215."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from titan_dit.config.section import Count, Finite, Section, UserError
+from titan_dit.config.section import Finite, PositiveInt, Section, UserError
 from titan_dit.data.listing import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
@@ -28,7 +28,7 @@ class Options(Section):
     """Folder of latents (.npy, .pt, .safetensors) or, for pixel models, of pictures."""
     output: str
     """New folder for the shards; its name is theirs. Packing goes on where it was stopped."""
-    workers: Count = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
+    workers: PositiveInt = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
     """Processes; they change no byte of the result."""
     dtype: Literal["float16", "float32"] | None = None
     """Format of stored latents, float16 if not given. Pictures are uint8."""
@@ -37,15 +37,15 @@ class Options(Section):
     1/127.5."""
     shift: Finite | None = None
     """Default: the input's manifest, else 0; for pictures 127.5."""
-    num_classes: Count | None = None
+    num_classes: PositiveInt | None = None
     """Classes of the whole dataset, where the input lacks some. Default: as found."""
     classes: str | None = None
     """Text file with the names of the class folders, one a line, in the order of the labels."""
-    image_size: Count | None = None
+    image_size: PositiveInt | None = None
     """Resize and crop pictures to squares of so many pixels, as ADM and DiT do."""
     source: str | None = None
     """What the manifest says of where the data is from."""
-    shard_size: Count | None = None
+    shard_size: PositiveInt | None = None
     """Samples per shard. Default: 128 MiB of them."""
 
 

@@ -11,7 +11,7 @@ import tyro
 from jaxtyping import Shaped
 from torch import Tensor
 
-from titan_dit.config.section import Count, Section, UserError
+from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, open_latents
@@ -30,7 +30,7 @@ class Options(Section):
 
     path: Annotated[str, tyro.conf.Positional]
     """Folder of shards, of a folder per class, or of features and labels."""
-    num: Count = 16
+    num: PositiveInt = 16
     """How many samples to read and draw, from all over the dataset."""
     out: str | None = None
     """The picture; NAME.png in the current folder if not given."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint.store import place
 from titan_dit.commands.restore import Restored, device_of, find, restore
-from titan_dit.config.section import Count, Section, UserError
+from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
@@ -40,7 +40,7 @@ class Options(Section):
     """Which average, if the run keeps several; the first if not given."""
     step: int | None = None
     """Which checkpoint of a run; the newest if not given."""
-    batch_size: Count = 64
+    batch_size: PositiveInt = 64
     """Samples at a time."""
     device: str | None = None
     """cuda where there is one, else cpu."""

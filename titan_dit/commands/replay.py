@@ -22,12 +22,12 @@ from titan_dit.commands.restore import device_of, series
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
-from titan_dit.config.section import Count, Section, UserError, Whole
+from titan_dit.config.section import NonNegativeInt, PositiveInt, Section, UserError
 from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.order import BatchPlan, EpochOrder
-from titan_dit.data.sample_ranges import numbers_of, spans_of
+from titan_dit.data.sample_ranges import numbers_of, ranges_of
 from titan_dit.execution.base import Output, first_of
 from titan_dit.execution.build import Built, build
 from titan_dit.execution.local import LocalExecutor
@@ -53,15 +53,15 @@ class Options(Section):
 
     run: str
     """Run directory, such as outputs/digits."""
-    step: Count
+    step: PositiveInt
     """Which step, of those that the run has taken or died in; RUN/faults.jsonl has those that were
     skipped."""
-    microbatch: Whole | None = None
+    microbatch: NonNegativeInt | None = None
     """Only this one, counted from 0; all if not given."""
-    microbatch_size: Count | None = None
+    microbatch_size: PositiveInt | None = None
     """Samples at a time; [training] microbatch_size of the run if not given. 1 gives every
     sample's own gradient norm."""
-    show: Whole = 20
+    show: NonNegativeInt = 20
     """How many of the samples without a fault to print, those of the highest loss."""
     device: str | None = None
     """cuda where there is one, else cpu."""
@@ -189,7 +189,7 @@ def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
             seen = tuple(numbers_of(line["sample_numbers"]))
             found_in = f"{fault_log.FILE}: {line['kind']}"
             return Origin(seen, found_in, weights, weights_step, digest)
-    plan = BatchPlan(global_batch_size, progress.ledger.skipped_spans)
+    plan = BatchPlan(global_batch_size, progress.ledger.skipped_ranges)
     cursor = progress.cursor
     for _ in range(step - weights_step):
         numbers, cursor = plan(cursor)
@@ -316,4 +316,4 @@ def line_of(sample: Replayed) -> str:
 
 def shown(numbers: Sequence[int]) -> str:
     """Numbers as "176-191, 200-203"."""
-    return ", ".join(f"{first}-{end - 1}" for first, end in spans_of(numbers))
+    return ", ".join(f"{first}-{end - 1}" for first, end in ranges_of(numbers))

@@ -95,7 +95,7 @@ def restore(path: Place, weights: str, decay: float | None, device: torch.device
     for line in dotted_names.origins({"model": model_config, "objective": objective}):
         console.say(line)
     with torch.device("meta"):
-        model = objective.network(model_config).build()
+        model = objective.model_spec(model_config).build()
     model.to_empty(device=device)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     decays = ema.decays

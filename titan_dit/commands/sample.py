@@ -15,7 +15,14 @@ from torch import Tensor
 from titan_dit.checkpoint.store import place
 from titan_dit.commands.restore import device_of, find, restore
 from titan_dit.config import dotted_names
-from titan_dit.config.section import Bound, Count, Fraction, NonNegative, Section, UserError
+from titan_dit.config.section import (
+    Bound,
+    Fraction,
+    NonNegativeFloat,
+    PositiveInt,
+    Section,
+    UserError,
+)
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
@@ -37,22 +44,22 @@ class Options(Section):
     """Run directory (outputs/digits) or one checkpoint of it; a path or a URL."""
     out: str
     """FILE.safetensors for `samples` and `labels`, FILE.png for a picture."""
-    num: Count = 100
+    num: PositiveInt = 100
     """How many samples."""
     labels: str = "all"
     """"all" goes through the classes; or a list such as 3 or 0,1,2; "none" is unconditional."""
     noise: str | None = None
     """FILE.safetensors with `noise` [n, c, h, w] to start from and `labels` [n] (-1 or the number
     of classes stands for none), in place of --num, --labels and the seed's noise."""
-    cfg_scale: NonNegative = 2.0
+    cfg_scale: NonNegativeFloat = 2.0
     """Classifier-free guidance: 1 is none."""
-    cfg_channels: Count | None = None
+    cfg_channels: PositiveInt | None = None
     """Guide the first channels only (the original DiT's samples guide 3 of 4); unset guides all."""
     eta: Fraction = 0.0
     """Noise that ddim adds on the way: 0 none, 1 as much as ddpm."""
     sampler: str = "auto"
     """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first of them."""
-    steps: Count = 25
+    steps: PositiveInt = 25
     """Steps of the sampler."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Sample i depends on (seed, i) alone, not on the batch size."""
@@ -62,7 +69,7 @@ class Options(Section):
     """Averaged weights, or the last ones."""
     decay: float | None = None
     """Which average, if the run keeps several; the first if not given."""
-    batch_size: Count = 250
+    batch_size: PositiveInt = 250
     """Samples at a time."""
     device: str | None = None
     """cuda where there is one, else cpu."""

@@ -45,7 +45,7 @@ PLAN = "[parallel] tensor_plan"
 MEMBERS = {
     "model": {"spec": "the network: titan_dit.models.base.ModelConfig"},
     "objective": {
-        "network": "the network it wants: titan_dit.objectives.base.ObjectiveConfig",
+        "model_spec": "the network it wants: titan_dit.objectives.base.ObjectiveConfig",
         "build": "the objective for a model and a dataset",
     },
     "data": {"open": "the source: titan_dit.data.base.DataConfig"},

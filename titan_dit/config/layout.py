@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_dit.config.section import Bound, Count, Section, Whole
+from titan_dit.config.section import Bound, NonNegativeInt, PositiveInt, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,18 +14,18 @@ class ParallelConfig(Section):
 
     section = "parallel"
 
-    dp_replicate: Count = 1
+    dp_replicate: PositiveInt = 1
     """Data-parallel replicas of the (sharded) model: HSDP when above 1."""
     dp_shard: Annotated[int, Bound(least=-1)] = -1
     """Ranks that share one copy of the parameters (FSDP2); -1 takes the remaining ranks."""
-    tp: Count = 1
+    tp: PositiveInt = 1
     """Tensor-parallel ranks: heads and MLP of every block are cut over them."""
-    cp: Count = 1
+    cp: PositiveInt = 1
     """Context-parallel ranks: every sample's tokens are sliced over them."""
     cp_method: Literal["ring", "ulysses"] = "ring"
     """How attention reaches the other slices: keys and values travel round (arXiv:2310.01889), or
     heads are exchanged for tokens (arXiv:2309.14509)."""
-    pp: Count = 1
+    pp: PositiveInt = 1
     """Pipeline-parallel ranks: the layers are cut into stages, see [pipeline]."""
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks as well (arXiv:2205.05198)."""
@@ -37,7 +37,7 @@ class ParallelConfig(Section):
     """Free the gathered parameters between forward and backward: always, never, or (auto) as FSDP2
     does by itself, which is all but the outermost group; on one rank never. A pipeline keeps them
     for the step."""
-    prefetch: Whole = 0
+    prefetch: NonNegativeInt = 0
     """Blocks to all-gather ahead; 0 uses FSDP2's implicit prefetch, which gathers the next block as
     soon as the host comes to it."""
 
@@ -57,9 +57,9 @@ class PipelineConfig(Section):
         "dualpipev",
     ] = "1f1b"
     """Order of forward and backward passes."""
-    virtual_stages: Count = 1
+    virtual_stages: PositiveInt = 1
     """Stages per rank, for the interleaved schedules; V schedules (zbv, dualpipev) hold two."""
-    split: tuple[Count, ...] = ()
+    split: tuple[PositiveInt, ...] = ()
     """Layers of each stage; empty balances them, embed and head counted as cost."""
 
 

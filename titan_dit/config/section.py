@@ -52,10 +52,10 @@ class Bound:
         return None
 
 
-Count = Annotated[int, Bound(least=1)]
-Whole = Annotated[int, Bound(least=0)]
-Positive = Annotated[float, Bound(above=0, below=float("inf"))]
-NonNegative = Annotated[float, Bound(least=0, below=float("inf"))]
+PositiveInt = Annotated[int, Bound(least=1)]
+NonNegativeInt = Annotated[int, Bound(least=0)]
+PositiveFloat = Annotated[float, Bound(above=0, below=float("inf"))]
+NonNegativeFloat = Annotated[float, Bound(least=0, below=float("inf"))]
 Finite = Annotated[float, Bound(above=float("-inf"), below=float("inf"))]
 Fraction = Annotated[float, Bound(least=0, most=1)]
 Decay = Annotated[float, Bound(least=0, below=1)]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_dit.config.section import (
-    Count,
     Decay,
     Fraction,
-    NonNegative,
-    Positive,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     Section,
     UserError,
-    Whole,
     show,
 )
 
@@ -24,18 +24,18 @@ class TrainingConfig(Section):
 
     section = "training"
 
-    steps: Count
+    steps: PositiveInt
     """Optimizer steps of the whole run."""
-    global_batch_size: Count
+    global_batch_size: PositiveInt
     """Samples per step over all ranks = microbatch_size x data-parallel ranks x accumulation."""
-    microbatch_size: Count | None = None
+    microbatch_size: PositiveInt | None = None
     """Samples of one forward pass on one rank; unset takes the rank's whole share, or 1 in a
     pipeline."""
-    max_grad_norm: NonNegative = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Clip the gradient to this global L2 norm; 0 switches clipping off."""
     deterministic: bool = False
     """Only deterministic kernels: a rerun repeats every bit, at some cost on a GPU."""
-    gc_every: Whole = 50
+    gc_every: NonNegativeInt = 50
     """Steps between two runs of Python's garbage collector, on all ranks at once; 0 leaves it to
     Python, which runs it on every rank at another moment."""
 
@@ -47,12 +47,12 @@ class OptimizerConfig(Section):
     section = "optimizer"
 
     name: Literal["adamw"] = "adamw"
-    lr: Positive = 1e-4
+    lr: PositiveFloat = 1e-4
     """Learning rate after the warm-up."""
     betas: tuple[Decay, ...] = (0.9, 0.999)
     """Decay of the first and of the second moment."""
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay, on every parameter."""
     fused: bool = True
     """The fused kernel; it alone can skip a bad step without waiting for the device."""
@@ -70,7 +70,7 @@ class LRScheduleConfig(Section):
 
     section = "lr_schedule"
 
-    warmup_steps: Whole = 0
+    warmup_steps: NonNegativeInt = 0
     decay: Literal["cosine", "linear", "constant"] = "constant"
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the last step, as a part of [optimizer] lr."""
@@ -84,7 +84,7 @@ class EMAConfig(Section):
 
     decays: tuple[Decay, ...] = (0.9999,)
     """Empty switches EMA off. The first one is used for previews and sampling."""
-    every: Count = 1
+    every: PositiveInt = 1
     """Steps between updates; the decay is raised to this power."""
     warmup: bool = True
     """Start with the decay min(decay, (1 + k) / (10 + k)) at update k."""
@@ -102,9 +102,9 @@ class ValidationConfig(Section):
 
     section = "validation"
 
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Steps between validations; the last step is validated too. 0 validates never."""
-    samples: Whole = 0
+    samples: NonNegativeInt = 0
     """Rows that leave the dataset for good, drawn by the seed, evenly over its classes; with `path`
     the rows that are read there, 0 for all."""
     path: str = ""
@@ -131,16 +131,16 @@ class SamplingConfig(Section):
 
     section = "sampling"
 
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Steps between previews; the last step is drawn too. 0 draws nothing."""
-    num: Count = 40
+    num: PositiveInt = 40
     sampler: str = "auto"
     """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first of them."""
-    steps: Count = 25
+    steps: PositiveInt = 25
     """Steps of the sampler."""
     eta: Fraction = 0.0
     """Noise that ddim adds on the way: 0 none, 1 as much as ddpm."""
-    cfg_scale: NonNegative = 2.0
+    cfg_scale: NonNegativeFloat = 2.0
     """Classifier-free guidance: 1 is none."""
-    cfg_channels: Count | None = None
+    cfg_channels: PositiveInt | None = None
     """Guide the first channels only (the original DiT's samples guide 3 of 4); unset guides all."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.config.section import Named, Whole
+from titan_dit.config.section import Named, NonNegativeInt
 
 Fields: TypeAlias = Mapping[str, Tensor]
 """Tensors of several samples by name, batch first, in the dtype that they are stored in."""
@@ -110,7 +110,7 @@ class DataConfig(Named):
 
     section = "data"
 
-    workers: Whole = 0
+    workers: NonNegativeInt = 0
     """Processes per rank that read ahead; 0 reads in the training process."""
 
     @abstractmethod

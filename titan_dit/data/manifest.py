@@ -9,28 +9,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_dit.config.section import Count, Finite, UserError, conform
+from titan_dit.config.section import Finite, PositiveInt, UserError, conform
 
 FORMAT = "titan_dit.latents/1"
 FOLDER_FORMAT = "titan_dit.folder/1"
 MANIFEST, CLAIM = "manifest.json", "pack.json"
 MANIFEST_KEYS = {
     "source": str,
-    "shape": tuple[Count, ...],
+    "shape": tuple[PositiveInt, ...],
     "dtype": Literal["float16", "float32", "uint8"],
-    "count": Count,
-    "num_classes": Count,
+    "count": PositiveInt,
+    "num_classes": PositiveInt,
     "classes": tuple[str, ...] | None,
     "scale": Finite,
     "shift": Finite,
     "value_range": tuple[Finite, ...] | None,
 }
-SHARD_KEYS = {"file": str, "count": Count, "bytes": Count, "sha256": str}
+SHARD_KEYS = {"file": str, "count": PositiveInt, "bytes": PositiveInt, "sha256": str}
 FOLDER_KEYS = {
     "format": str,
     "source": str | None,
     "classes": tuple[str, ...] | None,
-    "num_classes": Count | None,
+    "num_classes": PositiveInt | None,
     "scale": Finite | None,
     "shift": Finite | None,
 }

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from titan_dit.data.sample_ranges import Span
+from titan_dit.data.sample_ranges import SampleRange
 from titan_dit.rng import permutation
 
 
@@ -27,7 +27,7 @@ class BatchPlan:
     """
 
     global_batch_size: int
-    skipped: tuple[Span, ...] = ()
+    skipped: tuple[SampleRange, ...] = ()
 
     def __call__(self, cursor: int) -> tuple[Sequence[int], int]:
         """The sample numbers of the step that starts at `cursor`, ascending."""
@@ -102,7 +102,7 @@ class RankOrder:
     """Rows of every rank; None for as many as the largest share."""
 
     @property
-    def bounds(self) -> Span:
+    def bounds(self) -> SampleRange:
         """First and end of the share within a batch. No rank's is empty."""
         size = self.plan.global_batch_size
         return self.rank * size // self.num_ranks, (self.rank + 1) * size // self.num_ranks

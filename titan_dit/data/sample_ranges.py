@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-Span: TypeAlias = tuple[int, int]
+SampleRange: TypeAlias = tuple[int, int]
 
 
-def spans_of(numbers: Iterable[int]) -> list[Span]:
+def ranges_of(numbers: Iterable[int]) -> list[SampleRange]:
     """The runs that ascending numbers fall into, such as 3 4 5 8 -> (3, 6) (8, 9)."""
-    found: list[Span] = []
+    found: list[SampleRange] = []
     for number in numbers:
         if found and found[-1][1] == number:
             found[-1] = (found[-1][0], number + 1)
@@ -19,16 +19,16 @@ def spans_of(numbers: Iterable[int]) -> list[Span]:
     return found
 
 
-def numbers_of(spans: Iterable[Sequence[int]]) -> Iterator[int]:
-    """The numbers themselves, in the order of the spans."""
-    for first, end in spans:
+def numbers_of(ranges: Iterable[Sequence[int]]) -> Iterator[int]:
+    """The numbers themselves, in the order of the ranges."""
+    for first, end in ranges:
         yield from range(first, end)
 
 
-def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+def merged(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
     """The union in ascending order: no two of the result touch, none is empty."""
-    result: list[Span] = []
-    for first, end in sorted(span for span in spans if span[0] < span[1]):
+    result: list[SampleRange] = []
+    for first, end in sorted(one for one in ranges if one[0] < one[1]):
         if result and first <= result[-1][1]:
             result[-1] = (result[-1][0], max(end, result[-1][1]))
         else:
@@ -36,7 +36,7 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(result)
 
 
-def count(spans: Iterable[Span], below: int | None = None) -> int:
-    """How many numbers there are in spans that do not overlap, at most `below`'s predecessors."""
-    ends = ((first, end if below is None else min(end, below)) for first, end in spans)
+def count(ranges: Iterable[SampleRange], below: int | None = None) -> int:
+    """How many numbers there are in ranges that do not overlap, at most `below`'s predecessors."""
+    ends = ((first, end if below is None else min(end, below)) for first, end in ranges)
     return sum(max(0, end - first) for first, end in ends)

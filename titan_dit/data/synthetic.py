@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from titan_dit.config.section import Count
+from titan_dit.config.section import PositiveInt
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.rng import SampleRNG
@@ -20,10 +20,10 @@ class Synthetic(DataConfig):
 
     name = "synthetic"
 
-    latent_size: Count
-    channels: Count
-    num_classes: Count
-    count: Count = 4096
+    latent_size: PositiveInt
+    channels: PositiveInt
+    num_classes: PositiveInt
+    count: PositiveInt = 4096
     """Samples per epoch."""
 
     def open(self) -> SyntheticLatents:

@@ -45,7 +45,7 @@ class Corrupted:
 
 
 @runtime_checkable
-class Path(Protocol):
+class ProbabilityPath(Protocol):
     """The maths of one kind of diffusion, in tokens: corruption, loss, and what samplers need."""
 
     token_targets: ClassVar[tuple[str, ...]]

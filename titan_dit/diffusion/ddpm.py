@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.config.section import Bound, Fraction, Positive
+from titan_dit.config.section import Bound, Fraction, PositiveFloat
 from titan_dit.diffusion import noise_schedule
 from titan_dit.diffusion.base import Clean, Corrupted, Predict
 from titan_dit.diffusion.bound import bits_per_value
@@ -47,7 +47,7 @@ class DDPM(DiffusionConfig):
     app. D), or x_0."""
     learn_sigma: bool = True
     """Learn the variance of the reverse step with the variational bound (arXiv:2102.09672)."""
-    min_snr_gamma: Positive | None = None
+    min_snr_gamma: PositiveFloat | None = None
     """Weight the squared error of x_0 by min(SNR, this), of eps and v accordingly
     (arXiv:2303.09556 sec. 3.4; 5 is usual). Unset: no weight."""
     label_dropout: Fraction = 0.1

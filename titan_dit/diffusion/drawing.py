@@ -13,7 +13,7 @@ from titan_dit.config.dotted_names import look_up
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.diffusion.base import LatentModel, Path
+from titan_dit.diffusion.base import LatentModel, ProbabilityPath
 from titan_dit.diffusion.guidance import guided, scales
 from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.objectives.base import DataShare, Forward, Preview
@@ -52,7 +52,7 @@ class Drawing(Protocol):
         ...
 
 
-def sampler_of(path: Path, name: str, where: str = "[sampling] sampler") -> Sampler:
+def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sampler") -> Sampler:
     """The sampler called `name` ("auto" chooses) for networks that learned a path."""
     table = SAMPLERS.get(path.name, {})
     if name not in table and any(name in others for others in SAMPLERS.values()):
@@ -81,7 +81,7 @@ def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
     return spread_labels(num, list(range(shown)))
 
 
-def check(path: Path, model: LatentModel, drawing: Drawing, where: str) -> None:
+def check(path: ProbabilityPath, model: LatentModel, drawing: Drawing, where: str) -> None:
     """Refuse what no sample can be drawn with; `where` is how keys are written, "[sampling] {}"."""
     sampler_of(path, drawing.sampler, where.format("sampler"))
     most, channels = path.most_sampling_steps, model.sample_shape[0]
@@ -100,7 +100,7 @@ def check(path: Path, model: LatentModel, drawing: Drawing, where: str) -> None:
 
 def generate(
     forward: Forward,
-    path: Path,
+    path: ProbabilityPath,
     model: LatentModel,
     labels: Int64[Tensor, " b"],
     numbers: Int64[Tensor, " b"],
@@ -141,7 +141,7 @@ def generate(
 
 def preview(
     forward: Forward,
-    path: Path,
+    path: ProbabilityPath,
     model: LatentModel,
     facts: LatentFacts,
     sampling: SamplingConfig,

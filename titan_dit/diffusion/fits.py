@@ -5,7 +5,7 @@ from __future__ import annotations
 from titan_dit.config.section import UserError, show
 from titan_dit.data.base import DataFacts
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.diffusion.base import LatentModel, Path
+from titan_dit.diffusion.base import LatentModel, ProbabilityPath
 from titan_dit.models.base import ModelConfig
 
 
@@ -20,13 +20,14 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
     )
 
 
-def as_path(section: object, objective: str) -> Path:
+def as_path(section: object, objective: str) -> ProbabilityPath:
     """The [objective] section, if it is a path; UserError that names what it lacks."""
-    if isinstance(section, Path):
+    if isinstance(section, ProbabilityPath):
         return section
     raise UserError(
-        f"[objective] name={show(objective)} is a diffusion without {lacking(section, Path)} "
-        "(titan_dit/diffusion/base.py: Path). Add them."
+        f"[objective] name={show(objective)} is a diffusion without "
+        f"{lacking(section, ProbabilityPath)} "
+        "(titan_dit/diffusion/base.py: ProbabilityPath). Add them."
     )
 
 

@@ -16,7 +16,7 @@ from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion import drawing
-from titan_dit.diffusion.base import NO_LABEL, Clean, LatentModel, Path
+from titan_dit.diffusion.base import NO_LABEL, Clean, LatentModel, ProbabilityPath
 from titan_dit.diffusion.fits import as_latent_model, as_path, check_data
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import (
@@ -35,16 +35,16 @@ VALIDATION_BINS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(ObjectiveConfig):
-    """What the sections of all kinds of diffusion have; each of them is a `Path`."""
+    """What the sections of all kinds of diffusion have; each of them is a `ProbabilityPath`."""
 
     previews = True
 
     @property
-    def path(self) -> Path:
+    def path(self) -> ProbabilityPath:
         """The section itself."""
         return as_path(self, self.name)
 
-    def network(self, model: ModelConfig) -> ModelSpec:
+    def model_spec(self, model: ModelConfig) -> ModelSpec:
         """The network with the output channels that the path wants."""
         latent = as_latent_model(model, self.name)
         return latent.spec(self.path.output_channels(latent.sample_shape[0]))
@@ -76,7 +76,7 @@ class Diffusion(Objective):
 
     takes = ("latent", "label")
 
-    path: Path
+    path: ProbabilityPath
     model: LatentModel
     data: LatentFacts
     made: dict[torch.device, dict[str, Tensor]] = dataclasses.field(

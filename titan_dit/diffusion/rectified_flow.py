@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.config.section import Finite, Fraction, Positive
+from titan_dit.config.section import Finite, Fraction, PositiveFloat
 from titan_dit.diffusion.base import TIMESTEPS, Clean, Corrupted, Predict
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.objectives.base import at_least_fp32
@@ -33,9 +33,9 @@ class RectifiedFlow(DiffusionConfig):
     """Distribution of t before the shift (arXiv:2403.03206 sec. 3.1)."""
     logit_mean: Finite = 0.0
     """Mean of logit(t); only for logit_normal."""
-    logit_std: Positive = 1.0
+    logit_std: PositiveFloat = 1.0
     """Standard deviation of logit(t); only for logit_normal."""
-    shift: Positive = 1.0
+    shift: PositiveFloat = 1.0
     """t -> shift t / (1 + (shift - 1) t): above 1, more noise (arXiv:2403.03206 eq. 23)."""
     label_dropout: Fraction = 0.1
     """Share of samples trained without their label, for classifier-free guidance."""

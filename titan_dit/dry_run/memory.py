@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Kind(StrEnum):
+class StorageKind(StrEnum):
     """What a storage is for."""
 
     PARAMETERS = "parameters"
@@ -44,12 +44,12 @@ class Kind(StrEnum):
     """What backward passes, recomputation, the optimizer and the EMA make for a while."""
 
 
-class Record:
+class Storage:
     """A storage as the log knows it; its kind may become known after its end."""
 
     __slots__ = ("__weakref__", "kind", "size")
 
-    def __init__(self, kind: Kind, size: int) -> None:
+    def __init__(self, kind: StorageKind, size: int) -> None:
         self.kind, self.size = kind, size
 
 
@@ -57,7 +57,7 @@ class Record:
 class Peak:
     """The moment of the most bytes."""
 
-    bytes: Mapping[Kind, int]
+    bytes: Mapping[StorageKind, int]
     phase: str
     """What was being done."""
 
@@ -75,10 +75,10 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records: dict[int, Record] = {}
-        self.events: list[tuple[Record, int]] = []
+        self.records: dict[int, Storage] = {}
+        self.events: list[tuple[Storage, int]] = []
         self.first = 0
-        self.name, self.kind = "", Kind.TEMPORARY
+        self.name, self.kind = "", StorageKind.TEMPORARY
         self.phases: list[tuple[int, str]] = []
         self.known: set[int] = set()
 
@@ -110,7 +110,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
 
     @contextmanager
-    def phase(self, name: str, kind: Kind) -> Iterator[None]:
+    def phase(self, name: str, kind: StorageKind) -> Iterator[None]:
         """Within the block new storages are of this kind, but for those of a backward pass."""
         before, self.name, self.kind = (self.name, self.kind), name, kind
         self.phases.append((len(self.events), name))
@@ -122,18 +122,18 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Look for the peak from now on."""
         self.first = len(self.events)
 
-    def mark(self, tensors: Iterable[object], kind: Kind) -> None:
+    def mark(self, tensors: Iterable[object], kind: StorageKind) -> None:
         """Say what the storages of these tensors are for."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._record(local(tensor)).kind = kind
 
-    def live(self) -> Counter[Kind]:
+    def live(self) -> Counter[StorageKind]:
         """Bytes by kind at this moment."""
         return Counter(
             {
                 kind: sum(record.size for record in self.records.values() if record.kind == kind)
-                for kind in Kind
+                for kind in StorageKind
             }
         )
 
@@ -145,7 +145,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             total += change
             if total > most:
                 most, moment = total, number
-        held: Counter[Kind] = Counter(dict.fromkeys(Kind, 0))
+        held: Counter[StorageKind] = Counter(dict.fromkeys(StorageKind, 0))
         for record, change in self.events[:moment]:
             held[record.kind] += change
         names = [name for start, name in self.phases if start < moment]
@@ -173,11 +173,11 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What an operator says about the storages that it is given."""
         name = func._schema.name
         if name == "c10d::_allgather_base_":
-            self.mark(args[:1], Kind.GATHERED)
+            self.mark(args[:1], StorageKind.GATHERED)
         elif name == "c10d::_reduce_scatter_base_":
-            self.mark(args[1:2], Kind.UNREDUCED)
-        elif name == "aten::_to_copy" and self._record(args[0]).kind == Kind.UNREDUCED:
-            self.mark((result,), Kind.UNREDUCED)
+            self.mark(args[1:2], StorageKind.UNREDUCED)
+        elif name == "aten::_to_copy" and self._record(args[0]).kind == StorageKind.UNREDUCED:
+            self.mark((result,), StorageKind.UNREDUCED)
 
     def _computes_with(self, module: nn.Module, _: Any) -> None:
         """The parameters of a module whose turn has come: gathered ones if they are not ours."""
@@ -186,22 +186,22 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             self.known.add(id(parameter))
             record = self._record(local(parameter))
-            if record.kind != Kind.PARAMETERS:
-                record.kind = Kind.GATHERED
+            if record.kind != StorageKind.PARAMETERS:
+                record.kind = StorageKind.GATHERED
                 parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
 
     def _got_gradient(self, parameter: Tensor) -> None:
-        self.mark((parameter.grad,), Kind.UNREDUCED)
+        self.mark((parameter.grad,), StorageKind.UNREDUCED)
 
-    def _record(self, tensor: Tensor) -> Record:
+    def _record(self, tensor: Tensor) -> Storage:
         """The record of a tensor's storage, which is new if there is none."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.records:
             # Within a backward pass: what torch's own module tracker asks.
             in_backward = torch._C._current_graph_task_id() != -1
-            kind = Kind.TEMPORARY if in_backward else self.kind
-            record = self.records[key] = Record(kind, storage.nbytes())
+            kind = StorageKind.TEMPORARY if in_backward else self.kind
+            record = self.records[key] = Storage(kind, storage.nbytes())
             self.events.append((record, record.size))
             weakref.finalize(storage, self._ended, key).atexit = False
         return self.records[key]

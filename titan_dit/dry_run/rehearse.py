@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig, OptimizerConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
-from titan_dit.dry_run.memory import Kind, MemoryLog, Peak, local
+from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
 from titan_dit.execution.build import executor_of, place_modules, spread
@@ -104,7 +104,7 @@ def rehearse(
             peak, traffic = rehearsal.run(share, size, fewer, enough, count)
             peak = with_activations(peak, growth[stage_rank])
             held = tuple(plan.stage_layers[stage] for stage in sorted(rehearsal.parts))
-            flops = flops_of(plan.network, held, rehearsal.flops_per_sample) * share
+            flops = flops_of(plan.spec, held, rehearsal.flops_per_sample) * share
             reports.append(
                 RankReport(
                     rank=dist.get_rank(),
@@ -119,11 +119,11 @@ def rehearse(
             del rehearsal
     idle = idle_of(plan, count)
     with torch.device("meta"):
-        model = plan.network.build()
+        model = plan.spec.build()
     return Report(
         plan=asked,
         num_parameters=sum(p.numel() for p in model.parameters()),
-        flops_per_sample=model.flops_per_sample(plan.network.num_tokens),
+        flops_per_sample=model.flops_per_sample(plan.spec.num_tokens),
         num_microbatches=count,
         microbatch_size=size,
         num_run=enough,
@@ -164,9 +164,9 @@ class Rehearsal:
         # A mesh asks real tensors which rank this is, so the network is spread out here.
         self.parts, _, self.flops_per_sample = spread(plan, mesh)
         self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
-        with mode, self.memory, self.memory.phase("set-up", Kind.TEMPORARY):
+        with mode, self.memory, self.memory.phase("set-up", StorageKind.TEMPORARY):
             for part in self.parts.values():
-                initialize(part, part.init_laws(), plan.seed, CPU)
+                initialize(part, part.initializers(), plan.seed, CPU)
             self.parameters = {
                 name: p for part in self.parts.values() for name, p in part.named_parameters()
             }
@@ -174,9 +174,9 @@ class Rehearsal:
                 self.parameters |= place_modules(plan, objective, mesh, CPU)
             self.optimizer = build_optimizer(self.parameters.values(), self.optimizer_config)
             self.ema = EMA(self.parameters, ema)
-            self.memory.mark(self.parameters.values(), Kind.PARAMETERS)
+            self.memory.mark(self.parameters.values(), StorageKind.PARAMETERS)
             for average in self.ema.averages.values():
-                self.memory.mark(average.values(), Kind.EMA)
+                self.memory.mark(average.values(), StorageKind.EMA)
 
     def run(
         self, share: int, size: int, fewer: int, enough: int, count: int
@@ -194,18 +194,18 @@ class Rehearsal:
     def step(self, share: int, size: int, count: int) -> None:
         """What `Trainer.train_step` does, with `count` of the rank's microbatches."""
         log = self.memory
-        with log.phase("inputs", Kind.INPUTS):
+        with log.phase("inputs", StorageKind.INPUTS):
             prepared = first_rows(self.prepare(share), size * count)
         executor = self.executor(size * count)
-        with log.phase("forward and backward", Kind.ACTIVATIONS):
+        with log.phase("forward and backward", StorageKind.ACTIVATIONS):
             executor.step(prepared)
-            log.mark((p.grad for p in self.parameters.values()), Kind.GRADIENTS)
-        with log.phase("optimizer", Kind.TEMPORARY):
+            log.mark((p.grad for p in self.parameters.values()), StorageKind.GRADIENTS)
+        with log.phase("optimizer", StorageKind.TEMPORARY):
             bad = ~clip_norm(self.parameters.values(), self.training.max_grad_norm).isfinite()
             apply_gradients(self.optimizer, self.optimizer_config.lr, skip=bad)
             for state in self.optimizer.state.values():
-                log.mark(state.values(), Kind.OPTIMIZER)
-        with log.phase("EMA", Kind.TEMPORARY):
+                log.mark(state.values(), StorageKind.OPTIMIZER)
+        with log.phase("EMA", StorageKind.TEMPORARY):
             self.ema.update(self.ema.config.every, skip=bad)
 
     def prepare(self, share: int) -> Prepared:
@@ -277,17 +277,17 @@ def growth_of(plan: RunPlan, run: int, count: int) -> list[float]:
 
 def with_activations(peak: Peak, times: float) -> Peak:
     """A peak of that many times the activations."""
-    more = {Kind.ACTIVATIONS: round(peak.bytes[Kind.ACTIVATIONS] * times)}
+    more = {StorageKind.ACTIVATIONS: round(peak.bytes[StorageKind.ACTIVATIONS] * times)}
     return replace(peak, bytes={**peak.bytes, **more})
 
 
-def flops_of(network: ModelSpec, held: tuple[range, ...], flops_per_sample: int) -> float:
+def flops_of(model_spec: ModelSpec, held: tuple[range, ...], flops_per_sample: int) -> float:
     """The share of a sample's FLOPs that these layers, and what stands at the ends, take."""
-    embed, head = network.embed_cost, network.head_cost
+    embed, head = model_spec.embed_cost, model_spec.head_cost
     cost: float = sum(map(len, held))
     cost += embed * any(0 in layers for layers in held)
-    cost += head * any(network.num_layers - 1 in layers for layers in held)
-    return flops_per_sample * cost / (network.num_layers + embed + head)
+    cost += head * any(model_spec.num_layers - 1 in layers for layers in held)
+    return flops_per_sample * cost / (model_spec.num_layers + embed + head)
 
 
 def idle_of(plan: RunPlan, count: int) -> list[float]:
@@ -296,6 +296,6 @@ def idle_of(plan: RunPlan, count: int) -> list[float]:
         return [0.0]
     # A layer's forward costs as much as the gradient of its input, or that of its weights.
     layers = [len(part) for part in plan.stage_layers]
-    costs = stage_costs(layers, embed=plan.network.embed_cost, head=plan.network.head_cost)
+    costs = stage_costs(layers, embed=plan.spec.embed_cost, head=plan.spec.head_cost)
     simulation = simulate(plan.order(count), costs)
     return [idle / simulation.makespan for idle in simulation.idle]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from titan_dit.dry_run.memory import Kind
+from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.rehearse import RankReport, Report
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
@@ -37,7 +37,7 @@ def head(report: Report) -> Iterator[str]:
     yield f"dry run of {plan.name}: {where}, {plan.precision.dtype}"
     yield (
         f"model   {plan.model_name}: {report.num_parameters:,} parameters, "
-        f"{plan.network.num_tokens} tokens"
+        f"{plan.spec.num_tokens} tokens"
     )
     yield (
         f"batch   {plan.global_batch_size} samples over {plural(sizes.data, 'data rank')}, "
@@ -66,7 +66,7 @@ def head(report: Report) -> Iterator[str]:
 
 def memory(report: Report, unit: int) -> Iterator[str]:
     """One row per pipeline rank, one column per kind that is there."""
-    kinds = [kind for kind in Kind if any(rank.peak.bytes[kind] for rank in report.ranks)]
+    kinds = [kind for kind in StorageKind if any(rank.peak.bytes[kind] for rank in report.ranks)]
     rows = [
         [
             *title(rank),

@@ -71,10 +71,10 @@ def by_name(
 class Executor(ABC):
     """Runs a rank's share of a batch through the model, in microbatches."""
 
-    network: ModelSpec | None = None
+    spec: ModelSpec | None = None
     """What the batches are held against; None: nothing."""
 
-    add_up: Callable[[Tensor], Tensor] = staticmethod(nothing_to_add)
+    sum_over_data: Callable[[Tensor], Tensor] = staticmethod(nothing_to_add)
     """A value of this data-parallel rank to the sum over all of them."""
 
     def step(self, prepared: Prepared) -> Tensor:
@@ -83,12 +83,12 @@ class Executor(ABC):
         Returns this rank's share of the loss, a scalar; the loss is their sum over all ranks that
         hold different samples, different tokens of a sample, or different stages.
         """
-        if self.network is not None:
-            check_names(prepared, self.network)
+        if self.spec is not None:
+            check_names(prepared, self.spec)
         if prepared.total_tokens is None:
             # A tensor, not a number: reading it would wait for the device. In fp64: fp32 loses
             # ones beyond 16.7 million.
-            total = self.add_up(prepared.weight.sum(dtype=torch.float64))
+            total = self.sum_over_data(prepared.weight.sum(dtype=torch.float64))
             prepared = replace(prepared, total_tokens=total)
         return self.run(prepared)
 
@@ -116,10 +116,10 @@ class Executor(ABC):
         """
 
 
-def check_names(prepared: Prepared, network: ModelSpec) -> None:
+def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
     """Refuse what a model does not take, or lacks; UserError with both lists."""
     for kind in ("inputs", "context", "static"):
-        given, taken = getattr(prepared, kind), getattr(network, kind)
+        given, taken = getattr(prepared, kind), getattr(model_spec, kind)
         if given.keys() != taken.keys():
             raise UserError(
                 f"[objective] prepares the {kind} {', '.join(given) or 'none'}, but [model] takes "

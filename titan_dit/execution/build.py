@@ -14,7 +14,7 @@ from titan_dit.execution.base import Executor, Shapes, TokenLoss, by_name
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.execution.sliced import SlicedExecutor, TokenDims
-from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_law
+from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
 from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel import float8, fsdp, tensor
@@ -45,7 +45,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
-        initialize(part, part.init_laws(), plan.seed, device)
+        initialize(part, part.initializers(), plan.seed, device)
     parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
     if plan.num_stages - 1 in parts:  # Where the loss is taken.
         parameters |= place_modules(plan, objective, mesh, device)
@@ -63,15 +63,15 @@ def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     parts: dict[int, Model] = {}
     for stage in plan.stages_of(mesh.pp.get_local_rank()):
         with torch.device("meta"):
-            model = plan.network.build()
-        check_model(model, plan.network)
+            model = plan.spec.build()
+        check_model(model, plan.spec)
         count = sum(parameter.numel() for parameter in model.parameters())
-        flops = model.flops_per_sample(plan.network.num_tokens)
+        flops = model.flops_per_sample(plan.spec.num_tokens)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
         parallelize(
             model,
             mesh,
-            plan.styles,
+            plan.tensor_plan,
             plan.parallel,
             plan.precision,
             plan.remat,
@@ -82,9 +82,9 @@ def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     return parts, count, flops
 
 
-def check_model(model: Model, network: ModelSpec) -> None:
+def check_model(model: Model, model_spec: ModelSpec) -> None:
     """Refuse a model that is not what its spec says; UserError."""
-    wanted = [str(layer) for layer in range(network.num_layers)]
+    wanted = [str(layer) for layer in range(model_spec.num_layers)]
     blocks = getattr(model, "blocks", None)
     if not isinstance(model, Model) or not isinstance(blocks, nn.ModuleDict):
         raise UserError(
@@ -93,10 +93,11 @@ def check_model(model: Model, network: ModelSpec) -> None:
         )
     if list(blocks) != wanted:
         raise UserError(
-            f"[model] its spec says num_layers={network.num_layers}, but its blocks are "
-            f"{', '.join(blocks) or 'none'}. Key them by layer, from 0 to {network.num_layers - 1}."
+            f"[model] its spec says num_layers={model_spec.num_layers}, but its blocks are "
+            f"{', '.join(blocks) or 'none'}. Key them by layer, from 0 to "
+            f"{model_spec.num_layers - 1}."
         )
-    mask = network.mask
+    mask = model_spec.mask
     for name, layer in model.named_modules():
         if isinstance(layer, Attention) and layer.mask != mask:
             raise UserError(
@@ -114,14 +115,16 @@ def place_modules(
         return {}
     for module in modules.values():
         if mesh.sizes.tp > 1:
-            tensor.keep_whole(module, mesh.tp)
+            tensor.replicate(module, mesh.tp)
         fsdp.shard_module(module, mesh.fsdp, plan.precision)
     # Under one more name, so that they are nobody else's.
     holder = nn.ModuleDict({"objective": modules})
     tensors = itertools.chain(holder.named_parameters(), holder.named_buffers())
-    laws = {name: default_law(name, tensor) for name, tensor in tensors}
-    laws |= {f"objective.{name}": law for name, law in objective.init_laws().items()}
-    initialize(holder, laws, plan.seed, device)
+    initializers = {name: default_initializer(name, tensor) for name, tensor in tensors}
+    initializers |= {
+        f"objective.{name}": initializer for name, initializer in objective.initializers().items()
+    }
+    initialize(holder, initializers, plan.seed, device)
     return dict(holder.named_parameters())
 
 
@@ -137,13 +140,13 @@ def executor_of(
         plan,
         mesh,
         parts,
-        by_name(objective.loss, tuple(plan.network.predictions), plan.tokens_per_rank),
+        by_name(objective.loss, tuple(plan.spec.predictions), plan.tokens_per_rank),
         device,
     )
     if mesh.sizes.cp > 1:
-        dims = TokenDims.of(plan.network, objective.token_targets)
+        dims = TokenDims.of(plan.spec, objective.token_targets)
         executor = SlicedExecutor(executor, mesh.cp, dims)
-    executor.add_up, executor.network = mesh.sum_over_data, plan.network
+    executor.sum_over_data, executor.spec = mesh.sum_over_data, plan.spec
     return executor
 
 
@@ -168,7 +171,7 @@ def whole_token_executor(
 
 def shapes_of(plan: RunPlan) -> Shapes:
     """What a microbatch looks like on this rank between stages."""
-    network, size = plan.network, plan.microbatch_size
+    model_spec, size = plan.spec, plan.microbatch_size
 
     def local(spec: TensorSpec) -> tuple[int, ...]:
         dims = enumerate(spec.shape)
@@ -180,10 +183,10 @@ def shapes_of(plan: RunPlan) -> Shapes:
         learns = learns and dtype.is_floating_point
         return torch.empty(shape, dtype=dtype, requires_grad=learns)
 
-    stream = list(network.stream.values())
+    stream = list(model_spec.stream.values())
     wholes = tuple(local(spec) for spec in stream)
-    shapes = tensor.local_shapes(wholes, plan.styles, plan.sizes.tp)
-    first_input, given = next(iter(network.inputs.items()))
+    shapes = tensor.local_shapes(wholes, plan.tensor_plan, plan.sizes.tp)
+    first_input, given = next(iter(model_spec.inputs.items()))
     with torch.device("meta"):
         return Shapes(
             first_input=first_input,
@@ -191,7 +194,7 @@ def shapes_of(plan: RunPlan) -> Shapes:
             stream=tuple(
                 empty(spec, shape, learns=True) for spec, shape in zip(stream, shapes, strict=True)
             ),
-            predictions=tuple(empty(spec, local(spec)) for spec in network.predictions.values()),
+            predictions=tuple(empty(spec, local(spec)) for spec in model_spec.predictions.values()),
             losses=torch.empty(
                 size,
                 plan.tokens_per_rank,

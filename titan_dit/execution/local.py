@@ -27,7 +27,7 @@ class LocalExecutor(Executor):
         for number, part in enumerate(parts, start=1):
             if len(parts) > 1:
                 fsdp.sync_gradients(self.model, enabled=number == len(parts))
-            output = self.model(part.inputs, part.beside)
+            output = self.model(part.inputs, part.side_inputs)
             loss = share_of(self.loss(output, part.targets), part)
             total += loss.detach()
             # A loss can overflow where its gradients do not. The factor 1 becomes NaN with it,
@@ -59,7 +59,7 @@ class LocalExecutor(Executor):
     def evaluate(self, prepared: Prepared) -> Tensor:
         """See `Executor.evaluate`."""
         losses = [
-            self.loss(self.model(part.inputs, part.beside), part.targets)
+            self.loss(self.model(part.inputs, part.side_inputs), part.targets)
             for part in prepared.microbatches(self.microbatch_size)
         ]
         fsdp.reshard(self.model)

@@ -70,7 +70,7 @@ class PipelinedExecutor(Executor):
         """See `Executor.step`. Only the ranks of the last stage have a loss; the others have 0."""
         self.prepared = list(prepared.microbatches(self.microbatch_size))
         return self.runtime.step_microbatches(
-            [part.inputs for part in self.prepared], [part.beside for part in self.prepared]
+            [part.inputs for part in self.prepared], [part.side_inputs for part in self.prepared]
         )
 
     @torch.no_grad()
@@ -83,23 +83,23 @@ class PipelinedExecutor(Executor):
         """See `Executor.predict`: microbatches follow each other through the stages."""
         rows = next(iter(inputs.values())).shape[0]
         microbatches = [{k: v[part] for k, v in inputs.items()} for part in self.filled(rows)]
-        besides = [
+        side_inputs = [
             {**static, **{k: v[part] for k, v in context.items()}} for part in self.filled(rows)
         ]
         like = self.shapes.predictions[0]
-        found = self.flow(microbatches, besides, lambda out, _: first_of(out), like)
+        found = self.flow(microbatches, side_inputs, lambda out, _: first_of(out), like)
         return found[:rows].float()
 
     @torch.no_grad()
     def evaluate(self, prepared: Prepared) -> Tensor:
         """See `Executor.evaluate`."""
-        parts = [prepared.rows(part) for part in self.filled(prepared.num_rows)]
+        parts = [prepared.select(part) for part in self.filled(prepared.num_samples)]
 
         def losses_of(output: Output, number: int) -> Tensor:
             return self.loss(output, parts[number].targets)
 
-        inputs, besides = [part.inputs for part in parts], [part.beside for part in parts]
-        return self.flow(inputs, besides, losses_of, self.shapes.losses)[: prepared.num_rows]
+        inputs, side_inputs = [part.inputs for part in parts], [part.side_inputs for part in parts]
+        return self.flow(inputs, side_inputs, losses_of, self.shapes.losses)[: prepared.num_samples]
 
     def filled(self, rows: int) -> tuple[Tensor, ...]:
         """The rows of every microbatch; the last one is filled up to the size of all."""
@@ -110,7 +110,7 @@ class PipelinedExecutor(Executor):
     def flow(
         self,
         inputs: Sequence[Mapping[str, Tensor]],
-        besides: Sequence[Mapping[str, Tensor]],
+        side_inputs: Sequence[Mapping[str, Tensor]],
         finish: Callable[[Output, int], Tensor],
         like: Tensor,
     ) -> Tensor:
@@ -128,7 +128,7 @@ class PipelinedExecutor(Executor):
                 else:
                     given, arriving = streams.pop((stage, number))
                     wait_for(arriving)
-                out = self.parts[stage](given, besides[number])
+                out = self.parts[stage](given, side_inputs[number])
                 if stage == self.last:
                     outputs.append(finish(out, number))
                 elif stage + 1 in self.parts:

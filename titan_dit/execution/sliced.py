@@ -26,12 +26,12 @@ class TokenDims:
     targets: Mapping[str, int]
 
     @classmethod
-    def of(cls, network: ModelSpec, token_targets: tuple[str, ...]) -> TokenDims:
+    def of(cls, model_spec: ModelSpec, token_targets: tuple[str, ...]) -> TokenDims:
         """Those of a model and an objective."""
         return cls(
-            inputs=dims_of(network.inputs, batch=1),
-            context=dims_of(network.context, batch=1),
-            static=dims_of(network.static, batch=0),
+            inputs=dims_of(model_spec.inputs, batch=1),
+            context=dims_of(model_spec.context, batch=1),
+            static=dims_of(model_spec.static, batch=0),
             targets=dict.fromkeys(token_targets, 1),
         )
 

@@ -137,11 +137,11 @@ class Runtime(_PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(actions)
 
     def step_microbatches(
-        self, inputs: Sequence[Mapping[str, Tensor]], besides: Sequence[Mapping[str, Tensor]]
+        self, inputs: Sequence[Mapping[str, Tensor]], side_inputs: Sequence[Mapping[str, Tensor]]
     ) -> Tensor:
         """Forward and backward of every microbatch; their losses' sum, 0 off the last stage.
 
-        `besides`: what every stage is given of each microbatch beside the stream.
+        `side_inputs`: what every stage is given of each microbatch beside the stream.
         """
         self.losses.clear()
         for stage in self._stages:
@@ -149,10 +149,10 @@ class Runtime(_PipelineScheduleRuntime):
             stage.clear_runtime_states()
         name = self.first_input
         others = [{k: v for k, v in part.items() if k != name} for part in inputs]
-        keywords = [{KEYWORD + k: v for k, v in beside.items()} for beside in besides]
+        keywords = [{KEYWORD + k: v for k, v in one.items()} for one in side_inputs]
         self._step_microbatches(
             [(part[name],) for part in inputs],
-            [part | beside for part, beside in zip(others, keywords, strict=True)],
+            [part | side for part, side in zip(others, keywords, strict=True)],
             list(range(len(inputs))),
             return_outputs=False,
         )

@@ -49,7 +49,7 @@ NO_MASK = "a ring attends all to all: its kernels know no mask"
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """What one rank's attention works on."""
 
     heads: int
@@ -136,7 +136,7 @@ def use_implementation(key: str) -> None:
             raise RuntimeError(f"it needs the module {PACKAGES[key]} ({error})") from error
 
 
-def check(key: str, shape: Shape) -> None:
+def check(key: str, shape: AttentionShape) -> None:
     """Run the chosen kernel once, forward and backward, on a sample of this rank's shape.
 
     Raises a UserError that gives torch's reason, and names those that would do. "auto" always does.
@@ -160,7 +160,7 @@ def check(key: str, shape: Shape) -> None:
     )
 
 
-def refusal(key: str, shape: Shape) -> str | None:
+def refusal(key: str, shape: AttentionShape) -> str | None:
     """Why a backend cannot run one sample of such a shape forward and backward; None if it can.
 
     Leaves the flash kernels of that backend in place (see `use_implementation`).

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from titan_dit.models import initializers
-from titan_dit.models.initializers import InitLaw
+from titan_dit.models.initializers import Initializer
 
 Stream: TypeAlias = tuple[Tensor, ...]
 """What flows from embed through the blocks to head: tensors that need gradients, batch first.
 It alone travels through a pipeline."""
 
-Static: TypeAlias = Mapping[str, Tensor]
+SideInputs: TypeAlias = Mapping[str, Tensor]
 """What every part is given beside the stream, without gradients: `ModelSpec.context` (batch first)
 and `ModelSpec.static` (no batch dim) in one mapping."""
 
@@ -79,23 +79,23 @@ class Model(nn.Module):
     """
 
     embed: nn.Module | None
-    """(inputs, static) -> stream."""
+    """(inputs, side) -> stream."""
     blocks: nn.ModuleDict
-    """Each (stream, static) -> stream."""
+    """Each (stream, side) -> stream."""
     head: nn.Module | None
-    """(stream, static) -> the predictions in the order of `ModelSpec.predictions`; one alone may
+    """(stream, side) -> the predictions in the order of `ModelSpec.predictions`; one alone may
     come without its tuple."""
 
-    def forward(self, given: Mapping[str, Tensor] | Stream, static: Static) -> Tensor | Stream:
+    def forward(self, given: Mapping[str, Tensor] | Stream, side: SideInputs) -> Tensor | Stream:
         """Inputs of `embed` to a prediction for every token.
 
         A pipeline stage is given the stream where it has no `embed`, and gives it on where it has
         no `head`.
         """
-        stream: Any = given if self.embed is None else self.embed(given, static)
+        stream: Any = given if self.embed is None else self.embed(given, side)
         for block in self.blocks.values():
-            stream = block(stream, static)
-        out: Tensor | Stream = stream if self.head is None else self.head(stream, static)
+            stream = block(stream, side)
+        out: Tensor | Stream = stream if self.head is None else self.head(stream, side)
         return out
 
     def cut(self, layers: range, *, is_first: bool, is_last: bool) -> None:
@@ -105,13 +105,13 @@ class Model(nn.Module):
         self.embed = self.embed if is_first else None
         self.head = self.head if is_last else None
 
-    def init_laws(self) -> dict[str, InitLaw]:
+    def initializers(self) -> dict[str, Initializer]:
         """The initial distribution of every parameter and buffer, by name.
 
         By default GPT-2's: N(0, 0.02) for matrices, 1 for the weights of norms, 0 for biases.
         """
         tensors = itertools.chain(self.named_parameters(), self.named_buffers())
-        return {name: default_law(name, tensor) for name, tensor in tensors}
+        return {name: default_initializer(name, tensor) for name, tensor in tensors}
 
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward, without recomputation.
@@ -122,8 +122,8 @@ class Model(nn.Module):
         return 6 * tokens * sum(p.numel() for p in self.parameters() if p.ndim > 1)
 
 
-def default_law(name: str, tensor: Tensor) -> InitLaw:
-    """See `Model.init_laws`."""
+def default_initializer(name: str, tensor: Tensor) -> Initializer:
+    """See `Model.initializers`."""
     if name.endswith("bias"):
         return initializers.zeros
     return initializers.normal(0.02) if tensor.ndim > 1 else initializers.ones

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.config.section import Count, Positive, Section, UserError
+from titan_dit.config.section import PositiveFloat, PositiveInt, Section, UserError
 from titan_dit.models import initializers
-from titan_dit.models.base import Model, ModelSpec, Static, Stream, TensorSpec
-from titan_dit.models.initializers import InitLaw
+from titan_dit.models.base import Model, ModelSpec, SideInputs, Stream, TensorSpec
+from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import (
     MLP,
     Attention,
@@ -54,18 +54,18 @@ class DiTConfig(Section):
 
     size: str | None = None
     """S, B, L, XL, 3B or 7B, with the patch behind a slash: "XL/2" (2, 4 or 8)."""
-    hidden: Count | None = None
-    layers: Count | None = None
-    heads: Count | None = None
-    patch: Count | None = None
+    hidden: PositiveInt | None = None
+    layers: PositiveInt | None = None
+    heads: PositiveInt | None = None
+    patch: PositiveInt | None = None
     """Latent pixels per token side."""
-    mlp_ratio: Positive = 4.0
+    mlp_ratio: PositiveFloat = 4.0
     """Width of the MLP over `hidden`."""
-    latent_size: Count
+    latent_size: PositiveInt
     """Height and width of a latent."""
-    channels: Count
+    channels: PositiveInt
     """Channels of a latent."""
-    num_classes: Count
+    num_classes: PositiveInt
     """Number of labels; the null class for guidance comes on top."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head (arXiv:2302.05442)."""
@@ -208,10 +208,10 @@ class Embed(nn.Module):
         self.timestep = TimestepEmbedder(hidden)
         self.label = LabelEmbedder(config.num_classes, hidden)
 
-    def forward(self, inputs: Mapping[str, Tensor], static: Static) -> Stream:
+    def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
         """`tokens` [b, n, p*p*c], `timestep` [b] in 0..1000, `labels` [b]."""
         tokens = self.patch(inputs["tokens"].to(self.patch.weight.dtype))
-        positions = sincos_positions(static["positions"], tokens.shape[-1])
+        positions = sincos_positions(side["positions"], tokens.shape[-1])
         condition = self.timestep(inputs["timestep"]) + self.label(inputs["labels"])
         # Every block starts with the SiLU of the condition: take it once.
         return tokens + positions.to(tokens.dtype), F.silu(condition)
@@ -227,7 +227,7 @@ class Block(nn.Module):
         self.attn = Attention(hidden, heads, config.qk_norm)
         self.mlp = MLP(hidden, config.ffn)
 
-    def forward(self, stream: Stream, static: Static) -> Stream:
+    def forward(self, stream: Stream, side: SideInputs) -> Stream:
         """Tokens change, the condition passes through."""
         x, condition = stream
         parts = self.modulation(condition)[:, None].chunk(6, -1)  # each [b, 1, d]
@@ -246,7 +246,7 @@ class Head(nn.Module):
         self.modulation = nn.Linear(hidden, 2 * hidden)
         self.out = nn.Linear(hidden, patch * patch * output_channels)
 
-    def forward(self, stream: Stream, static: Static) -> Float[Tensor, "b n d"]:
+    def forward(self, stream: Stream, side: SideInputs) -> Float[Tensor, "b n d"]:
         """The last adaLN and the output layer."""
         x, condition = stream
         shift, scale = self.modulation(condition)[:, None].chunk(2, -1)
@@ -268,13 +268,13 @@ class DiT(Model):
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.shape[1])})
         self.head = Head(config, output_channels)
 
-    def init_laws(self) -> dict[str, InitLaw]:
+    def initializers(self) -> dict[str, Initializer]:
         """As the original: Xavier for linears, N(0, 0.02) for timestep and label, zero gates.
 
         The modulations and the output layer start at zero, so that every block starts as the
         identity (adaLN-Zero).
         """
-        table: dict[str, InitLaw] = {}
+        table: dict[str, Initializer] = {}
         for name, _ in self.named_parameters():
             if ".modulation." in name or name.startswith("head.out"):
                 table[name] = initializers.zeros

@@ -1,4 +1,4 @@
-"""Laws of initial weights: (full shape, generator) -> values. Drawn whole, then sharded."""
+"""Initial weights: (full shape, generator) -> values. Drawn whole, then sharded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-InitLaw: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]
+Initializer: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]
 """(full shape, generator) -> initial values, fp32, on the generator's device."""
 
 
@@ -23,13 +23,13 @@ def ones(shape: torch.Size, generator: torch.Generator) -> Tensor:
     return torch.ones(shape, device=generator.device)
 
 
-def normal(std: float) -> InitLaw:
+def normal(std: float) -> Initializer:
     """Independent normals of mean 0."""
 
-    def law(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def initializer(shape: torch.Size, generator: torch.Generator) -> Tensor:
         return torch.randn(shape, device=generator.device, generator=generator) * std
 
-    return law
+    return initializer
 
 
 def xavier_uniform(shape: torch.Size, generator: torch.Generator) -> Tensor:

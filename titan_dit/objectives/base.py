@@ -17,7 +17,7 @@ from titan_dit.config.section import Named, UserError, show
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import ModelConfig, ModelSpec
-from titan_dit.models.initializers import InitLaw
+from titan_dit.models.initializers import Initializer
 from titan_dit.rng import SampleRNG
 
 Forward: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
@@ -43,7 +43,7 @@ class Prepared:
     """What every part of the model is given of each sample; batch first."""
 
     @property
-    def beside(self) -> dict[str, Tensor]:
+    def side_inputs(self) -> dict[str, Tensor]:
         """What the parts of a model are given beside the stream."""
         return {**self.static, **self.context}
 
@@ -53,11 +53,11 @@ class Prepared:
         return self.weight if self.weight.ndim == 2 else self.weight[:, None]
 
     @property
-    def num_rows(self) -> int:
+    def num_samples(self) -> int:
         """Samples."""
         return self.weight.shape[0]
 
-    def rows(self, part: slice | Tensor) -> Prepared:
+    def select(self, part: slice | Tensor) -> Prepared:
         """Some of the samples."""
         return replace(
             self,
@@ -69,8 +69,8 @@ class Prepared:
 
     def microbatches(self, size: int | None) -> Iterator[Prepared]:
         """Consecutive parts of at most `size` samples; None takes the whole."""
-        for first in range(0, self.num_rows, size or self.num_rows):
-            yield self.rows(slice(first, first + (size or self.num_rows)))
+        for first in range(0, self.num_samples, size or self.num_samples):
+            yield self.select(slice(first, first + (size or self.num_samples)))
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ class Objective:
         """
         return None
 
-    def init_laws(self) -> dict[str, InitLaw]:
+    def initializers(self) -> dict[str, Initializer]:
         """The initial distribution of parameters and buffers of `modules`, by their names there.
 
-        Those that are not named have the default of `Model.init_laws`.
+        Those that are not named have the default of `Model.initializers`.
         """
         return {}
 
@@ -182,7 +182,7 @@ class ObjectiveConfig(Named):
     previews: ClassVar[bool] = False
     """Whether it has anything to show."""
 
-    def network(self, model: ModelConfig) -> ModelSpec:
+    def model_spec(self, model: ModelConfig) -> ModelSpec:
         """The network that the objective wants of a model; UserError where they do not fit."""
         return model.spec()
 

@@ -7,25 +7,25 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from titan_dit.observe.curve import GRID, INK
-from titan_dit.observe.profile_summary import Kind, Summary, shortened
+from titan_dit.observe.profile_summary import Summary, TimeKind, shortened
 
 COLOURS = {
-    Kind.GEMM: "#1f5aa6",
-    Kind.ATTENTION: "#4f9ad1",
-    Kind.ELEMENTWISE: "#8cc6a0",
-    Kind.OPTIMIZER: "#d9b44a",
-    Kind.COMMUNICATION: "#c8553d",
-    Kind.DATA_WAIT: "#8e5ea2",
-    Kind.IDLE: "#cccccc",
+    TimeKind.GEMM: "#1f5aa6",
+    TimeKind.ATTENTION: "#4f9ad1",
+    TimeKind.ELEMENTWISE: "#8cc6a0",
+    TimeKind.OPTIMIZER: "#d9b44a",
+    TimeKind.COMMUNICATION: "#c8553d",
+    TimeKind.DATA_WAIT: "#8e5ea2",
+    TimeKind.IDLE: "#cccccc",
 }
 WIDTH, LEFT, ROW = 960, 32, 26
 BAR_TOP, BAR_HEIGHT = 56, 64
 
 
-def cuts(summary: Summary, width: int) -> list[tuple[Kind, int, int]]:
+def cuts(summary: Summary, width: int) -> list[tuple[TimeKind, int, int]]:
     """(kind, first pixel, pixel after the last) of a bar; together they fill it."""
     edges, so_far = [], 0.0
-    for kind in Kind:
+    for kind in TimeKind:
         first, so_far = round(so_far / summary.wall_ms * width), so_far + summary.ms[kind]
         edges.append((kind, first, round(so_far / summary.wall_ms * width)))
     return edges
@@ -49,7 +49,7 @@ def draw(path: Path, summary: Summary, title: str, steps: int) -> None:
     for what, ms, share in rows:
         y += ROW
         if what in COLOURS:
-            pen.rectangle((LEFT, y - 8, LEFT + 16, y + 8), fill=COLOURS[Kind(what)])
+            pen.rectangle((LEFT, y - 8, LEFT + 16, y + 8), fill=COLOURS[TimeKind(what)])
         pen.text((LEFT + 28, y), what, fill=INK, font=font, anchor="lm")
         pen.text((470, y), f"{ms:.3f}", fill=INK, font=font, anchor="rm")
         pen.text((570, y), f"{share:.1%}", fill=INK, font=font, anchor="rm")

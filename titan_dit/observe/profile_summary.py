@@ -29,7 +29,7 @@ STEPS, DATA_WAIT, OPTIMIZER = "steps", "data wait", "optimizer"
 """Ranges: all profiled steps; next(batches); clipping, AdamW and averages."""
 
 
-class Kind(StrEnum):
+class TimeKind(StrEnum):
     """What a moment was spent on."""
 
     GEMM = "GEMM"
@@ -43,12 +43,12 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Span:
+class Interval:
     """Something that takes from `start` to `end`, in microseconds."""
 
     start: float
     end: float
-    kind: Kind
+    kind: TimeKind
     name: str
     calls: int = 1
     """0 where it goes on with a call that another span began."""
@@ -70,7 +70,7 @@ class Top:
     """A kernel or operator, over all its calls."""
 
     name: str
-    kind: Kind
+    kind: TimeKind
     calls: int
     ms: float
 
@@ -81,7 +81,7 @@ class Summary:
 
     device: str
     wall_ms: float
-    ms: Mapping[Kind, float]
+    ms: Mapping[TimeKind, float]
     """Adds up to `wall_ms`."""
     hidden_ms: float
     """Communication while something was computed."""
@@ -90,7 +90,7 @@ class Summary:
 
     def rows(self, steps: int) -> Iterator[tuple[str, float, float]]:
         """(what, milliseconds per step, share of the wall time)."""
-        for kind in Kind:
+        for kind in TimeKind:
             yield kind, self.ms[kind] / steps, self.ms[kind] / self.wall_ms
         yield "all", self.wall_ms / steps, 1.0
         yield "communication hidden", self.hidden_ms / steps, self.hidden_ms / self.wall_ms
@@ -122,17 +122,17 @@ GEMM_KERNELS = re.compile(r"gemm|gemv|nvjet|xmma|cutlass|splitk", re.IGNORECASE)
 COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|CompiledFxGraph|^triton_|^cpp_fused")
 
 
-def kind_of(kernel: str, chain: Sequence[str]) -> Kind:
+def kind_of(kernel: str, chain: Sequence[str]) -> TimeKind:
     """What a kernel does, by its name and by the operators that launched it, outermost first."""
     if kernel.startswith("nccl") or any(is_collective(name) for name in chain):
-        return Kind.COMMUNICATION
+        return TimeKind.COMMUNICATION
     if MARK + OPTIMIZER in chain:
-        return Kind.OPTIMIZER
+        return TimeKind.OPTIMIZER
     if any(ATTENTION.search(name) for name in (*chain, kernel)):
-        return Kind.ATTENTION
+        return TimeKind.ATTENTION
     if any(GEMM_OPERATORS.fullmatch(name) for name in chain) or GEMM_KERNELS.search(kernel):
-        return Kind.GEMM
-    return Kind.ELEMENTWISE
+        return TimeKind.GEMM
+    return TimeKind.ELEMENTWISE
 
 
 def is_collective(name: str) -> bool:
@@ -148,7 +148,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     window = next(event for event in ranges if event["name"] == MARK + STEPS)
     threads = {thread: segments(nested) for thread, nested in host_threads(timed).items()}
     main = window["pid"], window["tid"]
-    waits = [span_of(e, Kind.DATA_WAIT) for e in ranges if e["name"] == MARK + DATA_WAIT]
+    waits = [span_of(e, TimeKind.DATA_WAIT) for e in ranges if e["name"] == MARK + DATA_WAIT]
     kernels = [e for e in timed if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
         spans = list(device_spans(kernels, timed, threads))
@@ -166,9 +166,9 @@ def extent(event: Event) -> tuple[float, float]:
     return start, start + float(event.get("dur", 0))
 
 
-def span_of(event: Event, kind: Kind) -> Span:
+def span_of(event: Event, kind: TimeKind) -> Interval:
     """An event of a known kind."""
-    return Span(*extent(event), kind, event["name"])
+    return Interval(*extent(event), kind, event["name"])
 
 
 def host_threads(timed: Iterable[Event]) -> dict[tuple[Any, Any], list[Event]]:
@@ -213,7 +213,7 @@ def segments(events: Sequence[Event]) -> list[Segment]:
     return found
 
 
-def operator_spans(stretches: Iterable[Segment]) -> Iterator[Span]:
+def operator_spans(stretches: Iterable[Segment]) -> Iterator[Interval]:
     """What a CPU computes, or waits for, on its main thread."""
     for stretch in stretches:
         name = stretch.chain[-1]
@@ -221,21 +221,21 @@ def operator_spans(stretches: Iterable[Segment]) -> Iterator[Span]:
         works = "::" in name and not name.startswith(("autograd::", "torch::autograd"))
         if (works or COMPILED.search(name)) and MARK + DATA_WAIT not in stretch.chain:
             kind, calls = kind_of(name, stretch.chain), int(stretch.is_first)
-            yield Span(stretch.start, stretch.end, kind, name, calls)
+            yield Interval(stretch.start, stretch.end, kind, name, calls)
 
 
-def gloo_spans(timed: Iterable[Event]) -> Iterator[Span]:
+def gloo_spans(timed: Iterable[Event]) -> Iterator[Interval]:
     """Collectives over gloo, which runs them on threads of its own."""
     for event in timed:
         if event.get("cat") == "user_annotation" and event["name"].startswith("gloo:"):
-            yield span_of(event, Kind.COMMUNICATION)
+            yield span_of(event, TimeKind.COMMUNICATION)
 
 
 def device_spans(
     kernels: Iterable[Event],
     timed: Iterable[Event],
     threads: Mapping[tuple[Any, Any], Sequence[Segment]],
-) -> Iterator[Span]:
+) -> Iterator[Interval]:
     """Kernels and copies, each told by the operators on the host that launched it."""
     launches = {
         event["args"]["correlation"]: event
@@ -254,7 +254,9 @@ def device_spans(
         yield span_of(event, kind_of(event["name"], chain))
 
 
-def share_out(spans: Iterable[Span], start: float, end: float) -> tuple[dict[Kind, float], float]:
+def share_out(
+    spans: Iterable[Interval], start: float, end: float
+) -> tuple[dict[TimeKind, float], float]:
     """(milliseconds of every kind from `start` to `end`, of communication that is hidden)."""
     edges = []
     for span in spans:
@@ -262,34 +264,36 @@ def share_out(spans: Iterable[Span], start: float, end: float) -> tuple[dict[Kin
         if first < last:
             edges += [(first, 1, span.kind), (last, -1, span.kind)]
     edges.sort(key=lambda edge: edge[0])
-    times, hidden, now = dict.fromkeys(Kind, 0.0), 0.0, start
-    active = dict.fromkeys(Kind, 0)
-    for moment, change, kind in [*edges, (end, 0, Kind.IDLE)]:
+    times, hidden, now = dict.fromkeys(TimeKind, 0.0), 0.0, start
+    active = dict.fromkeys(TimeKind, 0)
+    for moment, change, kind in [*edges, (end, 0, TimeKind.IDLE)]:
         if moment > now:
             for given, part in parts_of(active).items():
                 times[given] += part * (moment - now)
-                if active[Kind.COMMUNICATION] and given in COMPUTING:
+                if active[TimeKind.COMMUNICATION] and given in COMPUTING:
                     hidden += part * (moment - now)
             now = moment
         active[kind] += change
     return {kind: time / 1e3 for kind, time in times.items()}, hidden / 1e3
 
 
-COMPUTING = (Kind.GEMM, Kind.ATTENTION, Kind.ELEMENTWISE, Kind.OPTIMIZER)
+COMPUTING = (TimeKind.GEMM, TimeKind.ATTENTION, TimeKind.ELEMENTWISE, TimeKind.OPTIMIZER)
 
 
-def parts_of(active: Mapping[Kind, int]) -> dict[Kind, float]:
+def parts_of(active: Mapping[TimeKind, int]) -> dict[TimeKind, float]:
     """Whose this moment is, in parts that add up to 1."""
     if computing := sum(active[kind] for kind in COMPUTING):
         return {kind: active[kind] / computing for kind in COMPUTING if active[kind]}
-    waiting = (Kind.COMMUNICATION, Kind.DATA_WAIT)
-    return {next((kind for kind in waiting if active[kind]), Kind.IDLE): 1.0}
+    waiting = (TimeKind.COMMUNICATION, TimeKind.DATA_WAIT)
+    return {next((kind for kind in waiting if active[kind]), TimeKind.IDLE): 1.0}
 
 
-def longest(spans: Iterable[Span], start: float, end: float, count: int = 10) -> tuple[Top, ...]:
+def longest(
+    spans: Iterable[Interval], start: float, end: float, count: int = 10
+) -> tuple[Top, ...]:
     """The names that took most, each in its kinds; what overlaps is counted in full."""
-    calls: Counter[tuple[str, Kind]] = Counter()
-    times: Counter[tuple[str, Kind]] = Counter()
+    calls: Counter[tuple[str, TimeKind]] = Counter()
+    times: Counter[tuple[str, TimeKind]] = Counter()
     for span in spans:
         if inside := max(0.0, min(span.end, end) - max(span.start, start)):
             calls[span.name, span.kind] += span.calls

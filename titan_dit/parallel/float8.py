@@ -28,7 +28,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.models.base import Model
 from titan_dit.models.linear import Linear
 from titan_dit.parallel import transformer_engine
-from titan_dit.parallel.float8_gains import UNIT, Shape, gains, read_table
+from titan_dit.parallel.float8_gains import UNIT, LinearShape, gains, read_table
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.parallel.transformer_engine import is_transformer_engine
@@ -67,7 +67,7 @@ def apply(
     return plan
 
 
-def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict[str, Shape]:
+def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict[str, LinearShape]:
     """The linears that work on every token of a block, and their shapes on one rank."""
     found = {}
     for key, block in model.blocks.items():
@@ -76,11 +76,11 @@ def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict
                 style = plan.block.get(name)
                 inputs = layer.in_features // sizes.tp ** isinstance(style, RowwiseParallel)
                 outputs = layer.out_features // sizes.tp ** isinstance(style, ColwiseParallel)
-                found[f"blocks.{key}.{name}"] = Shape(rows, inputs, outputs)
+                found[f"blocks.{key}.{name}"] = LinearShape(rows, inputs, outputs)
     return found
 
 
-def suits(shape: Shape, precision: PrecisionConfig, device_type: str) -> bool:
+def suits(shape: LinearShape, precision: PrecisionConfig, device_type: str) -> bool:
     """Whether a layer is converted."""
     if precision.float8_layers == "all":
         return shape.fits
@@ -90,7 +90,7 @@ def suits(shape: Shape, precision: PrecisionConfig, device_type: str) -> bool:
 
 
 def convert(
-    model: Model, chosen: Mapping[str, Shape], precision: PrecisionConfig, shards: int | None
+    model: Model, chosen: Mapping[str, LinearShape], precision: PrecisionConfig, shards: int | None
 ) -> None:
     """Replace the chosen linears by torchao's, which take over their parameters.
 

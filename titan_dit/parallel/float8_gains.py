@@ -72,7 +72,7 @@ COSTS = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearShape:
     """A linear layer as one rank runs it."""
 
     rows: int
@@ -92,7 +92,7 @@ class Measured:
 
     device: str
     recipe: str
-    shape: Shape
+    shape: LinearShape
     bf16_ms: float
     float8_ms: float
 
@@ -104,7 +104,7 @@ def read_table(path: Path = TABLE) -> list[Measured]:
         Measured(
             row["device"],
             row["recipe"],
-            Shape(row["M"], row["K"], row["N"]),
+            LinearShape(row["M"], row["K"], row["N"]),
             row["bf16_ms"],
             row["float8_ms"],
         )
@@ -112,7 +112,7 @@ def read_table(path: Path = TABLE) -> list[Measured]:
     ]
 
 
-def gains(shape: Shape, recipe: str, device: str, table: Sequence[Measured]) -> bool:
+def gains(shape: LinearShape, recipe: str, device: str, table: Sequence[Measured]) -> bool:
     """Whether float8 makes the layer faster on the device of that name ("" if there is none)."""
     if not shape.fits:
         return False
@@ -122,7 +122,7 @@ def gains(shape: Shape, recipe: str, device: str, table: Sequence[Measured]) -> 
     return intensity(shape, recipe) > balance(device)
 
 
-def nearest(shape: Shape, measured: Sequence[Measured]) -> Measured | None:
+def nearest(shape: LinearShape, measured: Sequence[Measured]) -> Measured | None:
     """The shape most like this one, if none of its dimensions is off by more than a factor of 2."""
 
     def octaves(one: Measured) -> list[float]:
@@ -133,7 +133,7 @@ def nearest(shape: Shape, measured: Sequence[Measured]) -> Measured | None:
     return min(close, key=lambda one: sum(octaves(one)), default=None)
 
 
-def intensity(shape: Shape, recipe: str) -> float:
+def intensity(shape: LinearShape, recipe: str) -> float:
     """FLOPs saved per byte moved for it."""
     cost, (m, k, n) = COSTS[recipe], (shape.rows, shape.inputs, shape.outputs)
     moved = cost.input * m * k + cost.weight * k * n + cost.gradient * m * n

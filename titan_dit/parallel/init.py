@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titan_dit.models.initializers import InitLaw
+from titan_dit.models.initializers import Initializer
 
 
 @torch.no_grad()
 def initialize(
-    model: nn.Module, table: Mapping[str, InitLaw], seed: int, device: torch.device
+    model: nn.Module, table: Mapping[str, Initializer], seed: int, device: torch.device
 ) -> None:
     """Give a model on the meta device its memory and its weights.
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 import titan_dit.parallel.ring_attention  # noqa: F401 (its operator is one of those kept)
 from titan_dit.config.layout import RematConfig
 from titan_dit.kernels.recomputed import recomputed
-from titan_dit.models.base import Model, Static, Stream
+from titan_dit.models.base import Model, SideInputs, Stream
 from titan_dit.models.layers import Attention
 
 KEPT = (
@@ -69,16 +69,16 @@ def is_no_warning_of_in_place(record: logging.LogRecord) -> bool:
     return "context_fn is passed" not in record.getMessage()
 
 
-def keep_input(block: nn.Module, stream: Stream, static: Static) -> Stream:
+def keep_input(block: nn.Module, stream: Stream, side: SideInputs) -> Stream:
     """The block's own forward, of which nothing but its input is kept."""
-    result: Stream = recomputed(type(block).forward, block, stream, static)
+    result: Stream = recomputed(type(block).forward, block, stream, side)
     return result
 
 
-def keep_products(block: nn.Module, stream: Stream, static: Static) -> Stream:
+def keep_products(block: nn.Module, stream: Stream, side: SideInputs) -> Stream:
     """The block's own forward, of which its input and the outputs of KEPT are kept."""
     result: Stream = recomputed(
-        type(block).forward, block, stream, static, context_fn=selective_contexts
+        type(block).forward, block, stream, side, context_fn=selective_contexts
     )
     return result
 

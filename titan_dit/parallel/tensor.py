@@ -76,9 +76,9 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
         model.register_forward_hook(lambda _, __, out: unwrap(out))
 
 
-def keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a module that every rank gives the same inputs know of the others: see `Whole`."""
-    parallelize_module(module, mesh, Whole())
+def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a module that every rank gives the same inputs know of the others: see `Replicated`."""
+    parallelize_module(module, mesh, Replicated())
 
 
 def local_shapes(
@@ -155,7 +155,7 @@ class ModulationColwise(ColwiseParallel):
         return module
 
 
-class Whole(ParallelStyle):
+class Replicated(ParallelStyle):
     """Parameters whole on every rank, as DTensors; inputs and outputs are plain and equal."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

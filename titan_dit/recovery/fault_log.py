@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titan_dit.data.sample_ranges import spans_of
+from titan_dit.data.sample_ranges import ranges_of
 from titan_dit.objectives.base import Objective
 from titan_dit.recovery.guard import BadStep
 from titan_dit.rng import SampleRNG
@@ -34,7 +34,7 @@ def bad_step(
         "kind": bad.kind,
         "grad_norm": bad.grad_norm if math.isfinite(bad.grad_norm) else None,
         "loss": bad.loss if math.isfinite(bad.loss) else None,
-        "sample_numbers": spans_of(numbers),
+        "sample_numbers": ranges_of(numbers),
         "rows": list(rows),
         "drawn": {name: list(values) for name, values in described.items()},
     }

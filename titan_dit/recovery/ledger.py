@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_dit.data.sample_ranges import Span, count, merged, spans_of
+from titan_dit.data.sample_ranges import SampleRange, count, merged, ranges_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Ledger:
 
     def as_json(self, cursor: int, num_rows: int) -> dict[str, Any]:
         """For a checkpoint's record, at a cursor and for a dataset of so many rows."""
-        out = count(self.skipped_spans, below=cursor) + count(self.untrained_spans)
+        out = count(self.skipped_ranges, below=cursor) + count(self.untrained_ranges)
         return {
             "samples": cursor,
             "epoch": cursor // num_rows,
@@ -61,12 +61,12 @@ class Ledger:
         }
 
     @property
-    def skipped_spans(self) -> tuple[Span, ...]:
+    def skipped_ranges(self) -> tuple[SampleRange, ...]:
         """What a BatchPlan is to leave out."""
         return merged((entry.first, entry.end) for entry in self.skipped)
 
     @property
-    def untrained_spans(self) -> tuple[Span, ...]:
+    def untrained_ranges(self) -> tuple[SampleRange, ...]:
         """What was drawn in vain."""
         return merged((entry.first, entry.end) for entry in self.untrained)
 
@@ -78,7 +78,7 @@ class Ledger:
     def leave_out(self, step: int, numbers: Sequence[int]) -> Ledger:
         """With the samples of a step that changed no weight; steps come in ascending order."""
         entries = list(self.untrained)
-        for first, end in spans_of(numbers):
+        for first, end in ranges_of(numbers):
             last = entries[-1] if entries else None
             if last and last.end == first and step - last.last_step <= 1:
                 entries[-1] = Untrained(last.first, end, last.first_step, step)

@@ -14,7 +14,7 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.checkpoint.store import Disk, sync_folder
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
-from titan_dit.data.sample_ranges import Span
+from titan_dit.data.sample_ranges import SampleRange
 from titan_dit.recovery.ledger import Skipped
 from titan_dit.recovery.resume import Start, set_aside_newer
 
@@ -27,7 +27,7 @@ class BadSteps:
 
     first: int
     last: int
-    numbers: Span
+    numbers: SampleRange
     """The samples that they drew, from the first to behind the last one."""
 
     def as_skipped(self) -> Skipped:

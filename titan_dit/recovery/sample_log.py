@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_dit.checkpoint.ranks import Ranks
 from titan_dit.data.base import Batch
-from titan_dit.data.sample_ranges import numbers_of, spans_of
+from titan_dit.data.sample_ranges import numbers_of, ranges_of
 from titan_dit.recovery.ledger import Ledger
 
 FOLDER = "samples-seen"
@@ -52,7 +52,7 @@ class SampleLog:
         Waits for the device.
         """
         numbers = sorted(batch.sample_numbers[batch.weight > 0].tolist())
-        line = {"step": step, "ranks": self.num_ranks, "numbers": spans_of(numbers)}
+        line = {"step": step, "ranks": self.num_ranks, "numbers": ranges_of(numbers)}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
@@ -83,7 +83,7 @@ def trained(run: Path, ledger: Ledger) -> Counter[int]:
     Of the run's last checkpoint's ledger only the steps count that changed no weight.
     """
     total = sum(seen(run).values(), Counter())
-    for number in numbers_of(ledger.untrained_spans):
+    for number in numbers_of(ledger.untrained_ranges):
         total.pop(number, None)
     return total
 

@@ -22,7 +22,7 @@ Latency: TypeAlias = float | Callable[[int, int], float]
 """Time from the end of an action to the arrival of its output, or that by (source, target) rank."""
 
 
-class Span(NamedTuple):
+class TimedAction(NamedTuple):
     """One action on the timeline."""
 
     rank: int
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 class Simulation:
     """What an order did, per rank where it says so."""
 
-    timeline: tuple[Span, ...]
+    timeline: tuple[TimedAction, ...]
     """Every action; the actions of one rank in the sequence in which it ran them."""
     busy: tuple[float, ...]
     """Time that each rank computed."""
@@ -120,7 +120,7 @@ def simulate(
         took *= slowness[rank] if slowness else 1.0
         free[rank] = start + took
         busy[rank] += took
-        timeline.append(Span(rank, action, start, free[rank]))
+        timeline.append(TimedAction(rank, action, start, free[rank]))
 
         message = made_by(action)
         made[message] = free[rank]

@@ -36,7 +36,7 @@ from titan_dit.data.manifest import (
 )
 from titan_dit.data.packing.claim import claimed
 from titan_dit.data.packing.images import read_image
-from titan_dit.data.packing.shard_job import DTYPES, Plan, Record, read_record, writing
+from titan_dit.data.packing.shard_job import DTYPES, ChunkRecord, Plan, read_record, writing
 from titan_dit.data.packing.workers import Progress, pack_here, run_workers
 
 DROPPED = "dropped.json"
@@ -217,12 +217,12 @@ def reopen(plan: Plan, output: Path, digest: str, manifest: dict[str, Any]) -> N
         lost = [(row, dropped[row]) for row in plan.rows(chunk) if row in dropped]
         shard = shards.get(f"{stem}.safetensors", {"file": "", "count": 0, "bytes": 0})
         if shard["count"] + len(lost) == len(plan.rows(chunk)):
-            record = Record(digest, **({"sha256": ""} | shard), dropped=lost)
+            record = ChunkRecord(digest, **({"sha256": ""} | shard), dropped=lost)
             write_json(output / f"{stem}.json", asdict(record))
     (output / MANIFEST).unlink()
 
 
-def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, Record]:
+def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, ChunkRecord]:
     """The chunks that are done, whatever run did them."""
     found = {}
     for chunk in range(plan.num_chunks):
@@ -232,7 +232,7 @@ def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, Record]:
     return found
 
 
-def write_all(plan: Plan, output: Path, digest: str, records: list[Record]) -> None:
+def write_all(plan: Plan, output: Path, digest: str, records: list[ChunkRecord]) -> None:
     """The drop report and, last of all, the manifest; then the records are not needed any more."""
     names = plan.listing.names
     dropped = [

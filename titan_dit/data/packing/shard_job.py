@@ -80,7 +80,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Record:
+class ChunkRecord:
     """What became of a chunk. `file` is empty if nothing of it was fit to be packed."""
 
     plan: str
@@ -109,7 +109,7 @@ def pack_chunk(
             tell(0, 1)
         tell(1, 0)
     stem = f"{plan.name}-{chunk:05d}"
-    record = Record(digest, "", 0, 0, "", dropped)
+    record = ChunkRecord(digest, "", 0, 0, "", dropped)
     if kept:
         file = f"{stem}.safetensors"
         labels = plan.listing.labels[torch.tensor(kept)]
@@ -118,7 +118,7 @@ def pack_chunk(
         with writing(output / file):
             write_whole(output / file, data)
         sha = hashlib.sha256(data).hexdigest()
-        record = Record(digest, file, len(kept), len(data), sha, dropped)
+        record = ChunkRecord(digest, file, len(kept), len(data), sha, dropped)
     with writing(output / f"{stem}.json"):
         write_json(output / f"{stem}.json", asdict(record))
 
@@ -135,12 +135,12 @@ def writing(file: Path) -> Iterator[None]:
         ) from None
 
 
-def read_record(output: Path, stem: str) -> Record | None:
+def read_record(output: Path, stem: str) -> ChunkRecord | None:
     """The record of a finished chunk whose shard is there in full; None otherwise."""
     try:
         values: dict[str, Any] = json.loads((output / f"{stem}.json").read_text())
         values["dropped"] = [(int(row), str(why)) for row, why in values["dropped"]]
-        record = Record(**values)
+        record = ChunkRecord(**values)
         whole = not record.file or (output / record.file).stat().st_size == record.bytes
     except (OSError, ValueError, TypeError, KeyError):
         return None

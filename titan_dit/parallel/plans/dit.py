@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from titan_dit.parallel.tensor import HeadNorm, ModulationColwise, TensorPlan, Whole
+from titan_dit.parallel.tensor import HeadNorm, ModulationColwise, Replicated, TensorPlan
 
 
 def plan(sequence_parallel: bool) -> TensorPlan:
@@ -23,10 +23,10 @@ def plan(sequence_parallel: bool) -> TensorPlan:
     return TensorPlan(
         stream=(tokens if sequence_parallel else None, Replicate()),
         embed={
-            "patch": Whole(),
-            "timestep.up": Whole(),
-            "timestep.down": Whole(),
-            "label.table": Whole(),
+            "patch": Replicated(),
+            "timestep.up": Replicated(),
+            "timestep.down": Replicated(),
+            "label.table": Replicated(),
         },
         block={
             "modulation": ModulationColwise(sequence_parallel),
@@ -39,5 +39,5 @@ def plan(sequence_parallel: bool) -> TensorPlan:
             "mlp.up": ColwiseParallel(),
             "mlp.down": RowwiseParallel(output_layouts=tokens),
         },
-        head={"modulation": Whole(), "out": Whole()},
+        head={"modulation": Replicated(), "out": Replicated()},
     )
