@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from titan_dit.checks.layout import check_tensor_specs, check_spec
+from titan_dit.checks.layout import check_spec, check_tensor_specs
 from titan_dit.checks.parts import check_fields, check_source, validate_parts
 from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts, Field, Source
