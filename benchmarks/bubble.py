@@ -27,8 +27,9 @@ from titan_dit.execution.base import Output, Shapes
 from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.objectives.base import Prepared
 from titan_dit.schedules.action import Kind
-from titan_dit.schedules.layout import SPLIT_BACKWARD, rank_of_stage, stages_of_rank
+from titan_dit.schedules.layout import rank_of_stage, stages_of_rank
 from titan_dit.schedules.orders import pipeline_order
+from titan_dit.schedules.schedule import schedule_of
 from titan_dit.schedules.simulator import Costs, simulate
 
 TOKENS, WIDTH = 2, 4
@@ -80,7 +81,7 @@ class Case:
                 (Kind.BACKWARD_WEIGHT, WEIGHT),
             )
         }
-        if self.schedule in SPLIT_BACKWARD:
+        if schedule_of(self.schedule).splits_backward:
             # torch runs all of the first stage's backward where its weight gradient is due.
             costs[Kind.BACKWARD_INPUT, 0] = 0.0
             costs[Kind.BACKWARD_WEIGHT, 0] = share * (INPUT + WEIGHT)
@@ -262,7 +263,7 @@ def row_of(case: Case, ran: Sequence[Ran]) -> dict[str, Any]:
     costs = {key: statistics.mean(of_one) for key, of_one in took.items()}
     foretold = simulate(case.order, costs).idle_fraction
     p, m, v = case.num_ranks, case.num_microbatches, case.stages_per_rank
-    theory = (p - 1) / (v * m + p - 1) if case.schedule not in SPLIT_BACKWARD else None
+    theory = (p - 1) / (v * m + p - 1) if not schedule_of(case.schedule).splits_backward else None
     return {
         "schedule": case.schedule,
         "p": p,

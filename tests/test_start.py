@@ -166,4 +166,4 @@ def test_the_front_process_imports_nothing_heavy():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     modules = set(done.stdout.split())
     assert "titan_dit.commands.train" in modules
-    assert not modules & {"torch", "tyro", "tomli", "numpy", "titan_dit.config"}
+    assert not modules & {"torch", "tyro", "tomli", "numpy", "titan_dit.config.job"}

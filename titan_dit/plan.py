@@ -35,6 +35,7 @@ from titan_dit.schedules.layout import (
     stages_per_rank,
 )
 from titan_dit.schedules.orders import pipeline_order
+from titan_dit.schedules.schedule import schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ class RunPlan:
         least, pp = self.whole_microbatches, self.sizes.pp
         if pp == 1:
             return least
-        # Equal rounds come again after pp microbatches, and dualpipev takes any 2 pp.
+        # Within 2 pp there is a multiple of pp, and dualpipev takes any number from 2 pp on.
         enough = range(least, least + 2 * pp + 1)
         return next((number for number in enough if self.schedule_runs(number)), least)
 
@@ -136,6 +137,11 @@ class RunPlan:
         if pp == 1:
             return 1
         return pp * stages_per_rank(pipeline.schedule, pipeline.virtual_stages)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the pipeline computes input and weight gradients separately."""
+        return self.sizes.pp > 1 and schedule_of(self.pipeline.schedule).splits_backward
 
     @property
     def stage_ranks(self) -> list[int]:

@@ -69,11 +69,13 @@ def show_help(arguments: list[str]) -> None:
     names = "; ".join(
         f"--{section}.name {' | '.join(table)}" for section, table in catalog.SECTIONS.items()
     )
+    schedules = " | ".join(catalog.SCHEDULES)
     tyro.cli(
         shown_as(config),
         prog="python -m titan_dit train --config FILE",
         description="Train a diffusion transformer. Flags win over the config file. The name of "
-        f"[model], [objective] and [data] decides what their other keys are: {names}.",
+        f"[model], [objective] and [data] decides what their other keys are: {names}. "
+        f"Pipeline schedules: --pipeline.schedule {schedules}.",
         args=["--help"],
         default=shown_as(config)(**vars(config)),
         config=(tyro.conf.FlagConversionOff,),

@@ -1,7 +1,6 @@
 import itertools
 import re
 from dataclasses import replace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ from torch import nn
 
 from titan_dit.checks.layout import check_batch, check_context, check_tensor, check_world
 from titan_dit.checks.parts import check_modules
-from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel.plans import dit
 from titan_dit.plan import resolve
-from titan_dit.schedules.layout import SCHEDULES
 
 # Hidden 32, 3 layers, 4 heads, 16 tokens, a batch of 16.
 REFUSED = {
@@ -92,9 +89,11 @@ def test_what_fits_is_taken(sizes, sections, pipeline):
     assert check(sizes, pipeline=pipeline, **sections) is None
 
 
-def test_the_config_offers_the_schedules_there_are():
-    """config.py may not import them."""
-    assert get_args(get_type_hints(PipelineConfig)["schedule"]) == SCHEDULES
+def test_a_schedule_of_ones_own_is_planned_by_its_dotted_name():
+    pipeline = {"schedule": "titan_dit.schedules.v_shaped:DUALPIPEV"}
+    assert planned({"pp": 2}, pipeline=pipeline)[1].stage_ranks == [0, 1, 1, 0]
+    with pytest.raises(UserError, match=r"schedule=.* is a function, not a titan_dit\.schedules"):
+        check({"pp": 2}, pipeline={"schedule": "titan_dit.schedules.v_shaped:dualpipev"})
 
 
 def taken(ranks, following=False, **settings):

@@ -1,17 +1,16 @@
 import pytest
+from known import INTERLEAVED, SCHEDULES, V_SHAPED
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
+from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError
 from titan_dit.schedules.layout import (
-    INTERLEAVED,
-    SCHEDULES,
-    V_SHAPED,
     check_schedule,
     rank_of_stage,
-    round_size,
     stages_of_rank,
     stages_per_rank,
 )
+from titan_dit.schedules.looped import round_size
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -42,8 +41,10 @@ def test_schedules_without_virtual_stages_name_the_one_with(schedule):
 
 
 def test_unknown_schedules_are_answered_with_the_known():
-    with pytest.raises(UserError, match=r'schedule="2f2b" is not one of "gpipe", "1f1b", '):
+    with pytest.raises(UserError, match=r'schedule="2f2b" is unknown. Did you mean 1f1b'):
         stages_per_rank("2f2b")
+    with pytest.raises(UserError, match=r'schedule="2f2b" is not one of "gpipe", "1f1b", '):
+        PipelineConfig(schedule="2f2b")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from known import SCHEDULES
 from torch.distributed.pipelining.schedules import (
     _Action,
     _PipelineScheduleRuntime,
@@ -8,7 +9,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from titan_dit.schedules.action import Action, Kind
-from titan_dit.schedules.layout import SCHEDULES, rank_of_stage, stages_per_rank
+from titan_dit.schedules.layout import rank_of_stage, stages_per_rank
 from titan_dit.schedules.notation import from_csv, parse, render, to_csv
 from titan_dit.schedules.orders import pipeline_order
 

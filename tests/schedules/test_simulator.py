@@ -3,10 +3,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from known import SCHEDULES, V_SHAPED
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from titan_dit.schedules.action import Kind, peak_activations
-from titan_dit.schedules.layout import SCHEDULES, V_SHAPED, stages_per_rank
+from titan_dit.schedules.layout import stages_per_rank
 from titan_dit.schedules.notation import from_csv, parse
 from titan_dit.schedules.orders import pipeline_order
 from titan_dit.schedules.proof import made_by, needs

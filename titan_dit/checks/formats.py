@@ -8,13 +8,12 @@ import math
 from titan_dit.config.section import UserError, show
 from titan_dit.parallel.transformer_engine import is_transformer_engine
 from titan_dit.plan import RunPlan
-from titan_dit.schedules.layout import SPLIT_BACKWARD
 
 
 def check_compile(plan: RunPlan) -> None:
     """A split backward cannot be compiled; CUDA graphs keep the values of one forward pass."""
     settings, pipeline = plan.compile, plan.pipeline
-    if plan.sizes.pp > 1 and pipeline.schedule in SPLIT_BACKWARD and settings.enabled:
+    if plan.splits_backward and settings.enabled:
         raise UserError(
             f"[pipeline] schedule={show(pipeline.schedule)} splits the backward pass, which torch "
             "cannot do with compiled blocks. Set [compile] enabled = false, or schedule = "
@@ -39,8 +38,7 @@ def check_compile(plan: RunPlan) -> None:
 def check_remat(plan: RunPlan) -> None:
     """Refuse what torch cannot do, or does many times over."""
     config, pipeline, sizes = plan.remat, plan.pipeline, plan.sizes
-    split = sizes.pp > 1 and pipeline.schedule in SPLIT_BACKWARD
-    if split and config.mode in ("selective", "full"):
+    if plan.splits_backward and config.mode in ("selective", "full"):
         # selective: "Trying to backward an extra time". full: right, but with every pass over a
         # part of the graph (one for the inputs, one for each linear layer) comes a whole forward.
         raise UserError(

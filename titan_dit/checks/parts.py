@@ -17,7 +17,6 @@ from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
-from titan_dit.schedules.layout import SPLIT_BACKWARD
 
 T = TypeVar("T")
 
@@ -114,7 +113,7 @@ def check_modules(plan: RunPlan, objective: Objective) -> None:
     modules = objective.modules()
     if modules is None:
         return
-    if plan.sizes.pp > 1 and plan.pipeline.schedule in SPLIT_BACKWARD:
+    if plan.splits_backward:
         raise UserError(
             f"[pipeline] schedule={show(plan.pipeline.schedule)} splits the backward pass, which "
             "leaves out the parameters that the objective has of its own. Set "

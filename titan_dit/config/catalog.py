@@ -34,6 +34,16 @@ SECTIONS = {
 }
 """Section -> name -> the dataclass that reads it."""
 
+SCHEDULES = {
+    "gpipe": "titan_dit.schedules.looped:GPIPE",
+    "1f1b": "titan_dit.schedules.looped:ONE_F_ONE_B",
+    "interleaved_1f1b": "titan_dit.schedules.looped:INTERLEAVED_1F1B",
+    "interleaved_zero_bubble": "titan_dit.schedules.looped:INTERLEAVED_ZERO_BUBBLE",
+    "zbv_zero_bubble": "titan_dit.schedules.v_shaped:ZBV_ZERO_BUBBLE",
+    "dualpipev": "titan_dit.schedules.v_shaped:DUALPIPEV",
+}
+"""[pipeline] schedule -> the pipeline schedule."""
+
 TENSOR_PLANS = {
     "dit": "titan_dit.parallel.plans.dit:plan",
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_dit.config.section import Bound, NonNegativeInt, PositiveInt, Section
+from titan_dit.config.catalog import SCHEDULES
+from titan_dit.config.section import Bound, NonNegativeInt, OneOf, PositiveInt, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +49,8 @@ class PipelineConfig(Section):
 
     section = "pipeline"
 
-    schedule: Literal[
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "interleaved_zero_bubble",
-        "zbv_zero_bubble",
-        "dualpipev",
-    ] = "1f1b"
-    """Order of forward and backward passes."""
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "1f1b"
+    """Order of forward and backward passes; a schedule of your own is "package.module:NAME"."""
     virtual_stages: PositiveInt = 1
     """Stages per rank, for the interleaved schedules; V schedules (zbv, dualpipev) hold two."""
     split: tuple[PositiveInt, ...] = ()

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import (
@@ -52,6 +52,19 @@ class Bound:
         return None
 
 
+@dataclass(frozen=True)
+class OneOf:
+    """Names of a catalog table, carried in the type; "package.module:name" is always allowed."""
+
+    table: Mapping[str, str]
+
+    def broken_by(self, value: str) -> str | None:
+        """What is wrong with `value`, or None."""
+        if value in self.table or ":" in value:
+            return None
+        return f"is not one of {', '.join(map(show, self.table))}"
+
+
 PositiveInt = Annotated[int, Bound(least=1)]
 NonNegativeInt = Annotated[int, Bound(least=0)]
 PositiveFloat = Annotated[float, Bound(above=0, below=float("inf"))]
@@ -70,8 +83,8 @@ def conform(value: object, hint: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         value = conform(value, args[0], where)
-        for bound in args[1:]:
-            if isinstance(value, int | float) and (broken := bound.broken_by(value)):
+        for rule in args[1:]:
+            if broken := rule.broken_by(value):
                 raise UserError(f"{where}={show(value)} {broken}.")
         return value
     if origin in (Union, UnionType):

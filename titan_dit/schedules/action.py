@@ -39,13 +39,13 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 """For every pipeline rank its actions, in sequence."""
 
 ANY_STAGE = -1
-"""In a programme: the weight gradient that has waited longest, whichever its stage."""
+"""In a program: the weight gradient that has waited longest, whichever its stage."""
 
-Programme: TypeAlias = Iterable[tuple[Kind, int]]
+Program: TypeAlias = Iterable[tuple[Kind, int]]
 """Actions of a rank without their microbatches: (kind, stage)."""
 
 
-def number(programme: Programme) -> tuple[Action, ...]:
+def number(program: Program) -> tuple[Action, ...]:
     """Give every action its microbatch: each stage takes its microbatches in order.
 
     A full backward and an input gradient count as one; a weight gradient belongs to the oldest
@@ -54,7 +54,7 @@ def number(programme: Programme) -> tuple[Action, ...]:
     counts: dict[tuple[bool, int], int] = {}
     waiting: list[Action] = []
     actions: list[Action] = []
-    for kind, stage in programme:
+    for kind, stage in program:
         if kind is Kind.BACKWARD_WEIGHT:
             due = next(a for a in waiting if stage in (a.stage, ANY_STAGE))
             waiting.remove(due)

@@ -6,23 +6,8 @@ Two layouts: loop (rank r holds stages r, r + pp, r + 2 pp, ...), and V (rank r 
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias, get_args
-
 from titan_dit.config.section import UserError, show
-
-Schedule: TypeAlias = Literal[
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "zbv_zero_bubble",
-    "dualpipev",
-]
-SCHEDULES: Final[tuple[Schedule, ...]] = get_args(Schedule)
-INTERLEAVED: Final = ("interleaved_1f1b", "interleaved_zero_bubble")
-V_SHAPED: Final = ("zbv_zero_bubble", "dualpipev")
-SPLIT_BACKWARD: Final = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-"""Schedules that take input and weight gradients apart."""
+from titan_dit.schedules.schedule import schedule_of
 
 
 def stages_per_rank(schedule: str, virtual_stages: int = 1) -> int:
@@ -31,14 +16,12 @@ def stages_per_rank(schedule: str, virtual_stages: int = 1) -> int:
     Raises UserError for a schedule that does not exist or cannot hold `virtual_stages`. A V
     schedule takes 1, the key's default, for "not set".
     """
-    if schedule not in SCHEDULES:
-        choices = ", ".join(show(name) for name in SCHEDULES)
-        raise UserError(f"[pipeline] schedule={show(schedule)} is not one of {choices}.")
+    found = schedule_of(schedule)
     if virtual_stages < 1:
         raise UserError(f"[pipeline] virtual_stages={virtual_stages} must be at least 1.")
-    if schedule in INTERLEAVED:
+    if found.interleaved:
         return virtual_stages
-    if schedule in V_SHAPED:
+    if found.v_shaped:
         if virtual_stages not in (1, 2):
             raise UserError(
                 f"[pipeline] schedule={show(schedule)} always holds two stages per rank, but "
@@ -59,30 +42,16 @@ def stages_of_rank(
 ) -> tuple[int, ...]:
     """The stages that pipeline rank `rank` holds, in the order of the model."""
     num = stages_per_rank(schedule, virtual_stages)
-    if schedule in V_SHAPED:
+    if schedule_of(schedule).v_shaped:
         return rank, 2 * num_ranks - 1 - rank
     return tuple(chunk * num_ranks + rank for chunk in range(num))
 
 
 def rank_of_stage(schedule: str, stage: int, num_ranks: int) -> int:
     """The pipeline rank that holds `stage`."""
-    if schedule in V_SHAPED:
+    if schedule_of(schedule).v_shaped:
         return min(stage, 2 * num_ranks - 1 - stage)
     return stage % num_ranks
-
-
-def round_size(num_ranks: int, num_microbatches: int) -> int:
-    """Microbatches that an interleaved rank takes through one stage before it turns to the next.
-
-    `num_ranks` in arXiv:2104.04473 sec. 2.2. It may be more, as long as all rounds are equal, and
-    it is less where there are fewer microbatches than ranks.
-    """
-    return num_microbatches // max(1, num_microbatches // num_ranks)
-
-
-def rounds_are_equal(num_ranks: int, num_microbatches: int) -> bool:
-    """Whether the microbatches fall into equal rounds."""
-    return num_microbatches % round_size(num_ranks, num_microbatches) == 0
 
 
 def check_schedule(
@@ -92,26 +61,4 @@ def check_schedule(
     num = stages_per_rank(schedule, virtual_stages)
     if num_microbatches < 1:
         raise UserError(f"A pipeline step needs microbatches, but there are {num_microbatches}.")
-    if schedule == "dualpipev" and num_microbatches < 2 * num_ranks:
-        raise UserError(
-            f'[pipeline] schedule="dualpipev" on [parallel] pp={num_ranks} needs at least 2 x pp = '
-            f"{2 * num_ranks} microbatches, but microbatches={num_microbatches}. Set a smaller "
-            "[training] microbatch_size or a larger global_batch_size, or "
-            'schedule="zbv_zero_bubble", which takes any number.'
-        )
-    # With one stage per rank there is nothing to turn to, and any number will do.
-    if schedule in INTERLEAVED and num > 1 and not rounds_are_equal(num_ranks, num_microbatches):
-        fewer, more = (_nearest(num_ranks, num_microbatches, step) for step in (-1, 1))
-        raise UserError(
-            f"[pipeline] schedule={show(schedule)} on [parallel] pp={num_ranks} needs microbatches "
-            f"in {num_microbatches // num_ranks} equal rounds, but "
-            f"microbatches={num_microbatches}. Set [training] microbatch_size or global_batch_size "
-            f"so that a rank has {fewer} or {more} of them, or any multiple of pp."
-        )
-
-
-def _nearest(num_ranks: int, num_microbatches: int, step: int) -> int:
-    """The next number of microbatches up or down that falls into equal rounds."""
-    while not rounds_are_equal(num_ranks, num_microbatches):
-        num_microbatches += step
-    return num_microbatches
+    schedule_of(schedule).check(schedule, num_ranks, num_microbatches, num)

@@ -1,17 +1,18 @@
 """Orders in which the stages go round the ranks: GPipe, 1F1B, interleaved, zero bubble.
 
-Each function writes the programme of one rank: p ranks, m microbatches, v stages per rank.
+Each function writes the program of one rank: p ranks, m microbatches, v stages per rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_dit.schedules.action import ANY_STAGE, Kind, Programme
-from titan_dit.schedules.layout import round_size
+from titan_dit.config.section import UserError, show
+from titan_dit.schedules.action import ANY_STAGE, Kind, Program
+from titan_dit.schedules.schedule import Schedule
 
 
-def gpipe(rank: int, p: int, m: int, v: int) -> Programme:
+def gpipe(rank: int, p: int, m: int, v: int) -> Program:
     """All forwards, then all backwards (arXiv:1811.06965 sec. 2.3).
 
     With forward and backward as slow on every stage, (p - 1) / (m + p - 1) of the time is idle; a
@@ -20,7 +21,7 @@ def gpipe(rank: int, p: int, m: int, v: int) -> Programme:
     return [(Kind.FORWARD, rank)] * m + [(Kind.BACKWARD, rank)] * m
 
 
-def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> Programme:
+def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> Program:
     """A backward as soon as there is one: PipeDream-Flush, 1F1B (arXiv:2104.04473 sec. 2.2).
 
     Idle like GPipe, but a rank holds min(m, p - rank) microbatches.
@@ -31,7 +32,7 @@ def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> Programme:
     return _one_of_each(forwards, backwards, ahead)
 
 
-def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> Programme:
+def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> Program:
     """1F1B over v stages per rank, round by round (arXiv:2104.04473 sec. 2.2).
 
     A rank takes `round_size` microbatches through one of its stages, then through the next. With
@@ -69,6 +70,40 @@ def interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> Iterator[tuple
         yield Kind.BACKWARD_WEIGHT, ANY_STAGE
 
 
+def round_size(num_ranks: int, num_microbatches: int) -> int:
+    """Microbatches that an interleaved rank takes through one stage before it turns to the next.
+
+    `num_ranks` in arXiv:2104.04473 sec. 2.2. It may be more, as long as all rounds are equal, and
+    it is less where there are fewer microbatches than ranks.
+    """
+    return num_microbatches // max(1, num_microbatches // num_ranks)
+
+
+def rounds_are_equal(num_ranks: int, num_microbatches: int) -> bool:
+    """Whether the microbatches fall into equal rounds."""
+    return num_microbatches % round_size(num_ranks, num_microbatches) == 0
+
+
+def needs_equal_rounds(name: str, p: int, m: int, v: int) -> None:
+    """Raise UserError unless the microbatches fall into equal rounds."""
+    # With one stage per rank there is nothing to turn to, and any number will do.
+    if v > 1 and not rounds_are_equal(p, m):
+        fewer, more = (_nearest(p, m, step) for step in (-1, 1))
+        raise UserError(
+            f"[pipeline] schedule={show(name)} on [parallel] pp={p} needs microbatches in {m // p} "
+            f"equal rounds, but microbatches={m}. Set [training] microbatch_size or "
+            f"global_batch_size so that a rank has {fewer} or {more} of them, or any multiple "
+            "of pp."
+        )
+
+
+def _nearest(num_ranks: int, num_microbatches: int, step: int) -> int:
+    """The next number of microbatches up or down that falls into equal rounds."""
+    while not rounds_are_equal(num_ranks, num_microbatches):
+        num_microbatches += step
+    return num_microbatches
+
+
 def _round_trip(rank: int, p: int, m: int, v: int) -> list[int]:
     """The stage of each of a rank's v * m forwards; its backwards run through it from the end."""
     size = round_size(p, m)
@@ -82,3 +117,14 @@ def _one_of_each(
     steady = len(forwards) - ahead
     pairs = zip(forwards[ahead:], backwards[:steady], strict=True)
     return forwards[:ahead] + [action for pair in pairs for action in pair] + backwards[steady:]
+
+
+GPIPE = Schedule(program=gpipe)
+ONE_F_ONE_B = Schedule(program=one_forward_one_backward)
+INTERLEAVED_1F1B = Schedule(program=interleaved_1f1b, interleaved=True, check=needs_equal_rounds)
+INTERLEAVED_ZERO_BUBBLE = Schedule(
+    program=interleaved_zero_bubble,
+    interleaved=True,
+    splits_backward=True,
+    check=needs_equal_rounds,
+)

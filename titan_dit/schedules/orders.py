@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Final
-
-from titan_dit.schedules import looped, v_shaped
-from titan_dit.schedules.action import Order, Programme, number
-from titan_dit.schedules.layout import Schedule, check_schedule, stages_per_rank
-
-PROGRAMMES: Final[Mapping[Schedule, Callable[[int, int, int, int], Programme]]] = MappingProxyType(
-    {
-        "gpipe": looped.gpipe,
-        "1f1b": looped.one_forward_one_backward,
-        "interleaved_1f1b": looped.interleaved_1f1b,
-        "interleaved_zero_bubble": looped.interleaved_zero_bubble,
-        "zbv_zero_bubble": v_shaped.zbv_zero_bubble,
-        "dualpipev": v_shaped.dualpipev,
-    }
-)
+from titan_dit.schedules.action import Order, number
+from titan_dit.schedules.layout import check_schedule, stages_per_rank
+from titan_dit.schedules.schedule import schedule_of
 
 
 def pipeline_order(
-    schedule: Schedule, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
+    schedule: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
 ) -> Order:
     """What every pipeline rank computes in a step, and in which order.
 
@@ -37,11 +22,11 @@ def pipeline_order(
         virtual_stages=virtual_stages,
     )
     num = stages_per_rank(schedule, virtual_stages)
-    programme = PROGRAMMES[schedule]
+    program = schedule_of(schedule).program
     return tuple(
         tuple(
             action
-            for action in number(programme(rank, num_ranks, num_microbatches, num))
+            for action in number(program(rank, num_ranks, num_microbatches, num))
             if action.microbatch < num_microbatches
         )
         for rank in range(num_ranks)

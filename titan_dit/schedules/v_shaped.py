@@ -1,17 +1,19 @@
 """Orders in which the stages go down the ranks and back up: ZB-V and DualPipeV.
 
-Each function writes the programme of one rank: p ranks, m microbatches. The rank holds stage
+Each function writes the program of one rank: p ranks, m microbatches. The rank holds stage
 `rank` on the way down and stage 2p - 1 - rank on the way up.
 """
 
 from __future__ import annotations
 
-from titan_dit.schedules.action import ANY_STAGE, Kind, Programme
+from titan_dit.config.section import UserError, show
+from titan_dit.schedules.action import ANY_STAGE, Kind, Program
+from titan_dit.schedules.schedule import Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
 
-def zbv_zero_bubble(rank: int, p: int, m: int, v: int) -> Programme:
+def zbv_zero_bubble(rank: int, p: int, m: int, v: int) -> Program:
     """ZB-V (arXiv:2401.10241 sec. 6): no rank is idle between its first and its last action.
 
     That holds where forward, input and weight gradient take equally long and m >= 2p - 1. A rank
@@ -33,7 +35,7 @@ def zbv_zero_bubble(rank: int, p: int, m: int, v: int) -> Programme:
     return fill + steady + drain + [(W, up)] * rank + [(W, down)] * rank
 
 
-def dualpipev(rank: int, p: int, m: int, v: int) -> Programme:
+def dualpipev(rank: int, p: int, m: int, v: int) -> Program:
     """DualPipeV: the way down and the way up overlap (arXiv:2412.19437 sec. 3.2.1, cut in half).
 
     Follows github.com/deepseek-ai/DualPipe and needs m >= 2p; a rank holds at most 2p + 1
@@ -56,3 +58,19 @@ def dualpipev(rank: int, p: int, m: int, v: int) -> Programme:
     drain += [(I, up), (I, down)] * ((rank + 1) // 2)
     drain += [(W, ANY_STAGE), (I, down)] * after
     return fill + steady + drain + [(W, ANY_STAGE)] * (rank + 1)
+
+
+def needs_two_per_rank(name: str, p: int, m: int, v: int) -> None:
+    """Raise UserError for fewer than 2p microbatches."""
+    if m < 2 * p:
+        raise UserError(
+            f"[pipeline] schedule={show(name)} on [parallel] pp={p} needs at least 2 x pp = "
+            f"{2 * p} microbatches, but microbatches={m}. Set a smaller [training] microbatch_size "
+            'or a larger global_batch_size, or schedule="zbv_zero_bubble", which takes any number.'
+        )
+
+
+ZBV_ZERO_BUBBLE = Schedule(program=zbv_zero_bubble, v_shaped=True, splits_backward=True)
+DUALPIPEV = Schedule(
+    program=dualpipev, v_shaped=True, splits_backward=True, check=needs_two_per_rank
+)

@@ -1,0 +1,9 @@
+"""The schedules of the catalog, by what they are."""
+
+from titan_dit.config import catalog
+from titan_dit.schedules.schedule import schedule_of
+
+SCHEDULES = tuple(catalog.SCHEDULES)
+INTERLEAVED = tuple(name for name in SCHEDULES if schedule_of(name).interleaved)
+V_SHAPED = tuple(name for name in SCHEDULES if schedule_of(name).v_shaped)
+SPLIT_BACKWARD = tuple(name for name in SCHEDULES if schedule_of(name).splits_backward)

@@ -1,0 +1,40 @@
+"""What a pipeline schedule is: a program for every rank, and what it demands of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titan_dit.config import catalog
+from titan_dit.config.dotted_names import look_up
+from titan_dit.config.section import UserError, show
+from titan_dit.schedules.action import Program
+
+KEY = "[pipeline] schedule"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A row of `catalog.SCHEDULES`, or what a user's dotted name stands for."""
+
+    program: Callable[[int, int, int, int], Program]
+    """(rank, ranks p, microbatches m, stages per rank v) -> the rank's actions, in order."""
+    v_shaped: bool = False
+    """Rank r holds stages r and 2p - 1 - r. Otherwise r, r + p, r + 2p, ..."""
+    interleaved: bool = False
+    """A rank holds [pipeline] virtual_stages stages. Otherwise two if V-shaped, else one."""
+    splits_backward: bool = False
+    """Input and weight gradients are computed separately."""
+    check: Callable[[str, int, int, int], None] = lambda name, p, m, v: None
+    """(name, p, m, v): raise UserError if the schedule cannot run m microbatches."""
+
+
+def schedule_of(name: str) -> Schedule:
+    """The schedule that [pipeline] schedule names; UserError if there is none."""
+    found = look_up(catalog.SCHEDULES, KEY, name)
+    if not isinstance(found, Schedule):
+        raise UserError(
+            f"{KEY}={show(name)} is a {type(found).__name__}, not a "
+            "titan_dit.schedules.schedule.Schedule."
+        )
+    return found
