@@ -179,7 +179,7 @@ def test_what_is_packed_is_not_packed_again(faulty):
 SLOW = """
 import sys, time
 from pathlib import Path
-from titan_dit.data import pack, shard_job
+from titan_dit.data.packing import pack, shard_job
 
 read = shard_job.read_latent
 def slowly(*args):

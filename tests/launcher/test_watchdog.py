@@ -40,7 +40,7 @@ def test_a_hanging_rank_is_dumped_with_the_others_and_the_run_goes_on(tmp_path):
     stacks = [
         (folder / "hangs" / f"step-00000003-rank-{rank}.txt").read_text() for rank in range(2)
     ]
-    assert 'hanging.py", line 7 in train_step' in stacks[1]
+    assert 'hanging.py", line 8 in train_step' in stacks[1]
     assert "hanging.py" in stacks[0], "the rank that waits for it has dumped, too"
     assert 'hanging.py", line 7 ' not in stacks[0]
     for rank, text in enumerate(stacks):
@@ -53,7 +53,7 @@ def test_a_hanging_rank_is_dumped_with_the_others_and_the_run_goes_on(tmp_path):
 def in_a_process(body, timeout=30):
     program = (
         "import ctypes, time\nfrom pathlib import Path\n"
-        f"from titan_dit.faults import watchdog\n{body}"
+        f"from titan_dit.launcher import watchdog\n{body}"
     )
     return subprocess.run(
         [sys.executable, "-c", program],
