@@ -295,7 +295,8 @@ def test_an_error_elsewhere_does_not_wait_for_the_writer(tmp_path):
         "    time.sleep(300)\n"
         "run_checkpoints.write = slow\n"
         "def main():\n"
-        "    run_checkpoints.Checkpoints(Path('here')).save(1, {'model': {'w': torch.ones(1)}}, {})\n"
+        "    checkpoints = run_checkpoints.Checkpoints(Path('here'))\n"
+        "    checkpoints.save(1, {'model': {'w': torch.ones(1)}}, {})\n"
         "    raise RuntimeError('planted')\n"
         "failure.guarded(main)\n"
     )

@@ -128,7 +128,7 @@ def gathered_formats(device_type):
         model, styles = converted(
             "tensorwise", float8_layers="all", sizes=mesh.sizes, device_type=device_type
         )
-        tensor.shard(model, mesh.tp, styles)
+        tensor.shard(model, mesh.axis("tp"), styles)
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from titan_dit.config.section import UserError, show
 from titan_dit.models.base import ModelSpec, TensorSpec
+from titan_dit.parallel.mesh import axes
 from titan_dit.parallel.tensor import TensorPlan, shard_dim
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.balance import check_split
@@ -54,8 +55,8 @@ def check_world(plan: RunPlan) -> None:
 def refuse_followed(plan: RunPlan) -> None:
     """Of a run that has begun: it comes back on whole models only."""
     ranks = plan.world_size
-    kept = {axis: getattr(plan.sizes, axis) for axis in ("pp", "cp", "tp")}
-    one_model = math.prod(kept.values())
+    one_model = plan.sizes.model
+    kept = {axis: getattr(plan.sizes, axis) for axis in axes("samples", has=False)}
     below, above = ranks // one_model * one_model, -(-ranks // one_model) * one_model
     factors = " x ".join(f"{axis}={size}" for axis, size in kept.items() if size > 1)
     were = "was" if ranks == 1 else "were"
@@ -116,10 +117,10 @@ def check_batch(plan: RunPlan) -> None:
     micro, ranks = plan.wanted_microbatch_size, sizes.data
     if plan.following:
         if ranks > batch:
-            model = sizes.pp * sizes.cp * sizes.tp
             raise UserError(
                 f"[training] global_batch_size={batch} cannot be held by {ranks} data-parallel "
-                f"ranks: there are more ranks than samples. Launch {batch * model} ranks at most."
+                "ranks: there are more ranks than samples. "
+                f"Launch {batch * sizes.model} ranks at most."
             )
         return
     unit = (micro or 1) * ranks

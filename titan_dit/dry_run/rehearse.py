@@ -112,7 +112,7 @@ def rehearse(
                     parameters=sum(local(p).numel() for p in rehearsal.parameters.values()),
                     peak=peak,
                     traffic=traffic,
-                    flops=flops / (sizes.cp * sizes.tp),
+                    flops=flops / (sizes.model // sizes.pp),
                     idle=0.0,
                 )
             )

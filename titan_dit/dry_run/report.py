@@ -32,7 +32,7 @@ def lines(report: Report) -> Iterator[str]:
 def head(report: Report) -> Iterator[str]:
     """What was tried."""
     plan, sizes = report.plan, report.plan.sizes
-    world = sizes.pp * sizes.data * sizes.cp * sizes.tp
+    world = sizes.data * sizes.model
     where = f"{plural(world, 'rank')} ({sizes})"
     yield f"dry run of {plan.name}: {where}, {plan.precision.dtype}"
     yield (

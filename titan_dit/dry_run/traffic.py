@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_dit.kernels.attention_kernels import accumulator
-from titan_dit.parallel.mesh import Mesh
+from titan_dit.parallel.mesh import FILL, Mesh, axes
 
 Message = tuple[str, float]
 """The operation by its common name, and the bytes that a rank sends."""
@@ -191,13 +191,13 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, int]]:
     """The axis and the size of every process group of a mesh, by the group's name."""
     parts = {"data": mesh.data, "loss": mesh.loss, "shard": mesh.shard}
     parts |= {axis: mesh.whole[axis] for axis in mesh.whole.mesh_dim_names or ()}
-    # Where cp is 1, the ranks that share parameters are those of dp_shard alone.
-    titles = {"shard": "dp_shard" if mesh.sizes.cp == 1 else "dp_shard x cp"}
-    axes = {
+    sharding = [name for name in axes("fsdp") if name == FILL or getattr(mesh.sizes, name) > 1]
+    titles = {"shard": " x ".join(sharding)}
+    found = {
         str(part.get_group().group_name): (titles.get(name, name), part.size())
         for name, part in parts.items()
     }
     # The gradient norm goes over all ranks.
     world = dist.group.WORLD
     assert world is not None
-    return {str(world.group_name): ("all", world.size())} | axes
+    return {str(world.group_name): ("all", world.size())} | found

@@ -61,7 +61,7 @@ def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     """
     last = plan.num_stages - 1
     parts: dict[int, Model] = {}
-    for stage in plan.stages_of(mesh.pp.get_local_rank()):
+    for stage in plan.stages_of(mesh.axis("pp").get_local_rank()):
         with torch.device("meta"):
             model = plan.spec.build()
         check_model(model, plan.spec)
@@ -115,7 +115,7 @@ def place_modules(
         return {}
     for module in modules.values():
         if mesh.sizes.tp > 1:
-            tensor.replicate(module, mesh.tp)
+            tensor.replicate(module, mesh.axis("tp"))
         fsdp.shard_module(module, mesh.fsdp, plan.precision)
     # Under one more name, so that they are nobody else's.
     holder = nn.ModuleDict({"objective": modules})
@@ -145,7 +145,7 @@ def executor_of(
     )
     if mesh.sizes.cp > 1:
         dims = TokenDims.of(plan.spec, objective.token_targets)
-        executor = SlicedExecutor(executor, mesh.cp, dims)
+        executor = SlicedExecutor(executor, mesh.axis("cp"), dims)
     executor.sum_over_data, executor.spec = mesh.sum_over_data, plan.spec
     return executor
 
@@ -158,7 +158,7 @@ def whole_token_executor(
         return LocalExecutor(parts[0], loss, plan.microbatch_size)
     return PipelinedExecutor(
         parts,
-        mesh.pp,
+        mesh.axis("pp"),
         plan.order(plan.num_microbatches),
         plan.stage_ranks,
         shapes_of(plan),

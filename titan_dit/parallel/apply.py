@@ -29,14 +29,14 @@ def parallelize(
     if precision.float8 != "off":
         styles = float8.apply(model, styles, precision, mesh.sizes, rows, device_type)
     if mesh.sizes.tp > 1:
-        tensor.shard(model, mesh.tp, styles)
-    async_tp.apply(mesh.tp if parallel.async_tp and mesh.sizes.tp > 1 else None)
+        tensor.shard(model, mesh.axis("tp"), styles)
+    async_tp.apply(mesh.axis("tp") if parallel.async_tp and mesh.sizes.tp > 1 else None)
     if short_attention.suits(device_type, precision, recompute, compilation):
         attention.apply(model, short_attention.attend)
     else:
         attention.apply(model, attention.attend_by(precision.attention))
     if mesh.sizes.cp > 1:
-        context.apply(model, mesh.cp, parallel.cp_method, precision.attention)
+        context.apply(model, mesh.axis("cp"), parallel.cp_method, precision.attention)
     remat.apply(model, recompute)
     compile_blocks(model, compilation)
     fsdp.shard(model, mesh.fsdp, parallel, precision)
