@@ -10,6 +10,7 @@ from tiny import tiny_config
 
 from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
+from titan_dit.opening import Opened
 from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.trainer import Trainer
@@ -64,6 +65,7 @@ def test_a_save_reads_the_verdicts_of_its_own_steps_first():
     trainer, said = mock.MagicMock(), []
     trainer.config, trainer.ledger = tiny_config(), Ledger()
     trainer.step, trainer.cursor, trainer.epochs = 2, 32, EpochOrder(0, 64)
+    trainer.identity.as_record = dict
     trainer.guard.taken = ["a step that is still on the device"]
     trainer.read_guard = lambda: said.append("read")
     trainer.guard.state = lambda: said.append("state") or {"nan_steps": 1}
@@ -92,17 +94,17 @@ def test_previews_are_drawn_with_the_averaged_weights():
     trainer.step, trainer.objective.preview = 7, preview
     Trainer.preview(trainer)
     assert drawn == ["the averaged ones"]
-    assert trainer.journal.show.mock_calls == [mock.call(7, "a picture")]
+    assert trainer.log.show.mock_calls == [mock.call(7, "a picture")]
     assert weights == ["the raw ones"]
 
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_the_first_rank_says_what_a_user_had_better_know(is_main, monkeypatch):
-    monkeypatch.setattr("titan_dit.trainer.device_fits.attention_hint", lambda *_: "a line")
-    monkeypatch.setattr("titan_dit.trainer.console", mock.MagicMock())
-    monkeypatch.setattr("titan_dit.trainer.followed", lambda *_: [])
-    trainer = mock.MagicMock(config=tiny_config(), notes=["a note"])
-    trainer.world.is_main = is_main
+    monkeypatch.setattr("titan_dit.opening.attention_hint", lambda *_: "a line")
+    trainer = mock.MagicMock(config=tiny_config())
+    trainer.world.is_main, trainer.built.notes = is_main, ["a note"]
     trainer.objective.hints = lambda source: ["a hint"]
+    parts = mock.Mock(objective=trainer.objective)
+    trainer.opened.hints = lambda *given: Opened.hints(parts, *given)
     Trainer.open_run_directory(trainer)
     assert (mock.call("a note", "a hint", "a line") in trainer.say.mock_calls) == is_main

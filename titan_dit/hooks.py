@@ -7,7 +7,7 @@ raised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -98,6 +98,11 @@ class Hooks:
             self.hooks.append((name, kind()))
         except (Exception, SystemExit) as error:
             self.failure = f'{KEY}="{name}": building it raised {named(error)}'
+
+    def raise_failure(self, gather: Callable[[str | None], list[str | None]]) -> None:
+        """Raise UserError, on every rank, if a hook has raised on any of them."""
+        if self.wanted and (failures := [text for text in gather(self.failure) if text]):
+            raise UserError(failures[0])
 
     def origins(self) -> list[str]:
         """A line for every hook: where it was imported from."""

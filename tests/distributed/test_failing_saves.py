@@ -107,7 +107,7 @@ def saved_and_trained_on(world, folder):
     expected = [p.detach().full_tensor().clone() for p in trainer.parameters.values()]
     for trainer.step in (2, 3, 4):
         trainer.train_step(next(batches))
-        trainer.tell_of_saves()
+        trainer.report_saves()
     trainer.checkpoints.finish()
     other = trainer_in(world, folder)
     other.resume()

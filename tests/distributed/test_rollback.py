@@ -45,13 +45,13 @@ class Killed(Exception):
 
 
 def killed_after_going_back(trainer):
-    original = trainer.go_back
+    original = trainer.roll_back
 
     def go_back():
         original()
         raise Killed
 
-    trainer.go_back = go_back
+    trainer.roll_back = go_back
 
 
 BAD = range(85, 125)  # In steps 6, 7 and 8, which draw 80 to 127.

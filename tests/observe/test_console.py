@@ -1,9 +1,6 @@
-from pathlib import Path
-
 import pytest
-from tiny import tiny_config
 
-from titan_dit.observe.console import Sizes, beginning, count, duration, progress, say
+from titan_dit.observe.console import count, duration, progress, say
 
 ROW = {
     "step": 50,
@@ -64,32 +61,3 @@ def test_durations_are_read_as_a_clock(seconds, text):
 def test_a_line_is_printed_at_once(capsys):
     say("hello")
     assert capsys.readouterr().out == "hello\n"
-
-
-@pytest.mark.parametrize(
-    ("held_out", "about", "data"),
-    [
-        (0, "10 classes", "6,000 samples, 10 classes"),
-        (250, "10 classes", "6,000 samples (250 of them for validation), 10 classes"),
-        (0, "", "6,000 samples"),
-    ],
-)
-def test_a_run_begins_by_saying_what_will_be_done_on_what(held_out, about, data):
-    config, versions = tiny_config(), {"titan_dit": "1", "torch": "2"}
-    lines = beginning(
-        ("dit", "digits"),
-        config.precision,
-        config.training,
-        versions,
-        "dp_shard=2 on cpu",
-        Sizes(1234, 5 * 10**9, 16, 6000, held_out, about),
-        3,
-        Path("run"),
-    )
-    assert list(lines) == [
-        "titan_dit 1, torch 2: dp_shard=2 on cpu, fp32, attention auto",
-        "model   dit: 1,234 parameters, 16 tokens, 5 GFLOP per sample and step",
-        f"data    digits: {data}",
-        "steps   3 of 4 done, 16 samples each",
-        "output  run",
-    ]

@@ -1,22 +1,15 @@
 import json
 import math
 import sys
-import time
 import types
 
 import pytest
 import torch
 
 from titan_dit.config.operation import MetricsConfig
-from titan_dit.observe import flops, metrics
-from titan_dit.observe.metrics import (
-    Meter,
-    Metrics,
-    finite_or_none,
-    keep_rows,
-    peak_gib,
-    row_of,
-)
+from titan_dit.observe import flops
+from titan_dit.observe.metrics import curve, finite_or_none, keep_rows, row_of
+from titan_dit.observe.run_log import RunLog
 
 
 def row(step, loss=0.5):
@@ -57,7 +50,9 @@ def test_a_fresh_run_starts_with_an_empty_file(tmp_path):
 
 
 def open_metrics(folder, resumed=0, **settings):
-    return Metrics(folder, "run", MetricsConfig(**{"tensorboard": False, **settings}), resumed, {})
+    log = RunLog(folder, "run", is_written=True)
+    log.open({}, MetricsConfig(**{"tensorboard": False, **settings}), resumed)
+    return log
 
 
 def test_rows_are_appended_one_by_one_and_a_resumed_run_goes_on(tmp_path):
@@ -68,7 +63,7 @@ def test_rows_are_appended_one_by_one_and_a_resumed_run_goes_on(tmp_path):
     second = open_metrics(tmp_path, resumed=10)
     second.log(row(11, loss=0.25))
     assert [r["step"] for r in lines_of(tmp_path / "metrics.jsonl")] == [1, 10, 11]
-    assert second.curve("loss") == ([1, 10, 11], [1, 0.1, 0.25])
+    assert curve(second.rows, "loss") == ([1, 10, 11], [1, 0.1, 0.25])
 
 
 def test_what_is_not_finite_becomes_null_and_leaves_the_curve(tmp_path):
@@ -80,7 +75,7 @@ def test_what_is_not_finite_becomes_null_and_leaves_the_curve(tmp_path):
     assert text.count("null") == 3
     assert "NaN" not in text
     assert "Infinity" not in text
-    assert run.curve("loss") == ([0, 4], [0.5, 0.4])
+    assert curve(run.rows, "loss") == ([0, 4], [0.5, 0.4])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -112,64 +107,6 @@ def test_wandb_is_given_the_rows_and_goes_on_in_the_same_run(tmp_path, monkeypat
     assert row == ({"step": 1, "loss": 0.5}, 1)
     assert first["id"] == second["id"]
     assert first["resume"] == "allow"
-
-
-class Clock:
-    now = 100.0
-
-    def perf_counter(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(metrics, "time", clock)
-    return clock
-
-
-def test_the_meter_gives_milliseconds_per_step_since_the_last_reading(clock):
-    meter = Meter()
-    clock.now, meter.steps, meter.waited = 102, 4, 0.4
-    assert meter.read() == pytest.approx((500, 100))
-    clock.now, meter.steps = 103, 1
-    assert meter.read() == pytest.approx((1000, 0))
-
-
-def test_what_happens_while_paused_is_left_out(clock):
-    meter = Meter()
-    clock.now, meter.steps = 101, 2
-    with meter.paused():
-        clock.now = 201
-    clock.now = 202
-    assert meter.read() == pytest.approx((1000, 0))
-
-
-def test_waiting_for_data_is_counted_and_stays_in_the_time_per_step(clock):
-    meter = Meter()
-    meter.steps = 2
-    for until in (101, 102):
-        with meter.waiting():
-            clock.now = until
-        clock.now = until + 0.5
-    assert meter.read() == pytest.approx((1250, 750))
-
-
-def test_reading_before_the_first_step_divides_by_nothing(clock):
-    meter = Meter()
-    clock.now = 101
-    assert meter.read() == pytest.approx((1000, 0))
-
-
-def test_a_real_meter_runs():
-    meter = Meter()
-    time.sleep(0.01)
-    meter.steps = 1
-    assert 10 <= meter.read()[0] < 5000
-
-
-def test_peak_memory_of_a_cpu_is_that_of_the_process():
-    assert 0.05 < peak_gib(torch.device("cpu")) < 64
 
 
 @pytest.mark.parametrize(

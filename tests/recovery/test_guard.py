@@ -10,7 +10,7 @@ from titan_dit.config.operation import FaultsConfig
 from titan_dit.data.base import Batch
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
-from titan_dit.observe.journal import Journal
+from titan_dit.observe.run_log import RunLog
 from titan_dit.recovery import fault_log
 from titan_dit.recovery.guard import Guard
 from titan_dit.rng import SampleRNG
@@ -142,12 +142,12 @@ def test_a_fault_log_is_read_without_a_line_that_was_cut_short(tmp_path):
     assert fault_log.read(tmp_path) == []
     bad, _ = verdicts([1.0, math.nan])
     line = fault_log.bad_step(bad[0], [3, 4, 7], [0, 1, 2], {"timestep": [0.5, 1.5, 2.5]})
-    journal = Journal(tmp_path, "run", is_written=True)
-    journal.add(fault_log.FILE, line)
+    log = RunLog(tmp_path, "run", is_written=True)
+    log.add(fault_log.FILE, line)
     assert fault_log.read(tmp_path) == []  # A run whose directory is not open writes nothing.
     config = tiny_config()
-    journal.open(config_file.to_tables(config), config.metrics, 0)
-    journal.add(fault_log.FILE, line)
+    log.open(config_file.to_tables(config), config.metrics, 0)
+    log.add(fault_log.FILE, line)
     with (tmp_path / fault_log.FILE).open("a") as file:
         file.write('{"step": 3, "ki')
     (found,) = fault_log.read(tmp_path)

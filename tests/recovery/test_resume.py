@@ -4,24 +4,24 @@ import os
 
 import pytest
 import torch
+from tiny import tiny_config
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
+from titan_dit.config import config_file
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig
 from titan_dit.optim.ema import EMA
 from titan_dit.recovery import resume as resuming
-from titan_dit.recovery.resume import Start, check_same_mathematics
+from titan_dit.recovery.resume import Identity, Start, check_same_mathematics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-TABLES = {
-    "training": {"steps": 10, "global_batch_size": 8},
-    "optimizer": {"lr": 1e-3},
-    "job": {"name": "a", "seed": 0},
-}
+TABLES = config_file.to_tables(
+    tiny_config(job={"name": "a"}, training={"steps": 10, "global_batch_size": 8})
+)
 
 
 def run_with(folder, *steps, resume="auto"):
@@ -247,7 +247,9 @@ def changed(**values):
 
 
 def check(tmp_path, tables, digest="abc"):
-    check_same_mathematics(tmp_path / "step-00000005", (TABLES, tables), ("abc", digest))
+    record = {"config": TABLES, "config_format": config_file.FORMAT, "data": {"digest": "abc"}}
+    identity = Identity(tables, {"digest": digest}, num_held_out=0)
+    check_same_mathematics(tmp_path / "step-00000005", record, identity)
 
 
 def test_the_same_mathematics_may_go_on(tmp_path):

@@ -38,8 +38,8 @@ def trainer_of(folder, **sections):
 def test_the_held_out_rows_are_in_no_batch_of_any_epoch(tmp_path):
     settings = {"training": {"global_batch_size": 300}, "validation": {"every": 1, "samples": 50}}
     with trainer_of(tmp_path, **settings) as trainer:
-        held_out = set(trainer.held_out)
-        labels = trainer.source.labels[list(trainer.held_out)]
+        held_out = set(trainer.epochs.held_out)
+        labels = trainer.source.labels[list(trainer.epochs.held_out)]
         assert torch.bincount(labels).tolist() == [5] * 10
         epochs = trainer.epochs
         assert epochs.num_rows == 1797 - 50
@@ -59,7 +59,7 @@ def test_the_loss_is_the_mean_over_rows_and_over_fixed_timesteps(tmp_path):
         expected = itertools.product(["validation_loss", *names], ["", *averages])
         assert sorted(found) == sorted(name + average for name, average in expected)
         # By hand, in one batch.
-        pairs = list(enumerate(trainer.held_out))
+        pairs = list(enumerate(trainer.epochs.held_out))
         objective, cpu = trainer.objective, torch.device("cpu")
         batch = load_samples(trainer.source, pairs, objective.inspect, cpu, len(pairs))
         rng = SampleRNG(0, torch.arange(11))
@@ -113,7 +113,7 @@ def test_another_dataset_is_validated_on_unless_it_shares_samples(tmp_path):
     data = {"name": "latents", "path": str(tmp_path / "train")}
     apart = {"every": 1, "path": str(tmp_path / "apart")}
     with trainer_of(tmp_path / "run", data=data, validation=apart) as trainer:
-        assert trainer.held_out == ()
+        assert trainer.epochs.held_out == ()
         assert len(trainer.validation_set.rows) == 40
         assert trainer.validate()["validation_loss"] > 0
     overlaps = apart | {"path": str(tmp_path / "overlaps")}

@@ -38,7 +38,7 @@ class Bound:
     above: float | None = None
     below: float | None = None
 
-    def broken_by(self, value: float) -> str | None:
+    def broken_by(self, value: Any) -> str | None:
         """The rule that `value` breaks, in words, or None. NaN breaks every bound."""
         rules = (
             (self.least, "at least", operator.ge),
@@ -58,7 +58,7 @@ class OneOf:
 
     table: Mapping[str, str]
 
-    def broken_by(self, value: str) -> str | None:
+    def broken_by(self, value: Any) -> str | None:
         """What is wrong with `value`, or None."""
         if value in self.table or ":" in value:
             return None
@@ -84,7 +84,8 @@ def conform(value: object, hint: Any, where: str) -> Any:
     if origin is Annotated:
         value = conform(value, args[0], where)
         for rule in args[1:]:
-            if broken := rule.broken_by(value):
+            # Other libraries have metadata of their own there.
+            if isinstance(rule, Bound | OneOf) and (broken := rule.broken_by(value)):
                 raise UserError(f"{where}={show(value)} {broken}.")
         return value
     if origin in (Union, UnionType):

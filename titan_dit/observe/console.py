@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from titan_dit.config.layout import PrecisionConfig
-from titan_dit.config.training import TrainingConfig
 from titan_dit.system import streams
 
 LOSS = "validation_loss"
@@ -24,46 +20,6 @@ def say(line: str) -> None:
 def mention(line: str) -> None:
     """Print a line of a run, which goes on whether anybody reads it or not."""
     streams.tell(sys.stdout, line + "\n")
-
-
-class Sizes(NamedTuple):
-    """Of a run's network and dataset."""
-
-    parameters: int
-    flops_per_sample: int
-    tokens: int
-    samples: int
-    held_out: int
-    about: str
-    """What the data says of itself beside their number."""
-
-
-def beginning(
-    names: tuple[str, str],
-    precision: PrecisionConfig,
-    training: TrainingConfig,
-    versions: Mapping[str, str],
-    where: str,
-    sizes: Sizes,
-    step: int,
-    folder: Path,
-) -> Iterator[str]:
-    """What will be done, on what: the first lines of a run that goes on after `step`.
-
-    `names`: of [model] and of [data].
-    """
-    software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    model, data = names
-    yield f"{software}: {where}, {precision}, attention {precision.attention}"
-    yield (
-        f"model   {model}: {sizes.parameters:,} parameters, {sizes.tokens} tokens, "
-        f"{sizes.flops_per_sample / 1e9:.3g} GFLOP per sample and step"
-    )
-    about = f", {sizes.about}" if sizes.about else ""
-    held_out = f" ({sizes.held_out} of them for validation)" if sizes.held_out else ""
-    yield f"data    {data}: {sizes.samples:,} samples{held_out}{about}"
-    yield f"steps   {step} of {training.steps} done, {training.global_batch_size} samples each"
-    yield f"output  {folder}"
 
 
 def progress(row: dict[str, Any], steps: int) -> str:
@@ -87,17 +43,6 @@ def progress(row: dict[str, Any], steps: int) -> str:
         parts.append(f"skipped {row['skipped_steps']}")
     parts.append(f"ETA {duration((steps - step) * row['step_ms'] / 1e3)}")
     return "  ".join(parts)
-
-
-def skipped(step: int, kind: str, grad_norm: float, folder: Path) -> str:
-    """One line for a step that changed nothing."""
-    why = f"a spike of {grad_norm:.3g}" if kind == "spike" else "not finite"
-    return f"step {step} skipped: the gradient norm is {why} (see {folder / 'faults.jsonl'})"
-
-
-def went_back(step: int, start: object, first: int, end: int) -> str:
-    """One line for a run that went back and leaves samples out."""
-    return f"went back from step {step} to {start}: samples {first} to {end - 1} are left out"
 
 
 def number(value: float | None, form: str) -> str:

@@ -1,65 +1,25 @@
-"""What a run reports: metrics.jsonl, TensorBoard, wandb, the loss curve and the console."""
+"""Rows of metrics: what they hold, metrics.jsonl, TensorBoard, wandb."""
 
 from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
-import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from titan_dit.config.operation import MetricsConfig
 from titan_dit.observe.flops import Work
 
 Row = dict[str, Any]
 Writer = Callable[[Row], None]
 
 
-class Metrics:
-    """The writers of the one rank that speaks for the run."""
-
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        config: MetricsConfig,
-        resumed_step: int,
-        run: Mapping[str, Any],
-    ) -> None:
-        self.file = folder / "metrics.jsonl"
-        self.rows = keep_rows(self.file, resumed_step)
-        self.writers: list[Writer] = [self._write_line]
-        if config.tensorboard:
-            self.writers.append(tensorboard_writer(folder / "tensorboard", resumed_step))
-        if config.wandb:
-            self.writers.append(wandb_writer(folder, name, run))
-
-    def log(self, row: Row) -> None:
-        """One logged step, to every writer."""
-        self.rows.append(row)
-        for write in self.writers:
-            write(row)
-
-    def forget_after(self, step: int) -> None:
-        """Drop the lines of later steps, which the run will do anew; other writers keep theirs."""
-        self.rows = keep_rows(self.file, step)
-
-    def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of the whole run, the part before a resume included."""
-        finite = [row for row in self.rows if row.get(name) is not None]
-        return [row["step"] for row in finite], [row[name] for row in finite]
-
-    def _write_line(self, row: Row) -> None:
-        with self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+def curve(rows: Iterable[Row], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a column, where it has one."""
+    finite = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in finite], [row[name] for row in finite]
 
 
 def row_of(
@@ -153,48 +113,6 @@ def wandb_writer(folder: Path, name: str, run: Mapping[str, Any]) -> Writer:
         wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
 
     return write
-
-
-class Meter:
-    """Time per step between two logged steps, and how much of it was spent waiting for data."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Start anew from now."""
-        self.start = time.perf_counter()
-        self.steps = 0
-        self.waited = 0.0
-
-    def read(self) -> tuple[float, float]:
-        """(milliseconds per step, of which waiting for data) since the last reading."""
-        elapsed, steps = time.perf_counter() - self.start, max(1, self.steps)
-        result = 1e3 * elapsed / steps, 1e3 * self.waited / steps
-        self.restart()
-        return result
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the block as a wait for data."""
-        began = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - began
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave what happens in the block (previews, checkpoints) out of the time per step."""
-        began = time.perf_counter()
-        yield
-        self.start += time.perf_counter() - began
-
-
-def peak_gib(device: torch.device) -> float:
-    """Highest memory of this rank so far: of the device, on a CPU of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def finite_or_none(value: float) -> float | None:

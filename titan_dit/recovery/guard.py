@@ -47,6 +47,11 @@ class BadStep:
     grad_norm: float
     loss: float
 
+    def told(self, log: object) -> str:
+        """A line for the console; `log` is the file with the details."""
+        why = f"a spike of {self.grad_norm:.3g}" if self.kind == "spike" else "not finite"
+        return f"step {self.step} skipped: the gradient norm is {why} (see {log})"
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -136,6 +141,13 @@ class Guard:
         self.streak = self.streak or here
         if 0 < self.config.max_consecutive_bad_steps <= self.in_a_row:
             self.limit = here
+
+    @property
+    def to_undo(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(step, cursor before it) of the first and of the last of too many bad steps in a row."""
+        assert self.streak
+        assert self.limit
+        return self.streak, self.limit
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint, of the steps up to the last reading; waits."""

@@ -17,7 +17,16 @@ from titan_dit.checkpoint.ranks import Ranks
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import Tensors
 from titan_dit.checkpoint.store import MANIFEST, Place, place, store_of
-from titan_dit.config.config_file import Tables, changes, read_toml
+from titan_dit.config import catalog
+from titan_dit.config.config_file import (
+    FORMAT,
+    Tables,
+    build,
+    changes,
+    of_record,
+    read_toml,
+    to_tables,
+)
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
@@ -202,25 +211,36 @@ def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
         store.rename(path, next(name for name in names if name not in taken))
 
 
-def check_same_mathematics(
-    path: Place,
-    configs: tuple[Tables, Tables],
-    data_digests: tuple[str, str],
-    held_out: tuple[int, int] = (0, 0),
-    imported: bool = False,
-) -> None:
-    """Refuse to go on with another model, objective, dataset, seed, batch or optimizer.
+@dataclass(frozen=True)
+class Identity:
+    """What a run's mathematics depend on; checkpoints of one run agree on it."""
 
-    All pairs: (of the checkpoint, of now). `held_out`: rows of the dataset that are left out of
-    training, for validation. `imported` weights are of no run: what they are and
-    predict must be the same, and nothing else.
+    config: Tables
+    """The resolved config."""
+    data: Mapping[str, Any]
+    """`DataFacts.as_json`, with the digest of the contents."""
+    num_held_out: int
+    """Rows of the dataset that are left out of training, for validation."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Its keys of a checkpoint's record."""
+        return {"config": self.config, "config_format": FORMAT, "data": dict(self.data)}
+
+
+def check_same_mathematics(path: Place, record: Mapping[str, Any], identity: Identity) -> None:
+    """Refuse to resume with another model, objective, dataset, seed, batch or optimizer.
+
+    Imported weights belong to no run: only the model and what it predicts must be the same.
     """
-    changed = list(changes(*configs))
-    if imported:
+    # Built again: keys that did not exist then get their defaults, as they do now.
+    before = build(of_record(record), catalog.variant)
+    changed = list(changes(to_tables(before), identity.config))
+    held_out = before.validation.num_held_out, identity.num_held_out
+    if record.get("imported", False):
         kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
         changed = [change for change in changed if change.startswith(kept)]
     else:
-        if data_digests[0] != data_digests[1]:
+        if record["data"]["digest"] != identity.data["digest"]:
             changed.append("[data]: its contents are not those that the checkpoint was trained on")
         if held_out[0] != held_out[1]:
             changed.append(

@@ -30,6 +30,13 @@ class BadSteps:
     numbers: SampleRange
     """The samples that they drew, from the first to behind the last one."""
 
+    def told(self, path: object) -> str:
+        """A line for a run that went back to the checkpoint at `path`."""
+        first, end = self.numbers
+        return (
+            f"went back from step {self.last} to {path}: samples {first} to {end - 1} are left out"
+        )
+
     def as_skipped(self) -> Skipped:
         """What no step is to draw any more."""
         reason = f"steps {self.first} to {self.last} were bad"

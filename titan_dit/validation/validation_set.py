@@ -20,6 +20,7 @@ from titan_dit.data.held_out import held_out_rows
 from titan_dit.execution.base import Executor
 from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
+from titan_dit.optim.ema import EMA
 from titan_dit.parallel.process_group import World
 from titan_dit.rng import SampleRNG
 from titan_dit.validation.overlap import check_apart
@@ -161,6 +162,29 @@ def losses(
         means[name] = float(whole[0] / whole[1])
     named: Mapping[str, float] = {f"{LOSS}_{name}": v for name, v in means.items() if name}
     return {LOSS: sum(means.values()) / len(means), **named}
+
+
+def losses_of_all(
+    chosen: ValidationSet,
+    objective: Objective,
+    executor: Executor,
+    share: DataShare,
+    ema: EMA,
+    alive: Callable[[], None],
+    seed: int,
+    batch_size: int,
+) -> dict[str, float]:
+    """`losses` of the weights, and of every average of them as NAME_ema_DECAY."""
+
+    def measured() -> dict[str, float]:
+        settings = {"seed": seed, "batch_size": batch_size}
+        return losses(chosen, objective, executor, share, alive, **settings)
+
+    found = measured()
+    for average in ema.averages:
+        with ema.swapped_in(average):
+            found |= {f"{name}_ema_{average}": loss for name, loss in measured().items()}
+    return found
 
 
 def sums_of(per_token: Float[Tensor, "b n"], prepared: Prepared) -> Float[Tensor, "b 2"]:

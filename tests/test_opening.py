@@ -1,0 +1,50 @@
+"""What a run says of itself before its first step."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from titan_dit.opening import VERSIONS, Opened
+from titan_dit.plan import resolve
+
+
+@pytest.mark.parametrize(
+    ("held_out", "about", "data"),
+    [
+        (0, "10 classes", "6,000 samples, 10 classes"),
+        (250, "10 classes", "6,000 samples (250 of them for validation), 10 classes"),
+        (0, "", "6,000 samples"),
+    ],
+)
+def test_a_run_begins_by_saying_what_will_be_done_on_what(held_out, about, data):
+    config = tiny_config(job={"dir": "run"})
+    opened = Opened(
+        config,
+        resolve(config, 2),
+        hooks=SimpleNamespace(origins=lambda: ["a hook"]),
+        source=Rows(about),
+        objective=SimpleNamespace(imported=lambda sampling: {}),
+        epochs=None,
+        validation_set=None,
+        identity=SimpleNamespace(num_held_out=held_out),
+    )
+    built = SimpleNamespace(num_parameters=1234, flops_per_sample=5 * 10**9)
+    software = f"titan_dit {VERSIONS['titan_dit']}, torch {VERSIONS['torch']}"
+    assert list(opened.lines(built, torch.device("cpu"), step=3)) == [
+        f"{software}: dp_shard 2 on cpu, fp32, attention auto",
+        "model   dit: 1,234 parameters, 16 tokens, 5 GFLOP per sample and step",
+        f"data    digits: {data}",
+        "steps   3 of 4 done, 16 samples each",
+        "output  run",
+        "a hook",
+    ]
+
+
+class Rows:
+    def __init__(self, about):
+        self.facts = SimpleNamespace(about=about)
+
+    def __len__(self):
+        return 6000

@@ -1,0 +1,109 @@
+"""What a run writes for people: console lines, metrics.jsonl, TensorBoard, wandb, pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titan_dit.config.config_file import Tables, to_toml
+from titan_dit.config.operation import MetricsConfig
+from titan_dit.objectives.base import Preview
+from titan_dit.observe import console
+from titan_dit.observe.curve import draw_curve
+from titan_dit.observe.metrics import (
+    Row,
+    Writer,
+    curve,
+    keep_rows,
+    tensorboard_writer,
+    wandb_writer,
+)
+
+
+class RunLog:
+    """Called on every rank, written by one. A failed write is reported; the run continues."""
+
+    def __init__(self, folder: Path, name: str, *, is_written: bool) -> None:
+        self.folder, self.name, self.is_written = folder, name, is_written
+        self.is_open = False
+        self.rows: list[Row] = []
+        self.writers: list[Writer] = []
+        self.failed: set[str] = set()
+
+    @property
+    def metrics_file(self) -> Path:
+        """A row of JSON per logged step."""
+        return self.folder / "metrics.jsonl"
+
+    def open(self, tables: Tables, config: MetricsConfig, resumed_step: int) -> None:
+        """Write the resolved config, and from here on into the run directory too."""
+        if not self.is_written:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.toml").write_text(to_toml(tables))
+        self.rows, self.is_open = keep_rows(self.metrics_file, resumed_step), True
+        if config.tensorboard:
+            self.writers.append(tensorboard_writer(self.folder / "tensorboard", resumed_step))
+        if config.wandb:
+            self.writers.append(wandb_writer(self.folder, self.name, tables))
+
+    @contextmanager
+    def tolerated(self, what: str) -> Iterator[None]:
+        """Write `what` in the block. An OSError is reported once, until a write succeeds."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self.failed:
+                self.say(f"{what} could not be written: {error}; training goes on without")
+            self.failed.add(what)
+        else:
+            self.failed.discard(what)
+
+    def say(self, *lines: str | None) -> None:
+        """Print lines on the console; None is skipped."""
+        for line in lines:
+            if self.is_written and line is not None:
+                console.mention(line)
+
+    def add(self, file: str, line: dict[str, Any]) -> None:
+        """Append a line of JSON to a file of the run directory."""
+        if self.is_open:
+            with self.tolerated(file), (self.folder / file).open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+
+    def log(self, row: Row) -> None:
+        """Write a row of metrics, with every writer."""
+        if self.is_open:
+            self.rows.append(row)
+            with self.tolerated("metrics"):
+                with self.metrics_file.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                for write in self.writers:
+                    write(row)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the rows of later steps, which will be taken again; other writers keep theirs."""
+        if self.is_open:
+            with self.tolerated("metrics"):
+                self.rows = keep_rows(self.metrics_file, step)
+
+    def show(self, step: int, preview: Preview) -> None:
+        """Write a preview."""
+        if self.is_open:
+            file = self.folder / "samples" / f"step-{step:08d}{preview.suffix}"
+            with self.tolerated("pictures"):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                preview.write(file)
+                self.say(f"drew {file}")
+
+    def draw_curve(self) -> None:
+        """Draw the training loss so far, and the validation loss if there is one."""
+        if self.is_open:
+            with self.tolerated("loss.png"):
+                title, points = f"{self.name}: training loss", curve(self.rows, console.LOSS)
+                if points[0]:
+                    title += " (blue) and validation loss (red)"
+                draw_curve(self.folder / "loss.png", *curve(self.rows, "loss"), title, points)

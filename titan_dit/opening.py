@@ -1,0 +1,116 @@
+"""A config to a plan, a dataset and an objective that fit, before the model takes any memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from titan_dit import __version__
+from titan_dit.checks import validate
+from titan_dit.checks.device import attention_hint
+from titan_dit.checks.parts import check_source, validate_parts
+from titan_dit.config import config_file
+from titan_dit.config.dotted_names import origins
+from titan_dit.config.job import JobConfig
+from titan_dit.data.base import Source
+from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.order import EpochOrder
+from titan_dit.execution.build import Built
+from titan_dit.hooks import Hooks
+from titan_dit.objectives.base import Objective
+from titan_dit.parallel.mesh import followed
+from titan_dit.parallel.process_group import World, set_deterministic
+from titan_dit.plan import RunPlan, resolve
+from titan_dit.recovery import resume
+from titan_dit.schedules.schedule import schedule_of
+from titan_dit.validation.validation_set import ValidationSet, open_apart
+
+VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a run is made of, checked; nothing is on the device yet."""
+
+    config: JobConfig
+    plan: RunPlan
+    hooks: Hooks
+    source: Source
+    objective: Objective
+    epochs: EpochOrder
+    validation_set: ValidationSet | None
+    identity: resume.Identity
+
+    def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
+        """The first console lines: software, layout, model, data, steps, folder, users' code."""
+        config, plan, precision = self.config, self.plan, self.plan.precision
+        yield from followed(plan.parallel, plan.sizes)
+        software = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
+        where = f"{plan.sizes} on {device.type}"
+        yield f"{software}: {where}, {precision}, attention {precision.attention}"
+        yield (
+            f"model   {plan.model_name}: {built.num_parameters:,} parameters, "
+            f"{plan.spec.num_tokens} tokens, {built.flops_per_sample / 1e9:.3g} GFLOP per sample "
+            "and step"
+        )
+        about, held_out = self.source.facts.about, self.identity.num_held_out
+        apart = f" ({held_out} of them for validation)" if held_out else ""
+        count = f"{len(self.source):,} samples{apart}"
+        yield f"data    {config.data.name}: {count}{f', {about}' if about else ''}"
+        steps, batch = config.training.steps, plan.global_batch_size
+        yield f"steps   {step} of {steps} done, {batch} samples each"
+        yield f"output  {resume.folder_of(config.job)}"
+        yield from origins(self.parts())
+        yield from self.hooks.origins()
+
+    def parts(self) -> dict[str, object]:
+        """What a user's own module can bring, by section."""
+        config, plan = self.config, self.plan
+        parts = {"model": config.model, "objective": config.objective, "data": config.data}
+        if plan.sizes.pp > 1:
+            parts["pipeline"] = schedule_of(plan.pipeline.schedule).program
+        if plan.tensor_plan_function:
+            parts["parallel"] = plan.tensor_plan_function
+        return parts | dict(self.objective.imported(config.sampling))
+
+    def hints(self, built: Built, device: torch.device) -> Iterator[str]:
+        """Lines on what works but is slow or unusual. Reads samples: for one rank to call."""
+        yield from built.notes
+        yield from self.objective.hints(self.source)
+        if hint := attention_hint(self.plan, device, built.flops_per_sample):
+            yield hint
+
+
+def open_run(config: JobConfig, world: World) -> Opened:
+    """Resolve, check and open everything that a run needs. Leaves the run directory alone.
+
+    Every rank calls. Raises UserError on what does not fit.
+    """
+    job, data, validation = config.job, config.data, config.validation
+    if config.training.deterministic:
+        set_deterministic()
+    # The first rank's view decides, as it does in `resume`.
+    following = world.gather(resume.has_begun(job, config.checkpoint))[0]
+    plan = resolve(config, world.size, following)
+    validate(config, plan, world.device)
+    hooks = Hooks(job.hooks, world.is_main)
+    hooks.raise_failure(world.gather)
+    source = data.open()
+    check_source(source, data.name)
+    objective = config.objective.build(config.model, source.facts)
+    parts = plan, objective, source.fields, data.name
+    validate_parts(*parts, source, previews=bool(config.sampling.every))
+    held_out = held_out_rows(source, job.seed, validation.num_held_out)
+    sets = validation, data, source, held_out
+    return Opened(
+        config,
+        plan,
+        hooks,
+        source,
+        objective,
+        EpochOrder.of(job.seed, len(source), held_out),
+        open_apart(*sets, job.seed, resume.folder_of(job), world),
+        resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
+    )

@@ -1,0 +1,75 @@
+"""A run's tensors and progress out of a checkpoint: when it resumes and when it rolls back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_dit.checkpoint.ranks import Ranks
+from titan_dit.checkpoint.run_checkpoints import Checkpoints
+from titan_dit.checkpoint.staging import Tensors
+from titan_dit.config.job import RunConfig
+from titan_dit.config.operation import CheckpointConfig, FaultsConfig
+from titan_dit.optim.ema import EMA
+from titan_dit.recovery import resume, rollback
+from titan_dit.recovery.progress import Progress
+from titan_dit.recovery.rollback import BadSteps, Rollbacks
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A run whose tensors are those of a checkpoint."""
+
+    progress: Progress
+    lines: tuple[str, ...]
+    """For the console."""
+
+
+def resumed(
+    checkpoints: Checkpoints,
+    run: RunConfig,
+    settings: CheckpointConfig,
+    identity: resume.Identity,
+    tensors: Tensors,
+    ema: EMA,
+) -> Restored | None:
+    """Load the checkpoint that [checkpoint] resume asks for; None if the run begins at step 0.
+
+    Every rank calls. Raises UserError if the checkpoint belongs to another run.
+    """
+    start, ranks = resume.starting_point(checkpoints, settings.resume), Ranks()
+    path, record = start.path, start.record
+    if path is None:
+        ranks.first(lambda: resume.check_not_elsewhere(run, settings))
+        return None
+    if not settings.allow_changes:
+        resume.check_same_mathematics(path, record, identity)
+    load = resume.load_imported if record.get("imported") else resume.load
+    load(path, record, tensors, ema, verified=True)
+    own = resume.is_own(checkpoints, path)
+    rollbacks = rollback.read(resume.folder_of(run)) if own else Rollbacks()
+    progress = Progress.of(record, ranks.gather(rollbacks)[0])
+    if ranks.is_first:
+        resume.set_aside_newer(checkpoints, start)
+    return Restored(progress, (*start.told(), f"resumed from {path}"))
+
+
+def rolled_back(
+    checkpoints: Checkpoints,
+    run: RunConfig,
+    config: FaultsConfig,
+    bad: BadSteps,
+    tensors: Tensors,
+    ema: EMA,
+) -> Restored:
+    """Load the newest checkpoint from before the bad steps, whose samples are skipped from now on.
+
+    Every rank calls. Raises UserError if the run cannot roll back.
+    """
+    checkpoints.wait()
+    start = resume.newest_before(checkpoints, bad.first)
+    context = resume.folder_of(run), checkpoints, config
+    # Only the first rank changes the disk; if it cannot, all ranks raise.
+    rollbacks = Ranks().first(lambda: rollback.go_back(*context, bad, start))
+    assert start.path
+    resume.load(start.path, start.record, tensors, ema, verified=True)
+    return Restored(Progress.of(start.record, rollbacks), (*start.told(), bad.told(start.path)))
