@@ -28,7 +28,7 @@ from titan_dit.config.layout import PrecisionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
-from titan_dit.models.linear import Linear
+from titan_dit.models.layers import TokenLinear
 from titan_dit.observe.curve import smooth, ticks
 from titan_dit.parallel import float8, process_group
 from titan_dit.parallel.float8_gains import LinearShape
@@ -80,7 +80,7 @@ def products_of(
     """Input, output, output gradient, input gradient and weight gradient of every block linear."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
-    layers = {name: part for name, part in model.named_modules() if isinstance(part, Linear)}
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, TokenLinear)}
 
     def watch(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
@@ -116,7 +116,9 @@ def converted(model: Model, recipe: str, emulate: bool) -> dict[str, nn.Module]:
     like.load_state_dict(model.state_dict())
     like.to(torch.bfloat16)
     names = {
-        n: LinearShape(16, 16, 16) for n, part in like.named_modules() if isinstance(part, Linear)
+        n: LinearShape(16, 16, 16)
+        for n, part in like.named_modules()
+        if isinstance(part, TokenLinear)
     }
     precision = PrecisionConfig(float8=recipe, float8_emulate=emulate)  # type: ignore[arg-type]
     float8.convert(like, names, precision, shards=None)

@@ -31,6 +31,7 @@ from titan_dit.config.layout import CompileConfig
 from titan_dit.config.training import OptimizerConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.execution.local import LocalExecutor
+from titan_dit.kernels import linear
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel import process_group
@@ -61,6 +62,8 @@ def ours(
     model, objective = network(config, RectifiedFlow()), learning(config, RectifiedFlow())
     change(model)
     initialize(model, model.initializers(), 0, device)
+    if device.type == "cpu":
+        linear.apply(model)
     executor = LocalExecutor(model, loss_of(objective), None)
     optimizer = build_optimizer(model.parameters(), OptimizerConfig())
     data = resident_batch(config, batch, device)

@@ -20,7 +20,7 @@ WAY = [
     "models/layers.py",
     "diffusion/rectified_flow.py",
     "execution/local.py",
-    "models/linear.py",
+    "kernels/linear.py",
 ]
 """Without the random numbers (rng.py) and what is declared in the rooms' base.py."""
 

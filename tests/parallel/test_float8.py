@@ -16,7 +16,7 @@ from unchecked import unchecked
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.rehearse import fake_world
-from titan_dit.models.linear import Linear
+from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import float8, process_group, tensor
 from titan_dit.parallel.float8_gains import LinearShape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
@@ -51,7 +51,7 @@ def float8_layers(model):
 def test_the_linears_of_blocks_are_converted_and_nothing_else(recipe):
     model, _ = converted(recipe, float8_layers="all")
     assert float8_layers(model) == {f"blocks.{i}.{kind}" for i in range(3) for kind in KINDS}
-    assert not any(isinstance(part, Linear) for part in model.modules())
+    assert not any(isinstance(part, TokenLinear) for part in model.modules())
     assert all(type(block.modulation) is nn.Linear for block in model.blocks.values())
 
 

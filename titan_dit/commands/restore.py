@@ -13,6 +13,7 @@ from titan_dit.checkpoint.store import MANIFEST, Place, place, store_of
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console
@@ -97,6 +98,8 @@ def restore(path: Place, weights: str, decay: float | None, device: torch.device
     with torch.device("meta"):
         model = objective.model_spec(model_config).build()
     model.to_empty(device=device)
+    if device.type == "cpu":
+        linear.apply(model)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     decays = ema.decays
     if decay is not None and decay not in decays:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from titan_dit.models.base import Mask
-from titan_dit.models.linear import Linear
 
 
 def patchify(latents: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n d"]:
@@ -157,6 +156,17 @@ def within(lengths: Int[Tensor, " b"], tokens: int) -> Bool[Tensor, "b 1 1 n"]:
     return (torch.arange(tokens, device=lengths.device) < lengths[:, None])[:, None, None]
 
 
+class TokenLinear(nn.Linear):
+    """A linear layer of a block, applied to every token: kernels and float8 may replace it."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+    """(x, weight, bias) -> x @ weight.T + bias."""
+
+    def forward(self, input: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        """Input times weight, transposed, plus bias."""
+        return self.product(input, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Self-attention; the heads are inferred, so that a shard of them works too.
 
@@ -170,10 +180,10 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, qk_norm: bool = False, mask: Mask = "none") -> None:
         super().__init__()
         self.head_dim, self.mask = hidden // heads, mask
-        self.qkv = Linear(hidden, 3 * hidden)
+        self.qkv = TokenLinear(hidden, 3 * hidden)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
-        self.out = Linear(hidden, hidden)
+        self.out = TokenLinear(hidden, hidden)
         self.attend = attend
 
     def forward(
@@ -201,8 +211,8 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
-        self.up = Linear(hidden, ffn)
-        self.down = Linear(ffn, hidden)
+        self.up = TokenLinear(hidden, ffn)
+        self.down = TokenLinear(ffn, hidden)
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
         """Token by token."""

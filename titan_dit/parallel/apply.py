@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
-from titan_dit.kernels import attention, short_attention
+from titan_dit.kernels import attention, linear, short_attention
 from titan_dit.models.base import Model
 from titan_dit.parallel import async_tp, context, float8, fsdp, remat, tensor
 from titan_dit.parallel.compile import compile_blocks
@@ -26,6 +26,8 @@ def parallelize(
     `rows`: tokens of a microbatch on this rank; float8 asks for them.
     """
     device_type = mesh.whole.device_type
+    if device_type == "cpu":
+        linear.apply(model)
     if precision.float8 != "off":
         styles = float8.apply(model, styles, precision, mesh.sizes, rows, device_type)
     if mesh.sizes.tp > 1:

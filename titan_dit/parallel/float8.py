@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.models.base import Model
-from titan_dit.models.linear import Linear
+from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import transformer_engine
 from titan_dit.parallel.float8_gains import UNIT, LinearShape, gains, read_table
 from titan_dit.parallel.mesh import AxisSizes
@@ -72,7 +72,7 @@ def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict
     found = {}
     for key, block in model.blocks.items():
         for name, layer in block.named_modules():
-            if isinstance(layer, Linear):
+            if isinstance(layer, TokenLinear):
                 style = plan.block.get(name)
                 inputs = layer.in_features // sizes.tp ** isinstance(style, RowwiseParallel)
                 outputs = layer.out_features // sizes.tp ** isinstance(style, ColwiseParallel)
@@ -141,7 +141,7 @@ def account(parts: Iterable[nn.Module], precision: PrecisionConfig) -> list[str]
     kind = float8_linear()
     layers = [layer for part in parts for layer in part.modules()]
     number = sum(isinstance(layer, kind) for layer in layers)
-    total = number + sum(isinstance(layer, Linear) for layer in layers)
+    total = number + sum(isinstance(layer, TokenLinear) for layer in layers)
     why = "" if number else ': no other would be faster (float8_layers = "all" takes all that fit)'
     return [f"float8  {precision.float8} in {number} of {total} block linears of this rank{why}"]
 

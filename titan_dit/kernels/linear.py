@@ -1,33 +1,41 @@
-"""A linear layer that is faster than torch's own where that is possible: fp32 on a CPU.
+"""The product of a block's linear layers with oneDNN: fp32 on a CPU.
 
-There torch copies the bias over the whole output and sends the product to MKL, to be added to it.
-oneDNN, which comes with torch, adds the bias while it writes, and its kernels are made for the
-processor at hand; `benchmarks/step.py --contenders plain ours ours_without_onednn` shows what that
-saves. This is the only file that calls torch's operator for it, which is not public; without it, or
-anywhere else, this is `nn.Linear`.
+There torch copies the bias over the whole output and lets MKL add the product to it. oneDNN, which
+comes with torch, adds the bias while it writes; `benchmarks/step.py --contenders plain ours
+ours_without_onednn` measures the difference. The operator is not public: it is called here only.
+Without it, and for other devices and formats, `product` is `F.linear`.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from titan_dit.models.layers import TokenLinear
 
-class Linear(nn.Linear):
-    """`nn.Linear` for many rows: the projections of a block."""
 
-    def forward(self, input: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        """Input times weight, transposed, plus bias."""
-        if suits_onednn(input, self.weight) and self.bias is not None:
-            result: Tensor = _OneDNN.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
-            return result
-        return super().forward(input)
+def apply(model: nn.Module) -> None:
+    """Let the linear layers of the blocks use `product`; for models on a CPU."""
+    for layer in model.modules():
+        if isinstance(layer, TokenLinear):
+            layer.product = product
+
+
+def product(
+    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None
+) -> Float[Tensor, "*b o"]:
+    """Input times weight, transposed, plus bias."""
+    if bias is not None and suits_onednn(x, weight):
+        result: Tensor = _OneDNN.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return result
+    return F.linear(x, weight, bias)
 
 
 def suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Plain fp32 tensors on a CPU, outside torch.compile, which has its own way."""
+    """True for plain fp32 tensors on a CPU, outside torch.compile, which fuses by itself."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -39,7 +47,7 @@ def suits_onednn(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
@@ -51,13 +59,13 @@ class _OneDNN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
+        return onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         rows, needed = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad  # type: ignore[attr-defined]
-        grad_x = product(grad, weight.t(), None) if needed[0] else None
+        grad_x = onednn(grad, weight.t(), None) if needed[0] else None
         # MKL is the faster one for this shape: few outputs, summed over all rows.
         grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needed[1] else None
         return grad_x, grad_weight, rows.sum(0) if needed[2] else None

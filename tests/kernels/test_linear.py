@@ -2,8 +2,15 @@ import pytest
 import torch
 from torch import nn
 
-from titan_dit.models import linear
-from titan_dit.models.linear import Linear, suits_onednn
+from titan_dit.kernels import linear
+from titan_dit.kernels.linear import suits_onednn
+from titan_dit.models.layers import TokenLinear
+
+
+def ours_of(inputs, outputs):
+    layer = TokenLinear(inputs, outputs)
+    linear.apply(layer)
+    return layer
 
 
 def gradients(layer, x, seed):
@@ -16,7 +23,7 @@ def gradients(layer, x, seed):
 @pytest.mark.parametrize("shape", ["contiguous", "transposed", "two dims"])
 def test_values_and_gradients_are_those_of_nn_linear(shape):
     torch.manual_seed(0)
-    ours, plain = Linear(24, 40), nn.Linear(24, 40)
+    ours, plain = ours_of(24, 40), nn.Linear(24, 40)
     plain.load_state_dict(ours.state_dict())
     x = {
         "contiguous": torch.randn(3, 16, 24),
@@ -30,7 +37,7 @@ def test_values_and_gradients_are_those_of_nn_linear(shape):
 
 def test_a_gradient_that_is_not_contiguous_is_taken_as_it_is():
     torch.manual_seed(0)
-    ours, plain = Linear(24, 40), nn.Linear(24, 40)
+    ours, plain = ours_of(24, 40), nn.Linear(24, 40)
     plain.load_state_dict(ours.state_dict())
     x, weight = torch.randn(3, 16, 24), torch.randn(3, 40, 16)
     for layer in (ours, plain):
@@ -40,7 +47,7 @@ def test_a_gradient_that_is_not_contiguous_is_taken_as_it_is():
 
 
 def test_the_same_input_gives_the_same_bits():
-    layer, x = Linear(64, 256), torch.randn(4, 16, 64)
+    layer, x = ours_of(64, 256), torch.randn(4, 16, 64)
     first = gradients(layer, x, 1)
     layer.zero_grad()
     for a, b in zip(first, gradients(layer, x, 1), strict=True):
@@ -49,13 +56,13 @@ def test_the_same_input_gives_the_same_bits():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_formats_take_torchs_own_way(dtype):
-    layer, x = Linear(24, 40).to(dtype), torch.randn(3, 16, 24, dtype=dtype)
+    layer, x = ours_of(24, 40).to(dtype), torch.randn(3, 16, 24, dtype=dtype)
     assert not suits_onednn(x, layer.weight)
     assert layer(x).dtype == dtype
 
 
 def test_autocast_fake_and_meta_tensors_take_torchs_own_way():
-    layer, x = Linear(24, 40), torch.randn(3, 16, 24)
+    layer, x = ours_of(24, 40), torch.randn(3, 16, 24)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,7 +73,7 @@ def test_autocast_fake_and_meta_tensors_take_torchs_own_way():
 
 
 def test_without_the_operator_or_onednn_it_is_nn_linear(monkeypatch):
-    layer, x = Linear(24, 40), torch.randn(3, 16, 24)
+    layer, x = ours_of(24, 40), torch.randn(3, 16, 24)
     with torch.backends.mkldnn.flags(enabled=False):
         assert not suits_onednn(x, layer.weight)
     monkeypatch.setattr(linear.torch.ops, "mkldnn", object())
