@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
 from titan_dit.config.section import UserError
+from titan_dit.system.files import PARTIAL, sync_folder
 
 MANIFEST = "manifest.json"
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -293,12 +293,3 @@ def read_text(file: Place) -> str:
     """The text of a file. Raises UnicodeDecodeError where it is none."""
     with store_of(file).open(file) as stream:
         return io.TextIOWrapper(stream, encoding="utf-8").read()
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until what was renamed inside `path` is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

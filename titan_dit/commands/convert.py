@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_dit import __version__
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.store import PARTIAL, URL, Place, place
+from titan_dit.checkpoint.store import URL, Place, place
 from titan_dit.commands.restore import find, restore
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import Bound, Finite, PositiveInt, Section, UserError, conform
@@ -25,6 +25,7 @@ from titan_dit.interop.original_dit import Original
 from titan_dit.interop.tensor_file import write_tensors
 from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
+from titan_dit.system.files import PARTIAL
 
 EMA_DECAY = "0.9999"  # The original's.
 SCALE = 0.18215

@@ -37,8 +37,8 @@ from titan_dit.data.manifest import (
     file_digest,
     read_manifest,
     write_json,
-    write_whole,
 )
+from titan_dit.system.files import write_whole
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 

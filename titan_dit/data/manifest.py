@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from titan_dit.config.section import Finite, PositiveInt, UserError, conform
+from titan_dit.system.files import write_whole
 
 FORMAT = "titan_dit.latents/1"
 FOLDER_FORMAT = "titan_dit.folder/1"
@@ -137,26 +137,6 @@ def agreed(
 def write_json(file: Path, values: Any) -> None:
     """Values as people can read them, by `write_whole`."""
     write_whole(file, (json.dumps(values, indent=2) + "\n").encode())
-
-
-def write_whole(file: Path, data: bytes) -> None:
-    """Durably, and whole or not at all."""
-    aside = file.with_name(file.name + ".partial")
-    with aside.open("wb") as opened:
-        opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
-    aside.replace(file)
-    sync_folder(file.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder outlive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_digest(path: Path) -> str:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from titan_dit.config.section import UserError
+from titan_dit.system.files import replacing
 
 
 def read_tensors(path: Path, flag: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -33,24 +34,19 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a .safetensors file (metadata goes with it) or, by its name, a .pt file."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.touch()
-        mode = aside.stat().st_mode  # As the umask wants it, where safetensors writes 0600.
-        if path.suffix == ".safetensors":
-            save_file(dict(tensors), aside, metadata=dict(metadata or {}))
-        else:
-            torch.save(dict(tensors), aside)
-        aside.chmod(mode)
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
-        aside.replace(path)
+        with replacing(path, f".{os.getpid()}") as aside:
+            aside.touch()
+            mode = aside.stat().st_mode  # As the umask wants it, where safetensors writes 0600.
+            if path.suffix == ".safetensors":
+                save_file(dict(tensors), aside, metadata=dict(metadata or {}))
+            else:
+                torch.save(dict(tensors), aside)
+            aside.chmod(mode)
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"{path} cannot be written: {reason}.") from None
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:

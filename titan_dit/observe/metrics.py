@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_dit.observe.flops import Work
+from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
 Writer = Callable[[Row], None]
@@ -56,9 +57,7 @@ def keep_rows(file: Path, resumed_step: int) -> list[Row]:
     """The rows up to the step a run goes on from; later ones will be written anew."""
     rows = [row for row in read_rows(file) if row["step"] <= resumed_step]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    aside = file.with_suffix(".jsonl.partial")
-    aside.write_text(text)
-    aside.replace(file)
+    write_whole(file, text.encode())
     return rows
 
 

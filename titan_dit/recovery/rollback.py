@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
-from titan_dit.checkpoint.store import Disk, sync_folder
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
 from titan_dit.data.sample_ranges import SampleRange
 from titan_dit.recovery.ledger import Skipped
 from titan_dit.recovery.resume import Start, set_aside_newer
+from titan_dit.system.files import write_whole
 
 FILE = "rollbacks.json"
 
@@ -61,10 +61,7 @@ class Rollbacks:
     def write(self, folder: Path) -> None:
         """Into a run's folder, on the disk when this returns, whole or not at all."""
         values = {**vars(self), "skipped": [list(vars(entry).values()) for entry in self.skipped]}
-        aside = folder / f"{FILE}.partial"
-        Disk().write(aside, json.dumps(values, indent=2) + "\n")
-        aside.replace(folder / FILE)
-        sync_folder(folder)
+        write_whole(folder / FILE, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def read(folder: Path) -> Rollbacks:

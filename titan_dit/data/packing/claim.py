@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_dit.config.section import UserError
-from titan_dit.data.manifest import CLAIM, sync_folder
+from titan_dit.data.manifest import CLAIM
 from titan_dit.system.file_lock import open_locked
+from titan_dit.system.files import sync_folder
 
 
 @contextmanager

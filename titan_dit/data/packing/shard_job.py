@@ -27,8 +27,9 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.listing import Listing
-from titan_dit.data.manifest import write_json, write_whole
+from titan_dit.data.manifest import write_json
 from titan_dit.data.packing.images import read_image
+from titan_dit.system.files import write_whole
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 
