@@ -312,7 +312,7 @@ BAD_INPUTS = {
     "missing": ({"y": None}, "y missing"),
     "shape": ({"x": torch.ones(2, 4, 4, 4)}, "the network takes [b, 4, 8, 8]"),
     "rows": ({"t": torch.ones(3)}, "t is [3]"),
-    "label": ({"y": torch.tensor([11, 0])}, "whole numbers up to 10"),
+    "label": ({"y": torch.tensor([11, 0])}, "integers up to 10"),
     "time": ({"t": torch.tensor([1000.0, 0.0])}, "t must lie in 0 to 999"),
     "step": ({"t": torch.tensor([1000.0, 0.0]), "noise": torch.ones(2, 4, 8, 8)}, "0 to 999"),
     "fraction": ({"t": torch.tensor([3.5, 0]), "noise": torch.ones(2, 4, 8, 8)}, "whole steps"),

@@ -120,7 +120,7 @@ def test_packing_reports_and_showing_draws(tmp_path):
     spoiled[-1] ^= 1
     shard.write_bytes(spoiled)
     message = only_error(data("show", "shards", "--verify", "true", cwd=tmp_path))
-    assert "its SHA-256 is not the manifest's" in message
+    assert "its SHA-256 differs from the manifest's" in message
 
 
 def test_showing_a_folder_of_means_and_stds_says_so(tmp_path):
@@ -143,10 +143,10 @@ def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
 
 BAD = {
     "no input": (("pack", "--input", "no", "--output", "out"), "path=no: no such folder"),
-    "no dataset": (("show", "empty"), "path=empty: there is no manifest.json"),
+    "no dataset": (("show", "empty"), "path=empty: no dataset found"),
     "classes": (
         ("pack", "--input", "set", "--output", "out", "--classes", "list.txt"),
-        "the folders 0001, 0002 are none of the 1 classes",
+        "the folders 0001, 0002 are not among the 1 listed classes",
     ),
     "dtype": (("pack", "--input", "set", "--output", "out", "--scale", "0"), "scale=0"),
     "command": (("unpack",), "data unpack: no such command. There is: data pack, data show."),
@@ -184,10 +184,10 @@ def test_help_lists_the_commands_of_a_group(tmp_path):
 
 
 def test_reasons_are_grouped_by_kind():
-    reasons = [f"shape [3, {i}, 4], not [3, 8, 8] as the others" for i in range(39)]
+    reasons = [f"shape [3, {i}, 4], not [3, 8, 8] like the other files" for i in range(39)]
     reasons += ["empty file"] * 2 + ["holds 2 entries (a, b)", "holds 3 entries (a, b, c)"]
     assert data_pack.summary(reasons) == [
-        "dropped 39: wrong shape, e.g. shape [3, 0, 4], not [3, 8, 8] as the others",
+        "dropped 39: wrong shape, e.g. shape [3, 0, 4], not [3, 8, 8] like the other files",
         "dropped 2: empty file",
         "dropped 2: holds entries, e.g. holds 2 entries (a, b)",
     ]

@@ -96,6 +96,6 @@ def test_a_dataset_that_would_have_nothing_left_is_refused(count):
     with pytest.raises(UserError) as caught:
         held_out_rows(Grouped(20), 0, count)
     assert str(caught.value) == (
-        f"[validation] samples={count} leaves nothing of the 20 samples of [data] to train on. "
-        "Set fewer, such as samples = 2."
+        f"[validation] samples={count} holds out all 20 rows of [data], so none "
+        "remain for training. Set fewer, such as samples = 2."
     )

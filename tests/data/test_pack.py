@@ -86,7 +86,7 @@ def spoil(root):
     save(root / "0002" / "1.npy", torch.zeros(4, 8, 8, dtype=torch.int64))
     return {
         "0000/1.npy": "holds NaN or infinity",
-        "0000/2.npy": "shape [4, 8, 9], not [4, 8, 8] as the others",
+        "0000/2.npy": "shape [4, 8, 9], not [4, 8, 8] like the other files",
         "0001/0.npy": "empty file",
         "0001/3.npy": "not a readable .npy file: damaged, or cut off",
         "0002/0.npy": "not finite in float16: above 65504. Pack with --dtype float32",
@@ -125,12 +125,12 @@ def test_if_nothing_can_be_packed_nothing_is_left(tmp_path, monkeypatch):
     for path in (tmp_path / "in").rglob("*.npy"):
         path.write_bytes(b"x" * 50)
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
-    assert "none of 12 files" in message
+    assert "none of 12 sampled files" in message
     assert f"{tmp_path / 'in' / '0000' / '0.npy'}: not a readable .npy file" in message
     # As if the files that were looked at had been good.
     monkeypatch.setattr(pack, "shape_of_most", lambda *_: (4, 8, 8))
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", shard_size=5))
-    assert "not one of the 12 files can be packed" in message
+    assert "none of the 12 files can be packed" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -179,7 +179,7 @@ def test_what_is_packed_is_not_packed_again(faulty):
 SLOW = """
 import sys, time
 from pathlib import Path
-from titan_dit.data import pack, shard_job
+from titan_dit.data.packing import pack, shard_job
 
 read = shard_job.read_latent
 def slowly(*args):
@@ -340,10 +340,10 @@ def a_file(output):
 
 
 PLACES = {
-    leftover: "holds what is left of packing other files",
+    leftover: "holds unfinished shards of other files or options",
     a_dataset: "holds another dataset. Delete it or choose another --output",
-    unclaimed: "holds shards without a manifest.json",
-    a_users_file: "is not empty: there is thesis.tex",
+    unclaimed: "holds shards of unknown origin, without a manifest.json",
+    a_users_file: "is not empty: it holds thesis.tex",
     a_file: "is a file",
 }
 
@@ -359,9 +359,13 @@ def test_a_place_that_is_taken_is_refused_and_left_alone(tmp_path, make):
 
 def test_shards_are_not_put_into_their_own_input(tmp_path):
     class_folders(tmp_path / "in")
-    assert "lies in the input" in refused(lambda: packed(tmp_path / "in", tmp_path / "in" / "out"))
+    assert "is inside the input" in refused(
+        lambda: packed(tmp_path / "in", tmp_path / "in" / "out")
+    )
     packed(tmp_path / "in", tmp_path / "out")
-    assert "packed already" in refused(lambda: packed(tmp_path / "out", tmp_path / "again"))
+    assert "already packed into shards" in refused(
+        lambda: packed(tmp_path / "out", tmp_path / "again")
+    )
 
 
 def test_two_processes_do_not_pack_into_one_folder(tmp_path):
@@ -433,9 +437,9 @@ def test_bad_pictures_are_left_out(tmp_path):
     reasons = [reason for _, reason in packed(tmp_path / "in", tmp_path / "out")]
     assert reasons == [
         "empty file",
-        *["not a readable picture: damaged, or cut off"] * 2,
-        "I;16 picture, of more than 8 bit; convert it to 8 bit",
-        "shape [3, 4, 4], not [3, 10, 10] as the others",
+        *["not a readable image: damaged, or cut off"] * 2,
+        "I;16 image with more than 8 bits; convert it to 8",
+        "shape [3, 4, 4], not [3, 10, 10] like the other files",
     ]
 
 
@@ -499,7 +503,7 @@ def test_options_that_do_not_fit_the_input_are_refused(tmp_path):
     pictures(tmp_path / "pictures")
     class_folders(tmp_path / "latents")
     out = tmp_path / "out"
-    assert "dtype=float16: pictures are stored as uint8" in refused(
+    assert "dtype=float16: images are stored as uint8" in refused(
         lambda: packed(tmp_path / "pictures", out, dtype="float16")
     )
     assert "image_size=16" in refused(lambda: packed(tmp_path / "latents", out, image_size=16))
