@@ -58,4 +58,4 @@ def test_what_is_damaged_is_named_with_an_exit_code(run):
 
 @pytest.mark.parametrize("command", ["list", "verify", "show"])
 def test_where_there_is_none_an_error_says_so(run, command):
-    assert "no checkpoint there" in only_error(checkpoint(command, "outputs", cwd=run))
+    assert "no checkpoint found" in only_error(checkpoint(command, "outputs", cwd=run))

@@ -140,7 +140,7 @@ def test_moments_that_do_not_fit_are_left_out_in_words(converted, capsys):
     torch.save({"model": STATE, "opt": whole}, converted / "part.pt")
     target = str(converted / "part")
     convert.main(convert.Options(source=str(converted / "part.pt"), to=target, heads=4))
-    assert "AdamW state is left out" in capsys.readouterr().out
+    assert "AdamW state dropped" in capsys.readouterr().out
     assert not checkpoint.holds(Path(target), "optimizer")
 
 
@@ -278,10 +278,10 @@ BAD = {
     "heads": (("--from", "original.safetensors", "--to", "new"), "--heads N"),
     "there": (("--from", "original.safetensors", "--to", "imported", "--heads", 4), "exists"),
     "folder": (("--from", "original.safetensors", "--to", "new.pt"), "a checkpoint is a folder"),
-    "no run": (("--from", ".", "--to", "new.pt"), "--from .: no checkpoint there"),
-    "no file name": (("--from", "imported", "--to", "new"), "ends in .pt or .safetensors"),
-    "reading flag": (("--from", "imported", "--to", "new.pt", "--heads", 4), "no use in writing"),
-    "writing flag": (("--from", "z.safetensors", "--to", "new", "--step", 4), "no use in reading"),
+    "no run": (("--from", ".", "--to", "new.pt"), "--from .: no checkpoint found"),
+    "no file name": (("--from", "imported", "--to", "new"), "name a .pt or .safetensors file"),
+    "import flag": (("--from", "imported", "--to", "new.pt", "--heads", 4), "flag of an export"),
+    "export flag": (("--from", "z.safetensors", "--to", "new", "--step", 4), "flag of an import"),
     "no DiT": (("--from", "z.safetensors", "--to", "new"), "is no DiT"),
 }
 
@@ -313,9 +313,9 @@ BAD_INPUTS = {
     "shape": ({"x": torch.ones(2, 4, 4, 4)}, "the network takes [b, 4, 8, 8]"),
     "rows": ({"t": torch.ones(3)}, "t is [3]"),
     "label": ({"y": torch.tensor([11, 0])}, "integers up to 10"),
-    "time": ({"t": torch.tensor([1000.0, 0.0])}, "t must lie in 0 to 999"),
-    "step": ({"t": torch.tensor([1000.0, 0.0]), "noise": torch.ones(2, 4, 8, 8)}, "0 to 999"),
-    "fraction": ({"t": torch.tensor([3.5, 0]), "noise": torch.ones(2, 4, 8, 8)}, "whole steps"),
+    "time": ({"t": torch.tensor([1000.0, 0.0])}, "t must be between 0 and 999"),
+    "step": ({"t": torch.tensor([1000.0, 0.0]), "noise": torch.ones(2, 4, 8, 8)}, "0 and 999"),
+    "fraction": ({"t": torch.tensor([3.5, 0]), "noise": torch.ones(2, 4, 8, 8)}, "integer"),
     "noise": ({"noise": torch.ones(2, 4, 8, 4)}, "noise is [2, 4, 8, 4]"),
 }
 

@@ -100,12 +100,12 @@ def test_packing_reports_and_showing_draws(tmp_path):
     said = succeeded(data("pack", *flags, cwd=tmp_path))
     assert "packing 8 files of 2 classes into 1 shards of uint8 [3, 8, 8]" in said
     assert "dropped 1: empty file" in said
-    assert "every one is named in shards/dropped.json" in said
+    assert "dropped files are listed in shards/dropped.json" in said
     assert "wrote 7 samples to shards" in said
     before = files_in(tmp_path / "shards")
     again = succeeded(data("pack", *flags, cwd=tmp_path))
-    assert "packed already" in again
-    assert "packed before with 1 files left out (shards/dropped.json); delete shards" in again
+    assert "already packed" in again
+    assert "1 files were dropped (shards/dropped.json); delete shards" in again
     assert files_in(tmp_path / "shards") == before
 
     said = succeeded(data("show", "shards", "--num", 4, "--verify", "true", cwd=tmp_path))
@@ -134,8 +134,8 @@ def test_showing_a_folder_of_means_and_stds_says_so(tmp_path):
 def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
     class_folders(tmp_path / "set")
     before = files_in(tmp_path)
-    assert "lies in the dataset ." in only_error(data("show", ".", cwd=tmp_path / "set"))
-    assert "lies in the dataset" in only_error(
+    assert "is inside the dataset ." in only_error(data("show", ".", cwd=tmp_path / "set"))
+    assert "is inside the dataset" in only_error(
         data("show", "set", "--out", "set/0001/few.png", cwd=tmp_path)
     )
     assert files_in(tmp_path) == before
@@ -195,7 +195,7 @@ def test_reasons_are_grouped_by_kind():
 
 def test_a_list_of_classes_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "list.txt").write_bytes("na\u00efve".encode("latin-1"))
-    with pytest.raises(UserError, match=r"list.txt is not a text file in UTF-8"):
+    with pytest.raises(UserError, match=r"list.txt is not UTF-8 text"):
         data_pack.read_classes(str(tmp_path / "list.txt"))
 
 

@@ -100,7 +100,7 @@ def test_replay_of_a_good_step_gives_the_loss_of_its_metrics(finished, tmp_path)
     assert float(norm) == pytest.approx(row["grad_norm"], rel=1e-4)
     bad = replay(finished.parent.parent, "--run", finished, "--step", 21, "--microbatch", 5)
     assert bad.returncode == 2
-    assert "--microbatch 5: 16 samples make 1 microbatches of 32" in bad.stderr
+    assert "--microbatch 5: 16 samples are 1 microbatches of 32" in bad.stderr
 
 
 def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died_in(
@@ -134,11 +134,11 @@ def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died
     (died / "metrics.jsonl").write_text('{"step": 3}\n')
     shown = [replay_command.check_taken(died, step, every=3, steps=9) for step in (3, 4, 6)]
     assert shown == [True, False, False]
-    with pytest.raises(UserError, match="taken steps 1 to 3, and can have begun none after step 6"):
+    with pytest.raises(UserError, match="steps 1 to 3, and cannot have started any after step 6"):
         replay_command.check_taken(died, 7, every=3, steps=9)
     empty = tmp_path / "empty"
     assert not replay_command.check_taken(empty, 1, every=0, steps=9)
-    with pytest.raises(UserError, match="has taken no step, and can have begun none after step 1"):
+    with pytest.raises(UserError, match="no step, and cannot have started any after step 1"):
         replay_command.check_taken(empty, 2, every=0, steps=9)
     log = died / "samples-seen" / "attempt-00001"
     log.mkdir(parents=True)
