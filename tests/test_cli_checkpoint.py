@@ -9,7 +9,7 @@ from commands import only_error, train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two checkpoints of two ranks, and a folder that was never finished."""
+    """Two checkpoints of two ranks, and an unfinished one."""
     cwd = tmp_path_factory.mktemp("listed")
     flags = ("--model.hidden", 32, "--training.steps", 4, "--checkpoint.every", 2)
     flags += ("--metrics.tensorboard", "false", "--sampling.every", 0)

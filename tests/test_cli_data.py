@@ -74,7 +74,7 @@ def test_every_layout_trains_and_resumes(layout, tmp_path):
     whole = metrics(folder)
     assert len(whole) == 4
     shutil.rmtree(folder / "checkpoints" / "step-00000004")
-    # Read by another number of processes, from another place.
+    # Another number of workers, another path.
     (tmp_path / "set").rename(tmp_path / "moved")
     done = train(*MODEL, *RUN, *DATA[:3], "moved", "--data.workers", 0, cwd=tmp_path)
     assert "resumed from outputs/digits/checkpoints/step-00000002" in succeeded(done)

@@ -14,7 +14,7 @@ LATENT = torch.arange(32.0).view(2, 4, 4) - 3
 def reason(path, shape=None):
     with pytest.raises(BadFileError) as caught:
         read_latent(path, shape)
-    assert str(path) not in str(caught.value)  # Whoever reads the file says where it lies.
+    assert str(path) not in str(caught.value)  # The caller adds the path.
     return str(caught.value)
 
 
@@ -100,7 +100,7 @@ def test_tensors_without_values_of_their_own_are_refused_and_lazy_ones_are_resol
 
 
 class Slow:
-    """A file that gives a few bytes at a time, and ends after `length`."""
+    """A file with short reads that ends after `length` bytes."""
 
     def __init__(self, file, length):
         self.file, self.left = file, length
@@ -167,7 +167,7 @@ class Planted:
 def test_a_file_that_would_run_code_is_refused_and_does_not_run_it(tmp_path):
     ran = tmp_path / "it ran"
     pickle.loads(pickle.dumps(Planted(ran)))
-    assert ran.exists()  # The trap works.
+    assert ran.exists()  # Unsafe loading does execute it.
     ran.unlink()
     torch.save(Planted(ran), tmp_path / "0.pt")
     torch.save({"latent": LATENT, "more": Planted(ran)}, tmp_path / "1.pt")

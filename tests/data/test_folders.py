@@ -198,7 +198,7 @@ def test_sources_reopen_in_a_process_that_was_not_forked(tmp_path):
 
 
 class Handmade(Source):
-    """All that a user's dataset has to be."""
+    """The minimal dataset of a user."""
 
     facts = LatentFacts(shape=(4, 8, 8), count=7, num_classes=3)
     fields = {"latent": Field(torch.float32, (4, 8, 8)), "label": Field(torch.int64, ())}

@@ -99,7 +99,7 @@ def test_what_is_written_is_read(tmp_path, dtype, scale, shift):
     expected = (latents.double() - shift) * scale
     torch.testing.assert_close(seen.double(), expected, rtol=1e-6, atol=1e-6)
     back = source.facts.to_stored_units(seen)
-    # Held to the range of values that mean something.
+    # Clamped to value_range.
     torch.testing.assert_close(back, latents.float().clamp(0, 255), rtol=1e-5, atol=1e-4)
 
 
@@ -121,7 +121,7 @@ def test_a_dataset_that_is_there_is_not_overwritten(folder):
             folder, latents_of(torch.uint8), torch.zeros(10).long(), num_classes=1, source=""
         )
     assert files_in(folder) == before
-    # Without a manifest there is none: what an unfinished write has left is overwritten.
+    # Without a manifest it is no dataset: files of an unfinished write are overwritten.
     (folder / "manifest.json").unlink()
     write_shards(folder, latents_of(torch.uint8), torch.zeros(10).long(), num_classes=1, source="")
     assert len(LatentShards(folder)) == 10
@@ -296,7 +296,7 @@ def test_a_shard_that_is_no_safetensors_file_is_named(folder):
 
 
 def rewrite_shard(folder, **tensors):
-    """Replace tensors of the second shard, with a manifest that agrees."""
+    """Replace tensors of the second shard, with a matching manifest."""
     file = folder / SECOND
     save_file(load_file(file) | tensors, file)
     shards = json.loads((folder / "manifest.json").read_text())["shards"]

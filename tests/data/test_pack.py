@@ -21,7 +21,7 @@ from titan_dit.data.packing.images import center_crop, read_image
 
 
 def packed(source, output, workers=1, **how):
-    """Pack; what was dropped, None if nothing was left to do."""
+    """Pack; return the dropped files, None if already packed."""
     return pack.pack(pack.make_plan(source, output, **how), output, workers, lambda *_: None)
 
 
@@ -75,7 +75,7 @@ def test_a_part_of_the_classes_is_packed_for_a_model_of_all(tmp_path):
 
 
 def spoil(root):
-    """One file of every fault; what the drop report must say of each."""
+    """Write one file per kind of fault; return the expected reasons."""
     nan = latents_of(1)[0]
     nan[1, 2, 3] = float("nan")
     save(root / "0000" / "1.npy", nan)
@@ -127,7 +127,7 @@ def test_if_nothing_can_be_packed_nothing_is_left(tmp_path, monkeypatch):
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
     assert "none of 12 sampled files" in message
     assert f"{tmp_path / 'in' / '0000' / '0.npy'}: not a readable .npy file" in message
-    # As if the files that were looked at had been good.
+    # As if all sampled files had been good.
     monkeypatch.setattr(pack, "shape_of_most", lambda *_: (4, 8, 8))
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", shard_size=5))
     assert "none of the 12 files can be packed" in message
@@ -143,7 +143,7 @@ def test_the_shape_is_that_of_most_files(tmp_path):
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
-    """120 files in 20 chunks, six of them bad, and what one worker makes of them."""
+    """120 files in 20 chunks, six files bad, packed by one worker."""
     root = tmp_path_factory.mktemp("faulty")
     class_folders(root / "in", each=40)
     spoil(root / "in")
@@ -153,7 +153,7 @@ def faulty(tmp_path_factory):
 
 def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same_bytes(faulty):
     output = faulty / "two" / "out"
-    # A folder of that name can no more be written than a file on a full disk.
+    # A folder of that name makes the write fail, like a full disk.
     blocked = output / "out-00019.safetensors.partial"
     blocked.mkdir(parents=True)
     plan = pack.make_plan(faulty / "in", output, shard_size=6)
@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same
     assert message.startswith(f"[data pack] {output}/out-00019.safetensors cannot be written")
     assert "Free space" in message
     assert "run the same command again" in message
-    assert len(list(output.glob("out-*.safetensors"))) > 9  # All of that worker's others at least.
+    assert len(list(output.glob("out-*.safetensors"))) > 9  # At least all others of that worker.
     assert message == refused(lambda: packed(faulty / "in", output, workers=1, shard_size=6))
     blocked.rmdir()
     packed(faulty / "in", output, shard_size=6)
@@ -195,7 +195,7 @@ if __name__ == "__main__":
 
 
 def start_slowly(faulty, output, workers):
-    """A process, and processes of its own, that take 2.4 s of reading."""
+    """Start packing in a process, with workers, that takes 2.4 s to read."""
     script = faulty / "slow.py"
     script.write_text(SLOW)
     return subprocess.Popen(
@@ -221,7 +221,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(faulty, tmp_path)
     process.kill()
     process.wait()
     assert not (output / "manifest.json").exists()
-    deadline = time.monotonic() + 60  # The workers follow their parent, wherever they are.
+    deadline = time.monotonic() + 60  # The workers exit with their parent.
     while alive(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -237,7 +237,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(faulty, tmp_path)
 
 
 def alive(group):
-    """Whether a process of the group is left (a zombie is not)."""
+    """Return True if a process of the group is alive (not a zombie)."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -246,7 +246,7 @@ def alive(group):
 
 
 class Dying(shard_job.Plan):
-    """Whoever reads a file of the last class dies."""
+    """A plan whose worker exits on reading the last class."""
 
     def read(self, row):
         if "0002" in self.listing.names[row]:
@@ -259,7 +259,7 @@ def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(RuntimeError, match=r"a worker failed \(exit code 9\)"):
         workers.run_workers(plan, tmp_path / "out", list(range(20)), 1, lambda *_: None)
-    # 40 files of either class before it, six in a shard.
+    # 80 files of two classes come before it, six per shard.
     assert len(list((tmp_path / "out").glob("out-*.json"))) == 13
 
 
@@ -300,7 +300,7 @@ def test_a_dataset_that_lost_shards_gets_those_back(faulty, tmp_path):
     assert len(packed(faulty / "in", output, shard_size=6)) == 6
     assert files_in(output) == files_in(faulty / "one" / "out")
     assert {p: p.stat().st_mtime_ns for p in kept} == kept
-    # Without the report, what was dropped is not known: those chunks are read again.
+    # Without the report, the dropped files are unknown: those chunks are packed again.
     (output / "dropped.json").unlink()
     (output / "out-00003.safetensors").unlink()
     assert len(packed(faulty / "in", output, shard_size=6)) == 6
@@ -382,7 +382,7 @@ def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch)
     removed = []
 
     def remove_first(descriptor, how):
-        if not removed:  # As if its holder finished between our open and our lock.
+        if not removed:  # As if its holder had finished between our open and our lock.
             removed.append((tmp_path / "pack.json").unlink())
         flock(descriptor, how)
 
@@ -433,7 +433,7 @@ def test_bad_pictures_are_left_out(tmp_path):
     whole = (cat / "3.png").read_bytes()
     (cat / "3.png").write_bytes(whole[: len(whole) // 2])
     Image.fromarray(np.full((10, 10), 40000, dtype=np.uint16)).save(cat / "4.png")
-    Image.new("RGB", (4, 4)).save(cat / "5.png")  # The look at some of all files misses it.
+    Image.new("RGB", (4, 4)).save(cat / "5.png")  # Not among the sampled files.
     reasons = [reason for _, reason in packed(tmp_path / "in", tmp_path / "out")]
     assert reasons == [
         "empty file",
@@ -492,7 +492,7 @@ def test_the_crop_is_the_middle_of_the_shrunk_picture(size, tmp_path):
     image = Image.fromarray(ramp)
     cropped = np.asarray(center_crop(image, 16)).astype(float)
     assert cropped.shape == (16, 16)
-    assert cropped[:, 7:9].mean() == pytest.approx(127.5, abs=6)  # The middle stays the middle.
+    assert cropped[:, 7:9].mean() == pytest.approx(127.5, abs=6)  # The centre stays in place.
     step = np.diff(cropped.mean(0)).mean()
     assert step == pytest.approx(255 / size[0] * min(size) / 16, rel=0.1)
     image.save(tmp_path / "0.png")

@@ -19,7 +19,7 @@ STATE = {
 
 
 def originals(config, output_channels):
-    """Random weights in the original's names."""
+    """Random weights under the original's names."""
     torch.manual_seed(0)
     original = Original(config, output_channels)
     state = {name: torch.randn(shape) for name, shape in original.shapes().items()}
@@ -167,7 +167,7 @@ def test_a_network_the_original_does_not_have_is_not_written():
 
 
 def test_the_rows_of_qkv_are_those_of_each_head():
-    """There and back, any exchange of rows would give the same bits."""
+    """A round trip cannot detect a wrong permutation of rows."""
     original = infer(STATE, heads=4)
     rows = original.to_ours(STATE)["blocks.0.attn.qkv.weight"]
     theirs = STATE["blocks.0.attn.qkv.weight"]
