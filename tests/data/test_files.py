@@ -137,10 +137,7 @@ BAD = {
     "one row NaN": (torch.where(LATENT == 5, float("nan"), LATENT), "NaN or infinity"),
     "flat": (LATENT.flatten(), "shape [32], not [c, h, w]"),
     "two in one": (torch.stack([LATENT, LATENT]), "shape [2, 2, 4, 4], not [c, h, w]"),
-    "another shape": (
-        LATENT[:, :2].contiguous(),
-        "shape [2, 2, 4], not [2, 4, 4] like the other files",
-    ),
+    "another shape": (LATENT[:, :2].contiguous(), "shape [2, 2, 4], not [2, 4, 4] like the other"),
     "whole numbers": (LATENT.long(), "holds torch.int64, not floating-point numbers"),
     "complex": (LATENT.to(torch.complex64), "not floating-point numbers"),
 }

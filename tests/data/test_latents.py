@@ -261,9 +261,7 @@ def test_a_flipped_byte_is_found_when_verifying(folder, place):
     data = bytearray((folder / SECOND).read_bytes())
     data[place] ^= 1
     (folder / SECOND).write_bytes(data)
-    assert f"{folder / SECOND}: its SHA-256 differs from the manifest's" in refused(
-        folder, verify=True
-    )
+    assert f"{folder / SECOND}: its SHA-256 differs from" in refused(folder, verify=True)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -316,10 +314,7 @@ def test_a_label_outside_the_classes_is_named_with_its_row(folder, label):
     ("tensors", "words"),
     [
         ({"latent": torch.zeros(4, 2, 3, 3)}, "holds torch.float32 [4, 2, 3, 3], but the"),
-        (
-            {"latent": torch.zeros(4, 2, 3, 2).half()},
-            "[4, 2, 3, 2], but the manifest says",
-        ),
+        ({"latent": torch.zeros(4, 2, 3, 2).half()}, "[4, 2, 3, 2], but the manifest says"),
         ({"latent": torch.zeros(5, 2, 3, 3).half()}, "[5, 2, 3, 3], but"),
         ({"label": torch.zeros(4, dtype=torch.int32)}, "label is torch.int32 [4], not int64 [4]"),
         ({"label": torch.zeros(3, dtype=torch.int64)}, "label is torch.int64 [3], not int64 [4]"),

@@ -359,13 +359,9 @@ def test_a_place_that_is_taken_is_refused_and_left_alone(tmp_path, make):
 
 def test_shards_are_not_put_into_their_own_input(tmp_path):
     class_folders(tmp_path / "in")
-    assert "is inside the input" in refused(
-        lambda: packed(tmp_path / "in", tmp_path / "in" / "out")
-    )
+    assert "inside the input" in refused(lambda: packed(tmp_path / "in", tmp_path / "in" / "out"))
     packed(tmp_path / "in", tmp_path / "out")
-    assert "already packed into shards" in refused(
-        lambda: packed(tmp_path / "out", tmp_path / "again")
-    )
+    assert "already packed" in refused(lambda: packed(tmp_path / "out", tmp_path / "again"))
 
 
 def test_two_processes_do_not_pack_into_one_folder(tmp_path):
