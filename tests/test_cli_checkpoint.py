@@ -9,7 +9,7 @@ from commands import only_error, train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two checkpoints of two ranks, and a folder that was never finished."""
+    """Two checkpoints of two ranks, and an unfinished one."""
     cwd = tmp_path_factory.mktemp("listed")
     flags = ("--model.hidden", 32, "--training.steps", 4, "--checkpoint.every", 2)
     flags += ("--metrics.tensorboard", "false", "--sampling.every", 0)
@@ -58,4 +58,4 @@ def test_what_is_damaged_is_named_with_an_exit_code(run):
 
 @pytest.mark.parametrize("command", ["list", "verify", "show"])
 def test_where_there_is_none_an_error_says_so(run, command):
-    assert "no checkpoint there" in only_error(checkpoint(command, "outputs", cwd=run))
+    assert "no checkpoint found" in only_error(checkpoint(command, "outputs", cwd=run))

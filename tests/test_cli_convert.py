@@ -1,4 +1,4 @@
-"""Weights of the original DiT from the command line: in, compared, trained, sampled, out again."""
+"""Weights of the original DiT: import, predict, train, sample, export, by command line."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def done_well(done):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """`imported`: the fixture as a checkpoint, its samples in the network's own units."""
+    """`imported`: the fixture as a checkpoint, with scale 1."""
     cwd = tmp_path_factory.mktemp("converted")
     save_file(STATE, cwd / "original.safetensors")
     flags = ("--from", "original.safetensors", "--to", "imported", "--heads", 4, "--scale", 1)
@@ -94,7 +94,7 @@ def test_every_bit_comes_back_in_the_originals_names(converted):
     for name, tensor in STATE.items():
         assert torch.equal(back[name], tensor)
         assert torch.equal(pickled[name], tensor)
-    # What was written tells its own number of heads.
+    # Exported files store the number of heads.
     source, target = (str(converted / name) for name in ("back.safetensors", "again"))
     convert.main(convert.Options(source=source, to=target))
     # Nothing is overwritten, in either direction.
@@ -104,7 +104,7 @@ def test_every_bit_comes_back_in_the_originals_names(converted):
 
 
 def converted_again(cwd, name, **flags):
-    """The objective of what is written as `name` and read again."""
+    """Export as `name`, import it again, and return the objective."""
     run, file, back = (str(cwd / part) for part in (name, f"{name}.safetensors", f"{name}_back"))
     convert.main(convert.Options(source=run, to=file))
     convert.main(convert.Options(source=file, to=back, **flags))
@@ -140,7 +140,7 @@ def test_moments_that_do_not_fit_are_left_out_in_words(converted, capsys):
     torch.save({"model": STATE, "opt": whole}, converted / "part.pt")
     target = str(converted / "part")
     convert.main(convert.Options(source=str(converted / "part.pt"), to=target, heads=4))
-    assert "AdamW state is left out" in capsys.readouterr().out
+    assert "AdamW state dropped" in capsys.readouterr().out
     assert not checkpoint.holds(Path(target), "optimizer")
 
 
@@ -167,7 +167,7 @@ def test_nothing_hidden_in_a_checkpoint_is_executed(converted, monkeypatch):
 
 
 def adam_state():
-    """Moments as after 1,000 steps of gradients that are tiny: a fresh AdamW would move at once."""
+    """AdamW state after 1,000 steps of tiny gradients; a new AdamW would take large steps."""
     trained = [number for number, name in enumerate(STATE) if name != "pos_embed"]
     shapes = dict(enumerate(tensor.shape for tensor in STATE.values()))
     state = {
@@ -183,7 +183,7 @@ def adam_state():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run that began with imported weights, its EMA and last weights apart from the start."""
+    """A run from imported weights whose EMA and model weights differ."""
     cwd = tmp_path_factory.mktemp("trained")
     ema = {name: tensor if name == "pos_embed" else tensor / 2 for name, tensor in STATE.items()}
     torch.save({"ema": ema, "model": STATE, "opt": adam_state()}, cwd / "original.pt")
@@ -278,10 +278,10 @@ BAD = {
     "heads": (("--from", "original.safetensors", "--to", "new"), "--heads N"),
     "there": (("--from", "original.safetensors", "--to", "imported", "--heads", 4), "exists"),
     "folder": (("--from", "original.safetensors", "--to", "new.pt"), "a checkpoint is a folder"),
-    "no run": (("--from", ".", "--to", "new.pt"), "--from .: no checkpoint there"),
-    "no file name": (("--from", "imported", "--to", "new"), "ends in .pt or .safetensors"),
-    "reading flag": (("--from", "imported", "--to", "new.pt", "--heads", 4), "no use in writing"),
-    "writing flag": (("--from", "z.safetensors", "--to", "new", "--step", 4), "no use in reading"),
+    "no run": (("--from", ".", "--to", "new.pt"), "--from .: no checkpoint found"),
+    "no file name": (("--from", "imported", "--to", "new"), "name a .pt or .safetensors file"),
+    "import flag": (("--from", "imported", "--to", "new.pt", "--heads", 4), "flag of an export"),
+    "export flag": (("--from", "z.safetensors", "--to", "new", "--step", 4), "flag of an import"),
     "no DiT": (("--from", "z.safetensors", "--to", "new"), "is no DiT"),
 }
 
@@ -312,10 +312,10 @@ BAD_INPUTS = {
     "missing": ({"y": None}, "y missing"),
     "shape": ({"x": torch.ones(2, 4, 4, 4)}, "the network takes [b, 4, 8, 8]"),
     "rows": ({"t": torch.ones(3)}, "t is [3]"),
-    "label": ({"y": torch.tensor([11, 0])}, "whole numbers up to 10"),
-    "time": ({"t": torch.tensor([1000.0, 0.0])}, "t must lie in 0 to 999"),
-    "step": ({"t": torch.tensor([1000.0, 0.0]), "noise": torch.ones(2, 4, 8, 8)}, "0 to 999"),
-    "fraction": ({"t": torch.tensor([3.5, 0]), "noise": torch.ones(2, 4, 8, 8)}, "whole steps"),
+    "label": ({"y": torch.tensor([11, 0])}, "integers up to 10"),
+    "time": ({"t": torch.tensor([1000.0, 0.0])}, "t must be between 0 and 999"),
+    "step": ({"t": torch.tensor([1000.0, 0.0]), "noise": torch.ones(2, 4, 8, 8)}, "0 and 999"),
+    "fraction": ({"t": torch.tensor([3.5, 0]), "noise": torch.ones(2, 4, 8, 8)}, "integer"),
     "noise": ({"noise": torch.ones(2, 4, 8, 4)}, "noise is [2, 4, 8, 4]"),
 }
 

@@ -74,7 +74,7 @@ def test_every_layout_trains_and_resumes(layout, tmp_path):
     whole = metrics(folder)
     assert len(whole) == 4
     shutil.rmtree(folder / "checkpoints" / "step-00000004")
-    # Read by another number of processes, from another place.
+    # Another number of workers, another path.
     (tmp_path / "set").rename(tmp_path / "moved")
     done = train(*MODEL, *RUN, *DATA[:3], "moved", "--data.workers", 0, cwd=tmp_path)
     assert "resumed from outputs/digits/checkpoints/step-00000002" in succeeded(done)
@@ -100,12 +100,12 @@ def test_packing_reports_and_showing_draws(tmp_path):
     said = succeeded(data("pack", *flags, cwd=tmp_path))
     assert "packing 8 files of 2 classes into 1 shards of uint8 [3, 8, 8]" in said
     assert "dropped 1: empty file" in said
-    assert "every one is named in shards/dropped.json" in said
+    assert "dropped files are listed in shards/dropped.json" in said
     assert "wrote 7 samples to shards" in said
     before = files_in(tmp_path / "shards")
     again = succeeded(data("pack", *flags, cwd=tmp_path))
-    assert "packed already" in again
-    assert "packed before with 1 files left out (shards/dropped.json); delete shards" in again
+    assert "already packed" in again
+    assert "1 files were dropped (shards/dropped.json); delete shards" in again
     assert files_in(tmp_path / "shards") == before
 
     said = succeeded(data("show", "shards", "--num", 4, "--verify", "true", cwd=tmp_path))
@@ -120,7 +120,7 @@ def test_packing_reports_and_showing_draws(tmp_path):
     spoiled[-1] ^= 1
     shard.write_bytes(spoiled)
     message = only_error(data("show", "shards", "--verify", "true", cwd=tmp_path))
-    assert "its SHA-256 is not the manifest's" in message
+    assert "its SHA-256 differs from the manifest's" in message
 
 
 def test_showing_a_folder_of_means_and_stds_says_so(tmp_path):
@@ -134,8 +134,8 @@ def test_showing_a_folder_of_means_and_stds_says_so(tmp_path):
 def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
     class_folders(tmp_path / "set")
     before = files_in(tmp_path)
-    assert "lies in the dataset ." in only_error(data("show", ".", cwd=tmp_path / "set"))
-    assert "lies in the dataset" in only_error(
+    assert "is inside the dataset ." in only_error(data("show", ".", cwd=tmp_path / "set"))
+    assert "is inside the dataset" in only_error(
         data("show", "set", "--out", "set/0001/few.png", cwd=tmp_path)
     )
     assert files_in(tmp_path) == before
@@ -143,10 +143,10 @@ def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
 
 BAD = {
     "no input": (("pack", "--input", "no", "--output", "out"), "path=no: no such folder"),
-    "no dataset": (("show", "empty"), "path=empty: there is no manifest.json"),
+    "no dataset": (("show", "empty"), "path=empty: no dataset found"),
     "classes": (
         ("pack", "--input", "set", "--output", "out", "--classes", "list.txt"),
-        "the folders 0001, 0002 are none of the 1 classes",
+        "the folders 0001, 0002 are not among the 1 listed classes",
     ),
     "dtype": (("pack", "--input", "set", "--output", "out", "--scale", "0"), "scale=0"),
     "command": (("unpack",), "data unpack: no such command. There is: data pack, data show."),
@@ -184,10 +184,10 @@ def test_help_lists_the_commands_of_a_group(tmp_path):
 
 
 def test_reasons_are_grouped_by_kind():
-    reasons = [f"shape [3, {i}, 4], not [3, 8, 8] as the others" for i in range(39)]
+    reasons = [f"shape [3, {i}, 4], not [3, 8, 8] like the other files" for i in range(39)]
     reasons += ["empty file"] * 2 + ["holds 2 entries (a, b)", "holds 3 entries (a, b, c)"]
     assert data_pack.summary(reasons) == [
-        "dropped 39: wrong shape, e.g. shape [3, 0, 4], not [3, 8, 8] as the others",
+        "dropped 39: wrong shape, e.g. shape [3, 0, 4], not [3, 8, 8] like the other files",
         "dropped 2: empty file",
         "dropped 2: holds entries, e.g. holds 2 entries (a, b)",
     ]
@@ -195,7 +195,7 @@ def test_reasons_are_grouped_by_kind():
 
 def test_a_list_of_classes_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "list.txt").write_bytes("na\u00efve".encode("latin-1"))
-    with pytest.raises(UserError, match=r"list.txt is not a text file in UTF-8"):
+    with pytest.raises(UserError, match=r"list.txt is not UTF-8 text"):
         data_pack.read_classes(str(tmp_path / "list.txt"))
 
 

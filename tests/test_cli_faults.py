@@ -1,4 +1,4 @@
-"""Bad numbers and changing ranks from the command line: what is skipped, recorded and replayed."""
+"""Skipped steps, faults.jsonl, replay and changing ranks, by command line."""
 
 import json
 import re
@@ -30,7 +30,7 @@ ROWS, SPOILED = 48, 13
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory):
-    """A packed dataset in which one value has gone bad since it was written."""
+    """A packed dataset with one value overwritten with NaN."""
     folder = tmp_path_factory.mktemp("spoiled") / "data"
     torch.manual_seed(0)
     latents, labels = torch.randn(ROWS, 1, 8, 8), torch.arange(ROWS) % 10
@@ -88,7 +88,7 @@ def test_a_spoiled_sample_is_skipped_on_all_ranks_recorded_and_found_by_replay(s
 
 
 def test_replay_of_a_good_step_gives_the_loss_of_its_metrics(finished, tmp_path):
-    """In one process what three ranks had: by the plan, with the weights of the step."""
+    """One process repeats the step of three ranks, from the batch plan."""
     row = metrics(finished)[20]
     done = replay(finished.parent.parent, "--run", finished, "--step", 21, "--show", 16)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def test_replay_of_a_good_step_gives_the_loss_of_its_metrics(finished, tmp_path)
     assert float(norm) == pytest.approx(row["grad_norm"], rel=1e-4)
     bad = replay(finished.parent.parent, "--run", finished, "--step", 21, "--microbatch", 5)
     assert bad.returncode == 2
-    assert "--microbatch 5: 16 samples make 1 microbatches of 32" in bad.stderr
+    assert "--microbatch 5: 16 samples are 1 microbatches of 32" in bad.stderr
 
 
 def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died_in(
@@ -110,7 +110,7 @@ def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died
         replay_command.main(replay_command.Options(run=str(finished), step=61))
 
     def newest(rows=(), saved=(), faults=()):
-        """Of a run that left these; a kill has cut the last line of metrics short."""
+        """Newest step of a run with these files; its last metrics line is truncated."""
         run = Path(tempfile.mkdtemp(dir=tmp_path))
         lines = [json.dumps({"step": step}) for step in rows]
         (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9']))
@@ -126,7 +126,7 @@ def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died
     assert newest(rows=(1, 10), saved=(4, 8)) == 10
     assert newest(rows=(1, 10), saved=(8, 12)) == 12
     assert newest(rows=(1, 10), saved=(8,), faults=[bad]) == 14
-    # Undone steps do not count, unless they were done anew.
+    # Undone steps count only if repeated.
     assert newest(rows=(1,), saved=(6,), faults=[bad, back]) == 6
     assert newest(rows=(1,), saved=(6,), faults=[bad, back, bad]) == 14
     died = tmp_path / "died"
@@ -134,11 +134,11 @@ def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died
     (died / "metrics.jsonl").write_text('{"step": 3}\n')
     shown = [replay_command.check_taken(died, step, every=3, steps=9) for step in (3, 4, 6)]
     assert shown == [True, False, False]
-    with pytest.raises(UserError, match="taken steps 1 to 3, and can have begun none after step 6"):
+    with pytest.raises(UserError, match="steps 1 to 3, and cannot have started any after step 6"):
         replay_command.check_taken(died, 7, every=3, steps=9)
     empty = tmp_path / "empty"
     assert not replay_command.check_taken(empty, 1, every=0, steps=9)
-    with pytest.raises(UserError, match="has taken no step, and can have begun none after step 1"):
+    with pytest.raises(UserError, match="no step, and cannot have started any after step 1"):
         replay_command.check_taken(empty, 2, every=0, steps=9)
     log = died / "samples-seen" / "attempt-00001"
     log.mkdir(parents=True)
@@ -152,7 +152,7 @@ LONG += ("--checkpoint.every", 4, "--checkpoint.keep", 0, "--faults.log_samples"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The run that the others must repeat, on one rank."""
+    """The reference run, on one rank."""
     cwd = tmp_path_factory.mktemp("whole")
     done = train(*SMALL, *LONG, cwd=cwd)
     assert done.returncode == 0, done.stderr
@@ -160,7 +160,7 @@ def finished(tmp_path_factory):
 
 
 def kill_after(cwd, step, ranks, *flags):
-    """Train on some ranks until `step` has been taken, then kill them all."""
+    """Train on `ranks` ranks until `step`, then kill them all."""
     with Running(train_command(*SMALL, *LONG, *flags, ranks=ranks), cwd) as run:
         run.wait_for_step(step)
 
@@ -189,7 +189,7 @@ def test_a_run_on_4_then_2_then_3_ranks_sees_the_samples_of_the_uninterrupted_on
 
 
 def test_ranks_that_a_run_cannot_go_on_with_are_refused_and_nothing_is_overwritten(finished):
-    """Early, before the ranks meet: so a rank alone will do to see it."""
+    """The error comes before the rendezvous, so one rank shows it."""
     cwd = finished.parent.parent
     before = {path: path.stat().st_mtime_ns for path in cwd.rglob("*")}
     for ranks, flags, words in (

@@ -74,7 +74,7 @@ def test_a_picture_is_drawn(trained):
 
 
 BAD = {
-    "no run": (("--run", "nothing"), "no checkpoint there"),
+    "no run": (("--run", "nothing"), "no checkpoint found"),
     "step": (("--step", 7), "It has 20, 40"),
     "labels": (("--labels", "3,17"), "classes 0 to 9"),
     "words": (("--labels", "three"), "numbers such as"),

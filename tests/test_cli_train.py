@@ -179,7 +179,7 @@ BAD_CONFIGS = {
     "size": (("--model.latent_size", 16), ("[model] channels=1", "[1, 8, 8]", "latent_size = 8")),
     "sampler": (("--sampling.sampler", "hen"), ("[sampling] sampler", "heun")),
     "dataset": (("--data.name", "digit"), ("[data] name", "digits")),
-    "folder": (("--data.name", "latents", "--data.path", "no"), ("[data] path=no", "manifest")),
+    "folder": (("--data.name", "latents", "--data.path", "no"), ("[data] path=no", "such folder")),
 }
 
 

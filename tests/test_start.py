@@ -74,7 +74,7 @@ def test_several_nodes_meet_as_the_variables_say(start, capsys):
     assert after(command, "--rdzv-id") == "titan_dit"
     assert after(command, "--rdzv-conf") == train.RDZV_CONF
     assert after(command, "--max-restarts") == "0"
-    assert capsys.readouterr().err == "titan_dit: meeting 4 nodes at node1:29500\n"
+    assert capsys.readouterr().err == "titan_dit: rendezvous of 4 nodes at node1:29500\n"
     command, _ = start(**where | {"NNODES": "2:4", "RDZV_ID": "run", "RDZV_CONF": "timeout=9"})
     assert after(command, "--rdzv-id") == "run"
     assert after(command, "--rdzv-conf") == "timeout=9"
@@ -107,8 +107,8 @@ def test_a_dry_run_and_help_start_no_ranks(start, words, capsys):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"NGPU": "all"}, "NGPU=all: give the number"),
-        ({"NGPU": "0"}, "NGPU=0: give the number"),
+        ({"NGPU": "all"}, "NGPU=all: set the number"),
+        ({"NGPU": "0"}, "NGPU=0: set the number"),
         ({"NNODES": "2"}, "NNODES=2: set RDZV_ENDPOINT=host:port"),
     ],
 )

@@ -8,26 +8,25 @@ import sys
 from titan_dit.config.section import Section, UserError, hints_of
 from titan_dit.launcher import failure
 
-# Each is a file in titan_dit/commands with a dataclass `Options` and a function `main(options)`;
-# a name of two words has an underscore there. `train` alone reads its words itself: its flags are
-# the config's keys.
+# Command "a b" is titan_dit/commands/a_b.py with a dataclass `Options` and `main(options)`. Only
+# `train` parses its own arguments, as its flags are the config's keys.
 COMMANDS = {
     "train": "train a run on the ranks of this node",
     "sample": "draw samples from a trained run",
-    "convert": "weights of the original DiT to a checkpoint, and back",
-    "predict": "run a network on given inputs",
-    "replay": "re-create a step of a run, sample by sample",
-    "data pack": "turn a folder of latents or pictures into shards",
-    "data show": "say and draw what a dataset holds",
-    "bench attention": "time every attention kernel on one shape",
-    "checkpoint list": "the checkpoints of a run",
-    "checkpoint verify": "compare checkpoints with the digests of when they were written",
-    "checkpoint show": "what a checkpoint says of itself",
+    "convert": "convert weights of the original DiT to a checkpoint, or back",
+    "predict": "run the network on given inputs",
+    "replay": "repeat a training step and list its samples",
+    "data pack": "pack a folder of latents or images into shards",
+    "data show": "print a dataset's metadata and draw samples",
+    "bench attention": "benchmark every attention kernel on one shape",
+    "checkpoint list": "list the checkpoints of a run",
+    "checkpoint verify": "check the SHA-256 of every checkpoint file",
+    "checkpoint show": "print a checkpoint's metadata, tensors and config",
 }
 
 
 def main() -> None:
-    """Find the command, read its flags, run it."""
+    """Parse the command and its flags, and run it."""
     words = sys.argv[1:] or ["--help"]
     length = 2 if " ".join(words[:2]) in COMMANDS else 1
     name = " ".join(words[:length])
@@ -36,7 +35,7 @@ def main() -> None:
     if name not in COMMANDS and asks_for_help:
         listed = "\n".join(f"  {command:19}{what}" for command, what in (group or COMMANDS).items())
         sys.stdout.write(
-            f"python -m titan_dit COMMAND\n\n{listed}\n\nEach explains itself with --help.\n"
+            f"python -m titan_dit COMMAND\n\n{listed}\n\nSee COMMAND --help for its flags.\n"
         )
         return
     if name not in COMMANDS:
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 def as_python(words: list[str], options: type[Section]) -> list[str]:
-    """Booleans are written as in TOML; tyro knows Python's."""
+    """Convert TOML booleans (true) to tyro's Python ones (True)."""
     switches = {
         f"--{name}".replace("_", "-") for name, kind in hints_of(options).items() if kind is bool
     }
@@ -78,7 +77,7 @@ def as_python(words: list[str], options: type[Section]) -> list[str]:
 
 
 def run() -> None:
-    """The console script `titan_dit`."""
+    """Entry point of the console script `titan_dit`."""
     failure.guarded(main)
 
 

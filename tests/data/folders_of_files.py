@@ -1,4 +1,4 @@
-"""Small datasets in the layouts that people have; made here, read by the tests."""
+"""Write small datasets in every unpacked layout."""
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ def save(path, latent):
 
 
 def class_folders(root, suffix=".npy", classes=("0000", "0001", "0002"), each=4, shape=(4, 8, 8)):
-    """`each` files per class, numbered through; the latents and labels in the order of reading."""
+    """Write `each` files per class; return the latents and labels in reading order."""
     latents = latents_of(each * len(classes), shape)
     for i, latent in enumerate(latents):
         save(root / classes[i // each] / f"{i % each}{suffix}", latent)
@@ -29,7 +29,7 @@ def class_folders(root, suffix=".npy", classes=("0000", "0001", "0002"), each=4,
 
 
 def pair(root, prefix="", count=12, num_classes=3, shape=(4, 8, 8)):
-    """As fast-DiT writes it: features [1, c, h, w] and labels [1]."""
+    """Write fast-DiT's layout: features [1, c, h, w] and labels [1]."""
     latents, labels = latents_of(count, shape), torch.arange(count) % num_classes
     for i in range(count):
         save(root / f"{prefix}features" / f"{i}.npy", latents[i][None])
@@ -38,7 +38,7 @@ def pair(root, prefix="", count=12, num_classes=3, shape=(4, 8, 8)):
 
 
 def pictures(root, classes=("cat", "dog"), each=3, size=(10, 10), mode="RGB"):
-    """Lossless, so that the pixels can be compared."""
+    """Write lossless images, to compare pixels exactly."""
     generator = np.random.default_rng(0)
     for name in classes:
         (root / name).mkdir(parents=True)
@@ -49,7 +49,7 @@ def pictures(root, classes=("cat", "dog"), each=3, size=(10, 10), mode="RGB"):
 
 
 def files_in(root):
-    """The bytes of everything below a folder, by name."""
+    """Return the bytes of all files in a folder, by name."""
     return {
         str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
     }

@@ -152,7 +152,7 @@ def test_half_precision_stays_half_until_the_device(tmp_path):
     source = open_folder(tmp_path)
     assert source.read([0, 1])["latent"].dtype == torch.float16
     save(tmp_path / "0" / "3.npy", latents_of(1)[0])
-    assert "3.npy: holds float32 where the first files hold float16" in refused(
+    assert "3.npy: holds float32, but the first files hold float16" in refused(
         lambda: source.read([3])
     )
 
@@ -176,7 +176,7 @@ def test_a_bad_file_is_one_error_from_whichever_process_reads_it(tmp_path, worke
     source = open_folder(tmp_path)
     (tmp_path / "0001" / "4.npy").write_bytes(b"")
     message = refused(lambda: batches(source, 3, workers=workers))
-    assert message.startswith(f"[data] {tmp_path / '0001' / '4.npy'}: empty file. Mend or replace")
+    assert message.startswith(f"[data] {tmp_path / '0001' / '4.npy'}: empty file. Fix or replace")
     assert "\n" not in message
     (tmp_path / "0001" / "4.npy").unlink()
     assert "No such file" in refused(lambda: batches(source, 3, workers=workers))
@@ -198,7 +198,7 @@ def test_sources_reopen_in_a_process_that_was_not_forked(tmp_path):
 
 
 class Handmade(Source):
-    """All that a user's dataset has to be."""
+    """The minimal dataset of a user."""
 
     facts = LatentFacts(shape=(4, 8, 8), count=7, num_classes=3)
     fields = {"latent": Field(torch.float32, (4, 8, 8)), "label": Field(torch.int64, ())}

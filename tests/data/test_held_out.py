@@ -9,7 +9,7 @@ from titan_dit.rng import permutation
 
 
 class Grouped(Source):
-    """Rows with these groups, and nothing else."""
+    """A source with only groups."""
 
     def __init__(self, groups):
         self.groups_of = None if isinstance(groups, int) else torch.tensor(groups)
@@ -21,7 +21,7 @@ class Grouped(Source):
 
 
 def held_out(groups, count, seed=0):
-    """The rows, and how many of each group are among them."""
+    """Return the held-out rows, and their number per group."""
     rows = held_out_rows(Grouped(groups), seed, count)
     assert list(rows) == sorted(set(rows))
     assert len(rows) == count
@@ -82,7 +82,7 @@ def test_the_rows_are_a_function_of_the_seed_alone():
     assert held_out_rows(Digits().open(), 5, 100) == rows
     assert held_out_rows(source, 6, 100) != rows
     assert source.labels[list(rows)].bincount(minlength=10).tolist() == [10] * 10
-    # What leaves has nothing to do with what comes first in an epoch.
+    # Held-out rows are independent of the order in an epoch.
     assert 0 < len(set(rows) & set(permutation(5, 0, 1797)[:500].tolist())) < 60
 
 
@@ -96,6 +96,6 @@ def test_a_dataset_that_would_have_nothing_left_is_refused(count):
     with pytest.raises(UserError) as caught:
         held_out_rows(Grouped(20), 0, count)
     assert str(caught.value) == (
-        f"[validation] samples={count} leaves nothing of the 20 samples of [data] to train on. "
-        "Set fewer, such as samples = 2."
+        f"[validation] samples={count} holds out all 20 rows of [data], so none "
+        "remain for training. Set fewer, such as samples = 2."
     )

@@ -99,7 +99,7 @@ def test_what_is_written_is_read(tmp_path, dtype, scale, shift):
     expected = (latents.double() - shift) * scale
     torch.testing.assert_close(seen.double(), expected, rtol=1e-6, atol=1e-6)
     back = source.facts.to_stored_units(seen)
-    # Held to the range of values that mean something.
+    # Clamped to value_range.
     torch.testing.assert_close(back, latents.float().clamp(0, 255), rtol=1e-5, atol=1e-4)
 
 
@@ -116,19 +116,19 @@ def test_the_digest_tells_datasets_apart_but_not_their_places(folder, tmp_path):
 
 def test_a_dataset_that_is_there_is_not_overwritten(folder):
     before = files_in(folder)
-    with pytest.raises(UserError, match=r"set holds a dataset already.*Delete the folder, or"):
+    with pytest.raises(UserError, match=r"set already holds a dataset.*Delete the folder, or"):
         write_shards(
             folder, latents_of(torch.uint8), torch.zeros(10).long(), num_classes=1, source=""
         )
     assert files_in(folder) == before
-    # Without a manifest there is none: what an unfinished write has left is overwritten.
+    # Without a manifest it is no dataset: files of an unfinished write are overwritten.
     (folder / "manifest.json").unlink()
     write_shards(folder, latents_of(torch.uint8), torch.zeros(10).long(), num_classes=1, source="")
     assert len(LatentShards(folder)) == 10
 
 
 def test_a_missing_manifest_is_named(tmp_path):
-    assert f"path={tmp_path}: there is no manifest.json" in refused(tmp_path)
+    assert f"path={tmp_path}: no dataset found" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{'format': 1}"])
@@ -253,7 +253,7 @@ def test_a_shard_of_another_length_is_named(folder, change):
     (folder / SECOND).write_bytes(data[:-1] if change < 0 else data + b"\0")
     message = refused(folder)
     assert str(folder / SECOND) in message
-    assert f"{len(data) + change:,} bytes where the manifest says {len(data):,}" in message
+    assert f"{len(data) + change:,} bytes, but the manifest says {len(data):,}" in message
 
 
 @pytest.mark.parametrize("place", [100, -1])
@@ -261,7 +261,7 @@ def test_a_flipped_byte_is_found_when_verifying(folder, place):
     data = bytearray((folder / SECOND).read_bytes())
     data[place] ^= 1
     (folder / SECOND).write_bytes(data)
-    assert f"{folder / SECOND}: its SHA-256 is not the manifest's" in refused(folder, verify=True)
+    assert f"{folder / SECOND}: its SHA-256 differs from" in refused(folder, verify=True)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -294,7 +294,7 @@ def test_a_shard_that_is_no_safetensors_file_is_named(folder):
 
 
 def rewrite_shard(folder, **tensors):
-    """Replace tensors of the second shard, with a manifest that agrees."""
+    """Replace tensors of the second shard, with a matching manifest."""
     file = folder / SECOND
     save_file(load_file(file) | tensors, file)
     shards = json.loads((folder / "manifest.json").read_text())["shards"]
@@ -313,12 +313,9 @@ def test_a_label_outside_the_classes_is_named_with_its_row(folder, label):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"latent": torch.zeros(4, 2, 3, 3)}, "holds torch.float32 [4, 2, 3, 3] where the"),
-        (
-            {"latent": torch.zeros(4, 2, 3, 2).half()},
-            "[4, 2, 3, 2] where the manifest says",
-        ),
-        ({"latent": torch.zeros(5, 2, 3, 3).half()}, "[5, 2, 3, 3] where"),
+        ({"latent": torch.zeros(4, 2, 3, 3)}, "holds torch.float32 [4, 2, 3, 3], but the"),
+        ({"latent": torch.zeros(4, 2, 3, 2).half()}, "[4, 2, 3, 2], but the manifest says"),
+        ({"latent": torch.zeros(5, 2, 3, 3).half()}, "[5, 2, 3, 3], but"),
         ({"label": torch.zeros(4, dtype=torch.int32)}, "label is torch.int32 [4], not int64 [4]"),
         ({"label": torch.zeros(3, dtype=torch.int64)}, "label is torch.int64 [3], not int64 [4]"),
     ],

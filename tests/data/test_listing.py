@@ -184,28 +184,28 @@ def shards_and_pair(root):
 
 
 BAD = {
-    gap: ("nothing of 2 classes: 2, 3", "Add them", "--num-classes"),
+    gap: ("no samples of 2 classes: 2, 3", "Add them", "--num-classes"),
     twice: ("0 and 00 are both class 0",),
-    empty: ("nothing in the class folders 0003",),
+    empty: ("empty class folders: 0003",),
     deep: ("0001: more is neither a latent",),
     other_file: ("0001: notes.txt is neither",),
-    same_stem: ("0001: 0.npy and 0.pt would be one sample twice",),
+    same_stem: ("0001: 0.npy and 0.pt are the same sample",),
     mixed_kinds: ("latents (0000/0.npy) and images (0003/0.png): two datasets in one folder",),
-    beside: ("README.txt lies beside the class folders",),
-    loose: ("no manifest.json", "0.npy lies directly in it"),
-    lone_feature: ("features/3.npy has no file of its name in labels",),
-    lone_label: ("labels/3.npy has no file of its name in features",),
-    no_labels: ("there is features, but no labels",),
+    beside: ("README.txt is outside the class folders",),
+    loose: ("no dataset found", "It holds 0.npy"),
+    lone_feature: ("features/3.npy has no file of the same name in labels",),
+    lone_label: ("labels/3.npy has no file of the same name in features",),
+    no_labels: ("found features, but no labels",),
     bad_label: ("labels/5.npy: holds -2, not a class number",),
     cut_label: ("labels/5.npy: not a readable .npy file",),
-    label_gap: ("nothing of 897 classes: 3, 4, 5, 6 and 893 more",),
-    huge_label: ("nothing of 2,147,483,644 classes: 3, 4, 5, 6 and 2,147,483,640 more",),
+    label_gap: ("no samples of 897 classes: 3, 4, 5, 6 and 893 more",),
+    huge_label: ("no samples of 2,147,483,644 classes: 3, 4, 5, 6 and 2,147,483,640 more",),
     impossible_label: ("labels/5.npy: holds 1000000000000, not a class number",),
-    huge_folder: ("nothing of 99,999,998 classes: 1, 2, 3, 4 and 99,999,994 more",),
+    huge_folder: ("no samples of 99,999,998 classes: 1, 2, 3, 4 and 99,999,994 more",),
     impossible_folder: ("is too large for a class number",),
     odd_name: ("numbers (0000, 0001, 0003), but tmp is not", '"classes" in manifest.json'),
     odd_number: ("names (cat, dog), but 7 is not",),
-    unfinished: ("packing was not finished. Run the same `data pack` again",),
+    unfinished: ("packing is unfinished. Run the same `data pack` command again",),
     pair_and_classes: ("the pair features and labels and the class folders 0000, 0001, 0002",),
     two_pairs: ("the pair a_features and a_labels and the pair b_features and b_labels",),
     shards_and_classes: ("the shards of manifest.json and the class folders 0000", "two datasets"),
@@ -245,9 +245,9 @@ def test_who_says_how_many_classes_there_are_may_lack_some(tmp_path):
 def test_names_and_a_number_of_classes_must_agree(tmp_path):
     class_folders(tmp_path / "names", classes=("a", "b", "c"))
     for how in ({"num_classes": 1000}, {"num_classes": 10, "classes": ("a", "b", "c")}):
-        assert "Names need the whole list" in refused(tmp_path / "names", **how)
+        assert "List the names of all classes" in refused(tmp_path / "names", **how)
     pair(tmp_path / "pair")
-    assert "Names need the whole list" in refused(
+    assert "List the names of all classes" in refused(
         tmp_path / "pair", num_classes=4, classes=("a", "b", "c")
     )
     assert list_folder(tmp_path / "names", num_classes=3).num_classes == 3
@@ -264,9 +264,9 @@ def test_options_that_contradict_the_manifest_are_refused(tmp_path):
 
 def test_the_classes_of_a_list_and_the_folders_must_be_the_same(tmp_path):
     class_folders(tmp_path, classes=("a", "b"))
-    assert "nothing of 1 classes: c" in refused(tmp_path, classes=("a", "b", "c"))
+    assert "no samples of 1 classes: c" in refused(tmp_path, classes=("a", "b", "c"))
     message = refused(tmp_path, classes=("a", "x"))
-    assert "the folders b are none of the 2 classes" in message
+    assert "the folders b are not among the 2 listed classes" in message
 
 
 @pytest.mark.parametrize(

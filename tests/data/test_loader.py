@@ -20,7 +20,7 @@ FIELDS = ("latent", "label")
 
 
 def anything(fields):
-    """Refuses nothing."""
+    """Accept all fields."""
 
 
 def batches(count, rank=0, ranks=1, cursor=0, workers=0, global_batch=24):
@@ -31,7 +31,7 @@ def batches(count, rank=0, ranks=1, cursor=0, workers=0, global_batch=24):
 
 
 def named(batch, name):
-    """A field, or what every batch has."""
+    """Return a field or an attribute of a batch."""
     return batch.fields[name] if name in FIELDS else getattr(batch, name)
 
 
@@ -93,7 +93,7 @@ def test_workers_give_the_same_batches_in_the_same_order():
 
 
 class Killed(Source):
-    """Ends the process that reads it, as the kernel does where memory runs out."""
+    """Kill the reading process, like the OOM killer."""
 
     facts = LatentFacts(shape=(1, 8, 8), count=99, num_classes=10)
     fields = facts.fields(torch.float32)
@@ -103,7 +103,7 @@ class Killed(Source):
 
 
 class Unreadable(Source):
-    """What was there when it was opened is gone, or its disk fails."""
+    """A dataset whose files are lost, or whose disk fails, after opening."""
 
     facts = LatentFacts(shape=(1, 8, 8), count=99, num_classes=10)
     fields = facts.fields(torch.float32)
@@ -154,7 +154,7 @@ def test_what_was_read_is_looked_at_where_it_was_read_and_may_be_refused(workers
     order = RankOrder(BatchPlan(4), EpochOrder(5, 1797), 0, 1)
     with pytest.raises(UserError, match=rf"looked at 4 rows, away={workers > 0}") as caught:
         next(loader.load(Digits().open(), order, 0, inspect, CPU, workers=workers))
-    assert not isinstance(caught.value, Disruption)  # Trying again would read the same.
+    assert not isinstance(caught.value, Disruption)  # A retry would read the same data.
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ def take(steps, *args, **kwargs):
     return list(itertools.islice(batches(*args, **kwargs), steps))
 
 
-# Batches that divide the epoch, that do not, and that are longer than it.
+# Batch sizes that divide the epoch, do not divide it, and exceed it.
 SIZES = [(4, 12, 1), (4, 12, 4), (6, 17, 1), (6, 17, 2), (6, 17, 3), (12, 7, 4), (30, 7, 5)]
 
 
@@ -29,7 +29,7 @@ def test_every_row_comes_once_in_each_epoch(batch, rows, ranks):
         for share in shares
         for pair in share
     ]
-    # The numbers are consecutive over ranks and steps: none twice, none left out.
+    # The numbers are consecutive over ranks and steps: no duplicates, no gaps.
     assert [number for number, _ in seen] == list(range(steps * batch))
     for epoch in range(3 * batch):
         part = [row for _, row in seen[epoch * rows : (epoch + 1) * rows]]
@@ -72,7 +72,7 @@ def test_seeds_give_different_orders():
     assert take(5, 6, 100) != take(5, 6, 100, seed=1)
 
 
-# (batch, skipped spans): before, inside, across and far behind the batches, of all sizes.
+# (batch size, skipped ranges): before, inside, across and far after the batches.
 SKIPPED = [
     (4, ((0, 3),)),
     (4, ((4, 8),)),
@@ -84,7 +84,7 @@ SKIPPED = [
 
 @pytest.mark.parametrize(("batch", "skipped"), SKIPPED)
 def test_a_plan_goes_round_what_is_skipped(batch, skipped):
-    """Against the same done one number at a time."""
+    """Compare with a plan computed number by number."""
     plan = BatchPlan(batch, skipped)
     allowed = (n for n in itertools.count() if not any(a <= n < b for a, b in skipped))
     cursor = 0
@@ -98,7 +98,7 @@ def test_a_plan_goes_round_what_is_skipped(batch, skipped):
 
 @pytest.mark.parametrize(("batch", "skipped"), SKIPPED)
 def test_a_plan_depends_on_nothing_but_the_cursor(batch, skipped):
-    """From any cursor, one inside a skipped span too: the next numbers that are allowed."""
+    """From any cursor, even in a skipped range, a batch is the next unskipped numbers."""
     plan = BatchPlan(batch, skipped)
     for cursor in range(60):
         later = (n for n in itertools.count(cursor) if not any(a <= n < b for a, b in skipped))

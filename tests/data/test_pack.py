@@ -21,7 +21,7 @@ from titan_dit.data.packing.images import center_crop, read_image
 
 
 def packed(source, output, workers=1, **how):
-    """Pack; what was dropped, None if nothing was left to do."""
+    """Pack; return the dropped files, None if already packed."""
     return pack.pack(pack.make_plan(source, output, **how), output, workers, lambda *_: None)
 
 
@@ -75,7 +75,7 @@ def test_a_part_of_the_classes_is_packed_for_a_model_of_all(tmp_path):
 
 
 def spoil(root):
-    """One file of every fault; what the drop report must say of each."""
+    """Write one file per kind of fault; return the expected reasons."""
     nan = latents_of(1)[0]
     nan[1, 2, 3] = float("nan")
     save(root / "0000" / "1.npy", nan)
@@ -86,7 +86,7 @@ def spoil(root):
     save(root / "0002" / "1.npy", torch.zeros(4, 8, 8, dtype=torch.int64))
     return {
         "0000/1.npy": "holds NaN or infinity",
-        "0000/2.npy": "shape [4, 8, 9], not [4, 8, 8] as the others",
+        "0000/2.npy": "shape [4, 8, 9], not [4, 8, 8] like the other files",
         "0001/0.npy": "empty file",
         "0001/3.npy": "not a readable .npy file: damaged, or cut off",
         "0002/0.npy": "not finite in float16: above 65504. Pack with --dtype float32",
@@ -125,12 +125,12 @@ def test_if_nothing_can_be_packed_nothing_is_left(tmp_path, monkeypatch):
     for path in (tmp_path / "in").rglob("*.npy"):
         path.write_bytes(b"x" * 50)
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
-    assert "none of 12 files" in message
+    assert "none of 12 sampled files" in message
     assert f"{tmp_path / 'in' / '0000' / '0.npy'}: not a readable .npy file" in message
-    # As if the files that were looked at had been good.
+    # As if all sampled files had been good.
     monkeypatch.setattr(pack, "shape_of_most", lambda *_: (4, 8, 8))
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", shard_size=5))
-    assert "not one of the 12 files can be packed" in message
+    assert "none of the 12 files can be packed" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -143,7 +143,7 @@ def test_the_shape_is_that_of_most_files(tmp_path):
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
-    """120 files in 20 chunks, six of them bad, and what one worker makes of them."""
+    """120 files in 20 chunks, six files bad, packed by one worker."""
     root = tmp_path_factory.mktemp("faulty")
     class_folders(root / "in", each=40)
     spoil(root / "in")
@@ -153,7 +153,7 @@ def faulty(tmp_path_factory):
 
 def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same_bytes(faulty):
     output = faulty / "two" / "out"
-    # A folder of that name can no more be written than a file on a full disk.
+    # A folder of that name makes the write fail, like a full disk.
     blocked = output / "out-00019.safetensors.partial"
     blocked.mkdir(parents=True)
     plan = pack.make_plan(faulty / "in", output, shard_size=6)
@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same
     assert message.startswith(f"[data pack] {output}/out-00019.safetensors cannot be written")
     assert "Free space" in message
     assert "run the same command again" in message
-    assert len(list(output.glob("out-*.safetensors"))) > 9  # All of that worker's others at least.
+    assert len(list(output.glob("out-*.safetensors"))) > 9  # At least all others of that worker.
     assert message == refused(lambda: packed(faulty / "in", output, workers=1, shard_size=6))
     blocked.rmdir()
     packed(faulty / "in", output, shard_size=6)
@@ -195,7 +195,7 @@ if __name__ == "__main__":
 
 
 def start_slowly(faulty, output, workers):
-    """A process, and processes of its own, that take 2.4 s of reading."""
+    """Start packing in a process, with workers, that takes 2.4 s to read."""
     script = faulty / "slow.py"
     script.write_text(SLOW)
     return subprocess.Popen(
@@ -221,7 +221,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(faulty, tmp_path)
     process.kill()
     process.wait()
     assert not (output / "manifest.json").exists()
-    deadline = time.monotonic() + 60  # The workers follow their parent, wherever they are.
+    deadline = time.monotonic() + 60  # The workers exit with their parent.
     while alive(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -237,7 +237,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(faulty, tmp_path)
 
 
 def alive(group):
-    """Whether a process of the group is left (a zombie is not)."""
+    """Return True if a process of the group is alive (not a zombie)."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -246,7 +246,7 @@ def alive(group):
 
 
 class Dying(shard_job.Plan):
-    """Whoever reads a file of the last class dies."""
+    """A plan whose worker exits on reading the last class."""
 
     def read(self, row):
         if "0002" in self.listing.names[row]:
@@ -259,7 +259,7 @@ def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(RuntimeError, match=r"a worker failed \(exit code 9\)"):
         workers.run_workers(plan, tmp_path / "out", list(range(20)), 1, lambda *_: None)
-    # 40 files of either class before it, six in a shard.
+    # 80 files of two classes come before it, six per shard.
     assert len(list((tmp_path / "out").glob("out-*.json"))) == 13
 
 
@@ -300,7 +300,7 @@ def test_a_dataset_that_lost_shards_gets_those_back(faulty, tmp_path):
     assert len(packed(faulty / "in", output, shard_size=6)) == 6
     assert files_in(output) == files_in(faulty / "one" / "out")
     assert {p: p.stat().st_mtime_ns for p in kept} == kept
-    # Without the report, what was dropped is not known: those chunks are read again.
+    # Without the report, the dropped files are unknown: those chunks are packed again.
     (output / "dropped.json").unlink()
     (output / "out-00003.safetensors").unlink()
     assert len(packed(faulty / "in", output, shard_size=6)) == 6
@@ -340,10 +340,10 @@ def a_file(output):
 
 
 PLACES = {
-    leftover: "holds what is left of packing other files",
+    leftover: "holds unfinished shards of other files or options",
     a_dataset: "holds another dataset. Delete it or choose another --output",
-    unclaimed: "holds shards without a manifest.json",
-    a_users_file: "is not empty: there is thesis.tex",
+    unclaimed: "holds shards of unknown origin, without a manifest.json",
+    a_users_file: "is not empty: it holds thesis.tex",
     a_file: "is a file",
 }
 
@@ -359,9 +359,9 @@ def test_a_place_that_is_taken_is_refused_and_left_alone(tmp_path, make):
 
 def test_shards_are_not_put_into_their_own_input(tmp_path):
     class_folders(tmp_path / "in")
-    assert "lies in the input" in refused(lambda: packed(tmp_path / "in", tmp_path / "in" / "out"))
+    assert "inside the input" in refused(lambda: packed(tmp_path / "in", tmp_path / "in" / "out"))
     packed(tmp_path / "in", tmp_path / "out")
-    assert "packed already" in refused(lambda: packed(tmp_path / "out", tmp_path / "again"))
+    assert "already packed" in refused(lambda: packed(tmp_path / "out", tmp_path / "again"))
 
 
 def test_two_processes_do_not_pack_into_one_folder(tmp_path):
@@ -378,7 +378,7 @@ def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch)
     removed = []
 
     def remove_first(descriptor, how):
-        if not removed:  # As if its holder finished between our open and our lock.
+        if not removed:  # As if its holder had finished between our open and our lock.
             removed.append((tmp_path / "pack.json").unlink())
         flock(descriptor, how)
 
@@ -429,13 +429,13 @@ def test_bad_pictures_are_left_out(tmp_path):
     whole = (cat / "3.png").read_bytes()
     (cat / "3.png").write_bytes(whole[: len(whole) // 2])
     Image.fromarray(np.full((10, 10), 40000, dtype=np.uint16)).save(cat / "4.png")
-    Image.new("RGB", (4, 4)).save(cat / "5.png")  # The look at some of all files misses it.
+    Image.new("RGB", (4, 4)).save(cat / "5.png")  # Not among the sampled files.
     reasons = [reason for _, reason in packed(tmp_path / "in", tmp_path / "out")]
     assert reasons == [
         "empty file",
-        *["not a readable picture: damaged, or cut off"] * 2,
-        "I;16 picture, of more than 8 bit; convert it to 8 bit",
-        "shape [3, 4, 4], not [3, 10, 10] as the others",
+        *["not a readable image: damaged, or cut off"] * 2,
+        "I;16 image with more than 8 bits; convert it to 8",
+        "shape [3, 4, 4], not [3, 10, 10] like the other files",
     ]
 
 
@@ -488,7 +488,7 @@ def test_the_crop_is_the_middle_of_the_shrunk_picture(size, tmp_path):
     image = Image.fromarray(ramp)
     cropped = np.asarray(center_crop(image, 16)).astype(float)
     assert cropped.shape == (16, 16)
-    assert cropped[:, 7:9].mean() == pytest.approx(127.5, abs=6)  # The middle stays the middle.
+    assert cropped[:, 7:9].mean() == pytest.approx(127.5, abs=6)  # The centre stays in place.
     step = np.diff(cropped.mean(0)).mean()
     assert step == pytest.approx(255 / size[0] * min(size) / 16, rel=0.1)
     image.save(tmp_path / "0.png")
@@ -499,7 +499,7 @@ def test_options_that_do_not_fit_the_input_are_refused(tmp_path):
     pictures(tmp_path / "pictures")
     class_folders(tmp_path / "latents")
     out = tmp_path / "out"
-    assert "dtype=float16: pictures are stored as uint8" in refused(
+    assert "dtype=float16: images are stored as uint8" in refused(
         lambda: packed(tmp_path / "pictures", out, dtype="float16")
     )
     assert "image_size=16" in refused(lambda: packed(tmp_path / "latents", out, image_size=16))

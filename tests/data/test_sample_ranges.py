@@ -10,7 +10,7 @@ def test_numbers_and_spans_stand_for_each_other():
         numbers = sorted(generator.sample(range(20), size))
         spans = ranges_of(numbers)
         assert list(numbers_of(spans)) == numbers
-        # As few as there can be: no two touch.
+        # Minimal: no two ranges are adjacent.
         assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
 
 

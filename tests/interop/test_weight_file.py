@@ -43,7 +43,7 @@ def test_what_is_written_is_read(tmp_path, suffix):
 
 
 def test_a_training_checkpoint_of_the_original_holds_both(tmp_path):
-    """As its train.py writes it, the arguments of the command line included."""
+    """A checkpoint of the original's train.py, including its argparse.Namespace."""
     arguments = argparse.Namespace(model="DiT-XL/2", global_seed=0)
     torch.save({"ema": A, "model": B, "opt": {"state": {}}, "args": arguments}, tmp_path / "a.pt")
     weights = read(tmp_path / "a.pt")
@@ -91,7 +91,7 @@ def test_prefixes_in_a_safetensors_file_name_the_state_dicts(tmp_path):
 
 
 class Evil:
-    """Leaves a file behind when it is unpickled."""
+    """Create a file when unpickled."""
 
     def __init__(self, target):
         self.target = target
@@ -108,10 +108,10 @@ def test_a_file_that_would_execute_code_is_refused_and_does_not(tmp_path, save):
     save({"model": A, "extra": Evil(target)}, tmp_path / "evil.pt")
     message = refused(tmp_path / "evil.pt")
     assert "can execute code, so it was not loaded" in message
-    assert "weights_only" not in message  # torch's own advice is to switch it off.
+    assert "weights_only" not in message  # torch's message recommends disabling it.
     assert not target.exists()
     pickle.loads(pickle.dumps(Evil(target)))
-    assert target.exists()  # It would have.
+    assert target.exists()  # Unsafe loading does execute it.
 
 
 def test_damaged_and_foreign_files_are_named(tmp_path):
@@ -126,9 +126,9 @@ def test_damaged_and_foreign_files_are_named(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     assert "holds a list" in refused(tmp_path / "list.pt")
     torch.save({"a": 3}, tmp_path / "values.pt")
-    assert "a is no plain tensor" in refused(tmp_path / "values.pt")
+    assert "a is no dense tensor" in refused(tmp_path / "values.pt")
     torch.save({"a": torch.ones(2, 2).to_sparse()}, tmp_path / "sparse.pt")
-    assert "a is no plain tensor" in refused(tmp_path / "sparse.pt")
+    assert "a is no dense tensor" in refused(tmp_path / "sparse.pt")
     torch.save({"ema": [1]}, tmp_path / "nested.pt")
     assert "ema is a list" in refused(tmp_path / "nested.pt")
     torch.save({"ema": {}}, tmp_path / "hollow.pt")
@@ -140,7 +140,7 @@ def test_damaged_and_foreign_files_are_named(tmp_path):
 
 
 def adam_state(names, **changes):
-    """As AdamW(model.parameters()).state_dict() gives it; the first parameter is frozen."""
+    """State of AdamW(model.parameters()), the first parameter frozen."""
     state = {
         number: {"step": torch.tensor(7.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}
         for number in range(1, len(names))

@@ -1,4 +1,4 @@
-"""`python -m titan_dit bench attention`: every attention kernel on one shape, beside each other."""
+"""`python -m titan_dit bench attention`: benchmark the attention kernels on one shape."""
 
 from __future__ import annotations
 
@@ -22,56 +22,58 @@ from titan_dit.parallel.fsdp import DTYPES
 
 NAMES = ("auto", *attention.KEYS)
 CHECKED = 1024
-"""Queries whose output is held against plain products: n x n scores in fp32 would not fit."""
+"""Queries compared with exact attention; all n x n fp32 scores would not fit in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Time attention forward and backward, by every kernel that can run the shape.
+    """Benchmark attention forward and backward with every kernel that supports the shape.
 
     Queries, keys and values are views of one projection, as in the model. FLOPs: 4 b heads n^2 d
-    forward and twice that backward, as MFU counts them (flash computes a part of them twice).
+    forward and twice that backward, as in MFU (flash's recomputation is not counted).
     """
 
     section = "bench attention"
 
     size: str | None = None
-    """Heads and head dim of a named model: XL/2 (the patch does not matter), 7B, ..."""
+    """Heads and head dim of a named model: XL/2, 7B, ...; the patch size is ignored."""
     heads: PositiveInt | None = None
-    """Attention heads of a rank."""
+    """Attention heads per rank."""
     head_dim: PositiveInt | None = None
-    """Channels of a head."""
+    """Channels per head."""
     tokens: tuple[PositiveInt, ...] = (256, 1024)
-    """Tokens of a sample: one table row each."""
+    """Tokens per sample; every value is measured."""
     batch: PositiveInt = 32
-    """Samples at once."""
+    """Batch size."""
     backends: tuple[str, ...] = NAMES
-    """Values of [precision] attention."""
+    """Kernels, as values of [precision] attention."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     laps: PositiveInt = 20
-    """Timed calls, of which the median is shown; a quarter as many go before."""
+    """Timed calls; their median is printed. A quarter as many warm up."""
     out: str = ""
-    """JSON to write."""
+    """JSON file for the results."""
 
     def __post_init__(self) -> None:
-        """A shape, and known names."""
+        """Check the shape and the kernel names."""
         super().__post_init__()
         if unknown := set(self.backends) - set(NAMES):
-            raise UserError(f"--backends {', '.join(sorted(unknown))}: none of {', '.join(NAMES)}.")
+            raise UserError(
+                f"--backends {', '.join(sorted(unknown))}: unknown. Valid: {', '.join(NAMES)}."
+            )
         if self.size is None and None in (self.heads, self.head_dim):
-            raise UserError("bench attention: give --size XL/2, or --heads 16 --head-dim 72.")
+            raise UserError("bench attention: set --size XL/2, or --heads 16 --head-dim 72.")
         if self.size is not None and self.size.partition("/")[0] not in SIZES:
-            raise UserError(f"--size {self.size} is none of {', '.join(SIZES)}.")
+            raise UserError(f"--size {self.size}: unknown. Valid: {', '.join(SIZES)}.")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Heads and head dim: those given, or else the named model's."""
+        """Heads and head dim: the flags', else the named model's."""
         hidden, _, heads = SIZES[(self.size or "XL").partition("/")[0]]
         return self.heads or heads, self.head_dim or hidden // heads
 
 
 def main(options: Options) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, head_dim = options.shape
     console.say(
@@ -102,10 +104,10 @@ def main(options: Options) -> None:
 
 
 def row(name: str, shape: attention.AttentionShape, batch: int, laps: int) -> dict[str, Any]:
-    """One kernel on one shape: medians of its times, TFLOP/s, and how far off it is.
+    """Benchmark one kernel on one shape: median times, TFLOP/s and relative error.
 
-    `error`: of the first queries of the first sample's first head, max |difference| from plain
-    products in fp32 over their max.
+    `error`: max |difference| from exact fp32 attention over its max, on the first queries of the
+    first sample's first head.
     """
     try:
         forward, backward, error = measure(attention.attend_by(name), shape, batch, laps)
@@ -128,15 +130,15 @@ def row(name: str, shape: attention.AttentionShape, batch: int, laps: int) -> di
 def measure(
     attend: attention.Attend, shape: attention.AttentionShape, batch: int, laps: int
 ) -> tuple[float, float, float]:
-    """Milliseconds forward and backward, and the error of `row`."""
+    """Return forward and backward milliseconds, and the `error` of `row`."""
     generator = torch.Generator(shape.device).manual_seed(0)
     draw = {"generator": generator, "device": shape.device, "dtype": shape.dtype}
     size = batch, shape.tokens, shape.heads
-    # As `layers.Attention` has them: views of one projection, heads behind tokens.
+    # Strides as in `layers.Attention`: views of one projection [b, tokens, heads, 3, head_dim].
     projected = torch.randn(*size, 3, shape.head_dim, **draw).requires_grad_()  # type: ignore[call-overload]
     q, k, v = (part.transpose(1, 2) for part in projected.unbind(3))
     d_out = torch.randn(*size, shape.head_dim, **draw).transpose(1, 2)  # type: ignore[call-overload]
-    # Leaves of their own: the projection's gradient is not attention's.
+    # Separate leaves exclude the projection's backward.
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     graph = attend(*leaves)
 
@@ -152,7 +154,7 @@ def measure(
 
 
 def median_ms(work: Callable[[], object], device: torch.device, laps: int) -> float:
-    """Milliseconds of a call; on a GPU between events in its queue, the host running ahead."""
+    """Return the median milliseconds of a call; on a GPU measured with CUDA events."""
     for _ in range(max(1, laps // 4)):
         work()
     if device.type == "cuda":
@@ -174,9 +176,9 @@ def median_ms(work: Callable[[], object], device: torch.device, laps: int) -> fl
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Aligned columns, numbers to three digits."""
+    """Format rows as aligned columns."""
     if not rows:
-        return ["no backend can run this shape"]
+        return ["no backend supports this shape"]
     header = max((list(row) for row in rows), key=len)
     cells = [header] + [[as_text(row.get(name, "")) for name in header] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -184,12 +186,12 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def as_text(value: object) -> str:
-    """Three digits of a float."""
+    """Format floats with three digits."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def place(device: torch.device) -> dict[str, Any]:
-    """Where it was measured."""
+    """Describe the device and torch's version."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     found = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""`python -m titan_dit checkpoint list DIR`: the checkpoints of a run."""
+"""`python -m titan_dit checkpoint list DIR`: list the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from titan_dit.recovery.resume import readable
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """List the checkpoints of a run, oldest first. Contents are not read: see checkpoint verify."""
+    """List the checkpoints of a run, oldest first. Checks file sizes, but no contents."""
 
     section = "checkpoint list"
 
     run: Annotated[str, tyro.conf.Positional]
-    """Run directory, or the folder of its checkpoints; a path or a URL."""
+    """Run directory or its checkpoints folder; a path or a URL."""
 
 
 def main(options: Options) -> None:
-    """A line each."""
+    """Print one line per checkpoint."""
     where = place(options.run)
     checkpoints = series(where)
     store = store_of(checkpoints.folder)
     named = checkpoints.named()
     if not named:
-        raise UserError(f"{where}: no checkpoint there. Give a run directory or its checkpoints.")
+        raise UserError(f"{where}: no checkpoint found. Give a run directory or its checkpoints.")
     console.say(f"{'step':>10}  {'samples':>13}  {'epoch':>7}  {'MiB':>9}  {'age':>8}  files")
     for path in named:
         record, what = readable(path)
@@ -41,28 +41,28 @@ def main(options: Options) -> None:
         gone = [name for name, entry in sizes.items() if not has(store, path / name, entry)]
         state = f"damaged: {', '.join([what, *gone] if what else gone)}" if what or gone else "all"
         if what and not store.renames and not store.has(path / MANIFEST):
-            state = "not finished"
+            state = "unfinished"
         mib = sum(entry["bytes"] for entry in sizes.values()) / 2**20
         console.say(
             f"{step_of(path):10}  {record.get('cursor', 0):13,}  {epoch(record):>7}  {mib:9,.1f}  "
             f"{age(record):>8}  {state}"
         )
-    console.say(f"in {checkpoints.folder}; checkpoint verify compares what the files hold")
+    console.say(f"in {checkpoints.folder}; `checkpoint verify` checks the files' contents")
 
 
 def has(store: Store, file: Place, expected: dict[str, Any]) -> bool:
-    """Whether there is a file of the right size."""
+    """Return True if the file exists with the expected size."""
     return store.has(file) and store.size(file) == expected["bytes"]
 
 
 def epoch(record: dict[str, Any]) -> str:
-    """How often the run has gone through its data."""
+    """Format the epochs trained."""
     count = record.get("data", {}).get("count")
     return f"{record['cursor'] / count:.2f}" if count else "-"
 
 
 def age(record: dict[str, Any]) -> str:
-    """How long ago it was written; nothing is known of older formats."""
+    """Format the checkpoint's age; "-" for formats without a timestamp."""
     if "written_at" not in record:
         return "-"
     passed = datetime.now(UTC) - datetime.fromisoformat(record["written_at"])

@@ -1,4 +1,4 @@
-"""`python -m titan_dit checkpoint show CHECKPOINT`: what a checkpoint says of itself."""
+"""`python -m titan_dit checkpoint show CHECKPOINT`: print a checkpoint's metadata."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from titan_dit.observe import console
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Print the position, the tensors by part, the versions and the config of a checkpoint."""
+    """Print a checkpoint's step, samples, versions, tensors per part and config."""
 
     section = "checkpoint show"
 
     path: Annotated[str, tyro.conf.Positional]
-    """A checkpoint, or a run directory for its newest one; a path or a URL."""
+    """A checkpoint, or a run directory; a path or a URL."""
     step: int | None = None
-    """Which checkpoint of a run; the newest if not given."""
+    """Step of the run's checkpoint. Unset: the newest."""
     tensors: bool = False
-    """Every tensor by its name and shape as well."""
+    """Also print every tensor's name, shape and dtype."""
 
 
 def main(options: Options) -> None:
-    """Print."""
+    """Print the checkpoint."""
     path = find(place(options.path), options.step, "checkpoint show")
     record, tensors = checkpoint.read_record(path), checkpoint.contents(path)
     for name, value in (*position(path, record), *parts(tensors)):
@@ -46,25 +46,25 @@ def main(options: Options) -> None:
 
 
 def position(path: Any, record: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """What it is of, and how far that had come."""
+    """Yield (name, value) lines: path, progress, data, layout, versions."""
     data, files = record["data"], record["files"]
     yield "path", path
     yield "step", f"{record['step']:,}"
     epochs = f" ({record['cursor'] / data['count']:.2f} epochs)" if data["count"] else ""
     yield "samples", f"{record['cursor']:,}{epochs}"
-    yield "skipped", f"{record['nan_steps']:,} steps that were not finite"
-    yield "data", f"{data['count']:,} samples, digest {data['digest'] or 'not known'}"
+    yield "skipped", f"{record['nan_steps']:,} non-finite steps"
+    yield "data", f"{data['count']:,} samples, digest {data['digest'] or 'unknown'}"
     if record.get("imported"):
         yield "origin", "imported weights"
-    yield "layout", record.get("layout", "not known")
-    yield "written", record.get("written_at", "not known")
+    yield "layout", record.get("layout", "unknown")
+    yield "written", record.get("written_at", "unknown")
     yield "versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     size = sum(entry["bytes"] for entry in files.values())
     yield "files", f"{len(files)}, {size:,} bytes"
 
 
 def parts(tensors: dict[str, tuple[torch.Size, torch.dtype]]) -> Iterator[tuple[str, str]]:
-    """How many tensors, elements and bytes each part has."""
+    """Yield the number of tensors, elements and bytes per part."""
     found: dict[str, list[tuple[int, torch.dtype]]] = defaultdict(list)
     for name, (shape, dtype) in tensors.items():
         found[name.partition(".")[0]].append((shape.numel(), dtype))

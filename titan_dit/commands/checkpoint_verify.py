@@ -1,4 +1,4 @@
-"""`python -m titan_dit checkpoint verify DIR`: whether every file is what it was when written."""
+"""`python -m titan_dit checkpoint verify DIR`: check every file's size and SHA-256."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from titan_dit.recovery.resume import own_newest_first, readable
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Compare every file with the size and SHA-256 that the manifest has of it."""
+    """Check every file against the size and SHA-256 in the checkpoint's manifest."""
 
     section = "checkpoint verify"
 
     path: Annotated[str, tyro.conf.Positional]
-    """A checkpoint, or a run directory for all of its checkpoints; a path or a URL."""
+    """A checkpoint, or a run directory for all its checkpoints; a path or a URL."""
 
 
 def main(options: Options) -> None:
-    """A line each; the exit code is 1 where one is damaged."""
+    """Print one line per checkpoint; exit with 1 if any is damaged."""
     where = place(options.path)
     alone = store_of(where).has(where / MANIFEST)
     paths = [where] if alone else own_newest_first(series(where))[::-1]
     if not paths:
-        raise UserError(f"{where}: no checkpoint there. Give a run directory or a checkpoint.")
+        raise UserError(f"{where}: no checkpoint found. Give a run directory or a checkpoint.")
     reports = [(path, *examine(path)) for path in paths]
     for path, what, size in reports:
         console.say(f"{path}: {f'damaged: {what}' if what else f'whole, {size}'}")
@@ -42,7 +42,7 @@ def main(options: Options) -> None:
 
 
 def examine(path: Place) -> tuple[str, str]:
-    """What is wrong with a checkpoint, if anything is; its size in words."""
+    """Return the damage of a checkpoint ("" if none), and its size as text."""
     record, what = readable(path)
     if what:
         return what, ""

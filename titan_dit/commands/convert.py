@@ -1,4 +1,4 @@
-"""`python -m titan_dit convert`: weights of the original DiT to a checkpoint, and back."""
+"""`python -m titan_dit convert`: convert weights of the original DiT to a checkpoint, or back."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ from titan_dit.system.files import PARTIAL
 EMA_DECAY = "0.9999"  # The original's.
 SCALE = 0.18215
 OBJECTIVE = "titan_dit.objective"
-"""Key of a .safetensors file's metadata: what the weights were trained for."""
+"""Metadata key of a .safetensors file for the training objective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Read weights of facebookresearch/DiT into a checkpoint, or write a checkpoint's as theirs."""
+    """Import weights of facebookresearch/DiT as a checkpoint, or export a checkpoint's weights."""
 
     section = "convert"
 
     source: Annotated[str, tyro.conf.arg(name="from")]
-    """FILE.pt or FILE.safetensors of the original; or a run or a checkpoint to write as one."""
+    """Import: FILE.pt or FILE.safetensors of the original. Export: a run or a checkpoint."""
     to: str
-    """DIR of the new checkpoint; or FILE.pt or FILE.safetensors in the original's names."""
+    """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors."""
     heads: PositiveInt | None = None
-    """Reading: attention heads of the network, where it is none of S, B, L and XL."""
+    """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
-    """Reading: the network's latents are the autoencoder's times this. Unset: 0.18215."""
+    """Import: scaling factor of the autoencoder's latents. Unset: 0.18215."""
     prediction: Literal["eps", "v", "x"] | None = None
-    """Reading: what the network predicts. Unset: the noise, eps, as the original's does."""
+    """Import: what the network predicts. Unset: eps (the noise), as the original."""
     schedule: Literal["linear", "cosine"] | None = None
-    """Reading: the noise schedule. Unset: linear, as the original's."""
+    """Import: the noise schedule. Unset: linear, as the original."""
     weights: Literal["ema", "model"] | None = None
-    """Writing: averaged weights, or the last ones. Unset: averaged."""
+    """Export: EMA or model (non-averaged) weights. Unset: EMA."""
     decay: float | None = None
-    """Writing: which average, if the run keeps several; the first if not given."""
+    """Export: EMA decay, if the run has several. Unset: the first."""
     step: int | None = None
-    """Writing: which checkpoint of a run; the newest if not given."""
+    """Export: step of the run's checkpoint. Unset: the newest."""
 
 
 READING, WRITING = ("heads", "scale", "prediction", "schedule"), ("weights", "decay", "step")
 
 
 def main(options: Options) -> None:
-    """The kind of --from decides the direction."""
+    """Import if --from is a file, export if it is a folder or a URL."""
     source, target = place(options.source), Path(options.to)
     writes = isinstance(source, URL) or source.is_dir()
     for name in READING if writes else WRITING:
         if getattr(options, name) is not None:
-            kind, use = ("folder", "writing") if writes else ("file", "reading")
-            raise UserError(f"--{name} has no use in {use}, as --from {source} is a {kind}.")
+            kind, use = ("folder", "an export") if writes else ("file", "an import")
+            raise UserError(f"--{name} is not a flag of {use} (--from {source} is a {kind}).")
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
     if writes:
@@ -79,47 +79,47 @@ def main(options: Options) -> None:
 
 
 def read_original(source: Path, target: Path, options: Options) -> None:
-    """A file of the original's to a checkpoint."""
+    """Import a file of the original as a checkpoint."""
     if target.suffix in weight_file.SUFFIXES:
-        raise UserError(f"--to {target}: a checkpoint is a folder; name one, such as dit_xl2.")
+        raise UserError(f"--to {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
     weights = weight_file.read(source)
     try:
         original = original_dit.infer(weights.ema, options.heads or known_heads(weights))
         ema = original.to_ours(weights.ema)
-        # Most files hold one state dict: it is converted, and checked, once.
+        # Most files hold one state dict: convert and check it once.
         model = ema if weights.model is weights.ema else original.to_ours(weights.model)
         objective = objective_of(weights, original, options)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
     tensors: dict[str, Any] = {"model": model, "ema": {EMA_DECAY: ema}}
     console.say(f"read    {source}: {describe(original, ema)}")
-    console.say(f"        trained for {', '.join(f'{k} {v}' for k, v in objective.items())}")
+    console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
     if wide := {str(t.dtype)[6:] for t in weights.ema.values()} - {"float32"}:
-        console.say(f"        {', '.join(sorted(wide))} became float32")
+        console.say(f"        {', '.join(sorted(wide))} converted to float32")
     add_moments(tensors, weights, original)
     save(target, tensors, record_of(original, objective, options.scale or SCALE))
-    console.say(f"wrote   {target}. Train on with --checkpoint.resume {target}")
+    console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
 
 def add_moments(tensors: dict[str, Any], weights: weight_file.Weights, original: Original) -> None:
-    """AdamW's moments, where the file has them and they fit."""
+    """Add AdamW's moments if the file has matching ones."""
     if weights.adam is None:
         return
     try:
         tensors["optimizer"] = original.adam_to_ours(weights.adam)
     except UserError as error:
         reason = " ".join(str(error).split())
-        console.say(f"        its AdamW state is left out, training on starts a new one: {reason}")
+        console.say(f"        AdamW state dropped, training starts with a new one: {reason}")
         return
     steps = next(iter(tensors["optimizer"].values()))["step"].item()
-    console.say(f"        and AdamW's moments after {steps:,.0f} steps")
+    console.say(f"        with AdamW's moments after {steps:,.0f} steps")
 
 
 def save(target: Path, tensors: dict[str, Any], record: dict[str, Any]) -> None:
-    """Write the checkpoint; nothing is left of one that cannot be written."""
+    """Write the checkpoint atomically."""
     aside = target.with_name(f"{target.resolve().name}{PARTIAL}")
     if aside.exists():
-        raise UserError(f"--to {target}: {aside} is in the way. Move it, or choose another name.")
+        raise UserError(f"--to {target}: {aside} exists. Delete it, or choose another name.")
     try:
         checkpoint.write(target.with_name(target.resolve().name), tensors, record)
     except (OSError, RuntimeError) as error:
@@ -128,22 +128,22 @@ def save(target: Path, tensors: dict[str, Any], record: dict[str, Any]) -> None:
 
 
 def known_heads(weights: weight_file.Weights) -> int | None:
-    """The heads that a file's metadata tells, as `write_original` leaves them."""
-    told = weights.metadata.get("num_heads", "")
-    return int(told) if told.isdecimal() and int(told) > 0 else None
+    """Return the number of heads in a file's metadata, written by `write_original`."""
+    heads = weights.metadata.get("num_heads", "")
+    return int(heads) if heads.isdecimal() and int(heads) > 0 else None
 
 
 def objective_of(
     weights: weight_file.Weights, original: Original, options: Options
 ) -> dict[str, Any]:
-    """What the network was trained for: as the file says, as the flags say, as the original."""
+    """Return the [objective] table: from the flags, else the file's metadata, else the original."""
     try:
-        told: dict[str, Any] = json.loads(weights.metadata.get(OBJECTIVE, "{}"))
-        if told:
-            catalog.variant("objective", conform(told.get("name"), str, "name"))
+        stored: dict[str, Any] = json.loads(weights.metadata.get(OBJECTIVE, "{}"))
+        if stored:
+            catalog.variant("objective", conform(stored.get("name"), str, "name"))
     except (json.JSONDecodeError, AttributeError, UserError) as error:
         raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
-    table: dict[str, Any] = {"name": "ddpm", "schedule": "linear", "prediction": "eps"} | told
+    table: dict[str, Any] = {"name": "ddpm", "schedule": "linear", "prediction": "eps"} | stored
     for name in ("schedule", "prediction"):
         if (value := getattr(options, name)) is not None:
             table[name] = value
@@ -154,14 +154,14 @@ def objective_of(
 
 
 def record_of(original: Original, objective: dict[str, Any], scale: float) -> dict[str, Any]:
-    """The plain values of the checkpoint: those of a run that has not trained yet."""
+    """Return the checkpoint's record, like that of a run at step 0."""
     config = original.config
     shape = {key: getattr(config, key) for key in ("latent_size", "channels", "num_classes")}
     sizes = {key: getattr(config, key) for key in ("hidden", "layers", "heads", "patch")}
     tables: config_file.Tables = {
         "model": {"name": "dit", "mlp_ratio": config.mlp_ratio, **sizes, **shape},
         "objective": objective,
-        # A checkpoint says what run it is of. Of the training of these weights nothing is known.
+        # A checkpoint needs these sections; the training of imported weights is unknown.
         "data": {"name": "synthetic", **shape},
         "training": {"steps": 1, "global_batch_size": 1},
         "ema": {"decays": [float(EMA_DECAY)], "warmup": False},
@@ -182,14 +182,14 @@ def record_of(original: Original, objective: dict[str, Any], scale: float) -> di
 
 
 def write_original(source: Place, target: Path, options: Options) -> None:
-    """A checkpoint to a file in the original's names."""
+    """Export a checkpoint as a file of the original."""
     if target.suffix not in weight_file.SUFFIXES:
-        raise UserError(f"--to {target}: name a file that ends in .pt or .safetensors.")
+        raise UserError(f"--to {target}: name a .pt or .safetensors file.")
     path = find(source, options.step, "--from")
     run = restore(path, options.weights or "ema", options.decay, torch.device("cpu"))
     config = run.model_config
     if not isinstance(config, DiTConfig):
-        raise UserError(f"--from {source}: {config.name} is no DiT; the original's files hold one.")
+        raise UserError(f"--from {source}: model {config.name}; only a DiT can be exported.")
     objective = run.diffusion("convert").path
     assert isinstance(objective, DiffusionConfig)
     original = Original(config, objective.path.output_channels(config.channels))
@@ -212,12 +212,14 @@ def write_original(source: Place, target: Path, options: Options) -> None:
     console.say(f"wrote   {target}: {describe(original, ours)}")
     trained_for = (objective.name, *(asdict(objective).get(k) for k in ("schedule", "prediction")))
     if trained_for != ("ddpm", "linear", "eps"):
-        told = " ".join(str(part) for part in trained_for if part)
-        console.say(f"note    trained for {told}: the original's sample.py expects ddpm linear eps")
+        words = " ".join(str(part) for part in trained_for if part)
+        console.say(
+            f"note    trained for {words}: the original's sample.py expects ddpm linear eps"
+        )
 
 
 def describe(original: Original, tensors: dict[str, Tensor]) -> str:
-    """One line on a network."""
+    """Describe a network in one line."""
     config = original.config
     name = original_dit.name_of(config)
     size = name or "hidden {}, layers {}, heads {}, patch {}".format(*config.shape)

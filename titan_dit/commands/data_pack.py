@@ -1,4 +1,4 @@
-"""`python -m titan_dit data pack`: a folder of latents or pictures into shards."""
+"""`python -m titan_dit data pack`: pack a folder of latents or images into shards."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from titan_dit.observe import console
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Turn a folder per class, or fast-DiT's features and labels, into shards."""
+    """Pack a folder per class, or fast-DiT's features and labels, into shards."""
 
     section = "data pack"
 
     input: str
-    """Folder of latents (.npy, .pt, .safetensors) or, for pixel models, of pictures."""
+    """Folder of latents (.npy, .pt, .safetensors) or, for pixel models, of images."""
     output: str
-    """New folder for the shards; its name is theirs. Packing goes on where it was stopped."""
+    """New folder for the shards, which take its name. Interrupted packing resumes."""
     workers: PositiveInt = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
-    """Processes; they change no byte of the result."""
+    """Worker processes; the result does not depend on them."""
     dtype: Literal["float16", "float32"] | None = None
-    """Format of stored latents, float16 if not given. Pictures are uint8."""
+    """Dtype of stored latents. Default: float16. Images are uint8."""
     scale: Finite | None = None
-    """The model sees (stored - shift) * scale. Default: the input's manifest, else 1; for pictures
-    1/127.5."""
+    """The model's input is (stored - shift) * scale. Default: the input manifest's, else 1; 1/127.5
+    for images."""
     shift: Finite | None = None
-    """Default: the input's manifest, else 0; for pictures 127.5."""
+    """Default: the input manifest's, else 0; 127.5 for images."""
     num_classes: PositiveInt | None = None
-    """Classes of the whole dataset, where the input lacks some. Default: as found."""
+    """Number of classes, if the input lacks some. Default: as found."""
     classes: str | None = None
-    """Text file with the names of the class folders, one a line, in the order of the labels."""
+    """Text file of the class folder names in label order, one per line."""
     image_size: PositiveInt | None = None
-    """Resize and crop pictures to squares of so many pixels, as ADM and DiT do."""
+    """Resize and center-crop images to squares of this many pixels, like ADM and DiT."""
     source: str | None = None
-    """What the manifest says of where the data is from."""
+    """Description of the data's origin, for the manifest."""
     shard_size: PositiveInt | None = None
-    """Samples per shard. Default: 128 MiB of them."""
+    """Samples per shard. Default: 128 MiB."""
 
 
 def main(options: Options) -> None:
-    """Plan, pack, sum up."""
+    """Plan and write the shards, and print a summary."""
     source, output = Path(options.input), Path(options.output)
     plan = pack.make_plan(
         source,
@@ -75,24 +75,24 @@ def main(options: Options) -> None:
     finally:
         progress.end()
     if dropped is None:
-        console.say(f"{output} is packed already")
+        console.say(f"{output} is already packed")
         if num := read_json(output)["dropped"]:
             console.say(
-                f"packed before with {num:,} files left out ({output / pack.DROPPED}); delete "
-                f"{output} to pack again"
+                f"{num:,} files were dropped ({output / pack.DROPPED}); delete {output} to pack "
+                "again"
             )
         return
     for line in summary([reason for _, reason in dropped]):
         console.say(line)
     if dropped:
-        console.say(f"every one is named in {output / pack.DROPPED}")
+        console.say(f"dropped files are listed in {output / pack.DROPPED}")
     if emptied := pack.classes_without_samples(plan, dropped):
-        console.say(f"warning: no sample is left of the classes {few(emptied)}")
+        console.say(f"warning: all samples of these classes were dropped: {few(emptied)}")
     console.say(f"wrote {total - len(dropped):,} samples to {output}")
 
 
 def summary(reasons: list[str]) -> list[str]:
-    """How many files were left out for each kind of reason; numbers and brackets make no kind."""
+    """Count the dropped files by reason, ignoring numbers and brackets in it."""
     kinds: dict[str, list[str]] = {}
     for reason in reasons:
         kind = (
@@ -108,27 +108,27 @@ def summary(reasons: list[str]) -> list[str]:
 
 
 def read_classes(path: str | None) -> tuple[str, ...] | None:
-    """The class names of a text file, one a line."""
+    """Read class names from a text file, one per line."""
     if path is None:
         return None
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise UserError(
-            f"[data pack] classes={path} is not a text file in UTF-8. Save it as one."
+            f"[data pack] classes={path} is not UTF-8 text. Save it as UTF-8."
         ) from None
     names = [line.strip() for line in lines if line.strip()]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if not names or twice:
-        fault = f"{twice[0]} stands there twice" if twice else "no class is named there"
+        fault = f"{twice[0]} is listed twice" if twice else "no class names found"
         raise UserError(
-            f"[data pack] classes={path}: {fault}. Write every class once, a line each."
+            f"[data pack] classes={path}: {fault}. List every class once, one per line."
         )
     return tuple(names)
 
 
 class ProgressLine:
-    """Files done, rate and time left, on stderr: a line on a terminal, one every 10 s elsewhere."""
+    """Progress on stderr: one updated line on a terminal, else a line every 10 s."""
 
     def __init__(self, total: int) -> None:
         self.total, self.on_terminal = total, sys.stderr.isatty()
@@ -141,7 +141,7 @@ class ProgressLine:
         """Write the line if it is time."""
         now = time.monotonic()
         if self.first is None:
-            self.first = done  # What an earlier run did says nothing about this one's pace.
+            self.first = done  # Files of an earlier run do not count for the rate.
         last = done == self.total and self.on_terminal
         if now - self.written < self.every and not last:
             return
@@ -155,7 +155,7 @@ class ProgressLine:
         self.open = self.on_terminal
 
     def end(self) -> None:
-        """End a line that is still open, so that what follows does not stand behind it."""
+        """End the open line."""
         if self.open:
             sys.stderr.write("\n")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`python -m titan_dit data show DIR`: what a dataset says of itself, and a few samples drawn."""
+"""`python -m titan_dit data show DIR`: print a dataset's metadata and draw a few samples."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from titan_dit.rng import SampleRNG
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Print what a dataset holds and draw a few of its samples."""
+    """Print a dataset's metadata and draw a few of its samples."""
 
     section = "data show"
 
     path: Annotated[str, tyro.conf.Positional]
-    """Folder of shards, of a folder per class, or of features and labels."""
+    """Dataset folder: shards, a folder per class, or features and labels."""
     num: PositiveInt = 16
-    """How many samples to read and draw, from all over the dataset."""
+    """Samples to read and draw, evenly spaced over the dataset."""
     out: str | None = None
-    """The picture; NAME.png in the current folder if not given."""
+    """PNG file. Default: NAME.png in the current folder."""
     verify: bool = False
-    """Read every shard and compare its SHA-256 with the manifest's, or read every file."""
+    """Check all data: the SHA-256 of every shard, or every file of a folder."""
 
 
 def main(options: Options) -> None:
-    """Print, then draw."""
+    """Print the metadata and draw the samples."""
     path = Path(options.path)
     out = Path(options.out or f"{path.resolve().name}.png")
     if path.resolve() in out.resolve().parents:
         raise UserError(
-            f"[data show] out={out} lies in the dataset {path}, which could then not be opened. "
-            f"Choose another --out, as --out {path.resolve().parent / out.name}."
+            f"[data show] out={out} is inside the dataset {path}, where it would prevent opening "
+            f"it. Choose another --out, such as --out {path.resolve().parent / out.name}."
         )
     source = open_latents(path, verify=options.verify)
     num = min(options.num, len(source))
@@ -55,9 +55,9 @@ def main(options: Options) -> None:
     for name, value in describe(source).items():
         console.say(f"{name:9}{value}")
     if options.verify and isinstance(source, LatentShards):
-        console.say(f"verified {len(source.shards)} shards: their digests are the manifest's")
+        console.say(f"verified {len(source.shards)} shards: all SHA-256 match the manifest")
     elif options.verify:
-        console.say(f"verified {len(source):,} files: each can be read")
+        console.say(f"verified {len(source):,} files: all are readable")
     channels = facts.shape[0] // 2 if mean_and_std else facts.shape[0]
     if mean_and_std:
         console.say(f"the {2 * channels} channels look like a mean and a std of {channels}")
@@ -72,7 +72,7 @@ def main(options: Options) -> None:
 
 
 def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
-    """What is known of a dataset, in the words of its manifest."""
+    """Return a dataset's metadata under the manifest's keys."""
     facts, about = source.facts, {}
     if isinstance(source, LatentShards):
         labels = source.labels
@@ -84,7 +84,7 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
         labels = source.listing.labels
         layout = {"classes": "a folder per class", "pair": "features and labels"}
         about = {"format": layout[source.listing.layout], "dtype": str(source.dtype)[6:]}
-        origin = source.origin or "not said"
+        origin = source.origin or "unknown"
         size = sum(source.path_of(row).stat().st_size for row in range(len(source)))
     return {
         **about,
@@ -100,7 +100,7 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
 
 
 def sizes_of_classes(labels: Tensor, facts: LatentFacts) -> str:
-    """How many classes, what they are called, the smallest and the largest."""
+    """Format the number and names of the classes, the smallest and the largest."""
     sizes = labels.bincount(minlength=facts.num_classes)
     names = facts.class_names
     ends = [
@@ -112,7 +112,7 @@ def sizes_of_classes(labels: Tensor, facts: LatentFacts) -> str:
 
 
 def looks_like_mean_and_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts) -> bool:
-    """Whether the second half of the channels could be a std: nothing of it is below 0."""
+    """Return True if the second half of the channels may be a std: no value is negative."""
     half = facts.shape[0] // 2
     whole = facts.shape[0] % 2 == 0 and facts.value_range is None
     return whole and bool((stored[:, half:] >= 0).all())

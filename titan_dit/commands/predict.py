@@ -1,4 +1,4 @@
-"""`python -m titan_dit predict`: run the network on given inputs, to compare it with others."""
+"""`python -m titan_dit predict`: run the network on given inputs, for parity checks."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from titan_dit.observe import console
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Run a network on latents, timesteps and labels from a file."""
+    """Run the network on latents, timesteps and labels from a file."""
 
     section = "predict"
 
     checkpoint: str
-    """A checkpoint, or a run directory for its newest one; a path or a URL."""
+    """A checkpoint, or a run directory; a path or a URL."""
     inputs: str
-    """FILE.safetensors with `x` [b, c, h, w], `t` [b] (from 0, as the original counts) and
-    `y` [b] (labels; the number of classes, or -1, stands for none). With `noise` like x, x is the
-    clean latents and the network is given what the objective makes of the two at t."""
+    """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
+    `y` [b] (labels; -1 or the number of classes is unconditional). With `noise` of x's shape, x is
+    the clean latents, and the objective computes the network's noisy input at t."""
     out: str
-    """FILE.safetensors for `out` [b, c_out, h, w], a learned sigma behind the prediction; where
-    `noise` was given, also the loss of each sample and its parts, `loss_mse`, ... [b]."""
+    """FILE.safetensors for `out` [b, c_out, h, w], the prediction and then any learned sigma. With
+    `noise`, also the loss per sample and its terms, `loss_mse`, ... [b]."""
     weights: Literal["ema", "model"] = "ema"
-    """Averaged weights, or the last ones."""
+    """EMA or model (non-averaged) weights."""
     decay: float | None = None
-    """Which average, if the run keeps several; the first if not given."""
+    """EMA decay, if the run has several. Unset: the first."""
     step: int | None = None
-    """Which checkpoint of a run; the newest if not given."""
+    """Step of the run's checkpoint. Unset: the newest."""
     batch_size: PositiveInt = 64
-    """Samples at a time."""
+    """Batch size."""
     device: str | None = None
-    """cuda where there is one, else cpu."""
+    """Default: cuda if available, else cpu."""
 
 
 def main(options: Options) -> None:
-    """Restore, predict in fp32, write."""
+    """Predict in fp32 and write the outputs."""
     out = Path(options.out)
     if out.suffix != ".safetensors":
-        raise UserError(f"--out {out}: name a file that ends in .safetensors.")
+        raise UserError(f"--out {out}: name a .safetensors file.")
     device = device_of(options.device)
     path = find(place(options.checkpoint), options.step, "--checkpoint")
     run = restore(path, options.weights, options.decay, device)
@@ -68,7 +68,7 @@ def main(options: Options) -> None:
 
 @torch.no_grad()
 def predict(run: Restored, diffusion: Diffusion, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`out` [b, c_out, h, w] and, for given noise, the loss of every sample and its parts [b]."""
+    """Return `out` [b, c_out, h, w]; with noise, also the loss per sample and its terms [b]."""
     model, path = diffusion.model, diffusion.path
     x, t, y = model.tokenize(inputs["x"]), inputs["t"], inputs["y"]
     static = model.static(x.device)
@@ -78,7 +78,7 @@ def predict(run: Restored, diffusion: Diffusion, inputs: dict[str, Tensor]) -> d
     clean = Clean(x, y, model.sample_shape[0])
     corrupted = path.corrupt(clean, t, model.tokenize(inputs["noise"]), y)
     if not torch.equal(corrupted.inputs["timestep"], t):
-        raise UserError("--inputs: with noise, t must hold whole steps of the diffusion.")
+        raise UserError("--inputs: with noise, t must be integer diffusion timesteps.")
     prediction = first_of(run.model(corrupted.inputs, static))
     given = {"prediction": prediction}, corrupted.targets
     losses = {f"loss_{name}": term.mean(1) for name, term in diffusion.terms(*given).items()}
@@ -87,7 +87,7 @@ def predict(run: Restored, diffusion: Diffusion, inputs: dict[str, Tensor]) -> d
 
 
 def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
-    """x, t, y and perhaps noise of a file, checked against the network."""
+    """Read x, t, y and optionally noise, checked against the network's shapes."""
     tensors = read_tensors(path, "--inputs", ("x", "t", "y"))
     x, t, y = tensors["x"], tensors["t"], tensors["y"]
     sample = diffusion.model.sample_shape
@@ -100,12 +100,12 @@ def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
     for name, shape in (("t", (rows,)), ("y", (rows,)), ("noise", tuple(x.shape))):
         if name in tensors and tuple(tensors[name].shape) != shape:
             raise UserError(
-                f"--inputs {path}: {name} is {list(tensors[name].shape)}, but for x of "
-                f"{list(x.shape)} it must be {list(shape)}."
+                f"--inputs {path}: {name} is {list(tensors[name].shape)}, but must be "
+                f"{list(shape)} for x {list(x.shape)}."
             )
     check_labels(path, "--inputs", y, diffusion.model.num_classes)
     last = diffusion.path.last_timestep
     if not (t.min() >= 0 and t.max() <= last):
-        raise UserError(f"--inputs {path}: t must lie in 0 to {last}.")
+        raise UserError(f"--inputs {path}: t must be between 0 and {last}.")
     given = {"x": x.float(), "t": t.float(), "y": y.long()}
     return given | ({"noise": tensors["noise"].float()} if "noise" in tensors else {})

@@ -1,7 +1,7 @@
-"""`python -m titan_dit replay`: a step of a run once more, in one process, sample by sample.
+"""`python -m titan_dit replay`: repeat a training step in one process, sample by sample.
 
-Timestep, noise and label dropout are functions of the seed and the sample number, so the samples of
-a step are all it takes, whatever layout the run had.
+Timestep, noise and label dropout are functions of the seed and the sample number, so a step can be
+repeated from its sample numbers alone, independent of the run's layout.
 """
 
 from __future__ import annotations
@@ -42,64 +42,62 @@ from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
 
 MICROBATCH = 32
-"""Samples at a time where the run's config does not say."""
+"""Microbatch size if the run's config sets none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Re-create a step of a run and say which of its samples are at fault."""
+    """Repeat a training step and list the samples that are not finite."""
 
     section = "replay"
 
     run: str
     """Run directory, such as outputs/digits."""
     step: PositiveInt
-    """Which step, of those that the run has taken or died in; RUN/faults.jsonl has those that were
-    skipped."""
+    """A step that the run took or crashed in; RUN/faults.jsonl lists the skipped ones."""
     microbatch: NonNegativeInt | None = None
-    """Only this one, counted from 0; all if not given."""
+    """Run only this microbatch, counted from 0. Unset: all."""
     microbatch_size: PositiveInt | None = None
-    """Samples at a time; [training] microbatch_size of the run if not given. 1 gives every
-    sample's own gradient norm."""
+    """Unset: the run's [training] microbatch_size. 1 gives a gradient norm per sample."""
     show: NonNegativeInt = 20
-    """How many of the samples without a fault to print, those of the highest loss."""
+    """Finite samples to print, highest loss first."""
     device: str | None = None
-    """cuda where there is one, else cpu."""
+    """Default: cuda if available, else cpu."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """One sample of the step."""
+    """One sample of the repeated step."""
 
     number: int
     row: int
     loss: float
     microbatch: int
     described: Mapping[str, float]
-    """What the objective says of it: its label, its timestep, ..."""
+    """The objective's values for it: label, timestep, ..."""
     not_finite: tuple[str, ...]
-    """Which of its fields, inputs, prediction and loss hold a NaN or an infinity."""
+    """Names of the tensors (fields, inputs, prediction, loss) with NaN or infinity."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the step saw, and the weights to show it to."""
+    """The sample numbers of a step, and the weights to run it with."""
 
     numbers: Sequence[int]
     found_in: str
-    """Where the numbers are from."""
+    """Source of the sample numbers."""
     weights: Place | None
-    """A checkpoint; None for the initial weights."""
+    """The newest checkpoint before the step; None for the initial weights."""
     weights_step: int
     data_digest: str | None
-    """Of the dataset that the weights have seen."""
+    """Digest of the dataset that the weights were trained on."""
 
 
 def main(options: Options) -> None:
-    """Find the step, run it, print the samples at fault first."""
+    """Repeat the step and print its samples, non-finite ones first."""
     run = Path(options.run)
     if not (run / "config.toml").is_file():
-        raise UserError(f"--run {run}: no config.toml there. Give a run directory.")
+        raise UserError(f"--run {run}: no config.toml found. Give a run directory.")
     config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
     origin = origin_of(run, options.step, config.training.global_batch_size)
@@ -109,7 +107,7 @@ def main(options: Options) -> None:
         f"step {options.step} of {run}: samples {shown(origin.numbers)} (from {origin.found_in})"
     )
     if not is_shown:
-        console.say(f"{run} does not show that it took the step: the samples are those planned")
+        console.say(f"{run} has no record of the step: showing its planned samples")
     behind = options.step - 1 - origin.weights_step
     late = f", {behind} steps older than those of the step" if behind else ", those of the step"
     console.say(f"weights {origin.weights or 'as initialized'}{late}")
@@ -118,11 +116,14 @@ def main(options: Options) -> None:
         console.say(line)
     source = config.data.open()
     if origin.data_digest not in (None, source.facts.digest):
-        raise UserError(f"[data] of {run} is not what the run was trained on: its digest differs.")
+        raise UserError(
+            f"[data] of {run} differs from the dataset that the run was trained on (another "
+            "digest). Restore that dataset."
+        )
     objective = config.objective.build(config.model, source.facts)
     held_out = held_out_rows(source, config.job.seed, config.validation.num_held_out)
     with process_group.start(device_of(options.device).type) as world:
-        theatre = Theatre(
+        replayer = Replayer(
             config.job.seed,
             objective,
             source,
@@ -133,7 +134,7 @@ def main(options: Options) -> None:
         samples, norms = [], []
         for number in chosen:
             part = origin.numbers[number * size : (number + 1) * size]
-            found, norm = theatre.play(number, part, world.device)
+            found, norm = replayer.run(number, part, world.device)
             samples += found
             norms.append((number, len(part), norm))
     for line in report(samples, norms, options.show):
@@ -141,48 +142,45 @@ def main(options: Options) -> None:
 
 
 def check_taken(run: Path, step: int, every: int, steps: int) -> bool:
-    """Whether the run shows that it took the step; False for one that it may have died in.
+    """Return True if the run recorded the step, False if it may have crashed in it.
 
-    `every`: steps between its rows of metrics; `steps`: of the whole run. Raises UserError for a
-    step after those.
+    `every`: steps between metrics rows; `steps`: of the whole run. Raises UserError for any later
+    step.
     """
     newest = newest_step(run)
-    if step > newest:  # Every rank's every step: much to read.
+    if step > newest:  # Slow to read: every step of every rank.
         newest = max(newest, *sample_log.seen(run), 0)
-    begun = min(newest + max(1, every), steps)
-    if step > max(newest, begun):
-        there = f"steps 1 to {newest}" if newest else "no step"
-        more = f", and can have begun none after step {begun}" if begun > newest else ""
+    started = min(newest + max(1, every), steps)
+    if step > max(newest, started):
+        taken = f"steps 1 to {newest}" if newest else "no step"
+        more = f", and cannot have started any after step {started}" if started > newest else ""
         raise UserError(
             f"--step {step}: by its metrics.jsonl, {fault_log.FILE} and checkpoints, {run} has "
-            f"taken {there}{more}."
+            f"taken {taken}{more}."
         )
     return step <= newest
 
 
 def newest_step(run: Path) -> int:
-    """The newest step that is written down, but for the samples seen.
-
-    None of them need be: a kill may come before.
-    """
+    """Return the newest step in the metrics, checkpoints and fault log; 0 if none."""
     logged: list[int] = [row["step"] for row in metrics.read_rows(run / "metrics.jsonl")]
     saved = [step_of(path) for path in series(run).whole()]
     faulty: int = 0
     for line in fault_log.read(run):
-        # What was undone does not count, unless the run came so far once more.
+        # Steps undone by a rollback count only if they were repeated.
         faulty = line["to_step"] if "to_step" in line else max(faulty, line["step"])
     return max(0, faulty, *logged, *saved)
 
 
 def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
-    """What a step saw: as the run wrote it down if it was bad, else by the plan of batches."""
+    """Return a step's samples: from the fault log if it was bad, else from the batch plan."""
     before = [path for path in series(run).whole() if step_of(path) < step]
     record = checkpoint.read_record(before[-1]) if before else {}
     progress = Progress.of(record, rollback.read(run))
     weights, weights_step = (before[-1] if before else None), progress.step
     digest = record["data"]["digest"] if before else None
     lines = fault_log.read(run)
-    # What was undone by going back to before the step, the run did anew or never.
+    # Ignore lines before the last rollback to before the step: the run repeated or skipped it.
     undone = [i for i, line in enumerate(lines) if line.get("to_step", step) < step]
     for line in reversed(lines[undone[-1] + 1 :] if undone else lines):
         if line["step"] == step and line["kind"] != "rollback":
@@ -197,14 +195,14 @@ def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
 
 
 def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequence[int]:
-    """The microbatches to run."""
+    """Return the indices of the microbatches to run."""
     count = -(-num_samples // size)
     if chosen is None:
         return range(count)
     if chosen >= count:
         raise UserError(
-            f"--microbatch {chosen}: {num_samples} samples make {count} microbatches of {size}, "
-            f"from 0 to {count - 1}."
+            f"--microbatch {chosen}: {num_samples} samples are {count} microbatches of {size}. Set "
+            f"0 to {count - 1}."
         )
     return (chosen,)
 
@@ -212,7 +210,7 @@ def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequ
 def rebuilt(
     config: JobConfig, objective: Objective, origin: Origin, size: int, device: torch.device
 ) -> Built:
-    """The run's network on one device, in the run's own precision, with its weights."""
+    """Build the run's network with its weights on one device, in the run's precision."""
     alone = replace(
         config,
         parallel=ParallelConfig(),
@@ -229,8 +227,8 @@ def rebuilt(
 
 
 @dataclass(frozen=True)
-class Theatre:
-    """A step's network and data, to run parts of the step on."""
+class Replayer:
+    """A step's network and data, to run its microbatches."""
 
     seed: int
     objective: Objective
@@ -238,12 +236,12 @@ class Theatre:
     epochs: EpochOrder
     built: Built
     num_samples: int
-    """Of the whole step: the loss is a mean over them."""
+    """Samples of the whole step, over which the loss is averaged."""
 
-    def play(
+    def run(
         self, microbatch: int, numbers: Sequence[int], device: torch.device
     ) -> tuple[list[Replayed], float]:
-        """Forward and backward of some samples: each of them, and the norm of their gradient."""
+        """Run forward and backward of a microbatch; return its samples and gradient norm."""
         rows = self.epochs.rows(numbers)
         pairs = list(zip(numbers, rows, strict=True))
         inspect, total = self.objective.inspect, float(self.num_samples)
@@ -282,7 +280,7 @@ class Theatre:
 
 
 def is_finite(values: Tensor) -> list[bool]:
-    """Of every sample, whether all its values are."""
+    """Return True per sample if all its values are finite."""
     found: list[bool] = values.reshape(len(values), -1).isfinite().all(1).tolist()
     return found
 
@@ -290,7 +288,7 @@ def is_finite(values: Tensor) -> list[bool]:
 def report(
     samples: Sequence[Replayed], norms: Sequence[tuple[int, int, float]], show: int
 ) -> Iterator[str]:
-    """The lines to print."""
+    """Yield the lines to print."""
     faulty = [sample for sample in samples if sample.not_finite]
     others = [sample for sample in samples if not sample.not_finite]
     for number, size, norm in norms:
@@ -298,14 +296,14 @@ def report(
     yield f"{len(faulty)} of {len(samples)} samples are at fault" + (":" if faulty else "")
     yield from map(line_of, faulty)
     if not faulty and not all(math.isfinite(norm) for _, _, norm in norms):
-        yield "Only a gradient overflows: --microbatch-size 1 says of which sample."
+        yield "Only a gradient overflows: find its sample with --microbatch-size 1."
     if show and others:
         yield f"of the others, the {min(show, len(others))} of the highest loss:"
         yield from map(line_of, sorted(others, key=lambda sample: -sample.loss)[:show])
 
 
 def line_of(sample: Replayed) -> str:
-    """One sample."""
+    """Format one sample."""
     described = "".join(f"{name} {value:.4g}  " for name, value in sample.described.items())
     fault = f"  not finite: {', '.join(sample.not_finite)}" if sample.not_finite else ""
     return (
@@ -315,5 +313,5 @@ def line_of(sample: Replayed) -> str:
 
 
 def shown(numbers: Sequence[int]) -> str:
-    """Numbers as "176-191, 200-203"."""
+    """Format numbers as ranges: "176-191, 200-203"."""
     return ", ".join(f"{first}-{end - 1}" for first, end in ranges_of(numbers))

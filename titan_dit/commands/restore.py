@@ -1,4 +1,4 @@
-"""A trained network out of a checkpoint, whole on one device, whatever layout trained it."""
+"""Load a trained network from a checkpoint of any layout onto one device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from titan_dit.objectives.base import Objective
 from titan_dit.observe import console
 
 USED = ("model", "objective", "ema")
-"""The sections of a record that are read; of the others nothing is imported."""
+"""Config sections to build; names in the others are not imported."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A network with trained weights and what it takes to use it."""
+    """A network with trained weights, its config and its objective."""
 
     path: Place
     step: int
@@ -32,38 +32,38 @@ class Restored:
     objective: Objective
     model: Model
     weights: str
-    """Which weights: "ema 0.9999" or "model"."""
+    """Loaded weights: "ema 0.9999" or "model"."""
 
     def diffusion(self, command: str) -> Diffusion:
-        """The objective, if it is a diffusion; UserError that says what `command` is for."""
+        """Return the objective; raises UserError unless it is a diffusion."""
         if isinstance(self.objective, Diffusion):
             return self.objective
         raise UserError(
-            f"{command} is for diffusion runs; {self.path} was trained by "
+            f"{command} needs a diffusion run, but {self.path} was trained with "
             f"{type(self.objective).__name__}."
         )
 
 
 def find(run: Place, step: int | None, flag: str = "--run") -> Place:
-    """The checkpoint of `step` in a run directory, the newest for None, or `run` if it is one."""
+    """Return a run's checkpoint at `step` (None: the newest), or `run` if it is a checkpoint."""
     if store_of(run).has(run / MANIFEST):
         return run
     whole = {step_of(path): path for path in series(run).whole()}
     if not whole:
         raise UserError(
-            f"{flag} {run}: no checkpoint there. Give a run directory such as outputs/digits, or "
-            "one of the folders in its checkpoints/."
+            f"{flag} {run}: no checkpoint found. Give a run directory such as outputs/digits, or "
+            "a folder in its checkpoints/."
         )
     if step is None:
         return whole[max(whole)]
     if step not in whole:
         have = ", ".join(map(str, whole))
-        raise UserError(f"--step {step}: {run} has no such checkpoint. It has {have}.")
+        raise UserError(f"--step {step}: {run} has no checkpoint of this step. It has {have}.")
     return whole[step]
 
 
 def series(run: Place) -> Checkpoints:
-    """The checkpoints of a run directory, wherever it keeps them, or of the folder of them."""
+    """Return the checkpoints of a run directory ([checkpoint] dir included) or of their folder."""
     names = store_of(run).names(run)
     if any(NAME.fullmatch(name) for name in names):
         return Checkpoints(run)
@@ -75,7 +75,7 @@ def series(run: Place) -> Checkpoints:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device that --device asks for."""
+    """Return the device of --device; raises UserError if it is unavailable."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
@@ -86,9 +86,9 @@ def device_of(name: str | None) -> torch.device:
 
 
 def restore(path: Place, weights: str, decay: float | None, device: torch.device) -> Restored:
-    """Build the network of a checkpoint and load its averaged ("ema") or last ("model") weights.
+    """Build a checkpoint's network and load its "ema" or "model" weights.
 
-    Without EMA in the run, "ema" falls back to the last weights.
+    "ema" falls back to "model" if the run has no EMA.
     """
     record = checkpoint.read_record(path)
     sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)

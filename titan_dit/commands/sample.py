@@ -1,4 +1,4 @@
-"""`python -m titan_dit sample`: draw samples of a trained run into a file or a picture."""
+"""`python -m titan_dit sample`: draw samples from a trained run into a file or an image."""
 
 from __future__ import annotations
 
@@ -43,43 +43,43 @@ class Options(Section):
     run: str
     """Run directory (outputs/digits) or one checkpoint of it; a path or a URL."""
     out: str
-    """FILE.safetensors for `samples` and `labels`, FILE.png for a picture."""
+    """FILE.safetensors for `samples` and `labels`, or FILE.png for an image grid."""
     num: PositiveInt = 100
-    """How many samples."""
+    """Number of samples."""
     labels: str = "all"
-    """"all" goes through the classes; or a list such as 3 or 0,1,2; "none" is unconditional."""
+    """Classes: "all", or a list such as 3 or 0,1,2; "none" is unconditional."""
     noise: str | None = None
-    """FILE.safetensors with `noise` [n, c, h, w] to start from and `labels` [n] (-1 or the number
-    of classes stands for none), in place of --num, --labels and the seed's noise."""
+    """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
+    classes is unconditional); replaces --num, --labels and the seed's noise."""
     cfg_scale: NonNegativeFloat = 2.0
-    """Classifier-free guidance: 1 is none."""
+    """Classifier-free guidance scale; 1 disables it."""
     cfg_channels: PositiveInt | None = None
-    """Guide the first channels only (the original DiT's samples guide 3 of 4); unset guides all."""
+    """Guide only the first channels (the original DiT guides 3 of 4). Unset: all."""
     eta: Fraction = 0.0
-    """Noise that ddim adds on the way: 0 none, 1 as much as ddpm."""
+    """DDIM noise: 0 is deterministic, 1 adds as much as ddpm."""
     sampler: str = "auto"
-    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first of them."""
+    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto is the first of them."""
     steps: PositiveInt = 25
-    """Steps of the sampler."""
+    """Sampling steps."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
-    """Sample i depends on (seed, i) alone, not on the batch size."""
+    """Sample i depends only on (seed, i), not on the batch size."""
     step: int | None = None
-    """Checkpoint to take; the newest if not given."""
+    """Step of the run's checkpoint. Unset: the newest."""
     weights: Literal["ema", "model"] = "ema"
-    """Averaged weights, or the last ones."""
+    """EMA or model (non-averaged) weights."""
     decay: float | None = None
-    """Which average, if the run keeps several; the first if not given."""
+    """EMA decay, if the run has several. Unset: the first."""
     batch_size: PositiveInt = 250
-    """Samples at a time."""
+    """Batch size."""
     device: str | None = None
-    """cuda where there is one, else cpu."""
+    """Default: cuda if available, else cpu."""
 
 
 def main(options: Options) -> None:
-    """Restore, draw, write."""
+    """Draw samples and write them."""
     out = Path(options.out)
     if out.suffix not in (".safetensors", ".png"):
-        raise UserError(f"--out {out}: name a file that ends in .safetensors or .png.")
+        raise UserError(f"--out {out}: name a .safetensors or .png file.")
     device = device_of(options.device)
     path = find(place(options.run), options.step)
     run = restore(path, options.weights, options.decay, device)
@@ -106,7 +106,7 @@ def main(options: Options) -> None:
 
 
 def labels_of(text: str, num: int, num_classes: int) -> Int64[Tensor, " num"]:
-    """The labels that --labels asks for, spread over `num` samples."""
+    """Spread the classes of --labels over `num` samples; -1 is unconditional."""
     if text == "none":
         return torch.full((num,), -1)
     try:
@@ -121,7 +121,7 @@ def labels_of(text: str, num: int, num_classes: int) -> Int64[Tensor, " num"]:
 def read_noise(
     path: Path, model: LatentModel
 ) -> tuple[Float[Tensor, "n c h w"], Int64[Tensor, " n"]]:
-    """Where to start from, and the labels to go to, from a file."""
+    """Read the initial noise and the labels (-1: unconditional) from a file."""
     tensors = read_tensors(path, "--noise", ("noise", "labels"))
     noise, labels = tensors["noise"], tensors["labels"]
     if tuple(noise.shape[1:]) != model.sample_shape or noise.shape[:1] != labels.shape:
@@ -143,7 +143,7 @@ def draw(
     noise: Float[Tensor, "n c h w"] | None,
     options: Options,
 ) -> Float[Tensor, "n c h w"]:
-    """All samples in the units that the dataset is stored in, fp32, on the CPU."""
+    """Draw samples in the dataset's stored units, fp32, on the CPU."""
     model, device = diffusion.model, next(network.parameters()).device
     parts, began = [], time.perf_counter()
     for first in range(0, len(labels), options.batch_size):

@@ -1,1 +1,1 @@
-"""Sources of clean samples, the order they come in, and the loader."""
+"""Datasets, the sample order, and the data loader."""

@@ -1,4 +1,4 @@
-"""What a dataset is: random access to samples of named tensors, and a few facts about them."""
+"""Interfaces of a dataset: random access to samples of named tensors, and its metadata."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from torch import Tensor
 from titan_dit.config.section import Named, NonNegativeInt
 
 Fields: TypeAlias = Mapping[str, Tensor]
-"""Tensors of several samples by name, batch first, in the dtype that they are stored in."""
+"""Tensors of a batch by name, batch dim first, in the stored dtype."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a source says of one tensor of a sample."""
+    """Dtype and shape of one tensor of a sample."""
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
-    """Without the batch dim; None where it differs from sample to sample."""
+    """Without the batch dim; None for a dim that differs between samples."""
 
     def __str__(self) -> str:
-        """As messages name it: "float32 [4, 32, 32]"."""
+        """Format for messages: "float32 [4, 32, 32]"."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one data-parallel rank in a step, as they are stored, on its device."""
+    """One data-parallel rank's samples of a step, in stored units, on its device."""
 
     fields: Fields
     sample_numbers: Int64[Tensor, " b"]
-    """Position of each sample in the infinite stream: what its random numbers are drawn from."""
+    """Position of each sample in the infinite stream; with the seed, it determines the noise."""
     weight: Float[Tensor, " b"]
-    """1, or 0 for a row that only fills up the batch."""
+    """1 for a sample, 0 for padding."""
     total_weight: float
-    """Sum of the weights of the step over all data-parallel ranks."""
+    """Sum of the step's weights over all data-parallel ranks."""
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device; from pinned memory the copy does not block the host."""
+        """Copy the batch to a device; asynchronous from pinned memory."""
         moved = {k: v.to(device, non_blocking=True) for k, v in self.fields.items()}
         return replace(
             self,
@@ -55,32 +55,32 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """What a checkpoint keeps of its dataset; a family of objectives may need more than this."""
+    """Metadata of a dataset, stored in checkpoints; objectives may require a subclass."""
 
     count: int
     digest: str = ""
-    """Tells this dataset from any other, wherever it lies."""
+    """Identifies the dataset's contents, independent of its path."""
 
     @property
     def about(self) -> str:
-        """What the console says of it beside the count."""
+        """Console text shown after the count."""
         return ""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> DataFacts:
-        """The inverse of `as_json`; keys of other kinds of facts are left out."""
+        """Inverse of `as_json`; unknown keys are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 class Source:
-    """Random access to samples as they are stored; read from several processes.
+    """Random access to stored samples; several processes read it at once.
 
-    A dataset sets `fields` and `facts` and has `__getitem__`; `read` is there to be overridden
-    where many samples can be had faster than one by one.
+    A dataset sets `fields` and `facts` and implements `__getitem__`. Override `read` if a batch
+    can be read faster than sample by sample.
     """
 
     fields: Mapping[str, Field]
@@ -91,29 +91,29 @@ class Source:
         return self.facts.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Sample number `index`, a tensor for every field; always the same one."""
+        """Return row `index`, one tensor per field; deterministic."""
         raise NotImplementedError
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """The samples of these rows, in this order, stacked; what it returns is the caller's."""
+        """Return the stacked samples of `rows`, in order; the caller may modify the tensors."""
         samples = [self[row] for row in rows]
         return {name: torch.stack([sample[name] for sample in samples]) for name in self.fields}
 
     def groups(self) -> Int64[Tensor, " n"] | None:
-        """The group (class) of every row, over which validation is spread; None: they have none."""
+        """Return the group (class) of every row, to stratify validation; None without groups."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Named):
-    """The keys that every dataset has."""
+    """Keys shared by all datasets."""
 
     section = "data"
 
     workers: NonNegativeInt = 0
-    """Processes per rank that read ahead; 0 reads in the training process."""
+    """Prefetching worker processes per rank; 0 reads in the training process."""
 
     @abstractmethod
     def open(self) -> Source:
-        """Open the dataset; raises UserError where files are missing or damaged."""
+        """Open the dataset; raises UserError if files are missing or damaged."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""One latent file into a tensor, or the reason why it is none. Nothing in it is ever executed."""
+"""Read one latent or label file. Never executes code from a file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ DAMAGED = "not a readable {} file: damaged, or cut off"
 
 
 class BadFileError(Exception):
-    """Why a file is no sample, in words that leave out its path: whoever reads it says that."""
+    """Why a file is not a valid sample; the caller adds the path."""
 
 
 def read_latent(path: Path, shape: tuple[int, ...] | None = None) -> Float[Tensor, "c h w"]:
-    """[c, h, w] or [1, c, h, w], finite; float16 stays, other floats become float32.
+    """Read a finite latent [c, h, w] or [1, c, h, w]; keeps float16, casts other floats to float32.
 
-    With `shape`, any other one is refused.
+    Raises BadFileError if `shape` is given and the latent's shape differs.
     """
     latent = read_tensor(path)
     if latent.ndim == 4 and len(latent) == 1:
@@ -39,32 +39,32 @@ def read_latent(path: Path, shape: tuple[int, ...] | None = None) -> Float[Tenso
     if latent.ndim != 3:
         raise BadFileError(f"shape {list(latent.shape)}, not [c, h, w]")
     if shape is not None and tuple(latent.shape) != shape:
-        raise BadFileError(f"shape {list(latent.shape)}, not {list(shape)} as the others")
+        raise BadFileError(f"shape {list(latent.shape)}, not {list(shape)} like the other files")
     if not latent.numel():
         raise BadFileError("holds no values")
     if not latent.is_floating_point():
         raise BadFileError(f"holds {latent.dtype}, not floating-point numbers")
     if latent.dtype != torch.float16:
         latent = latent.float()
-    # numpy: a third of torch's time on an array this small.
+    # numpy takes a third of torch's time on an array this small.
     if not np.isfinite(latent.numpy()).all():
         raise BadFileError("holds NaN or infinity")
     return latent
 
 
 def read_label(path: Path) -> int:
-    """The one whole number of a label file."""
+    """Read the integer of a label file."""
     label = read_tensor(path)
     if label.numel() != 1 or label.is_complex():
         raise BadFileError(f"holds {list(label.shape)} values, not one label")
     value = label.item()
     if not 0 <= value < LABEL_LIMIT or value != int(value):
-        raise BadFileError(f"holds {value}, not a class number of 0 or above (below 2^31)")
+        raise BadFileError(f"holds {value}, not a class number from 0 to 2^31 - 1")
     return int(value)
 
 
 def read_tensor(path: Path) -> Tensor:
-    """The one tensor of a file."""
+    """Read the single tensor of a .npy, .pt or .safetensors file."""
     data, suffix = read_whole(path), path.suffix.lower()
     if suffix == ".npy":
         return read_npy(data)
@@ -72,12 +72,12 @@ def read_tensor(path: Path) -> Tensor:
 
 
 def read_whole(path: Path) -> bytearray:
-    """The bytes of a file; one that cannot be opened is bad, a failing disk is an OSError."""
+    """Read all bytes; raises BadFileError if the file cannot be opened, OSError on a disk error."""
     try:
         with path.open("rb", buffering=0) as file:
             data = bytearray(os.fstat(file.fileno()).st_size)
             view, filled = memoryview(data), 0
-            # One read may give less than was asked for: 2 GiB at most, or less over a network.
+            # Short reads happen: at most 2 GiB per call, less on a network file system.
             while filled < len(data) and (num := file.readinto(view[filled:])):
                 filled += num
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
@@ -85,13 +85,13 @@ def read_whole(path: Path) -> bytearray:
     if not data:
         raise BadFileError("empty file")
     if filled < len(data):
-        raise BadFileError(f"only {filled:,} of its {len(data):,} bytes could be read")
+        raise BadFileError(f"only {filled:,} of its {len(data):,} bytes are readable")
     return data
 
 
 def read_npy(data: bytearray) -> Tensor:
-    """The array in the bytes of a .npy file, without a copy where the byte order is ours."""
-    wide = data[6:7] != b"\x01"  # Version 2 has four bytes of length, version 1 two.
+    """Decode the bytes of a .npy file; zero-copy in native byte order."""
+    wide = data[6:7] != b"\x01"  # The header length has four bytes in version 2, two in 1.
     start = 12 if wide else 10
     start += int.from_bytes(data[8:start], "little")
     if data[:6] != NPY_MAGIC or len(data) < start:
@@ -108,9 +108,9 @@ def read_npy(data: bytearray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype.newbyteorder("=")).reshape(shape))
 
 
-@lru_cache(maxsize=64)  # One header serves a dataset; to parse it costs more than to read.
+@lru_cache(maxsize=64)  # A dataset's files share a header, and parsing it is slower than reading.
 def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether the first axis runs fastest, and dtype."""
+    """Parse a .npy header: shape, Fortran order, dtype."""
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
@@ -119,23 +119,23 @@ def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
         found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
-    except Exception as error:  # The header is Python; its parser raises SyntaxError and more.
+    except Exception as error:  # The header is a Python literal; parsing raises SyntaxError etc.
         raise BadFileError(DAMAGED.format(".npy")) from error
     return found
 
 
 def read_pt(data: bytearray) -> Tensor:
-    """A .pt file of one tensor, read with weights_only: nothing but tensors is built."""
+    """Read the single tensor of a .pt file, with weights_only=True."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # On pickle protocols; what cannot be read is refused.
+            warnings.simplefilter("ignore")  # torch warns of pickle protocols.
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadFileError(
             "not a .pt file of plain tensors: damaged, or it holds objects whose loading could run "
             "code (they are never loaded)"
         ) from error
-    except Exception as error:  # torch.load raises whatever the damage leads to.
+    except Exception as error:  # torch.load raises any exception on a damaged file.
         raise BadFileError(DAMAGED.format(".pt")) from error
     if isinstance(loaded, dict):
         loaded = only(loaded)
@@ -143,13 +143,13 @@ def read_pt(data: bytearray) -> Tensor:
         raise BadFileError(f"holds a {type(loaded).__name__}, not a tensor")
     plain = loaded.layout == torch.strided and not (loaded.is_quantized or loaded.is_nested)
     if not plain or loaded.device.type != "cpu":
-        raise BadFileError("holds a tensor without values of its own: sparse, nested, or on meta")
-    # What is only marked as negated or conjugated has no numpy array.
+        raise BadFileError("holds a tensor that is not dense: sparse, nested, quantized or meta")
+    # numpy does not support torch's lazy neg and conj bits.
     return loaded.detach().resolve_neg().resolve_conj()
 
 
 def read_safetensors(data: bytearray) -> Tensor:
-    """The tensor `latent` of a .safetensors file, or the only one."""
+    """Read the tensor `latent` of a .safetensors file, or its only tensor."""
     try:
         table = safetensors.load(bytes(data))
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
@@ -159,7 +159,7 @@ def read_safetensors(data: bytearray) -> Tensor:
 
 
 def only(table: dict[Any, Any]) -> Any:
-    """The entry `latent`, or the only one."""
+    """Return the entry `latent`, or the only entry."""
     key = "latent" if "latent" in table else next(iter(table), None)
     if not table or (key != "latent" and len(table) != 1):
         names = ", ".join(sorted(map(str, table))[:4])

@@ -1,4 +1,4 @@
-"""Latents read where they are, one file per sample, without packing them first."""
+"""Unpacked latents: one file per sample."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from titan_dit.data.manifest import agreed, read_folder_manifest
 from titan_dit.system import streams
 
 REMEDY = (
-    "Mend or replace the file, or pack the folder: `python -m titan_dit data pack` leaves such "
-    "files out and lists them."
+    "Fix or replace the file, or pack the folder: `python -m titan_dit data pack` drops and "
+    "lists such files."
 )
 
 
 class LatentFolder(Source):
-    """The samples of a folder per class, or of a pair of features and labels.
+    """Latents in one folder per class, or in fast-DiT's features and labels.
 
-    Opening lists the files and looks at one of each of up to 32 classes; every file is checked when
-    its turn comes, or at once with `verify`.
+    Opening lists the files and reads one file of each of up to 32 classes. Every file is checked
+    when it is read; `verify` reads all of them at the start.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LatentFolder(Source):
         self.listing = list_folder(path)
         if self.listing.kind == "images":
             raise UserError(
-                f"[data] path={path} holds pictures ({self.listing.names[0]}). Pack them first: "
+                f"[data] path={path} holds images ({self.listing.names[0]}). Pack them first: "
                 f"`python -m titan_dit data pack --input {path} --output DIR`."
             )
         self.shape, self.dtype = self._probe()
@@ -73,8 +73,8 @@ class LatentFolder(Source):
         latent = self._read(index, self.shape)
         if latent.dtype != self.dtype and self.dtype == torch.float16:
             raise UserError(
-                f"[data] {self.path_of(index)}: holds float32 where the first files hold float16. "
-                f"{REMEDY.replace('leaves such files out and lists them', 'makes them all alike')}"
+                f"[data] {self.path_of(index)}: holds float32, but the first files hold float16. "
+                f"{REMEDY.replace('drops and lists such files', 'casts all to one dtype')}"
             )
         return {"latent": latent.to(self.dtype), "label": self.listing.labels[index]}
 
@@ -87,11 +87,11 @@ class LatentFolder(Source):
         return {"latent": latents, "label": self.listing.labels[torch.tensor(rows)]}
 
     def groups(self) -> Int64[Tensor, " n"]:
-        """The labels."""
+        """Return the labels."""
         return self.listing.labels
 
     def path_of(self, index: int) -> Path:
-        """The file of a sample."""
+        """Path of a sample's file."""
         return self.listing.root / self.listing.names[index]
 
     def _read(self, index: int, shape: tuple[int, ...] | None) -> Float[Tensor, "c h w"]:
@@ -103,7 +103,7 @@ class LatentFolder(Source):
             raise UserError(f"[data] {error}") from None
 
     def _read_all(self, every_s: float = 10) -> None:
-        """Read every file once; the first that is bad is named."""
+        """Read every file once; raises UserError for the first bad one."""
         written = time.monotonic()
         for row in range(len(self)):
             self[row]
@@ -113,7 +113,7 @@ class LatentFolder(Source):
                 streams.tell(sys.stderr, line)
 
     def _probe(self, most: int = 32) -> tuple[tuple[int, int, int], torch.dtype]:
-        """The one shape, and the dtype, of a file of each of up to `most` classes."""
+        """Return the common shape and dtype of one file of each of up to `most` classes."""
         firsts = np.unique(self.listing.labels.numpy(), return_index=True)[1]
         rows = firsts[:: -(-len(firsts) // most)].tolist()
         latents = [self._read(row, None) for row in rows]
@@ -130,9 +130,9 @@ class LatentFolder(Source):
 
 
 def digest_of_listing(listing: Listing, units: str) -> str:
-    """Tells folders apart by their names, labels, shape and units; reading all would take hours.
+    """Return a digest of the file names, labels, shape and units, not of the contents.
 
-    Packing gives a digest of the contents.
+    Reading a million files would take hours; shards have a digest of their contents.
     """
     sha = hashlib.sha256(f"{listing.layout} {listing.num_classes} {units}\n".encode())
     sha.update(listing.names.ends.tobytes() + listing.names.block)

@@ -1,4 +1,4 @@
-"""Which rows leave a dataset for validation: a pure function of the seed."""
+"""Rows held out for validation: a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from titan_dit.rng import words
 
 
 def held_out_rows(source: Source, seed: int, count: int) -> tuple[int, ...]:
-    """`count` rows, ascending, evenly over the groups of the source.
+    """Choose `count` rows, stratified over the groups of the source; ascending.
 
-    A group with fewer rows than its share gives all it has, and the others give more. Raises
-    UserError where nothing would be left to train on.
+    A group smaller than its share is held out whole; the other groups fill the gap. Raises
+    UserError if no row remains for training.
     """
     if not count:
         return ()
     if count >= len(source):
         raise UserError(
-            f"[validation] samples={count} leaves nothing of the {len(source)} samples of [data] "
-            f"to train on. Set fewer, such as samples = {max(1, len(source) // 10)}."
+            f"[validation] samples={count} holds out all {len(source)} rows of [data], so none "
+            f"remain for training. Set fewer, such as samples = {max(1, len(source) // 10)}."
         )
     order = shuffled(seed, len(source))
     groups = source.groups()
     if groups is None:
         return tuple(sorted(order[:count].tolist()))
     of_order = groups[order]
-    # Place of every row within its group, in the shuffled order.
+    # Rank of every row within its group, in shuffled order.
     by_group = torch.argsort(of_order, stable=True)
     sizes = torch.bincount(of_order)
     firsts = sizes.cumsum(0) - sizes
@@ -40,13 +40,13 @@ def held_out_rows(source: Source, seed: int, count: int) -> tuple[int, ...]:
 
 
 def shuffled(seed: int, size: int) -> Int64[Tensor, " size"]:
-    """A permutation of range(size), unrelated to those of the epochs (`rng.permutation`)."""
+    """Return a permutation of range(size), independent of the epochs' (`rng.permutation`)."""
     drawn = words(seed, "validation", torch.zeros(1, dtype=torch.int64), 2 * size).view(size, 2)
     return torch.argsort((drawn[:, 0] >> 1) << 31 | drawn[:, 1] >> 1, stable=True)
 
 
 def shares(sizes: Int64[Tensor, " g"], count: int) -> Int64[Tensor, " g"]:
-    """How many of `count` rows each group gives: as even as the sizes allow."""
+    """Split `count` rows over the groups as evenly as their sizes allow."""
     taken = torch.zeros_like(sizes)
     while (left := count - int(taken.sum())) > 0:
         able = (sizes > taken).nonzero().flatten()

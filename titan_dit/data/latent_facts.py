@@ -1,4 +1,4 @@
-"""What a dataset of labelled latents says of itself beside its fields."""
+"""Metadata of a dataset of labelled latents."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from titan_dit.data.base import DataFacts, Field
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFacts(DataFacts):
-    """Shape, units and classes: what sampling needs, so that it needs no data."""
+    """Shape, units and classes; stored in checkpoints, so sampling does not open the dataset."""
 
     shape: tuple[int, int, int]
-    """[c, h, w] of every stored sample; [2c, h, w] where it is a mean and a std."""
+    """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std."""
     num_classes: int
     class_names: tuple[str, ...] = ()
-    """In the order of the labels, where the classes have names."""
+    """In label order; empty if the classes have no names."""
     scale: float = 1.0
     shift: float = 0.0
     """The model sees (stored - shift) * scale."""
     value_range: tuple[float, float] | None = None
-    """Lowest and highest stored value where they mean black and white; None for latents."""
+    """Stored values of black and white; None for latents."""
 
     @property
     def about(self) -> str:
-        """The classes."""
+        """Number of classes, for the console."""
         return f"{self.num_classes} classes"
 
     def to_stored_units(self, samples: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        """Undo scale and shift; values are held to the `value_range`, if the data has one."""
+        """Undo scale and shift, and clamp to `value_range` if there is one."""
         stored = samples / self.scale + self.shift
         return stored if self.value_range is None else stored.clamp(*self.value_range)
 
     def fields(self, dtype: torch.dtype) -> dict[str, Field]:
-        """A `latent` in the dtype that it is stored in, and its `label`."""
+        """Fields of a sample: `latent` in its stored dtype, and `label`."""
         return {"latent": Field(dtype, self.shape), "label": Field(torch.int64, ())}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LatentFacts:
-        """The inverse of `as_json`."""
+        """Inverse of `as_json`."""
         value_range = values.get("value_range")
         return cls(
             **dict(values)

@@ -1,8 +1,8 @@
-"""Latent shards: safetensors files with a manifest, memory-mapped, read in any order.
+"""Latent shards: memory-mapped safetensors files with a manifest, for random access.
 
 A dataset is a folder with `manifest.json` and shards. A shard holds `latent` [n, c, h, w] (float16,
-float32 or uint8) and `label` [n] (int64). The manifest gives shape, dtype, scale and shift, the
-source, the count, and for each shard its count, bytes and SHA-256.
+float32 or uint8) and `label` [n] (int64). The manifest holds shape, dtype, scale, shift, source and
+count, and the count, bytes and SHA-256 of each shard.
 """
 
 from __future__ import annotations
@@ -50,24 +50,23 @@ class Latents(DataConfig):
     name = "latents"
 
     path: str
-    """Folder of the dataset; what lies in it decides how it is read."""
+    """Dataset folder; its layout is detected."""
     scale: Finite | None = None
-    """The model sees (stored - shift) * scale. Unset takes the manifest's, else 1."""
+    """The model's input is (stored - shift) * scale. Unset: the manifest's, else 1."""
     shift: Finite | None = None
-    """Unset takes the manifest's, else 0."""
+    """Unset: the manifest's, else 0."""
     verify: bool = False
-    """Read all at the start: of shards, compare the SHA-256 with the manifest's; of a folder, look
-    at every file."""
+    """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
 
     def open(self) -> Source:
-        """Map the shards, or list the files."""
+        """Memory-map the shards, or list the files."""
         return open_latents(Path(self.path), self.scale, self.shift, self.verify)
 
 
 def open_latents(
     path: Path, scale: float | None = None, shift: float | None = None, verify: bool = False
 ) -> LatentShards | LatentFolder:
-    """The dataset in a folder, whichever way it is stored."""
+    """Open the dataset in a folder, shards or single files."""
     if listing.layout_of(path) == "shards":
         source = LatentShards(path, verify=verify)
         agreed("scale", scale, source.facts.scale, 1.0, path)
@@ -78,19 +77,19 @@ def open_latents(
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(DataConfig):
-    """The 1,797 handwritten digits of the UCI repository, 8x8 in [-1, 1]; comes with titan_dit."""
+    """The 1,797 handwritten digits of the UCI repository, 8x8 in [-1, 1]; part of titan_dit."""
 
     name = "digits"
 
     def open(self) -> LatentShards:
-        """Map the one shard."""
+        """Memory-map the single shard."""
         return LatentShards(Path(__file__).parent / "digits", verify=True)
 
 
 class LatentShards(Source):
-    """The samples of a folder of shards.
+    """Random access to a folder of shards.
 
-    Opening maps the files and reads the labels; latents are read when they are asked for.
+    Opening memory-maps the files and reads the labels; latents are read on access.
     """
 
     def __init__(self, path: Path, verify: bool = False) -> None:
@@ -117,19 +116,19 @@ class LatentShards(Source):
         self.fields = self.facts.fields(self.dtype)
 
     def __reduce__(self) -> tuple[type[LatentShards], tuple[Path]]:
-        """To a process that was not forked: it maps the files anew instead of being sent them."""
+        """Pickle the path only; a spawned process maps the files itself."""
         return LatentShards, (self.path,)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Read one sample; shards are numbered on in the manifest's order."""
+        """Read one sample; rows are numbered across the shards in manifest order."""
         return {name: value[0] for name, value in self.read([index]).items()}
 
     def groups(self) -> Int64[Tensor, " n"]:
-        """The labels."""
+        """Return the labels."""
         return self.labels
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Gather rows of any shards; always a copy, the mapped files stay as they are."""
+        """Gather rows of any shards into new tensors; never a view of a mapped file."""
         at = np.asarray(rows, dtype=np.int64)
         outside = at[(at < 0) | (at >= len(self))]
         if len(outside):
@@ -145,28 +144,28 @@ class LatentShards(Source):
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
     ) -> tuple[Shaped[Tensor, "n c h w"], Int64[Tensor, " n"]]:
-        """Map a shard and check all that can be checked without reading its latents."""
+        """Map a shard; check its size, shapes, dtypes and labels without reading its latents."""
         path = self.path / entry["file"]
         remedy = "Restore the file, or pack the dataset again."
         if not path.is_file():
             raise UserError(f"[data] {path}: the shard is missing. {remedy}")
         if path.stat().st_size != entry["bytes"]:
             raise UserError(
-                f"[data] {path}: {path.stat().st_size:,} bytes where the manifest says "
+                f"[data] {path}: {path.stat().st_size:,} bytes, but the manifest says "
                 f"{entry['bytes']:,}. {remedy}"
             )
         if verify and file_digest(path) != entry["sha256"]:
-            raise UserError(f"[data] {path}: its SHA-256 is not the manifest's. {remedy}")
+            raise UserError(f"[data] {path}: its SHA-256 differs from the manifest's. {remedy}")
         try:
             with safe_open(path, framework="pt") as file:
-                # A view of the mapped file: nothing is read before a row is asked for.
+                # Views of the mapped file: the disk is read on access.
                 latents, labels = file.get_tensor("latent"), file.get_tensor("label")
         except SafetensorError as error:
             raise UserError(f"[data] {path}: not a readable shard ({error}). {remedy}") from None
         expected = (entry["count"], *manifest["shape"])
         if tuple(latents.shape) != expected or latents.dtype != DTYPES[manifest["dtype"]]:
             raise UserError(
-                f"[data] {path}: holds {latents.dtype} {list(latents.shape)} where the manifest "
+                f"[data] {path}: holds {latents.dtype} {list(latents.shape)}, but the manifest "
                 f"says {manifest['dtype']} {list(expected)}. {remedy}"
             )
         check_labels(labels, entry["count"], manifest["num_classes"], path)
@@ -175,9 +174,9 @@ class LatentShards(Source):
 
 
 def expect_random_reads(mapped: Tensor) -> None:
-    """Tell the system not to read ahead in a mapped file: rows are asked for in random order.
+    """Disable kernel readahead for a mapped file (madvise MADV_RANDOM), as rows are random.
 
-    From a cold disk it would read 25 times what is asked. Advice: without it all works the same.
+    On a cold disk, readahead reads 25 times the requested bytes. Skipped if madvise is missing.
     """
     if advise := getattr(ctypes.CDLL(None), "madvise", None):
         start = mapped.data_ptr()
@@ -187,7 +186,7 @@ def expect_random_reads(mapped: Tensor) -> None:
 
 
 def check_labels(labels: Tensor, count: int, num_classes: int, path: Path) -> None:
-    """Every label must be a class; the first that is not is named."""
+    """Refuse labels that are not int64 [count] in [0, num_classes); names the first bad row."""
     if labels.dtype != torch.int64 or tuple(labels.shape) != (count,):
         raise UserError(
             f"[data] {path}: label is {labels.dtype} {list(labels.shape)}, not int64 [{count}]."
@@ -197,7 +196,7 @@ def check_labels(labels: Tensor, count: int, num_classes: int, path: Path) -> No
         row = int(outside[0])
         raise UserError(
             f"[data] {path}: row {row} has label={int(labels[row])}, outside 0 to "
-            f"{num_classes - 1} (num_classes={num_classes} in {MANIFEST}). Mend the label, or "
+            f"{num_classes - 1} (num_classes={num_classes} in {MANIFEST}). Fix the label, or "
             f"raise num_classes there and in [model]."
         )
 
@@ -215,14 +214,14 @@ def write_shards(
     shard_size: int = 1 << 16,
     about: dict[str, str] | None = None,
 ) -> None:
-    """Write a dataset; the manifest comes last, so that an unfinished one is never opened.
+    """Write a dataset; the manifest is written last, so an unfinished dataset cannot be opened.
 
-    `labels` are int64 [n], from 0 to num_classes - 1. What could not be opened is not written, and
-    a dataset that is there is not overwritten.
+    `labels` are int64 [n], from 0 to num_classes - 1. Raises UserError for invalid data, and never
+    overwrites a dataset.
     """
     if (path / MANIFEST).exists():
         raise UserError(
-            f"[data] {path} holds a dataset already ({MANIFEST}). Delete the folder, or write to "
+            f"[data] {path} already holds a dataset ({MANIFEST}). Delete the folder, or write to "
             "another one."
         )
     if not len(latents):
@@ -232,7 +231,7 @@ def write_shards(
         raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(DTYPES)}.")
     if not (finite := latents.flatten(1).isfinite().all(1)).all():
         row = int((~finite).nonzero()[0])
-        raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Leave such rows out.")
+        raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Remove such rows.")
     path.mkdir(parents=True, exist_ok=True)
     shards = []
     for number, first in enumerate(range(0, len(latents), shard_size)):

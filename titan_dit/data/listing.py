@@ -1,7 +1,7 @@
-"""What lies in a folder: which layout, which files, in which order, with which labels.
+"""List an unpacked dataset: its layout, its files in order, and their labels.
 
-Two layouts beside shards: a folder per class, and fast-DiT's pair of folders `features` and
-`labels` (or `NAME_features` and `NAME_labels`) with equally named files.
+Layouts: a folder per class, or fast-DiT's pair of folders `features` and `labels` (or
+`NAME_features` and `NAME_labels`) with equal file names.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ MANY_LABELS = 20_000
 
 
 class Names(Sequence[str]):
-    """Paths below a folder, a million of them in one block of bytes.
+    """Relative paths, stored in one block of bytes.
 
-    As str objects they would take twice the memory, in every worker: reading an object writes its
-    reference count, and so copies its page.
+    A list of str takes twice the memory, and again in every forked worker: reading an object
+    writes its reference count, which copies its page.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -44,11 +44,11 @@ class Names(Sequence[str]):
         self.block = b"".join(encoded)
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of paths."""
         return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> str:  # type: ignore[override]
-        """Name number `index`; a negative one counts from the end."""
+        """Return path `index`; a negative index counts from the end."""
         index += len(self) if index < 0 else 0
         if not 0 <= index < len(self):
             raise IndexError(f"name {index} of {len(self)}")
@@ -57,31 +57,31 @@ class Names(Sequence[str]):
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a dataset that is not packed; their order numbers the samples."""
+    """The files of an unpacked dataset; file i is row i."""
 
     root: Path
     layout: Layout
     kind: str
-    """latents or images."""
+    """"latents" or "images"."""
     names: Names
-    """Paths of the files below `root`."""
+    """File paths relative to `root`."""
     labels: Int64[Tensor, " n"]
     num_classes: int
     class_names: tuple[str, ...]
-    """In label order; empty where the classes are numbers."""
+    """In label order; empty if the class folders are numbers."""
 
 
 def layout_of(root: Path) -> Layout:
-    """How the dataset in a folder is stored; two in one folder are refused."""
+    """Detect the layout of a folder; raises UserError if it holds no dataset or two of them."""
     if not root.is_dir():
-        raise UserError(f"[data] path={root}: no such folder, so there is no {MANIFEST} in it.")
+        raise UserError(f"[data] path={root}: no such folder. Give the folder of a dataset.")
     folders, files = entries(root)
     pairs = pairs_of(root, folders)
     others = [name for name in folders if not any(name in pair for pair in pairs)]
     if CLAIM in files and MANIFEST not in files:
         raise UserError(
-            f"[data] path={root}: packing was not finished. Run the same `data pack` again; it "
-            "goes on where it stopped."
+            f"[data] path={root}: packing is unfinished. Run the same `data pack` command again "
+            "to resume it."
         )
     found = [f"the pair {' and '.join(pair)}" for pair in pairs]
     if read_json(root).get("format") == FORMAT:
@@ -91,14 +91,14 @@ def layout_of(root: Path) -> Layout:
         found.append(f"the class folders {few(others)}")
     if len(found) > 1:
         raise UserError(
-            f"[data] path={root} holds {' and '.join(found)}: two datasets in one folder. Give "
-            "each a folder of its own."
+            f"[data] path={root} holds {' and '.join(found)}: two datasets in one folder. Move "
+            "each to its own folder."
         )
     if not found:
-        beside = f" {few(files)} lies directly in it." if files else ""
+        beside = f" It holds {few(files)}." if files else ""
         raise UserError(
-            f"[data] path={root}: there is no {MANIFEST} of shards, no folder per class and no "
-            f"features beside labels.{beside} Give the folder that has one of them."
+            f"[data] path={root}: no dataset found: neither a {MANIFEST} of shards, nor a folder "
+            f"per class, nor features and labels.{beside} Give the folder of a dataset."
         )
     return "classes" if others else "pair" if pairs else "shards"
 
@@ -106,14 +106,13 @@ def layout_of(root: Path) -> Layout:
 def list_folder(
     root: Path, num_classes: int | None = None, classes: Sequence[str] | None = None
 ) -> Listing:
-    """List a folder that is no shards. What is not given, its manifest may say.
+    """List an unpacked folder; unset arguments default to its manifest's values.
 
-    `num_classes` says that the data is a part: classes may be missing. `classes` are the names of
-    the class folders in the order of their labels.
+    With `num_classes`, classes may be missing. `classes` are the class folder names in label order.
     """
     layout = layout_of(root)
     if layout == "shards":
-        raise UserError(f"[data] path={root}: these are shards, packed already.")
+        raise UserError(f"[data] path={root}: already packed into shards.")
     manifest = read_folder_manifest(root)
     for key, wanted in (
         ("num_classes", num_classes),
@@ -122,26 +121,26 @@ def list_folder(
         if wanted is not None and manifest[key] not in (None, wanted):
             raise UserError(
                 f"[data] path={root}: {key} is {brief(wanted)}, but {MANIFEST} says "
-                f"{brief(manifest[key])}. Leave it out, or correct the manifest."
+                f"{brief(manifest[key])}. Remove it, or correct the manifest."
             )
     num_classes = num_classes or manifest["num_classes"]
     classes = classes or manifest["classes"]
     if classes and num_classes and len(classes) != num_classes:
         raise UserError(
             f"[data] path={root}: num_classes={num_classes}, but classes lists {len(classes)} "
-            "names. Names need the whole list, in the order of the labels: --classes FILE, or "
+            "names. List the names of all classes in label order: --classes FILE, or "
             f'"classes" in {MANIFEST}.'
         )
     return (list_classes if layout == "classes" else list_pair)(root, num_classes, classes)
 
 
 def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | None) -> Listing:
-    """A folder per class: numbers are the labels, other names are numbered in sorted order."""
+    """List a folder per class; names are the labels, or are numbered in sorted order."""
     folders, beside = entries(root)
     if beside := [name for name in beside if name != MANIFEST]:
         raise UserError(
-            f"[data] path={root}: {few(beside)} lies beside the class folders, so its class is not "
-            "known. Move it away, or into the folder of its class."
+            f"[data] path={root}: {few(beside)} is outside the class folders, so its class is "
+            "unknown. Move it elsewhere, or into the folder of its class."
         )
     numbers = number_classes(root, folders, classes, gaps=num_classes is not None)
     names: list[str] = []
@@ -156,22 +155,21 @@ def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | N
         labels += [numbers[folder]] * len(files)
     if empty:
         raise UserError(
-            f"[data] path={root}: nothing in the class folders {few(empty)}. Fill or delete them."
+            f"[data] path={root}: empty class folders: {few(empty)}. Fill or delete them."
         )
     if len(kinds) > 1:
         (kind, first), (other, second) = kinds.items()
         raise UserError(
             f"[data] path={root} holds {kind} ({first}) and {other} ({second}): two datasets in "
-            "one folder. Give each a folder of its own."
+            "one folder. Move each to its own folder."
         )
     found = max(len(classes or ()), labels[-1] + 1)
     by_name = classes is not None or not all(name.isdecimal() for name in folders)
     if by_name and classes is None and num_classes not in (None, len(folders)):
         raise UserError(
             f"[data] path={root}: num_classes={num_classes}, but there are {len(folders)} named "
-            f"class folders ({few(sorted(folders))}), and nothing says which of the classes they "
-            "are. Names need the whole list, in the order of the labels: --classes FILE, or "
-            f'"classes" in {MANIFEST}.'
+            f"class folders ({few(sorted(folders))}), so their labels are unknown. List the names "
+            f'of all classes in label order: --classes FILE, or "classes" in {MANIFEST}.'
         )
     return Listing(
         root,
@@ -187,12 +185,12 @@ def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | N
 def number_classes(
     root: Path, folders: list[str], classes: Sequence[str] | None, gaps: bool
 ) -> dict[str, int]:
-    """The label of every class folder; with `gaps`, there may be labels without a folder."""
+    """Map class folders to labels; `gaps` allows labels without a folder."""
     if classes is not None:
         if unknown := sorted(set(folders) - set(classes)):
             raise UserError(
-                f"[data] path={root}: the folders {few(unknown)} are none of the {len(classes)} "
-                "classes that are listed. Add them to the list, or move them away."
+                f"[data] path={root}: the folders {few(unknown)} are not among the {len(classes)} "
+                "listed classes. Add them to the list, or move them elsewhere."
             )
         numbers = {name: label for label, name in enumerate(classes) if name in set(folders)}
         missing: Sequence[object] = [name for name in classes if name not in numbers]
@@ -206,7 +204,7 @@ def number_classes(
             if int(name) == int(after):
                 raise UserError(
                     f"[data] path={root}: the folders {name} and {after} are both class "
-                    f"{int(name)}. Join them."
+                    f"{int(name)}. Merge them."
                 )
         num_missing, missing = missing_below(numbers.values())
     else:
@@ -219,7 +217,7 @@ def number_classes(
 
 
 def refuse_mixture(root: Path, folders: list[str]) -> None:
-    """Numbers among names: numbered in sorted order, a stray folder would shift every label."""
+    """Refuse numeric among other folder names: in sorted order, a stray one shifts all labels."""
     by_number = [name for name in folders if name.isdecimal()]
     by_name = [name for name in folders if not name.isdecimal()]
     if by_number and by_name:
@@ -227,13 +225,13 @@ def refuse_mixture(root: Path, folders: list[str]) -> None:
         what = "names" if odd is by_number else "numbers"
         raise UserError(
             f"[data] path={root}: most class folders are {what} ({few(others)}), but {few(odd)} is "
-            "not. Move it away; if all are names, list them "
-            f'in the order of their labels: "classes" in {MANIFEST}, or `data pack --classes FILE`.'
+            "not. Move it elsewhere; if all are names, list them "
+            f'in label order: "classes" in {MANIFEST}, or `data pack --classes FILE`.'
         )
 
 
 def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None) -> Listing:
-    """fast-DiT's features and labels: file i of the one is the latent, of the other the class."""
+    """List fast-DiT's features and labels, matched by file name."""
     features, label_folder = pairs_of(root, entries(root)[0])[0]
     files, label_files = list_files(root / features, {}), list_files(root / label_folder, {})
     label_of = {Path(name).stem: name for name in label_files}
@@ -247,7 +245,7 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
         if names:
             raise UserError(
                 f"[data] path={root}: {few([f'{folder}/{name}' for name in names])} has no file of "
-                f"its name in {other}. Complete the pairs, or move it away."
+                f"the same name in {other}. Add the missing files, or move the others elsewhere."
             )
     if not files:
         raise UserError(f"[data] path={root}: {features} is empty.")
@@ -258,7 +256,7 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
     found = max(len(classes or ()), int(labels.max()) + 1)
     if classes is not None and found > len(classes):
         raise UserError(
-            f"[data] path={root}: there is a label {found - 1}, but {len(classes)} classes are "
+            f"[data] path={root}: found label {found - 1}, but only {len(classes)} classes are "
             "listed. Complete the list."
         )
     paths = Names(f"{features}/{name}" for name in files)
@@ -267,24 +265,24 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
 
 
 def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
-    """The labels of a pair, about 20 s for a million; threads would wait for each other."""
+    """Read label files, about 20 s per million; threads would not be faster."""
     if len(paths) > MANY_LABELS and os.environ.get("RANK", "0") == "0":
         streams.tell(
             sys.stderr,
-            f"reading {len(paths):,} label files in {paths[0].parent}; shards, made by `python -m "
-            "titan_dit data pack`, open at once\n",
+            f"reading {len(paths):,} label files in {paths[0].parent}; shards open without this "
+            "delay: `python -m titan_dit data pack`\n",
         )
     labels = []
     for path in paths:
         try:
             labels.append(read_label(path))
         except BadFileError as error:
-            raise UserError(f"[data] {path}: {error}. Mend or replace the file.") from None
+            raise UserError(f"[data] {path}: {error}. Fix or replace the file.") from None
     return torch.tensor(labels)
 
 
 def entries(root: Path) -> tuple[list[str], list[str]]:
-    """Names of the folders and of the files in a folder, sorted; hidden ones are left out."""
+    """Return the sorted names of a folder's subfolders and files, without hidden ones."""
     with os.scandir(root) as found:
         visible = [(entry.is_dir(), entry.name) for entry in found if entry.name[0] != "."]
     visible.sort()
@@ -294,13 +292,13 @@ def entries(root: Path) -> tuple[list[str], list[str]]:
 
 
 def list_files(folder: Path, kinds: dict[str, str]) -> list[str]:
-    """The sample files of a folder in natural order; `kinds` gains a first file of each kind."""
+    """List a folder's samples in natural order; add the first file of each kind to `kinds`."""
     folders, files = entries(folder)
     strange = [*folders, *(name for name in files if suffix_of(name) not in KINDS)]
     if strange:
         raise UserError(
             f"[data] {folder}: {few(strange)} is neither a latent ({', '.join(LATENT_SUFFIXES)}) "
-            f"nor a picture ({', '.join(IMAGE_SUFFIXES)}). Move it away."
+            f"nor an image ({', '.join(IMAGE_SUFFIXES)}). Move it elsewhere."
         )
     suffixes = {suffix_of(name): name for name in reversed(files)}
     for suffix, name in suffixes.items():
@@ -311,74 +309,74 @@ def list_files(folder: Path, kinds: dict[str, str]) -> list[str]:
             stem = os.path.splitext(name)[0]  # noqa: PTH122 - a Path for each is slow.
             if (other := first.setdefault(stem, name)) != name:
                 raise UserError(
-                    f"[data] {folder}: {other} and {name} would be one sample twice. Keep one."
+                    f"[data] {folder}: {other} and {name} are the same sample. Keep one."
                 )
     return sorted(files, key=natural)
 
 
 def suffix_of(name: str) -> str:
-    """The end of a file's name, in small letters."""
+    """Return a file name's suffix in lower case."""
     return name[name.rfind(".") :].lower()
 
 
 def natural(name: str) -> tuple[list[str | int], str]:
-    """A sort key that puts 2.npy before 10.npy."""
+    """Sort key for natural order: 2.npy before 10.npy."""
     parts: list[str | int] = list(re.split(r"(\d+)", name))
     parts[1::2] = map(int, parts[1::2])
     return parts, name
 
 
 def pairs_of(root: Path, folders: list[str]) -> list[tuple[str, str]]:
-    """The folders of features and of labels that belong together."""
+    """Return the matching (features, labels) folders."""
     pairs = []
     for name in folders:
         for half, other in (("features", "labels"), ("labels", "features")):
             if name == half or name.endswith(f"_{half}"):
                 partner = name.removesuffix(half) + other
                 if partner not in folders:
-                    raise UserError(f"[data] path={root}: there is {name}, but no {partner}.")
+                    raise UserError(f"[data] path={root}: found {name}, but no {partner}. Add it.")
                 if half == "features":
                     pairs.append((name, partner))
     return pairs
 
 
 def holds_samples(folder: Path) -> bool:
-    """Whether a file of a known kind lies in a folder."""
+    """Return True if a folder contains a latent or an image."""
     return any(suffix_of(name) in KINDS for name in entries(folder)[1])
 
 
 def missing_below(labels: Collection[int]) -> tuple[int, list[int]]:
-    """How many classes below the highest do not occur, and the first few: it may be a billion."""
+    """Count the missing classes below the highest label, and list at most four of them."""
     found = set(labels)
     num = max(found) + 1 - len(found)
     return num, list(islice((label for label in count() if label not in found), min(num, 4)))
 
 
 def missing_error(root: Path, num: int, first: Sequence[object]) -> UserError:
-    """No samples of some classes."""
+    """Return the error for classes without samples."""
     return UserError(
-        f"[data] path={root}: there is nothing of {num:,} classes: {few(first, total=num)}. Add "
-        "them. If they are meant to be missing, say how many classes there are: "
+        f"[data] path={root}: no samples of {num:,} classes: {few(first, total=num)}. Add them. "
+        "If they are missing on purpose, set the number of classes: "
         f'"num_classes" in {MANIFEST}, or `data pack --num-classes`.'
     )
 
 
 def enough_classes(root: Path, found: int, num_classes: int | None) -> int:
-    """The number of classes, which must not be less than what was found."""
+    """Return the number of classes; refuses fewer than were found."""
     if num_classes is not None and found > num_classes:
         raise UserError(
             f"[data] path={root}: num_classes={num_classes}, but there are {found} classes (0 to "
-            f"{found - 1}). Set it to {found}, or move the others away."
+            f"{found - 1}). Set it to {found}, or move the others elsewhere."
         )
     return num_classes or found
 
 
 def few(names: Sequence[object], num: int = 4, total: int | None = None) -> str:
-    """The first names, and how many more there are, of `total` if not all are given."""
+    """Format the first `num` names and the number of the rest; `total` if not all are given."""
     shown, total = ", ".join(str(name) for name in names[:num]), total or len(names)
     return shown if total <= num else f"{shown} and {total - num:,} more"
 
 
 def brief(value: object) -> str:
-    """A number, or the first of a list."""
+    """Format a number, or the first names of a list."""
     return few(value) if isinstance(value, tuple) else str(value)

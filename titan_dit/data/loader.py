@@ -1,6 +1,6 @@
-"""The loader: sample numbers in, batches of named tensors out, in the order given.
+"""The data loader: batches of named tensors, in the order of the sample numbers.
 
-It moves bytes, and knows neither what they mean nor what is made of them.
+It is independent of models and objectives.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from titan_dit.launcher.failure import Disruption
 T = TypeVar("T")
 
 Inspect: TypeAlias = Callable[[Fields], None]
-"""Looks at what was read; a UserError refuses it."""
+"""Validates loaded fields; raises UserError."""
 SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One rank's share of a step as a worker hands it over: as it lies on the disk, and small."""
+    """One rank's share of a step as a worker returns it, in stored units."""
 
     fields: Fields
     sample_numbers: Int64[Tensor, " b"]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Out of a worker: each tensor costs a handshake of 0.3 ms, an array goes with the rest."""
+        """Pickle small tensors as numpy arrays: shared memory costs 0.3 ms per tensor."""
         packed = {name: value.numpy() if is_small(value) else value for name, value in self.named()}
         return unpack, (packed,)
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """All tensors; the numbers have no name."""
+        """All tensors by name; the sample numbers are named ""."""
         return [*self.fields.items(), ("", self.sample_numbers)]
 
     def pin_memory(self) -> Stored:
-        """In page-locked memory; the loader calls this."""
+        """Copy to pinned memory; called by torch's DataLoader."""
         return unpack({name: value.pin_memory() for name, value in self.named()})
 
 
 def is_small(value: Tensor) -> bool:
-    """Whether to copy it out of a worker, rather than to share its memory."""
+    """Return True if a tensor is copied out of a worker instead of shared."""
     return value.nbytes < SMALL_BYTES and value.dtype != torch.bfloat16  # numpy has no bfloat16
 
 
 def unpack(packed: dict[str, Any]) -> Stored:
-    """What `Stored.named` took apart."""
+    """Inverse of `Stored.named`; accepts numpy arrays."""
     tensors = {
         name: value if isinstance(value, Tensor) else torch.from_numpy(value)
         for name, value in packed.items()
@@ -66,7 +66,7 @@ def unpack(packed: dict[str, Any]) -> Stored:
 
 @dataclass(frozen=True)
 class NumberedSamples:
-    """A source asked for a batch of (sample number, row) pairs at a time."""
+    """A dataset indexed by batches of (sample number, row) pairs."""
 
     source: Source
     inspect: Inspect
@@ -76,10 +76,10 @@ class NumberedSamples:
         return len(self.source)
 
     def __getitems__(self, pairs: list[tuple[int, int]]) -> Stored | UserError:
-        """The rows, with the numbers they go by.
+        """Read the rows of a batch.
 
-        An error of the user's is returned: raised, it would come out of a worker as a traceback.
-        Files were looked at when the source was opened: what cannot be read now may be later.
+        Errors are returned, as raising in a worker prints a traceback. A failed read is a
+        Disruption, to be retried: the files were checked when the source was opened.
         """
         try:
             fields = self.source.read([row for _, row in pairs])
@@ -94,27 +94,27 @@ class NumberedSamples:
         return Stored(fields, torch.tensor([number for number, _ in pairs]))
 
 
-def as_it_is(fetched: T) -> T:
-    """What the loader would collate is collated already."""
+def no_collate(fetched: T) -> T:
+    """Return the batch unchanged: `Source.read` has stacked it."""
     return fetched
 
 
-def only_the_rank_ends_it(worker: int) -> None:
-    """In a worker: Ctrl-C and Slurm signal whole groups of processes; the rank still needs data."""
+def ignore_signals(worker: int) -> None:
+    """Ignore signals to the process group (Ctrl-C, Slurm): the rank needs data until it stops."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
-def answers(shares: Iterator[Any]) -> Iterator[Any]:
-    """What the workers hand over; that one of them was killed is told in the same way."""
+def with_killed_workers(shares: Iterator[Any]) -> Iterator[Any]:
+    """Yield the workers' results; a killed worker yields a Disruption."""
     try:
         yield from shares
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         yield Disruption(
-            "[data] a data worker was killed: not enough memory? Take fewer [data] workers; the "
-            "same command goes on from the last checkpoint."
+            "[data] a data worker was killed: not enough memory? Set fewer [data] workers; the "
+            "same command resumes from the last checkpoint."
         )
 
 
@@ -125,10 +125,7 @@ def load_samples(
     device: torch.device,
     total_weight: float,
 ) -> Batch:
-    """One batch of given (sample number, row) pairs, as training would see them.
-
-    `total_weight`: see `Batch`.
-    """
+    """Load one batch of given (sample number, row) pairs, as in training."""
     stored = NumberedSamples(source, inspect).__getitems__(pairs)
     if isinstance(stored, UserError):
         raise stored
@@ -146,31 +143,31 @@ def load(
     *,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """Endless batches from `cursor` on, on `device`, in the dtypes that they are stored in.
+    """Yield endless batches from `cursor` on, on `device`, in their stored dtypes.
 
-    The position is the cursor alone, not the loader's. `inspect` looks at what was read, where it
-    was read. On a GPU the copy goes through pinned memory and does not block the host.
+    The cursor is the only position; the loader keeps no state. `inspect` runs in the process that
+    reads. Copies to a GPU are asynchronous, through pinned memory.
     """
     total_weight = float(order.plan.global_batch_size)
     weight = (torch.arange(order.num_rows, device=device) < order.num_real).float()
     with warnings.catch_warnings():
-        # torchdata 0.11 calls a function that torch 2.13 deprecates; nothing a user can act on.
+        # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital'")
         loader: StatefulDataLoader[Any] = StatefulDataLoader(
             NumberedSamples(source, inspect),
             batch_sampler=order.batches(cursor),
-            collate_fn=as_it_is,
+            collate_fn=no_collate,
             num_workers=workers,
-            worker_init_fn=only_the_rank_ends_it,
+            worker_init_fn=ignore_signals,
             pin_memory=device.type == "cuda",
-            # The loader's own state is never asked for, so it need not be kept.
+            # The loader's state is never used: no snapshots.
             snapshot_every_n_steps=1 << 40,
         )
         shares = iter(loader)
-    for share in answers(shares):
+    for share in with_killed_workers(shares):
         if isinstance(share, UserError):
             break
         yield Batch(share.fields, share.sample_numbers, weight, total_weight).to(device)
-    # Only an error ends the loop. The workers end here: the frames of the error would keep them.
+    # Only an error ends the loop. Stop the workers now: the traceback's frames would keep them.
     del shares, loader
     raise share

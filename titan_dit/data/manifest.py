@@ -1,4 +1,4 @@
-"""manifest.json: what a folder of shards, or a folder of latent files, says about itself."""
+"""manifest.json: metadata of a folder of shards or of latent files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONAL = {"value_range", "classes"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The table in `path`/manifest.json, unchecked; empty where there is none."""
+    """Read `path`/manifest.json, unchecked; {} if there is none."""
     file = path / MANIFEST
     if not file.is_file():
         return {}
@@ -48,14 +48,14 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"[data] {file} is not valid JSON: {error}") from None
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, FOLDER_FORMAT):
         raise UserError(
-            f'[data] {file}: it lacks "format": "{FORMAT}" (shards) or "{FOLDER_FORMAT}" (a '
-            "folder of latent files), so it is no such dataset."
+            f'[data] {file}: not a dataset. Add "format": "{FOLDER_FORMAT}" for a folder of '
+            f'latent files; shards have "{FORMAT}".'
         )
     return values
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a folder of shards, its keys and simple types checked."""
+    """Read and check the manifest of a folder of shards."""
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise UserError(f"[data] path={path}: there is no {MANIFEST} of shards ({FORMAT}).")
@@ -63,14 +63,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The manifest of shards, its keys, types and sums checked."""
+    """Check the keys, types and counts of a manifest of shards."""
     manifest = conform_keys(manifest, MANIFEST_KEYS, str(file))
     if not isinstance(manifest.get("shards"), list) or len(manifest["shape"]) != 3:
         raise UserError(f"[data] {file}: shape must be [c, h, w], and shards a list.")
     if manifest["value_range"] is not None and len(manifest["value_range"]) != 2:
         raise UserError(f"[data] {file}: value_range must hold two numbers.")
     if manifest["scale"] == 0:
-        raise UserError(f"[data] {file}: scale=0 would make every latent the same.")
+        raise UserError(f"[data] {file}: scale=0 makes all latents equal.")
     names = manifest["classes"]
     if names and len(names) != manifest["num_classes"]:
         raise UserError(
@@ -90,7 +90,7 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def read_folder_manifest(path: Path) -> dict[str, Any]:
-    """The optional manifest of a folder of latent files: every key, None where it is not set."""
+    """Read the optional manifest of a folder of latent files; missing keys are None."""
     values, file = read_json(path), path / MANIFEST
     if unknown := sorted(values.keys() - FOLDER_KEYS.keys()):
         raise UserError(
@@ -106,12 +106,12 @@ def read_folder_manifest(path: Path) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"[data] {file}: classes names {twice!r} twice.")
     if checked["scale"] == 0:
-        raise UserError(f"[data] {file}: scale=0 would make every latent the same.")
+        raise UserError(f"[data] {file}: scale=0 makes all latents equal.")
     return checked
 
 
 def conform_keys(values: Any, hints: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check the types of the keys that are known; the others are kept as they are."""
+    """Check the types of the known keys; keep the others unchecked."""
     if not isinstance(values, dict):
         raise UserError(f"[data] {where} must be a table of {', '.join(hints)}.")
     if missing := [key for key in hints if key not in values and key not in OPTIONAL]:
@@ -123,28 +123,28 @@ def conform_keys(values: Any, hints: dict[str, Any], where: str) -> dict[str, An
 def agreed(
     key: str, wanted: float | None, stated: float | None, default: float, path: Path
 ) -> float:
-    """`scale` or `shift`: what the manifest states; a config that says otherwise is refused."""
+    """Return `scale` or `shift`; refuses a config that contradicts the manifest."""
     if wanted is not None and stated is not None and wanted != stated:
         raise UserError(
             f"[data] {key}={wanted}, but {path / MANIFEST} says {key}={stated}. Remove the key "
             "from [data], or correct the manifest."
         )
     if key == "scale" and wanted == 0:
-        raise UserError("[data] scale=0 would make every latent the same.")
+        raise UserError("[data] scale=0 makes all latents equal.")
     return next(value for value in (wanted, stated, default) if value is not None)
 
 
 def write_json(file: Path, values: Any) -> None:
-    """Values as people can read them, by `write_whole`."""
+    """Write indented JSON atomically."""
     write_whole(file, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(parts: Sequence[str]) -> str:
-    """One digest of several."""
+    """Return one SHA-256 over several strings."""
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,7 +1,7 @@
-"""Which samples come when: pure functions of the seed and one integer, the cursor.
+"""The sample order: a pure function of the seed and one integer, the cursor.
 
-The cursor counts samples from the start of training. No rank and no worker holds a position of its
-own, so a run resumes exactly on any number of ranks.
+The cursor counts samples from the start of training. Ranks and workers hold no position, so a run
+resumes exactly on any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from titan_dit.rng import permutation
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Fixed batches: cursor -> (the step's sample numbers, the next cursor).
+    """Global batches: cursor -> (the step's sample numbers, the next cursor).
 
-    `skipped` numbers, ascending spans that do not touch, are in no batch: a batch that meets one
-    goes on behind it.
+    No batch contains the `skipped` ranges, which are ascending and disjoint.
     """
 
     global_batch_size: int
     skipped: tuple[SampleRange, ...] = ()
 
     def __call__(self, cursor: int) -> tuple[Sequence[int], int]:
-        """The sample numbers of the step that starts at `cursor`, ascending."""
+        """Return the step's ascending sample numbers from `cursor` on, and the next cursor."""
         parts, wanted = [], self.global_batch_size
         for first, end in self.skipped:
             if end <= cursor:
@@ -48,26 +47,26 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """Sample number -> row of the dataset: every row once per epoch, each epoch in its order."""
+    """Sample number -> dataset row; every epoch is a new permutation of the training rows."""
 
     seed: int
     num_rows: int
-    """Rows that are trained on."""
+    """Number of training rows."""
     held_out: tuple[int, ...] = ()
-    """Rows of the dataset that are not, ascending."""
+    """Rows held out of training, ascending."""
 
     @classmethod
     def of(cls, seed: int, num_rows: int, held_out: tuple[int, ...] = ()) -> EpochOrder:
-        """That of a dataset of so many rows."""
+        """Return the order of a dataset of `num_rows` rows, including the held-out ones."""
         return cls(seed, num_rows - len(held_out), held_out)
 
     @cached_property
     def remaining_before(self) -> Tensor:
-        """How many of the remaining rows stand before each held-out one."""
+        """Number of training rows before each held-out row."""
         return torch.tensor(self.held_out) - torch.arange(len(self.held_out))
 
     def rows(self, sample_numbers: Sequence[int]) -> list[int]:
-        """Of each: epoch n // N, place n % N in that epoch's permutation."""
+        """Map sample number n to place n % N of the permutation of epoch n // N."""
         numbers = torch.tensor(sample_numbers)
         epochs, places = numbers // self.num_rows, numbers % self.num_rows
         rows = torch.empty_like(numbers)
@@ -75,23 +74,23 @@ class EpochOrder:
             inside = epochs == epoch
             rows[inside] = epoch_permutation(self.seed, epoch, self.num_rows)[places[inside]]
         if self.held_out:
-            # Of the rows that remain, number i has i of them before it, and some held-out ones.
+            # Training row i is dataset row i + the number of held-out rows before it.
             rows = rows + torch.searchsorted(self.remaining_before, rows, right=True)
         return rows.tolist()
 
 
-@lru_cache(maxsize=2)  # A batch can lie across the end of an epoch.
+@lru_cache(maxsize=2)  # A batch can span two epochs.
 def epoch_permutation(seed: int, epoch: int, num_rows: int) -> Tensor:
-    """`rng.permutation`, kept while the epoch lasts."""
+    """Cache `rng.permutation`."""
     return permutation(seed, epoch, num_rows)
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The part of every batch that one data-parallel rank reads: (sample number, row) pairs.
+    """One data-parallel rank's share of every batch: (sample number, row) pairs.
 
-    The shares are consecutive and differ by one sample at most. Every rank reads equally many
-    `rows`: those beyond its share repeat its last sample and are to have no weight.
+    Shares are contiguous and differ by at most one sample. Every rank reads `rows` samples: it
+    pads its share with copies of its last sample, which have weight 0.
     """
 
     plan: BatchPlan
@@ -99,31 +98,31 @@ class RankOrder:
     rank: int
     num_ranks: int
     rows: int | None = None
-    """Rows of every rank; None for as many as the largest share."""
+    """Samples per rank including padding; None for the largest share."""
 
     @property
     def bounds(self) -> SampleRange:
-        """First and end of the share within a batch. No rank's is empty."""
+        """(first, end) of the share within a batch; never empty."""
         size = self.plan.global_batch_size
         return self.rank * size // self.num_ranks, (self.rank + 1) * size // self.num_ranks
 
     @property
     def num_real(self) -> int:
-        """Rows that are the rank's own samples; the others follow them."""
+        """Samples before the padding."""
         first, end = self.bounds
         return end - first
 
     @property
     def num_rows(self) -> int:
-        """Rows of every rank's batch."""
+        """Samples per rank including padding."""
         return self.rows or -(-self.plan.global_batch_size // self.num_ranks)
 
     def share(self, cursor: int) -> Sequence[int]:
-        """The rank's own sample numbers in the step that starts at `cursor`."""
+        """Return the rank's unpadded sample numbers of the step that starts at `cursor`."""
         return self.plan(cursor)[0][slice(*self.bounds)]
 
     def batches(self, cursor: int) -> Iterator[list[tuple[int, int]]]:
-        """Endlessly, from `cursor` on."""
+        """Yield padded batches endlessly, from `cursor` on."""
         while True:
             mine = self.share(cursor)
             pairs = list(zip(mine, self.epochs.rows(mine), strict=True))

@@ -1,4 +1,4 @@
-"""Sets of whole numbers as runs: (first, end) pairs, `end` not among them."""
+"""Sets of integers as half-open ranges (first, end)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SampleRange: TypeAlias = tuple[int, int]
 
 
 def ranges_of(numbers: Iterable[int]) -> list[SampleRange]:
-    """The runs that ascending numbers fall into, such as 3 4 5 8 -> (3, 6) (8, 9)."""
+    """Compress ascending numbers: 3 4 5 8 -> (3, 6) (8, 9)."""
     found: list[SampleRange] = []
     for number in numbers:
         if found and found[-1][1] == number:
@@ -20,13 +20,13 @@ def ranges_of(numbers: Iterable[int]) -> list[SampleRange]:
 
 
 def numbers_of(ranges: Iterable[Sequence[int]]) -> Iterator[int]:
-    """The numbers themselves, in the order of the ranges."""
+    """Yield the numbers of the ranges, in order."""
     for first, end in ranges:
         yield from range(first, end)
 
 
 def merged(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
-    """The union in ascending order: no two of the result touch, none is empty."""
+    """Return the union as ascending, non-empty, non-adjacent ranges."""
     result: list[SampleRange] = []
     for first, end in sorted(one for one in ranges if one[0] < one[1]):
         if result and first <= result[-1][1]:
@@ -37,6 +37,6 @@ def merged(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
 
 
 def count(ranges: Iterable[SampleRange], below: int | None = None) -> int:
-    """How many numbers there are in ranges that do not overlap, at most `below`'s predecessors."""
+    """Count the numbers in disjoint ranges; with `below`, only the smaller ones."""
     ends = ((first, end if below is None else min(end, below)) for first, end in ranges)
     return sum(max(0, end - first) for first, end in ends)

@@ -1,4 +1,4 @@
-"""Random latents of any size, for benchmarks: no disk, no download."""
+"""Random latents of any size, for benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_dit.rng import SampleRNG
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic(DataConfig):
-    """Standard normal latents with a label each."""
+    """Standard normal latents with labels."""
 
     name = "synthetic"
 
@@ -27,7 +27,7 @@ class Synthetic(DataConfig):
     """Samples per epoch."""
 
     def open(self) -> SyntheticLatents:
-        """Nothing to open."""
+        """Return the source."""
         return SyntheticLatents(self)
 
 
@@ -44,11 +44,11 @@ class SyntheticLatents(Source):
         self.fields = self.facts.fields(torch.float32)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Draw sample `index`."""
+        """Generate sample `index`."""
         rng = SampleRNG(0, torch.tensor([index]))
         latent = rng.normal("synthetic", self.facts.shape)[0]
         return {"latent": latent, "label": torch.tensor(index % self.facts.num_classes)}
 
     def groups(self) -> Int64[Tensor, " n"]:
-        """The labels."""
+        """Return the labels."""
         return torch.arange(len(self)) % self.facts.num_classes

@@ -1,1 +1,1 @@
-"""Weights and tensors of other projects, in and out."""
+"""Import and export of weights and tensors of other projects."""

@@ -1,8 +1,8 @@
-"""Weights of the original DiT (facebookresearch/DiT) to ours and back, bit for bit.
+"""Convert weights of the original DiT (facebookresearch/DiT) to ours and back, bitwise.
 
-Three tensors differ by more than their names: the patch convolution's kernel [hidden, c, p, p] is
-our linear layer's (p, p, c); the rows of qkv are [3, heads, head_dim] there and [heads, 3,
-head_dim] here; `pos_embed` is a constant that we compute and do not keep.
+Three tensors differ in more than their names. The original's patch convolution kernel [hidden, c,
+p, p] is our linear weight [hidden, (p, p, c)]. Its qkv rows are [3, heads, head_dim], ours are
+[heads, 3, head_dim]. Its `pos_embed` is a stored constant; we compute it.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ INNER = {
 }
 BLOCK = re.compile(r"blocks\.(\d+)\.")
 ROUNDING = 1e-4
-"""How far positions may be from ours, as other libraries' sines round differently."""
+"""Tolerance of `pos_embed`: libraries round sines differently."""
 
 Moments: TypeAlias = dict[str, dict[str, Tensor]]
-"""AdamW's `exp_avg`, `exp_avg_sq` and `step` of every parameter."""
+"""AdamW's `exp_avg`, `exp_avg_sq` and `step` by parameter."""
 
 
 @dataclass(frozen=True)
 class Original:
-    """What a state dict of the original DiT is a network of."""
+    """The network of an original state dict: its config and output channels."""
 
     config: DiTConfig
     output_channels: int
 
     @property
     def learn_sigma(self) -> bool:
-        """Whether the network predicts a variance behind the noise."""
+        """True if the network also predicts a variance."""
         return self.output_channels == 2 * self.config.channels
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor of the original, by its original name."""
+        """Return the original tensors' shapes, by original name."""
         with torch.device("meta"):
             ours = dict(self.config.build(self.output_channels).named_parameters())
         shapes = {theirs: tuple(ours[name].shape) for name, theirs in self.names().items()}
@@ -67,7 +67,7 @@ class Original:
         return shapes | {POSITIONS: (1, self.config.token_shape[0], hidden)}
 
     def names(self) -> dict[str, str]:
-        """Our name of every parameter -> the original's."""
+        """Map our parameter names to the original's."""
         pairs = dict(OUTER)
         for layer in range(self.config.shape[1]):
             pairs |= {f"blocks.{layer}.{k}": f"blocks.{layer}.{v}" for k, v in INNER.items()}
@@ -75,40 +75,40 @@ class Original:
         return TABLE | {f"{k}.{kind}": f"{v}.{kind}" for k, v in pairs.items() for kind in kinds}
 
     def to_ours(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The original's tensors as our parameters, fp32; UserError where they do not fit."""
+        """Convert original tensors to our fp32 parameters; raises UserError on a mismatch."""
         check(tensors, self.shapes())
         check_positions(tensors[POSITIONS], self.config)
-        return self.moved(tensors)
+        return self.converted(tensors)
 
-    def moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the original's shapes under our names and in our layout, fp32."""
+    def converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert tensors of the original's shapes to our names and layout, fp32."""
         ours = {}
         for name, theirs in self.names().items():
             tensor = tensors[theirs].float()
             if theirs == PATCH:
                 tensor = tensor.permute(0, 2, 3, 1).flatten(1)
             elif ".attn.qkv." in name:
-                tensor = exchange(tensor, 3, self.config.shape[2])
+                tensor = swap_leading(tensor, 3, self.config.shape[2])
             ours[name] = tensor.contiguous()
         return ours
 
     def adam_to_ours(self, moments: Moments) -> Moments:
-        """The original's AdamW state as ours; raises UserError where it does not fit."""
+        """Convert the original's AdamW state to ours; raises UserError on a mismatch."""
         shapes = {name: shape for name, shape in self.shapes().items() if name != POSITIONS}
         ours: Moments = {name: {} for name in self.names()}
         for key in ("exp_avg", "exp_avg_sq"):
             tensors = {name: state[key] for name, state in moments.items()}
             check(tensors, shapes, f"AdamW's {key} does")
-            for name, tensor in self.moved(tensors).items():
+            for name, tensor in self.converted(tensors).items():
                 ours[name][key] = tensor
         for name, theirs in self.names().items():
             ours[name]["step"] = moments[theirs]["step"].float().reshape(())
         return ours
 
     def to_original(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our parameters under the original's names and in its layout, `pos_embed` included."""
+        """Convert our parameters to the original's names and layout, including `pos_embed`."""
         if self.config.qk_norm:
-            raise UserError("[model] qk_norm=true: the original DiT has no such layers.")
+            raise UserError("[model] qk_norm=true: the original DiT has no QK norm layers.")
         originals = {}
         for name, theirs in self.names().items():
             tensor = tensors[name]
@@ -117,37 +117,38 @@ class Original:
                 grid = tensor.view(-1, patch, patch, channels)
                 tensor = grid.permute(0, 3, 1, 2)
             elif ".attn.qkv." in name:
-                tensor = exchange(tensor, self.config.shape[2], 3)
+                tensor = swap_leading(tensor, self.config.shape[2], 3)
             originals[theirs] = tensor.contiguous()
         return originals | {POSITIONS: positions(self.config)}
 
 
-def exchange(rows: Float[Tensor, "r ..."], first: int, second: int) -> Float[Tensor, "r ..."]:
-    """Rows [first, second, head_dim] as [second, first, head_dim]."""
+def swap_leading(rows: Float[Tensor, "r ..."], first: int, second: int) -> Float[Tensor, "r ..."]:
+    """Permute rows [first, second, head_dim] to [second, first, head_dim]."""
     apart = rows.view(first, second, -1, *rows.shape[1:])
     return apart.transpose(0, 1).reshape(rows.shape)
 
 
 def infer(tensors: Mapping[str, Tensor], heads: int | None) -> Original:
-    """The sizes of the network that a state dict belongs to.
+    """Infer the network's sizes from the tensor shapes of a state dict.
 
-    `heads` is not in the tensors: None looks it up for S, B, L and XL.
+    `heads` cannot be inferred; None looks it up for S, B, L and XL.
     """
-    kernel, grid = of_rank(tensors, PATCH, 4), of_rank(tensors, POSITIONS, 3)
-    table = of_rank(tensors, TABLE["embed.label.table.weight"], 2)
+    kernel, grid = with_ndim(tensors, PATCH, 4), with_ndim(tensors, POSITIONS, 3)
+    table = with_ndim(tensors, TABLE["embed.label.table.weight"], 2)
     final, fc1 = (
-        of_rank(tensors, name, 2)
+        with_ndim(tensors, name, 2)
         for name in ("final_layer.linear.weight", "blocks.0.mlp.fc1.weight")
     )
     hidden, channels, patch, _ = kernel.shape
     side = math.isqrt(grid.shape[1])
     if side * side != grid.shape[1]:
-        raise UserError(f"{POSITIONS} is {list(grid.shape)}: {grid.shape[1]} tokens are no square.")
+        raise UserError(f"{POSITIONS} is {list(grid.shape)}: {grid.shape[1]} is not a square.")
     outputs = final.shape[0] // patch**2
     if outputs not in (channels, 2 * channels):
         raise UserError(
-            f"final_layer.linear.weight is {list(final.shape)}: {outputs} output channels for "
-            f"{channels} of a latent; a DiT has {channels}, or {2 * channels} with learned sigma."
+            f"final_layer.linear.weight is {list(final.shape)}: {outputs} output channels, but a "
+            f"DiT with {channels} latent channels has {channels}, or {2 * channels} with learned "
+            "sigma."
         )
     layers = len({match[1] for name in tensors if (match := BLOCK.match(name))})
     model = DiTConfig(
@@ -163,14 +164,14 @@ def infer(tensors: Mapping[str, Tensor], heads: int | None) -> Original:
     return Original(model, outputs)
 
 
-def of_rank(tensors: Mapping[str, Tensor], name: str, ndim: int) -> Tensor:
-    """A tensor that tells sizes, or an error that names it."""
+def with_ndim(tensors: Mapping[str, Tensor], name: str, ndim: int) -> Tensor:
+    """Return a tensor of the state dict; raises UserError unless it has `ndim` dims."""
     if name not in tensors:
         if prefixed := next((other for other in tensors if other.endswith(f".{name}")), None):
             prefix = prefixed.removesuffix(name)
-            raise UserError(f"all names begin with {prefix}: save the weights without it.")
+            raise UserError(f"all names have the prefix {prefix}: save the weights without it.")
         raise UserError(
-            f"{name} is missing, so this is no DiT of facebookresearch/DiT.{some(tensors)}"
+            f"{name} is missing, so this is no DiT of facebookresearch/DiT.{listed(tensors)}"
         )
     if tensors[name].ndim != ndim or not tensors[name].numel():
         shape = list(tensors[name].shape)
@@ -179,7 +180,7 @@ def of_rank(tensors: Mapping[str, Tensor], name: str, ndim: int) -> Tensor:
 
 
 def name_of(config: DiTConfig) -> str | None:
-    """The name of the published size that a network has, if it has one."""
+    """Return the name of a published size, such as "XL/2"; None for any other."""
     for name, sizes in SIZES.items():
         if sizes == config.shape[:3]:
             return f"{name}/{config.shape[3]}"
@@ -187,13 +188,13 @@ def name_of(config: DiTConfig) -> str | None:
 
 
 def heads_of(hidden: int, layers: int) -> int:
-    """The heads of the named size with this width and depth."""
+    """Look up the heads of the published size with this width and depth."""
     for width, depth, heads in SIZES.values():
         if (width, depth) == (hidden, layers):
             return heads
     raise UserError(
-        f"hidden={hidden}, layers={layers} is none of {', '.join(SIZES)}, and the number of heads "
-        "is not in the tensors. Give it: --heads N"
+        f"hidden={hidden}, layers={layers} is none of {', '.join(SIZES)}, so the number of heads "
+        "is unknown. Set it with --heads N."
     )
 
 
@@ -202,9 +203,9 @@ def check(
     shapes: Mapping[str, tuple[int, ...]],
     what: str = "the weights do",
 ) -> None:
-    """Every tensor there, none left over, each of its shape, all of them numbers."""
+    """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
     problems = [f"missing: {name}" for name in shapes if name not in tensors]
-    problems += [f"left over: {name}" for name in tensors if name not in shapes]
+    problems += [f"unexpected: {name}" for name in tensors if name not in shapes]
     for name, shape in shapes.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -212,26 +213,26 @@ def check(
         if tuple(tensor.shape) != shape:
             problems.append(f"wrong shape: {name} is {list(tensor.shape)}, not {list(shape)}")
         elif not tensor.is_floating_point():
-            problems.append(f"no floating-point numbers: {name} is {tensor.dtype}")
+            problems.append(f"not floating point: {name} is {tensor.dtype}")
         elif not tensor.isfinite().all():
             problems.append(f"NaN or infinity in {name}")
     if problems:
-        raise UserError(f"{what} not fit a DiT:\n  " + "\n  ".join(first(problems, 12)))
+        raise UserError(f"{what} not match a DiT:\n  " + "\n  ".join(first(problems, 12)))
 
 
 def check_positions(found: Float[Tensor, "1 n d"], model: DiTConfig) -> None:
-    """Other positions than the fixed ones would be lost."""
+    """Refuse a `pos_embed` that differs from the fixed table, as it is not stored."""
     difference = (found.float() - positions(model)).abs().max().item()
-    # Weights in half precision have their positions rounded too.
+    # In half-precision files, the positions are rounded too.
     if difference > max(ROUNDING, torch.finfo(found.dtype).eps):
         raise UserError(
             f"{POSITIONS} differs from the fixed sin-cos table by {difference:.2g}: learned "
-            "positions are not supported."
+            "position embeddings are not supported."
         )
 
 
 def positions(model: DiTConfig) -> Float[Tensor, "1 n d"]:
-    """`pos_embed` as the original computes it, in fp64, so that its bits come back."""
+    """Compute `pos_embed` in fp64 like the original, for bitwise equality."""
     hidden, _, _, patch = model.shape
     side = model.latent_size // patch
     omega = np.arange(hidden // 4, dtype=np.float64) / (hidden / 4)
@@ -241,12 +242,12 @@ def positions(model: DiTConfig) -> Float[Tensor, "1 n d"]:
     return torch.cat((column, column.transpose(0, 1)), -1).reshape(1, side * side, hidden)
 
 
-def some(names: Iterable[str]) -> str:
-    """A few of the names that there are instead."""
-    listed = first(list(names), 4)
-    return f" It holds {', '.join(listed)}." if listed else " It holds no tensors."
+def listed(names: Iterable[str]) -> str:
+    """Return a sentence with the first names of a file."""
+    few = first(list(names), 4)
+    return f" It holds {', '.join(few)}." if few else " It holds no tensors."
 
 
 def first(lines: list[str], most: int) -> list[str]:
-    """The first lines, and how many more there are."""
+    """Return the first lines, and the number of the others."""
     return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]

@@ -1,4 +1,4 @@
-"""Files of tensors: .safetensors and .pt, read with every check and written whole or not at all."""
+"""Checked reads and atomic writes of tensor files: .safetensors and .pt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_dit.system.files import replacing
 
 
 def read_tensors(path: Path, flag: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """All tensors of a .safetensors file; those of `names` must be there, with at least one row."""
+    """Read all tensors of a .safetensors file; those in `names` must exist and not be empty."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -26,19 +26,19 @@ def read_tensors(path: Path, flag: str, names: Sequence[str]) -> dict[str, Tenso
             f"{flag} {path}: {', '.join(missing)} missing; it must hold {', '.join(names)}."
         )
     if empty := [name for name in names if not tensors[name].numel()]:
-        raise UserError(f"{flag} {path}: {', '.join(empty)} holds nothing.")
+        raise UserError(f"{flag} {path}: {', '.join(empty)} is empty.")
     return tensors
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a .safetensors file (metadata goes with it) or, by its name, a .pt file."""
+    """Write a .safetensors file with metadata, or a .pt file, as the suffix says; atomically."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, f".{os.getpid()}") as aside:
             aside.touch()
-            mode = aside.stat().st_mode  # As the umask wants it, where safetensors writes 0600.
+            mode = aside.stat().st_mode  # The umask's; safetensors writes 0600.
             if path.suffix == ".safetensors":
                 save_file(dict(tensors), aside, metadata=dict(metadata or {}))
             else:
@@ -50,9 +50,9 @@ def write_tensors(
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:
-    """Labels are whole numbers; the number of classes itself, or a negative one, means none."""
+    """Refuse labels that are not integers <= num_classes; num_classes or below 0 is no label."""
     if labels.is_floating_point() or labels.dtype == torch.bool or labels.max() > num_classes:
         raise UserError(
-            f"{flag} {path}: labels must be whole numbers up to {num_classes}, which stands for "
-            "no label."
+            f"{flag} {path}: labels must be integers up to {num_classes}; {num_classes} means no "
+            "label."
         )

@@ -1,4 +1,4 @@
-"""Files of weights as other projects write them: .pt and .safetensors. Nothing in them is run."""
+"""Read weights of other projects: .pt and .safetensors, without executing code from them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Weights:
-    """What a file holds."""
+    """Contents of a weight file."""
 
     ema: dict[str, Tensor]
     model: dict[str, Tensor]
-    """Last weights; the same dict as `ema` where the file has but one."""
+    """Non-averaged weights; the same dict as `ema` if the file has only one."""
     adam: dict[str, dict[str, Tensor]] | None
-    """AdamW's state by parameter, where the file has one that belongs to `model`."""
+    """AdamW state by parameter; None if missing or not of `model`."""
     metadata: dict[str, str]
 
 
 def read(path: Path) -> Weights:
-    """The weights of a file: a state dict, or some under "ema" and "model", and "opt".
+    """Read a state dict, or a dict with "ema", "model" and "opt".
 
-    Raises UserError for what is no such file, or would execute code when loaded.
+    Raises UserError for any other file, and for one that would execute code when loaded.
     """
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: its name must end in {', '.join(SUFFIXES)}.")
@@ -57,7 +57,7 @@ def read(path: Path) -> Weights:
 
 
 def read_safetensors(path: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """Tensors and metadata; names such as "ema.x" and "model.x" become state dicts."""
+    """Read tensors and metadata; names "ema.x" and "model.x" become nested state dicts."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -75,20 +75,20 @@ def read_safetensors(path: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
 
 
 def read_pickle(path: Path) -> Mapping[str, Any]:
-    """What torch.load gives with weights_only: tensors and plain values, nothing is executed."""
+    """Call torch.load with weights_only=True, which executes no code."""
     try:
-        # DiT's own train.py keeps its argparse.Namespace beside the weights: plain values as well.
+        # DiT's train.py stores its argparse.Namespace with the weights; it holds plain values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # On pickle protocols and kinds; what it is, we say.
+            warnings.simplefilter("ignore")  # torch warns of pickle protocols.
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = f"it asks for {asked[1]}, and l" if asked else "it is no plain pickle; l"
+        why = f"it imports {asked[1]}" if asked else "it is not a plain pickle"
         raise UserError(
-            f"{path}: not a file of plain weights: {why}oading such a file can execute code, so it "
-            "was not loaded. Save the state dict alone: torch.save(model.state_dict(), FILE)."
+            f"{path}: not a file of plain weights: {why}. Loading it can execute code, so it was "
+            "not loaded. Save only the state dict: torch.save(model.state_dict(), FILE)."
         ) from None
-    except Exception as error:  # torch.load raises whatever the damage leads to.
+    except Exception as error:  # torch.load raises any exception on a damaged file.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path}: damaged, or not written by torch.save ({reason}).") from None
     if not isinstance(content, Mapping):
@@ -97,7 +97,7 @@ def read_pickle(path: Path) -> Mapping[str, Any]:
 
 
 def unwrap(state: Any, where: str) -> dict[str, Tensor]:
-    """A state dict without what DistributedDataParallel and torch.compile put into names."""
+    """Return a state dict without DistributedDataParallel's and torch.compile's name prefixes."""
     if not isinstance(state, Mapping):
         raise UserError(f"{where} is a {type(state).__name__}, not a state dict.")
     if not state:
@@ -106,19 +106,19 @@ def unwrap(state: Any, where: str) -> dict[str, Tensor]:
     for name, value in state.items():
         if isinstance(value, Mapping):
             raise UserError(
-                f"{where}: there is more under {name}. If the weights lie there, save them alone: "
+                f"{where}: {name} is a dict. If it holds the weights, save only those: "
                 f'torch.save(content["{name}"], FILE).'
             )
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
-            raise UserError(f"{where}: {name} is no plain tensor, so this is no state dict.")
+            raise UserError(f"{where}: {name} is no dense tensor, so this is no state dict.")
         tensors[str(name).removeprefix("module.").replace("_orig_mod.", "")] = value
     return tensors
 
 
 def adam_of(state: Any, model: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
-    """A state dict of AdamW, which numbers the parameters in the order of the model's names.
+    """Map an AdamW state dict to parameter names; its indices follow the model's name order.
 
-    None for any other: it may be of another optimizer, or of a part of the parameters.
+    None for any other state, such as another optimizer's or one of fewer parameters.
     """
     try:
         (group,) = state["param_groups"]

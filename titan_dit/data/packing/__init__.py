@@ -1,1 +1,1 @@
-"""Folders of latents or pictures into shards."""
+"""Pack folders of latents or images into shards."""

@@ -1,4 +1,4 @@
-"""One packer at a time: `pack.json` in the output says what is being made there, and is locked."""
+"""Exclusive packing: `pack.json` in the output holds the plan's digest and a file lock."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from titan_dit.system.files import sync_folder
 
 @contextmanager
 def claimed(output: Path, digest: str) -> Iterator[None]:
-    """Hold `pack.json`, made for this plan and no other, while the folder is written."""
+    """Hold the lock of an output folder; refuses a folder started with another plan."""
     descriptor = lock(output)
     try:
         held = os.read(descriptor, 4096)
         if held and digest.encode() not in held:
             raise UserError(
-                f"[data pack] output={output} holds what is left of packing other files, or in "
-                "another way. Delete it or choose another --output."
+                f"[data pack] output={output} holds unfinished shards of other files or options. "
+                "Delete it or choose another --output."
             )
         if not held:
-            # In place: another file of this name would not be the one that is locked.
+            # Written in place: a rename would replace the locked file.
             os.write(descriptor, (json.dumps({"plan": digest}) + "\n").encode())
             os.fsync(descriptor)
             sync_folder(output)
@@ -36,7 +36,7 @@ def claimed(output: Path, digest: str) -> Iterator[None]:
 
 
 def lock(output: Path) -> int:
-    """`pack.json`, opened and locked."""
+    """Open and lock `pack.json`; return its file descriptor."""
     try:
         return open_locked(output / CLAIM)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""One picture into uint8 pixels, cropped to a square where a size is asked for."""
+"""Read images as uint8 pixels, optionally resized and cropped to squares."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from titan_dit.data.files import BadFileError, read_whole
 def read_image(
     path: Path, size: int | None = None, shape: tuple[int, ...] | None = None
 ) -> UInt8[Tensor, "c h w"]:
-    """Pixels of an image file, 0 to 255: one channel if it is grey, else RGB.
+    """Read an image file: one channel if grey, else RGB; transparency on white.
 
-    What is transparent is laid on white. With `shape`, grey becomes RGB where that has three
-    channels; any other difference is refused.
+    With `shape`, grey becomes RGB if `shape` has three channels; any other difference raises
+    BadFileError.
     """
     data = read_whole(path)
     try:
         with Image.open(io.BytesIO(data)) as image:
             grey = image.mode in ("1", "L", "LA")
             if image.mode.startswith(("I", "F")):
-                raise BadFileError(f"{image.mode} picture, of more than 8 bit; convert it to 8 bit")
+                raise BadFileError(f"{image.mode} image with more than 8 bits; convert it to 8")
             mode = "L" if grey and (shape is None or shape[0] == 1) else "RGB"
             picture = on_white(image).convert(mode)
     except BadFileError:
         raise
-    except Exception as error:  # Pillow raises whatever the damage leads to.
-        raise BadFileError("not a readable picture: damaged, or cut off") from error
+    except Exception as error:  # Pillow raises any exception on a damaged file.
+        raise BadFileError("not a readable image: damaged, or cut off") from error
     pixels = np.asarray(picture if size is None else center_crop(picture, size))
     tensor = torch.from_numpy(pixels.copy()).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     if shape is not None and tuple(tensor.shape) != shape:
-        raise BadFileError(f"shape {list(tensor.shape)}, not {list(shape)} as the others")
+        raise BadFileError(f"shape {list(tensor.shape)}, not {list(shape)} like the other files")
     return tensor.contiguous()
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """The image without transparency."""
+    """Composite a transparent image onto white."""
     if not image.has_transparency_data:
         return image
     layer = image.convert("RGBA")
@@ -50,10 +50,10 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """The middle square of an image at `size` pixels, as ADM and DiT prepare ImageNet.
+    """Resize and center-crop to `size` x `size`, like ADM (arXiv:2105.05233) and DiT.
 
-    Halved with a box filter while it is at least twice too large, then resized with a bicubic one
-    so that the shorter side fits (arXiv:2105.05233): a bicubic step that is long would alias.
+    Halves with a box filter while the shorter side is >= 2 * size, then resizes it bicubically: one
+    large bicubic step would alias.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)

@@ -1,8 +1,7 @@
-"""Folders of latent files, or of pictures, into shards: several processes, restarted at will.
+"""Pack folders of latents or images into shards: parallel and resumable.
 
-The listing is cut into fixed chunks, one shard each, so that neither the number of workers nor a
-restart changes a byte. The manifest comes last: without it a folder is no dataset. Until then
-`pack.json` says what is being made there.
+The listing is split into fixed chunks, one shard each, so the output does not depend on the number
+of workers or restarts. The manifest is written last; until then `pack.json` marks the output.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from titan_dit.data.packing.workers import Progress, pack_here, run_workers
 
 DROPPED = "dropped.json"
 SHARD_BYTES = 128 << 20
-OURS = r"-\d{5,}\.(safetensors|json)"
-LITTER = r"\.tmp\w{6}"
-"""What an earlier version left behind when it was killed."""
+SHARD_FILES = r"-\d{5,}\.(safetensors|json)"
+TEMPORARY = r"\.tmp\w{6}"
+"""Temporary files of a killed earlier version."""
 
 
 def make_plan(
@@ -59,14 +58,14 @@ def make_plan(
     shard_size: int | None = None,
     text: str | None = None,
 ) -> Plan:
-    """Look at a folder and decide what its shards will be."""
+    """List a folder and plan its shards."""
     listing, stated = list_folder(source, num_classes, classes), read_folder_manifest(source)
     pictures = listing.kind == "images"
     if pictures and dtype:
-        raise UserError(f"[data pack] dtype={dtype}: pictures are stored as uint8. Leave it out.")
+        raise UserError(f"[data pack] dtype={dtype}: images are stored as uint8. Omit --dtype.")
     if image_size and not pictures:
         raise UserError(
-            f"[data pack] image_size={image_size}: {source} holds latents, no pictures."
+            f"[data pack] image_size={image_size}: {source} holds latents, not images. Omit it."
         )
     dtype = "uint8" if pictures else dtype or "float16"
     shape = shape_of_most(listing, image_size)
@@ -84,7 +83,7 @@ def make_plan(
 
 
 def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tuple[int, int, int]:
-    """The shape that most have, of up to `num` files from all over the listing."""
+    """Return the most frequent shape of up to `num` evenly spaced files."""
     num = min(num, len(listing.names))
     shapes: Counter[tuple[int, int, int]] = Counter()
     first_error = ""
@@ -97,8 +96,8 @@ def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tu
             first_error = first_error or f"{path}: {error}"
     if not shapes:
         raise UserError(
-            f"[data pack] none of {num} files from all over {listing.root} can be packed; the "
-            f"first is {first_error}."
+            f"[data pack] none of {num} sampled files of {listing.root} can be packed; the first "
+            f"is {first_error}."
         )
     sizes = {(h, w) for _, h, w in shapes}
     if (
@@ -108,51 +107,54 @@ def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tu
     ):
         found = ", ".join(f"{w}x{h}" for h, w in sorted(sizes)[:4])
         raise UserError(
-            f"[data pack] the pictures of {listing.root} are not squares of one size ({found}). "
-            "Resize and crop them: --image-size 64, or whatever the model takes."
+            f"[data pack] the images of {listing.root} are not squares of one size ({found}). "
+            "Resize and crop them to the model's size, such as --image-size 64."
         )
     return shapes.most_common(1)[0][0]
 
 
 def read_sample(listing: Listing, path: Path, image_size: int | None) -> Shaped[Tensor, "c h w"]:
-    """A file of the listing, of whatever shape it is."""
+    """Read a file of the listing, of any shape."""
     return read_image(path, image_size) if listing.kind == "images" else read_latent(path)
 
 
 def pack(
     plan: Plan, output: Path, workers: int, progress: Progress
 ) -> list[tuple[int, str]] | None:
-    """Write the shards and the manifest; what was left out, or None if all was done before."""
-    check_place(plan, output)
+    """Write the shards and the manifest; return the dropped files, or None if already packed."""
+    check_output(plan, output)
     digest = plan.digest()
     output.mkdir(parents=True, exist_ok=True)
     with claimed(output, digest):
         manifest = read_json(output)
         if manifest.get("plan") == digest:
-            if all(is_whole(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
+            if all(has_size(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
                 clean(plan, output)
                 return None
-            reopen(plan, output, digest, manifest)
+            restore_records(plan, output, digest, manifest)
         finished = find_finished(plan, output, digest)
         todo = [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
         done = sum(len(plan.rows(chunk)) for chunk in finished)
         dropped = sum(len(record.dropped) for record in finished.values())
 
-        def tell(newly_done: int, newly_dropped: int) -> None:
+        def report(newly_done: int, newly_dropped: int) -> None:
             progress(done + newly_done, dropped + newly_dropped)
 
         if min(workers, len(todo)) > 1:
-            run_workers(plan, output, todo, min(workers, len(todo)), tell)
+            run_workers(plan, output, todo, min(workers, len(todo)), report)
         else:
-            pack_here(plan, output, todo, tell)
+            pack_here(plan, output, todo, report)
         records = list(find_finished(plan, output, digest).values())
         if len(records) != plan.num_chunks:
-            raise UserError(f"[data pack] {output} was changed by someone else. Start again.")
+            raise UserError(
+                f"[data pack] another process changed {output} during packing. Run the command "
+                "again."
+            )
         if not any(record.count for record in records):
             clean(plan, output, all_of_it=True)
             row, reason = records[0].dropped[0]
             raise UserError(
-                f"[data pack] not one of the {len(plan.listing.names):,} files can be packed; the "
+                f"[data pack] none of the {len(plan.listing.names):,} files can be packed; the "
                 f"first is {plan.listing.root / plan.listing.names[row]}: {reason}. Nothing was "
                 "written."
             )
@@ -161,13 +163,13 @@ def pack(
     return [drop for record in records for drop in record.dropped]
 
 
-def check_place(plan: Plan, output: Path) -> None:
-    """Refuse a place where something else lies, or the input itself."""
+def check_output(plan: Plan, output: Path) -> None:
+    """Refuse an output that is inside the input, or holds anything but this plan's files."""
     root = plan.listing.root.resolve()
     if output.resolve() == root or root in output.resolve().parents:
         raise UserError(
-            f"[data pack] output={output} lies in the input {plan.listing.root}: the shards would "
-            "be part of it. Choose another --output."
+            f"[data pack] output={output} is inside the input {plan.listing.root}, so the shards "
+            "would become part of it. Choose another --output."
         )
     if not output.exists():
         return
@@ -179,32 +181,32 @@ def check_place(plan: Plan, output: Path) -> None:
             f"[data pack] output={output} holds another dataset. Delete it or choose another "
             "--output."
         )
-    known = rf"({re.escape(plan.name)}{OURS}|{CLAIM}|{DROPPED}|{MANIFEST})(\.partial)?"
+    known = rf"({re.escape(plan.name)}{SHARD_FILES}|{CLAIM}|{DROPPED}|{MANIFEST})(\.partial)?"
     if stated or (output / CLAIM).is_file():
-        known += f"|{LITTER}"
+        known += f"|{TEMPORARY}"
     strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
     if strange:
         raise UserError(
-            f"[data pack] output={output} is not empty: there is {sorted(strange)[0]}. Choose "
+            f"[data pack] output={output} is not empty: it holds {sorted(strange)[0]}. Choose "
             "another --output."
         )
     if any(output.glob(f"{plan.name}-*")) and not stated and not (output / CLAIM).is_file():
         raise UserError(
-            f"[data pack] output={output} holds shards without a {MANIFEST}, of unknown origin. "
+            f"[data pack] output={output} holds shards of unknown origin, without a {MANIFEST}. "
             "Delete it or choose another --output."
         )
 
 
-def is_whole(output: Path, file: str, size: int) -> bool:
-    """Whether a shard is there, in its length."""
+def has_size(output: Path, file: str, size: int) -> bool:
+    """Return True if a shard exists with the expected size."""
     return (output / file).is_file() and (output / file).stat().st_size == size
 
 
-def reopen(plan: Plan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
-    """Back from a dataset to the records of its chunks, for one whose shards were lost.
+def restore_records(plan: Plan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
+    """Turn the manifest of a dataset with lost shards back into chunk records.
 
-    `find_finished` then misses the chunks whose shards are not there, or whose dropped files are no
-    longer known.
+    `find_finished` then returns the chunks to keep. A chunk is packed again if its shard or the
+    list of its dropped files is lost.
     """
     report = output / DROPPED
     drops = json.loads(report.read_text()) if report.is_file() else []
@@ -223,7 +225,7 @@ def reopen(plan: Plan, output: Path, digest: str, manifest: dict[str, Any]) -> N
 
 
 def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, ChunkRecord]:
-    """The chunks that are done, whatever run did them."""
+    """Return the records of finished chunks, from this run or an earlier one."""
     found = {}
     for chunk in range(plan.num_chunks):
         record = read_record(output, f"{plan.name}-{chunk:05d}")
@@ -233,7 +235,7 @@ def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, ChunkRecor
 
 
 def write_all(plan: Plan, output: Path, digest: str, records: list[ChunkRecord]) -> None:
-    """The drop report and, last of all, the manifest; then the records are not needed any more."""
+    """Write the list of dropped files, then the manifest; then delete the chunk records."""
     names = plan.listing.names
     dropped = [
         {"file": names[row], "reason": reason}
@@ -254,28 +256,28 @@ def write_all(plan: Plan, output: Path, digest: str, records: list[ChunkRecord])
         "plan": digest,
         "shards": shards,
     }
-    check_manifest(manifest, output / MANIFEST)  # What we write must be what we open.
+    check_manifest(manifest, output / MANIFEST)  # The check of opening a dataset.
     write_json(output / MANIFEST, manifest)
     clean(plan, output)
 
 
 def clean(plan: Plan, output: Path, all_of_it: bool = False) -> None:
-    """Remove what is there for a restart only; with `all_of_it` the shards and the folder too."""
+    """Delete the files for resuming; with `all_of_it`, also the shards and the folder."""
     endings = "json|safetensors" if all_of_it else "json"
     leftover = (
-        rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{LITTER}"
+        rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{TEMPORARY}"
     )
-    # Shards that nobody claims would be refused: pack.json goes last.
+    # pack.json last: shards without it are refused.
     for path in sorted(output.iterdir(), key=lambda path: path.name == CLAIM):
         if re.fullmatch(leftover, path.name):
             path.unlink()
     if all_of_it:
-        with suppress(OSError):  # Something of the user's is in it.
+        with suppress(OSError):  # Not empty: it holds files of the user.
             output.rmdir()
 
 
 def classes_without_samples(plan: Plan, dropped: list[tuple[int, str]]) -> list[int]:
-    """The classes of which every file was dropped."""
+    """Return the classes whose files were all dropped."""
     labels = plan.listing.labels
     lost = torch.bincount(labels[[row for row, _ in dropped]], minlength=plan.listing.num_classes)
     had = torch.bincount(labels, minlength=plan.listing.num_classes)

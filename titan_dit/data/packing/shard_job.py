@@ -1,7 +1,7 @@
-"""A worker's part of packing: chunks of a listing into shards, each whole or not there at all.
+"""A packing worker: writes chunks of a listing as shards, atomically.
 
-A chunk is written aside, renamed, and then vouched for by a record `NAME-00000.json`: its count,
-bytes, SHA-256 and what was left out. A chunk without a record is packed again.
+A finished chunk has a record `NAME-00000.json` with its count, bytes, SHA-256 and dropped files. A
+chunk without a record is packed again.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uin
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides what is written, and nothing else: not how many workers, not where."""
+    """Everything that determines the shards' bytes; not the workers or the output path."""
 
     listing: Listing
     name: str
-    """What the files are called: NAME-00000.safetensors."""
+    """Prefix of the files: NAME-00000.safetensors."""
     shape: tuple[int, int, int]
     dtype: str
     shard_size: int
-    """Files of the listing per shard, before any is left out."""
+    """Listed files per shard, including dropped ones."""
     image_size: int | None
     about: dict[str, Any]
-    """What else the manifest will say: source, num_classes, classes, scale, shift, value_range."""
+    """Further manifest keys: source, num_classes, classes, scale, shift, value_range."""
 
     @property
     def num_chunks(self) -> int:
-        """Shards, if no chunk turns out empty."""
+        """Number of chunks; a chunk whose files are all dropped has no shard."""
         return -(-len(self.listing.names) // self.shard_size)
 
     def rows(self, chunk: int) -> range:
-        """The files of a chunk, by their place in the listing."""
+        """Return the listing indices of a chunk's files."""
         first = chunk * self.shard_size
         return range(first, min(first + self.shard_size, len(self.listing.names)))
 
     def digest(self) -> str:
-        """Equal for equal plans, wherever input and output lie."""
+        """Return a SHA-256 of the plan, independent of the input and output paths."""
         listing = self.listing
         parts = (self.name, self.shape, self.dtype, self.shard_size, self.image_size, listing.kind)
         sha = hashlib.sha256(json.dumps([*parts, self.about], sort_keys=True).encode())
@@ -69,7 +69,7 @@ class Plan:
         return sha.hexdigest()
 
     def read(self, row: int) -> Shaped[Tensor, "c h w"]:
-        """One sample in the dtype of the shards; a BadFileError says why there is none."""
+        """Read one sample in the shards' dtype; raises BadFileError."""
         path = self.listing.root / self.listing.names[row]
         if self.listing.kind == "images":
             return read_image(path, self.image_size, self.shape)
@@ -82,7 +82,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """What became of a chunk. `file` is empty if nothing of it was fit to be packed."""
+    """Result of a chunk; `file` is empty if all its files were dropped."""
 
     plan: str
     file: str
@@ -90,13 +90,13 @@ class ChunkRecord:
     bytes: int
     sha256: str
     dropped: list[tuple[int, str]]
-    """(place in the listing, reason)."""
+    """(index in the listing, reason)."""
 
 
 def pack_chunk(
-    plan: Plan, digest: str, output: Path, chunk: int, tell: Callable[[int, int], None]
+    plan: Plan, digest: str, output: Path, chunk: int, report: Callable[[int, int], None]
 ) -> None:
-    """Read a chunk, write its shard, vouch for it; `tell` is given (more done, more dropped)."""
+    """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
     rows = plan.rows(chunk)
     dropped: list[tuple[int, str]] = []
     latents = torch.empty(len(rows), *plan.shape, dtype=DTYPES[plan.dtype])
@@ -107,14 +107,14 @@ def pack_chunk(
             kept.append(row)
         except BadFileError as error:
             dropped.append((row, str(error)))
-            tell(0, 1)
-        tell(1, 0)
+            report(0, 1)
+        report(1, 0)
     stem = f"{plan.name}-{chunk:05d}"
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
     if kept:
         file = f"{stem}.safetensors"
         labels = plan.listing.labels[torch.tensor(kept)]
-        # Not save_file: it writes 0600, and leaves a file of another name where it is killed.
+        # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
         data = safetensors.save({"latent": latents[: len(kept)], "label": labels})
         with writing(output / file):
             write_whole(output / file, data)
@@ -126,18 +126,18 @@ def pack_chunk(
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Say of an error which file could not be written, and what to do."""
+    """Turn an OSError into a UserError that names the file and the fix."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"[data pack] {file} cannot be written: {error.strerror}. Free space, or mend the "
-            "place, and run the same command again: it goes on from here."
+            f"[data pack] {file} cannot be written: {error.strerror}. Free space or fix the disk, "
+            "and run the same command again: it resumes."
         ) from None
 
 
 def read_record(output: Path, stem: str) -> ChunkRecord | None:
-    """The record of a finished chunk whose shard is there in full; None otherwise."""
+    """Return the record of a finished chunk; None if it or its shard is missing or damaged."""
     try:
         values: dict[str, Any] = json.loads((output / f"{stem}.json").read_text())
         values["dropped"] = [(int(row), str(why)) for row, why in values["dropped"]]
@@ -156,29 +156,29 @@ def work(
     place: int,
     errors: Connection,
 ) -> None:
-    """The life of a worker process: its chunks one after another, its counts in shared memory.
+    """Entry point of a worker process: packs its chunks, counts in shared memory.
 
-    An error is sent to the parent in words; without a parent the worker ends.
+    Sends an error's message to the parent. Exits if the parent dies.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent terminates the workers.
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
 
-    def tell(done: int, dropped: int) -> None:
+    def report(done: int, dropped: int) -> None:
         counts[2 * place] += done
         counts[2 * place + 1] += dropped
 
     try:
         digest = plan.digest()
         for chunk in chunks:
-            pack_chunk(plan, digest, output, chunk, tell)
+            pack_chunk(plan, digest, output, chunk, report)
     except (UserError, OSError) as error:
         errors.send(str(error) if isinstance(error, UserError) else f"[data pack] {error}")
         raise SystemExit(1) from None
 
 
 def end_with_parent() -> None:
-    """Wait for the parent's end, however it comes, and follow it."""
+    """Exit when the parent process ends, even by SIGKILL."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""The chunks of a plan packed here, or by several processes, and what is said when one dies."""
+"""Pack the chunks of a plan in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from titan_dit.data.packing import shard_job
 from titan_dit.data.packing.shard_job import Plan, pack_chunk
 
 Progress = Callable[[int, int], None]
-"""Told (files done, of them dropped), often."""
+"""Called often with (files done, of which dropped)."""
 
 
 def pack_here(plan: Plan, output: Path, todo: list[int], progress: Progress) -> None:
     """Pack the chunks of `todo` in this process."""
     digest, counts = plan.digest(), [0, 0]
 
-    def tell(done: int, dropped: int) -> None:
+    def report(done: int, dropped: int) -> None:
         counts[0] += done
         counts[1] += dropped
         progress(*counts)
 
     try:
         for chunk in todo:
-            pack_chunk(plan, digest, output, chunk, tell)
+            pack_chunk(plan, digest, output, chunk, report)
     except OSError as error:
         raise UserError(f"[data pack] {error}") from None
 
@@ -38,7 +38,7 @@ def pack_here(plan: Plan, output: Path, todo: list[int], progress: Progress) -> 
 def run_workers(
     plan: Plan, output: Path, todo: list[int], workers: int, progress: Progress
 ) -> None:
-    """Pack the chunks of `todo`, worker i every `workers`th of them."""
+    """Pack the chunks of `todo` in worker processes; worker i takes todo[i::workers]."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
     shared = context.RawArray("q", 2 * workers)
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
@@ -75,9 +75,9 @@ def run_workers(
 
 @contextmanager
 def sigint_ignored() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C from their start on: the parent ends them."""
+    """Make child processes ignore Ctrl-C from their start; the parent terminates them."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may, and only it is interrupted.
+        yield  # Only the main thread may set handlers, and only it is interrupted.
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -87,12 +87,12 @@ def sigint_ignored() -> Iterator[None]:
 
 
 def worker_error(exit_code: int, message: str) -> Exception:
-    """What a worker said before it ended, or that it could not say anything."""
+    """Return the error of a dead worker: its message, or its signal or exit code."""
     if message:
         return UserError(message)
     if exit_code < 0:
         return UserError(
-            f"[data pack] a worker was killed (signal {-exit_code}): not enough memory? The same "
-            "command goes on from here; --workers takes fewer of them."
+            f"[data pack] a worker was killed (signal {-exit_code}): not enough memory? Set fewer "
+            "--workers; the same command resumes."
         )
     return RuntimeError(f"a worker failed (exit code {exit_code}), see above")
