@@ -133,7 +133,7 @@ def run(options: argparse.Namespace, began: float) -> None:
     from meter import meter_of
     from shapes import config_of
 
-    from titan_dit.parallel import process_group
+    from titan_dit.launcher import process_group
     from titan_dit.parallel.mesh import AxisSizes, Mesh
 
     cells = cells_of(options)

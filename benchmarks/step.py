@@ -32,9 +32,9 @@ from titan_dit.config.training import OptimizerConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import linear
+from titan_dit.launcher import process_group
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
-from titan_dit.parallel import process_group
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh

@@ -125,7 +125,7 @@ def main() -> int:
             clone = Path(temporary) / "clone"
             subprocess.run(["git", "clone", "-q", "--no-checkout", ROOT, clone], check=True)
             subprocess.run(["git", "-C", clone, "checkout", "-q", options.beside], check=True)
-            rows.append(row_of(options.side_inputs, "./run_tests.sh", clone))
+            rows.append(row_of(options.beside, "./run_tests.sh", clone))
         rows.append(row_of("this one", options.command, ROOT))
     finish("suite", rows, options.out)
     if options.beside:

@@ -25,7 +25,7 @@ def test_random_numbers_are_those_of_the_cpu():
 
 def three_steps(world, device_type, poisoned, objective):
     """Three steps of fp32 training, the second of them with a NaN if `poisoned`."""
-    from titan_dit.parallel.process_group import World
+    from titan_dit.launcher.process_group import World
     from titan_dit.trainer import Trainer
 
     config = tiny_config(objective={"name": objective})
@@ -54,7 +54,7 @@ def randomize_on(trainer):
 
 def run_on(device_type, poisoned=False, objective="rectified_flow"):
     if device_type == "cuda":
-        from titan_dit.parallel import process_group
+        from titan_dit.launcher import process_group
 
         with process_group.start("cuda") as world:
             return three_steps(world, "cuda", poisoned, objective)
@@ -151,7 +151,7 @@ def forbidden_to_wait(world, objective, planted):
 
 @pytest.mark.parametrize("objective", ["rectified_flow", "ddpm"])
 def test_a_step_does_not_wait_for_the_device(objective):
-    from titan_dit.parallel import process_group
+    from titan_dit.launcher import process_group
 
     with process_group.start("cuda") as world:
         assert math.isfinite(forbidden_to_wait(world, objective, planted=False))

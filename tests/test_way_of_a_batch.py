@@ -6,7 +6,7 @@ from pathlib import Path
 from tiny import tiny_config
 
 import titan_dit
-from titan_dit.parallel import process_group
+from titan_dit.launcher import process_group
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 

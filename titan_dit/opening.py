@@ -19,9 +19,9 @@ from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.order import EpochOrder
 from titan_dit.execution.build import Built
 from titan_dit.hooks import Hooks
+from titan_dit.launcher.process_group import World, set_deterministic
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel.mesh import followed
-from titan_dit.parallel.process_group import World, set_deterministic
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import resume
 from titan_dit.schedules.schedule import schedule_of

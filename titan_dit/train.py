@@ -32,8 +32,7 @@ def main() -> int:
     from titan_dit import plan
     from titan_dit.checks import device, layout, validate
     from titan_dit.dry_run import estimate
-    from titan_dit.launcher import flight_recorder, orphan
-    from titan_dit.parallel import process_group
+    from titan_dit.launcher import flight_recorder, orphan, process_group
     from titan_dit.recovery import resume
 
     orphan.die_with_launcher()

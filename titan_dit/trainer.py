@@ -17,6 +17,7 @@ from titan_dit.execution.build import build
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Run
 from titan_dit.launcher.failure import begun, leave
+from titan_dit.launcher.process_group import World
 from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.launcher.watchdog import Watchdog
 from titan_dit.objectives.base import DataShare
@@ -34,7 +35,6 @@ from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.parallel.compile import Recompiles
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.parallel.process_group import World
 from titan_dit.recovery import fault_log, restore, resume, rollback
 from titan_dit.recovery.guard import Guard, Reading
 from titan_dit.recovery.ledger import Ledger

@@ -16,8 +16,9 @@ from unchecked import unchecked
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.rehearse import fake_world
+from titan_dit.launcher import process_group
 from titan_dit.models.layers import TokenLinear
-from titan_dit.parallel import float8, process_group, tensor
+from titan_dit.parallel import float8, tensor
 from titan_dit.parallel.float8_gains import LinearShape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan

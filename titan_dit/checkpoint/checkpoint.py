@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_dit.checkpoint.ranks import Failed, Ranks
 from titan_dit.checkpoint.staging import Tensors, leaves
 from titan_dit.checkpoint.store import MANIFEST, Place, Store, read_text, store_of
 from titan_dit.checkpoint.torch_files import Reader, Writer
 from titan_dit.config.section import UserError
+from titan_dit.launcher.ranks import Failed, Ranks
 
 FORMAT = "titan_dit.checkpoint/1"
 

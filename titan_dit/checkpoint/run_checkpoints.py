@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from titan_dit.checkpoint.checkpoint import write
-from titan_dit.checkpoint.ranks import Failed, Ranks
 from titan_dit.checkpoint.staging import Staging, Tensors
 from titan_dit.checkpoint.store import MANIFEST, Place, store_of
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import Disruption
+from titan_dit.launcher.ranks import Failed, Ranks
 from titan_dit.system.files import PARTIAL
 
 NAME = re.compile(r"step-(\d{8,})")

@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 
-from titan_dit.checkpoint.ranks import Ranks
 from titan_dit.checkpoint.store import Place, read_text, store_of
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import LAUNCH, LEFT, USER_ERROR, report
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.system import process_identity
 from titan_dit.system.file_lock import open_locked
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import tyro
 
 from titan_dit.checkpoint.checkpoint import damaged_files
-from titan_dit.checkpoint.ranks import Ranks
 from titan_dit.checkpoint.store import MANIFEST, Place, place, store_of
 from titan_dit.commands.restore import series
 from titan_dit.config.section import Section, UserError
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.recovery.resume import own_newest_first, readable
 

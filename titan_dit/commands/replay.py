@@ -31,10 +31,10 @@ from titan_dit.data.sample_ranges import numbers_of, ranges_of
 from titan_dit.execution.base import Output, first_of
 from titan_dit.execution.build import Built, build
 from titan_dit.execution.local import LocalExecutor
+from titan_dit.launcher import process_group
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
 from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.parallel import process_group
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import resolve
 from titan_dit.recovery import fault_log, rollback, sample_log

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_dit.checkpoint.ranks import Ranks
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.checkpoint.staging import Tensors
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
 from titan_dit.recovery import resume, rollback
 from titan_dit.recovery.progress import Progress

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.checkpoint import Damaged, read_record
-from titan_dit.checkpoint.ranks import Ranks
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import Tensors
 from titan_dit.checkpoint.store import MANIFEST, Place, place, store_of
@@ -31,6 +30,7 @@ from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import is_started_anew
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "schedule", "steps", "learn_sigma")

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan_dit.checkpoint.ranks import Ranks
 from titan_dit.data.base import Batch
 from titan_dit.data.sample_ranges import numbers_of, ranges_of
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.recovery.ledger import Ledger
 
 FOLDER = "samples-seen"

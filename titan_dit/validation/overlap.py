@@ -11,7 +11,7 @@ import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
-from titan_dit.parallel.process_group import World
+from titan_dit.launcher.process_group import World
 from titan_dit.system import streams
 
 BATCH = 256

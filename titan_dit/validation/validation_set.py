@@ -18,10 +18,10 @@ from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.execution.base import Executor
+from titan_dit.launcher.process_group import World
 from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
 from titan_dit.optim.ema import EMA
-from titan_dit.parallel.process_group import World
 from titan_dit.rng import SampleRNG
 from titan_dit.validation.overlap import check_apart
 

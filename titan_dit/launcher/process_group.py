@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titan_dit.config.section import UserError
+from titan_dit.launcher.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -31,9 +32,7 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value`, on every rank, in the order of ranks. For small objects."""
-        values = [value] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        return Ranks().gather(value)
 
 
 def started_ranks() -> int:
