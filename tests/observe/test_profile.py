@@ -34,7 +34,7 @@ def test_a_run_writes_the_profiles_of_its_ranks(tmp_path):
     expected += [f"summary-{name}.{end}" for name in names for end in ("png", "txt")]
     folder = tmp_path / "run" / "profile"
     assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
-    assert "a CPU's allocator keeps no history" in done.stdout
+    assert "a CPU's allocator records no history" in done.stdout
     for name in names:
         text = (folder / f"summary-{name}.txt").read_text()
         table = table_of(text)
@@ -126,7 +126,7 @@ def test_a_launch_that_never_came_to_its_profile_says_so(tmp_path):
     profile, _ = profile_steps(tmp_path / "none", ProfileConfig(enabled=True, start=10), 3)
     assert not profile.is_over(stopped=True)
     assert profile.missed() == (
-        "[profile] start=10: nothing was profiled, this launch took 3 steps"
+        "[profile] start=10: nothing was profiled, this launch took only 3 steps. Lower start."
     )
     assert not (tmp_path / "none").exists()
 

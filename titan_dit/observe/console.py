@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on."""
+"""Console output of a run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from titan_dit.config.training import TrainingConfig
 from titan_dit.system import streams
 
 LOSS = "validation_loss"
-"""The key of a row of metrics that has been validated."""
+"""Key of the validation loss in a row of metrics."""
 
 
 def say(line: str) -> None:
-    """Print a line at once, also into a file or a pipe: what a command is there for."""
+    """Print a line of a command's result and flush; a closed stdout is an error."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def mention(line: str) -> None:
-    """Print a line of a run, which goes on whether anybody reads it or not."""
+    """Print a line of a run; a closed stdout does not stop the run."""
     streams.tell(sys.stdout, line + "\n")
 
 
 class Sizes(NamedTuple):
-    """Of a run's network and dataset."""
+    """Sizes of a run's model and dataset."""
 
     parameters: int
     flops_per_sample: int
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     samples: int
     held_out: int
     about: str
-    """What the data says of itself beside their number."""
+    """The dataset's own description, without its number of samples."""
 
 
 def beginning(
@@ -48,9 +48,9 @@ def beginning(
     step: int,
     folder: Path,
 ) -> Iterator[str]:
-    """What will be done, on what: the first lines of a run that goes on after `step`.
+    """First lines of a run that starts, or resumes after `step`: versions, model, data, output.
 
-    `names`: of [model] and of [data].
+    `names`: those of [model] and [data].
     """
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
     model, data = names
@@ -67,7 +67,7 @@ def beginning(
 
 
 def progress(row: dict[str, Any], steps: int) -> str:
-    """One line for a logged step."""
+    """Console line of a logged step."""
     step = row["step"]
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
@@ -90,23 +90,23 @@ def progress(row: dict[str, Any], steps: int) -> str:
 
 
 def skipped(step: int, kind: str, grad_norm: float, folder: Path) -> str:
-    """One line for a step that changed nothing."""
+    """Console line of a skipped step."""
     why = f"a spike of {grad_norm:.3g}" if kind == "spike" else "not finite"
     return f"step {step} skipped: the gradient norm is {why} (see {folder / 'faults.jsonl'})"
 
 
 def went_back(step: int, start: object, first: int, end: int) -> str:
-    """One line for a run that went back and leaves samples out."""
-    return f"went back from step {step} to {start}: samples {first} to {end - 1} are left out"
+    """Console line of a rollback, with the skipped samples."""
+    return f"rolled back from step {step} to {start}: samples {first} to {end - 1} are skipped"
 
 
 def number(value: float | None, form: str) -> str:
-    """A number, or what stands for one that is not finite."""
+    """A formatted number; "not finite" for None."""
     return "not finite" if value is None else format(value, form)
 
 
 def count(value: float) -> str:
-    """1234.5 -> "1.2k", 12 -> "12"."""
+    """Short form of a count: 1234.5 -> "1.2k", 12 -> "12"."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{letter}"
@@ -114,7 +114,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3725 -> "1:02:05", 65 -> "1:05"."""
+    """Clock form of seconds: 3725 -> "1:02:05", 65 -> "1:05"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
