@@ -39,7 +39,7 @@ from titan_dit.commands.train import RDZV_CONF
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.sample_log import trained
 
-PATIENCE = 120
+TIMEOUT_S = 120
 """Timeout of every wait in seconds."""
 BATCH = 24
 FLAGS = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
@@ -51,20 +51,20 @@ class Job:
     """A launcher and its ranks, in their own session."""
 
     def __init__(
-        self, cwd: Path, *flags: Any, ranks: int, restarts: int = 0, meeting: tuple[Any, ...] = ()
+        self, cwd: Path, *flags: Any, ranks: int, restarts: int = 0, rdzv: tuple[Any, ...] = ()
     ) -> None:
-        words = [sys.executable, "-m", "titan_dit.launcher.launch", *(meeting or ("--standalone",))]
+        words = [sys.executable, "-m", "titan_dit.launcher.launch", *(rdzv or ("--standalone",))]
         words += ["--nproc-per-node", ranks, "--max-restarts", restarts, "-m", "titan_dit.train"]
         words += ["--config", "digits", *FLAGS, *flags]
         cwd.mkdir(parents=True, exist_ok=True)
         self.run = cwd / "outputs" / "digits"
-        with (cwd / f"said-{time.monotonic_ns()}").open("w") as said:
-            self.said = Path(said.name)
+        with (cwd / f"output-{time.monotonic_ns()}").open("w") as output:
+            self.output = Path(output.name)
             self.process = subprocess.Popen(
                 [str(word) for word in words],
                 cwd=cwd,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -82,14 +82,14 @@ class Job:
 
     def logged_steps(self) -> list[int]:
         """Steps in the console output of all attempts."""
-        return [int(step) for step in re.findall(r"^step +(\d+)/", self.said.read_text(), re.M)]
+        return [int(step) for step in re.findall(r"^step +(\d+)/", self.output.read_text(), re.M)]
 
     def wait(self, done: Callable[[], Any]) -> None:
-        """Wait for `done()` or the end of the job; exit with its output after PATIENCE seconds."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait for `done()` or the end of the job; exit with its output after TIMEOUT_S seconds."""
+        deadline = time.monotonic() + TIMEOUT_S
         while not done() and self.process.poll() is None:
             if time.monotonic() > deadline:
-                raise SystemExit(f"timed out after {PATIENCE} s:\n{self.said.read_text()[-3000:]}")
+                raise SystemExit(f"timeout ({TIMEOUT_S} s):\n{self.output.read_text()[-3000:]}")
             time.sleep(0.002)
 
     def kill(self) -> None:
@@ -101,9 +101,9 @@ class Job:
 
     def end(self) -> int:
         """Wait for the job; exit with its output if it failed."""
-        code = self.process.wait(20 * PATIENCE)
+        code = self.process.wait(20 * TIMEOUT_S)
         if code:
-            raise SystemExit(f"exit code {code}:\n{self.said.read_text()[-3000:]}")
+            raise SystemExit(f"exit code {code}:\n{self.output.read_text()[-3000:]}")
         return code
 
 
@@ -189,10 +189,10 @@ def verdict(found: tuple[bool, str]) -> dict[str, Any]:
 MOMENTS = ("random", "write", "renamed")
 
 
-def wait_for_moment(job: Job, moment: str, luck: random.Random) -> None:
+def wait_for_moment(job: Job, moment: str, rng: random.Random) -> None:
     """Wait for a step, then for a random time, a checkpoint write, or its rename."""
-    told = len(job.logged_steps())
-    job.wait(lambda: len(job.logged_steps()) > told)
+    num_logged = len(job.logged_steps())
+    job.wait(lambda: len(job.logged_steps()) > num_logged)
     folder = job.run / "checkpoints"
     if moment == "write":
         job.wait(lambda: any(folder.glob("step-*.partial")))
@@ -200,25 +200,25 @@ def wait_for_moment(job: Job, moment: str, luck: random.Random) -> None:
         before = set(folder.glob("step-*/manifest.json"))
         job.wait(lambda: set(folder.glob("step-*/manifest.json")) - before)
     else:
-        time.sleep(luck.uniform(0.0, 1.5))
+        time.sleep(rng.uniform(0.0, 1.5))
 
 
-def kills(folder: Path, number: int, steps: int, luck: random.Random) -> dict[str, Any]:
+def kills(folder: Path, number: int, steps: int, rng: random.Random) -> dict[str, Any]:
     """Kill a rank `number` times in one run."""
     flags = ("--training.steps", steps, "--checkpoint.every", 10)
-    calm = finish_undisturbed(folder / "calm", *flags, ranks=2)
+    reference = finish_undisturbed(folder / "reference", *flags, ranks=2)
     job, rows = Job(folder / "kills", *flags, ranks=2, restarts=number + 5), []
     for moment, _ in zip(itertools.cycle(MOMENTS), range(number), strict=False):
-        wait_for_moment(job, moment, luck)
+        wait_for_moment(job, moment, rng)
         ranks = job.ranks()
         if job.process.poll() is not None or not ranks:
             break
-        told, victim = len(job.logged_steps()), luck.choice(sorted(ranks))
+        num_logged, victim = len(job.logged_steps()), rng.choice(sorted(ranks))
         os.kill(victim, signal.SIGKILL)
         killed = time.clock_gettime(time.CLOCK_BOOTTIME)
         job.wait(lambda ranks=ranks: len(job.ranks().keys() - ranks.keys()) == 2)
         began = min((t for pid, t in job.ranks().items() if pid not in ranks), default=killed)
-        job.wait(lambda told=told: len(job.logged_steps()) > told + 1)
+        job.wait(lambda num_logged=num_logged: len(job.logged_steps()) > num_logged + 1)
         if job.process.poll() is not None:
             break
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -233,30 +233,30 @@ def kills(folder: Path, number: int, steps: int, luck: random.Random) -> dict[st
         "scenario": "kills",
         "disturbances": f"{len(rows)} SIGKILL of a rank",
         **account(job.run, steps),
-        **verdict(same_bits(job.run, calm)),
+        **verdict(same_bits(job.run, reference)),
         "s to the next step": round(statistics.mean(row["seconds"] for row in rows), 1),
         "of it our own": round(statistics.mean(row["own"] for row in rows), 1),
     }
 
 
-def sizes(folder: Path, steps: int, luck: random.Random) -> dict[str, Any]:
+def sizes(folder: Path, steps: int, rng: random.Random) -> dict[str, Any]:
     """Resume on 4 -> 2 -> 3 ranks, with kills in between."""
     flags = ("--training.steps", steps, "--checkpoint.every", 5)
-    calm = finish_undisturbed(folder / "calm-4", *flags, ranks=4)
+    reference = finish_undisturbed(folder / "reference-4", *flags, ranks=4)
     for ranks in (4, 2):
         job = Job(folder / "sizes", *flags, ranks=ranks)
         for _ in range(steps // 4):
             wait_for_moment(job, "random", random.Random(0))
             if newest(job.run) and len(job.logged_steps()) > steps // 4:
                 break
-        time.sleep(luck.uniform(0.0, 0.3))
+        time.sleep(rng.uniform(0.0, 0.3))
         job.kill()
     run = finish_undisturbed(folder / "sizes", *flags, ranks=3)
     return {
         "scenario": "sizes",
         "disturbances": "killed on 4 and on 2 ranks, finished on 3",
         **account(run, steps),
-        **verdict(same_curve(run, calm)),
+        **verdict(same_curve(run, reference)),
     }
 
 
@@ -265,62 +265,62 @@ def agents(folder: Path, steps: int) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meeting = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "chaos")
-    meeting += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RDZV_CONF)
+    rdzv = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "chaos")
+    rdzv += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RDZV_CONF)
     flags = ("--training.steps", steps, "--checkpoint.every", 5)
-    calm = finish_undisturbed(folder / "calm-2", *flags, ranks=2)
-    first = Job(folder / "agents", *flags, ranks=1, restarts=5, meeting=meeting)
+    reference = finish_undisturbed(folder / "reference-2", *flags, ranks=2)
+    first = Job(folder / "agents", *flags, ranks=1, restarts=5, rdzv=rdzv)
     time.sleep(1.0)
-    second = Job(folder / "agents", *flags, ranks=1, restarts=5, meeting=meeting)
-    told = steps // 5
-    job = next(j for j in speaking(first, second))
-    job.wait(lambda: len(job.logged_steps()) > told)
+    second = Job(folder / "agents", *flags, ranks=1, restarts=5, rdzv=rdzv)
+    num_logged = steps // 5
+    job = next(j for j in logging_job(first, second))
+    job.wait(lambda: len(job.logged_steps()) > num_logged)
     killed = time.monotonic()
     count = len(first.logged_steps())
     second.kill()
     first.wait(lambda: len(first.logged_steps()) > count + 2)
     seconds = time.monotonic() - killed
-    third = Job(folder / "agents", *flags, ranks=1, restarts=5, meeting=meeting)
+    third = Job(folder / "agents", *flags, ranks=1, restarts=5, rdzv=rdzv)
     first.end()
     third.end()
     return {
         "scenario": "agents",
         "disturbances": "a node killed and rejoined",
         **account(first.run, steps),
-        **verdict(same_curve(first.run, calm)),
+        **verdict(same_curve(first.run, reference)),
         "s to the next step": round(seconds, 1),
     }
 
 
-def speaking(*jobs: Job) -> Iterator[Job]:
+def logging_job(*jobs: Job) -> Iterator[Job]:
     """The job that logs the steps, once there is one."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         for job in jobs:
             if job.logged_steps():
                 yield job
         time.sleep(0.05)
-    raise SystemExit(f"no job took a step within {PATIENCE} s")
+    raise SystemExit(f"no job took a step within {TIMEOUT_S} s")
 
 
-def stops(folder: Path, number: int, steps: int, luck: random.Random) -> dict[str, Any]:
+def stops(folder: Path, number: int, steps: int, rng: random.Random) -> dict[str, Any]:
     """Stop the launcher with SIGTERM and restart the same command, `number` times."""
     flags = ("--training.steps", steps, "--checkpoint.every", 1000)
-    calm = finish_undisturbed(folder / "calm-stops", *flags, ranks=2)
+    reference = finish_undisturbed(folder / "reference-stops", *flags, ranks=2)
     seconds = []
     for _ in range(number):
         job = Job(folder / "stops", *flags, ranks=2)
-        wait_for_moment(job, "random", luck)
-        asked = time.monotonic()
+        wait_for_moment(job, "random", rng)
+        signalled = time.monotonic()
         job.process.send_signal(signal.SIGTERM)
         job.end()
-        seconds.append(time.monotonic() - asked)
+        seconds.append(time.monotonic() - signalled)
     run = finish_undisturbed(folder / "stops", *flags, ranks=2)
     return {
         "scenario": "stops",
         "disturbances": f"{number} SIGTERM, saved within {max(seconds):.1f} s",
         **account(run, steps),
-        **verdict(same_bits(run, calm)),
+        **verdict(same_bits(run, reference)),
     }
 
 
@@ -333,14 +333,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args()
-    wanted, luck = args.scenarios or ["kills", "sizes", "agents", "stops"], random.Random(args.seed)
+    wanted, rng = args.scenarios or ["kills", "sizes", "agents", "stops"], random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         every = {
-            "kills": lambda: kills(folder, args.kills, args.steps, luck),
-            "sizes": lambda: sizes(folder, 120, luck),
+            "kills": lambda: kills(folder, args.kills, args.steps, rng),
+            "sizes": lambda: sizes(folder, 120, rng),
             "agents": lambda: agents(folder, 400),
-            "stops": lambda: stops(folder, 3, 400, luck),
+            "stops": lambda: stops(folder, 3, 400, rng),
         }
         rows = [every[scenario]() for scenario in wanted]
     columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -81,7 +81,7 @@ def measure(name: str, folder: Path, turns: int, device: torch.device) -> dict[s
     size = sum(shard.nbytes for shard in shards)
     copy = copy_of(size, device)
     record = {"step": 0, "cursor": 0}
-    beside, at_once = (
+    async_saves, sync_saves = (
         Checkpoints(folder / kind, CheckpointConfig(async_save=kind == "async", keep=1))
         for kind in ("async", "sync")
     )
@@ -90,11 +90,11 @@ def measure(name: str, folder: Path, turns: int, device: torch.device) -> dict[s
     for turn in range(turns + 1):
         gc.collect()
         copies.append(seconds(copy, device))
-        waits.append(seconds(lambda t=turn: beside.save(t, tensors(), record), device))
-        writes.append(waits[-1] + seconds(beside.wait, device))
-        saves.append(seconds(lambda t=turn: at_once.save(t, tensors(), record), device))
-        said = beside.poll() + at_once.poll()
-        assert sum(line.startswith("saved") for line in said) == 2, said
+        waits.append(seconds(lambda t=turn: async_saves.save(t, tensors(), record), device))
+        writes.append(waits[-1] + seconds(async_saves.wait, device))
+        saves.append(seconds(lambda t=turn: sync_saves.save(t, tensors(), record), device))
+        lines = async_saves.poll() + sync_saves.poll()
+        assert sum(line.startswith("saved") for line in lines) == 2, lines
         first = first or waits[0]
     waits, copies, saves, writes = waits[1:], copies[1:], saves[1:], writes[1:]
 

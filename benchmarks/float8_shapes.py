@@ -1,7 +1,7 @@
 """float8 speedup of linear layers: `python benchmarks/float8_shapes.py --write`.
 
 Median times of forward and backward of a compiled layer (M tokens, K inputs, N outputs) in bf16 and
-in float8, taken in turn with CUDA events and a full queue. `--write` stores each row at once in
+in float8, measured in turn with CUDA events and a full queue. `--write` stores each row at once in
 titan_dit/parallel/float8_shapes.json and replaces the row of the same device, recipe and shape.
 `[precision] float8_layers = "auto"` reads that table before it falls back to a roofline; the
 "roofline" column shows that fallback. Shapes that run out of memory are skipped.
@@ -80,14 +80,14 @@ def measure(
     """Median milliseconds in (bf16, float8), measured in turn after two warm-up turns."""
     meter = meter_of(device)
     steps = [step_of(shape, kind, device, emulate) for kind in ("bf16", recipe)]
-    taken: tuple[list[float], list[float]] = ([], [])
+    milliseconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(turns + 2):
         # Each goes first equally often, for equal cache effects.
         for which in (turn % 2, 1 - turn % 2):
             spent = meter.call_ms(steps[which])
             if turn >= 2:
-                taken[which].append(spent)
-    return statistics.median(taken[0]), statistics.median(taken[1])
+                milliseconds[which].append(spent)
+    return statistics.median(milliseconds[0]), statistics.median(milliseconds[1])
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:

@@ -256,9 +256,9 @@ def draw(package: Path, count: int, seed: int) -> list[Mutant]:
             if path.is_file():
                 module = ".".join(path.relative_to(package).with_suffix("").parts)
                 lines |= mutants_by_line(path, module)
-    chance = random.Random(seed)
-    chosen = chance.sample(sorted(lines), min(count, len(lines)))
-    return [chance.choice(lines[line]) for line in chosen]
+    rng = random.Random(seed)
+    chosen = rng.sample(sorted(lines), min(count, len(lines)))
+    return [rng.choice(lines[line]) for line in chosen]
 
 
 def rows(mutants: Iterable[Mutant], seed: int) -> str:

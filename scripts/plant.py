@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plant_rows import PACKAGE, Plant, PlantError, cheap_first, prepare, read_plants
+from plant_rows import PACKAGE, Plant, PlantError, fast_first, prepare, read_plants
 from plant_runner import Runner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def failures(output: str) -> list[str]:
     return FAILURE.findall(output.rpartition("short test summary info")[2])
 
 
-class Garden:
+class TreePool:
     """A pool of tree copies, each with a runner; a copy has a bug only while its tests run."""
 
     def __init__(self, root: Path, folder: Path, jobs: int, timeout: float) -> None:
@@ -81,7 +81,7 @@ class Garden:
             self.runners.append(runner)
             self.free.put((copy, runner))
 
-    def unplanted(self, tests: Sequence[str]) -> Sequence[str]:
+    def failing_without_bug(self, tests: Sequence[str]) -> Sequence[str]:
         """Tests that fail without any bug; all of them if the run did not finish."""
         copy, runner = self.free.get()
         outcome, output = run_tests(runner, copy, tests, self.timeout * len(tests))
@@ -123,25 +123,23 @@ def run_all(
 ) -> dict[str, Outcome]:
     """The outcome of every plant, by name."""
     ready = prepare(root, plants, override)
-    every = cheap_first({test for _, _, tests in ready.values() for test in tests})
+    every = fast_first({test for _, _, tests in ready.values() for test in tests})
     outcomes: dict[str, Outcome] = {}
     with (
         tempfile.TemporaryDirectory(prefix="plants-") as folder,
-        closing(Garden(root, Path(folder), jobs, timeout)) as garden,
+        closing(TreePool(root, Path(folder), jobs, timeout)) as trees,
     ):
         say(f"{len(plants)} plants; first their tests without a bug: {len(every)}")
-        failing = garden.unplanted(every)
+        failing = trees.failing_without_bug(every)
         with ThreadPoolExecutor(jobs) as pool:
             running = {}
             for plant in plants:
                 file, source, tests = ready[plant.name]
                 broken = [f for f in failing if any(f.startswith(test) for test in tests)]
                 if broken:
-                    outcomes[plant.name] = Outcome(
-                        "not judged", f"{broken[0]} fails without the bug", 0.0
-                    )
+                    outcomes[plant.name] = Outcome("not judged", f"{broken[0]} fails anyway", 0.0)
                 else:
-                    running[pool.submit(garden.plant, file, source, tests)] = plant.name
+                    running[pool.submit(trees.plant, file, source, tests)] = plant.name
             began = time.monotonic()
             for done, future in enumerate(as_completed(running), start=1):
                 outcomes[running[future]] = outcome = future.result()
@@ -178,13 +176,9 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Return 0 if every plant was caught or has a `survives` reason."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", default=["*"], help="names of plants, or globs")
-    parser.add_argument(
-        "--plants", type=Path, help="TOML file of plants; default tests/plants.toml"
-    )
+    parser.add_argument("--plants", type=Path, help="TOML file; default tests/plants.toml")
     parser.add_argument("--list", action="store_true", help="list the plants and their tests only")
-    parser.add_argument(
-        "--tests", nargs="+", default=[], help="run these tests instead of those of the row"
-    )
+    parser.add_argument("--tests", nargs="+", default=[], help="override the tests of the rows")
     parser.add_argument("--jobs", type=int, default=1, help="number of plants in parallel")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a plant's tests")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")

@@ -129,16 +129,18 @@ def mirror(root: Path, file: Path) -> str:
     return (Path("tests") / inner.parent).as_posix()
 
 
-def room(root: Path, plant: Plant, place: Place, override: Sequence[str] = ()) -> tuple[str, ...]:
+def pick_tests(
+    root: Path, plant: Plant, place: Place, override: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Tests to run for a plant, fast ones first. Raises PlantError."""
     tests = tuple(override) or plant.tests or (mirror(root, place.file),)
     for test in tests:
         if not (root / test.partition("::")[0]).exists():
             raise PlantError(f"test {test} does not exist. Fix the tests of the row.")
-    return cheap_first(tests)
+    return fast_first(tests)
 
 
-def cheap_first(tests: Iterable[str]) -> tuple[str, ...]:
+def fast_first(tests: Iterable[str]) -> tuple[str, ...]:
     """Tests that start processes last, otherwise in the given order."""
     ordered = sorted(tests) if isinstance(tests, set) else tests
     return tuple(sorted(ordered, key=lambda test: test.startswith(SLOW)))
@@ -153,7 +155,7 @@ def prepare(
         try:
             place = find(root, plant.symbol)
             source = planted(plant, place)
-            tests = room(root, plant, place, override)
+            tests = pick_tests(root, plant, place, override)
             ready[plant.name] = place.file.relative_to(root), source, tests
         except PlantError as error:
             wrong.append(f"{plant.name}: {error}")

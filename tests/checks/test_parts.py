@@ -119,9 +119,9 @@ REFUSED = [
     ({"objective": Line(prepare=whole_numbers)}, r"inputs x as int64 \[4\] .* takes float32 \[4\]"),
     (
         {"field": Field(torch.float32, (5,))},
-        r"says it has x float32 \[5\], but reads float32 \[4\]",
+        r"declares x float32 \[5\], but reads float32 \[4\]",
     ),
-    ({"field": Field(torch.int64, (4,))}, r"says it has x int64 \[4\], but reads float32 \[4\]"),
+    ({"field": Field(torch.int64, (4,))}, r"declares x int64 \[4\], but reads float32 \[4\]"),
     ({"source": Numbers(FLOATS, facts=False)}, r"opens a Numbers without facts"),
     ({"source": [1, 2]}, r"opens a list without fields, facts"),
 ]

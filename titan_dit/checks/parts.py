@@ -95,17 +95,17 @@ def check_row(source: Source, objective: Objective, data: str) -> None:
     row = load_samples(source, [(0, 0)], objective.inspect, torch.device("cpu"), 1.0).fields
     for name, field in source.fields.items():
         found = row.get(name)
-        said = f"{name} {field}"
+        declared = f"{name} {field}"
         if found is None:
-            raise UserError(f"[data] name={show(data)} says it has {said}, but reads no {name}.")
+            raise UserError(f"[data] name={show(data)} declares {declared}, but reads no {name}.")
         shape = tuple(found.shape[1:])
-        alike = len(shape) == len(field.shape) and all(
+        matches = len(shape) == len(field.shape) and all(
             wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)
         )
-        if not alike or found.dtype != field.dtype:
+        if not matches or found.dtype != field.dtype:
             raise UserError(
-                f"[data] name={show(data)} says it has {said}, but reads "
-                f"{Field(found.dtype, shape)}. Make its fields say what it reads."
+                f"[data] name={show(data)} declares {declared}, but reads "
+                f"{Field(found.dtype, shape)}. Correct its fields."
             )
 
 
@@ -136,8 +136,8 @@ def check_prepared(prepared: Prepared, model_spec: ModelSpec) -> None:
         for name, tensor in getattr(prepared, kind).items():
             spec, shape = specs[name], tuple(tensor.shape[int(batched) :])
             dtype = spec.dtype or torch.float32
-            alike = tensor.dtype == dtype if spec.dtype else tensor.is_floating_point()
-            if shape != spec.shape or not alike:
+            matches = tensor.dtype == dtype if spec.dtype else tensor.is_floating_point()
+            if shape != spec.shape or not matches:
                 raise UserError(
                     f"[objective] prepares {kind} {name} as {Field(tensor.dtype, shape)} of each "
                     f"sample, but [model] takes {Field(dtype, spec.shape)}. Set matching "

@@ -80,7 +80,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.first = 0
         self.name, self.kind = "", StorageKind.TEMPORARY
         self.phases: list[tuple[int, str]] = []
-        self.known: set[int] = set()
+        self.seen_parameters: set[int] = set()
 
     def __enter__(self) -> MemoryLog:
         """Start to log allocations, resizes and the parameters that modules use."""
@@ -94,7 +94,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         # FSDP frees and reallocates gathered parameters with resize_, which no operator shows.
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        self.hook = register_module_forward_pre_hook(self._computes_with)
+        self.hook = register_module_forward_pre_hook(self._mark_gathered)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -166,10 +166,10 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._record(tensor)
-        self._learn(func, args, result)
+        self._infer_kinds(func, args, result)
         return result
 
-    def _learn(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _infer_kinds(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Set the kinds that a collective or cast implies for its storages."""
         name = func._schema.name
         if name == "c10d::_allgather_base_":
@@ -179,18 +179,18 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "aten::_to_copy" and self._record(args[0]).kind == StorageKind.UNREDUCED:
             self.mark((result,), StorageKind.UNREDUCED)
 
-    def _computes_with(self, module: nn.Module, _: Any) -> None:
+    def _mark_gathered(self, module: nn.Module, _: Any) -> None:
         """Before a module's forward: parameters that are not shards are gathered ones."""
         for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in self.known:
+            if parameter is None or id(parameter) in self.seen_parameters:
                 continue
-            self.known.add(id(parameter))
+            self.seen_parameters.add(id(parameter))
             record = self._record(local(parameter))
             if record.kind != StorageKind.PARAMETERS:
                 record.kind = StorageKind.GATHERED
-                parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
 
-    def _got_gradient(self, parameter: Tensor) -> None:
+    def _mark_gradient(self, parameter: Tensor) -> None:
         self.mark((parameter.grad,), StorageKind.UNREDUCED)
 
     def _record(self, tensor: Tensor) -> Storage:

@@ -87,7 +87,7 @@ def rehearse(
 ) -> Report:
     """Run a step of every pipeline rank; `fields` are those of the data."""
     # torch.compile needs real tensors; its savings are not modelled.
-    asked, sizes = plan, plan.sizes
+    requested, sizes = plan, plan.sizes
     plan = replace(plan, compile=replace(plan.compile, enabled=False))
     # The CPU lacks most attention kernels. All fused ones save the same tensors.
     if plan.precision.attention != "math":
@@ -121,7 +121,7 @@ def rehearse(
     with torch.device("meta"):
         model = plan.spec.build()
     return Report(
-        plan=asked,
+        plan=requested,
         num_parameters=sum(p.numel() for p in model.parameters()),
         flops_per_sample=model.flops_per_sample(plan.spec.num_tokens),
         num_microbatches=count,

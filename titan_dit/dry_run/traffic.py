@@ -168,9 +168,9 @@ class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         axis, size = self.axes[group_name(args)]
         if size == 1:
             return
-        said, sent = READERS[name](args, size)
-        self.traffic.calls[axis, said] += 1
-        self.traffic.bytes[axis, said] += round(sent)
+        operation_name, sent = READERS[name](args, size)
+        self.traffic.calls[axis, operation_name] += 1
+        self.traffic.bytes[axis, operation_name] += round(sent)
 
 
 def group_name(args: Sequence[Any]) -> str:

@@ -153,7 +153,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     else:
         spans = [*operator_spans(threads.get(main, [])), *gloo_spans(timed)]
     start, end = extent(window)
-    ms, hidden = share_out([*spans, *waits], start, end)
+    ms, hidden = time_by_kind([*spans, *waits], start, end)
     device = "GPU" if kernels else "CPU (operators of the main thread)"
     return Summary(device, (end - start) / 1e3, ms, hidden, longest(spans, start, end))
 
@@ -183,21 +183,21 @@ def segments(events: Sequence[Event]) -> list[Segment]:
     """Nested events of one thread as disjoint segments; time outside all events has none."""
     found: list[Segment] = []
     stack: list[tuple[float, tuple[str, ...]]] = []  # (end, chain) of open events
-    begun: list[bool] = []  # True if it has a segment already
+    has_segment: list[bool] = []  # of each open event
     now = float("-inf")
 
     def add(end: float) -> None:
         nonlocal now
         if stack and end > now:
-            found.append(Segment(now, end, stack[-1][1], not begun[-1]))
-            begun[-1] = True
+            found.append(Segment(now, end, stack[-1][1], not has_segment[-1]))
+            has_segment[-1] = True
         now = max(now, end)
 
     def close_until(moment: float) -> None:
         while stack and stack[-1][0] <= moment:
             add(stack[-1][0])
             stack.pop()
-            begun.pop()
+            has_segment.pop()
         add(moment)
 
     for event in sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0))):
@@ -206,7 +206,7 @@ def segments(events: Sequence[Event]) -> list[Segment]:
         # Rounding may let an event end after its parent.
         outer_end, outer = stack[-1] if stack else (end, ())
         stack.append((min(end, outer_end), (*outer, event["name"])))
-        begun.append(False)
+        has_segment.append(False)
     close_until(float("inf"))
     return found
 
@@ -252,7 +252,7 @@ def device_spans(
         yield span_of(event, kind_of(event["name"], chain))
 
 
-def share_out(
+def time_by_kind(
     spans: Iterable[Interval], start: float, end: float
 ) -> tuple[dict[TimeKind, float], float]:
     """(milliseconds by kind from `start` to `end`, milliseconds of hidden communication)."""
@@ -266,7 +266,7 @@ def share_out(
     active = dict.fromkeys(TimeKind, 0)
     for moment, change, kind in [*edges, (end, 0, TimeKind.IDLE)]:
         if moment > now:
-            for given, part in parts_of(active).items():
+            for given, part in fractions(active).items():
                 times[given] += part * (moment - now)
                 if active[TimeKind.COMMUNICATION] and given in COMPUTING:
                     hidden += part * (moment - now)
@@ -278,7 +278,7 @@ def share_out(
 COMPUTING = (TimeKind.GEMM, TimeKind.ATTENTION, TimeKind.ELEMENTWISE, TimeKind.OPTIMIZER)
 
 
-def parts_of(active: Mapping[TimeKind, int]) -> dict[TimeKind, float]:
+def fractions(active: Mapping[TimeKind, int]) -> dict[TimeKind, float]:
     """Kinds of a moment as fractions that add up to 1."""
     if computing := sum(active[kind] for kind in COMPUTING):
         return {kind: active[kind] / computing for kind in COMPUTING if active[kind]}
