@@ -195,9 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--axes", nargs="+", choices=list(OPERATIONS), help="axes to measure; default all"
-    )
+    parser.add_argument("--axes", nargs="+", choices=list(OPERATIONS), help="default all")
     parser.add_argument("--out", help="JSON")
     options = parser.parse_args()
     axes = options.axes or list(OPERATIONS)

@@ -8,9 +8,8 @@ steps       training steps of DiT-XL/2 at 1024 and 256 tokens, of the 7B shape (
 max_tokens  most tokens that one sample of DiT-XL/2 can have, with and without recomputation
 
 The most important rows come first; rows that exceed the time budget are listed as "not begun".
-Needs torch and jaxtyping, torchao for float8. See wheelhouse.py for a machine with torch only,
-docs/gpu.md for the results. `--tiny` is a smoke test on any device, also a CPU; its figures mean
-nothing.
+Needs torch and jaxtyping, torchao for float8; see wheelhouse.py for a machine with torch only.
+Explained in docs/gpu.md. `--tiny` is a smoke test on any device; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -51,15 +50,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--objective", default="rectified_flow")
     parser.add_argument("--rounds", type=int, default=1, help="rounds over all contenders")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps after the first")
-    parser.add_argument(
-        "--steps", type=int, help="timed steps per row (default: 1.5 s, at least 5)"
-    )
-    parser.add_argument(
-        "--tokens-s", type=float, default=110, help="time limit of a max_tokens row in seconds"
-    )
-    parser.add_argument(
-        "--budget-s", type=float, default=520, help="time limit in seconds; skips the rest"
-    )
+    parser.add_argument("--steps", type=int, help="timed steps per row (default 1.5 s, >= 5)")
+    parser.add_argument("--tokens-s", type=float, default=110, help="limit of a max_tokens row")
+    parser.add_argument("--budget-s", type=float, default=520, help="limit of all; skips the rest")
     parser.add_argument("--tiny", action="store_true", help="smoke test: a tiny model, any device")
     parser.add_argument("--wheels", type=Path, default=wheelhouse.FOLDER, help="see wheelhouse.py")
     parser.add_argument("--out", help="JSON file, rewritten after every measurement")
