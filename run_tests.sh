@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Set up and run the tests: ./run_tests.sh [--fast | --long | pytest's options]
 #
-#   (nothing)   what decides whether a change lands
-#   --fast      what starts no ranks, no commands and no compiler: two minutes
-#   --long      what a release wants besides: tutorials, whole grids, chaos, planted bugs; the
-#               results are added to docs/notes/long.md
+#   (nothing)   the suite that a change must pass
+#   --fast      tests without ranks, commands or the compiler: two minutes
+#   --long      additional tests before a release: tutorials, the full grid of layouts, chaos,
+#               planted bugs; appends the results to docs/notes/long.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment dev
 cd "$root"
-# One thread a rank: the tests start up to eight ranks on as little as two cores.
+# One thread per rank: tests start up to eight ranks, perhaps on two cores.
 export OMP_NUM_THREADS=1
-# Many processes import the same modules: their bytecode is kept.
+# Keep bytecode: many processes import the same modules.
 export PYTHONDONTWRITEBYTECODE=
 
-# Run a command, and write down the last line that it prints.
+# Run a command and append its last line of output to docs/notes/long.md.
 record() {
     local what=$1 status=0 result
     shift
@@ -27,12 +27,12 @@ record() {
 
 status=0
 if [[ ${1:-} == --fast || ${1:-} == --long ]] && [ $# -gt 1 ]; then
-    say "$1 takes no more options; one file's long tests: ./run_tests.sh FILE --long"
+    say "$1 takes no other options. For the long tests of one file: ./run_tests.sh FILE --long"
     exit 2
 fi
 case ${1:-} in
     "")
-        # One after another: ranks fill the cores, and some tests measure time.
+        # In one process: ranks use all cores, and some tests measure time.
         "$python" -m pytest || status=$?
         ;;
     --fast)

@@ -1,8 +1,8 @@
-"""Measured idle of pipelines against the simulator's: `python benchmarks/bubble.py`.
+"""Measured pipeline bubbles against the simulator: `python benchmarks/bubble.py`.
 
-Four gloo ranks run every schedule through the project's own executor, on stages that do nothing but
-take a known time: a sleep in forward, one for the input's gradient, one for the weight's. What is
-left is the order itself, the messages and torch's runtime.
+Four gloo ranks run every schedule through the trainer's executor. Stages only sleep for known
+times: in forward, for the input gradient and for the weight gradient. Any other time is bubble,
+communication and torch's runtime.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from titan_dit.schedules.simulator import Costs, simulate
 
 TOKENS, WIDTH = 2, 4
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
-"""Cost of one rank's layers, in units of `Case.unit`: a backward is twice its forward."""
+"""Cost of one rank's layers in units of `Case.unit`; a full backward is twice a forward."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One pipeline; `unit` is the seconds that a forward through one rank's layers takes."""
+    """One pipeline; `unit` is the seconds of a forward through one rank's layers."""
 
     schedule: Any
     num_ranks: int
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages that a rank holds."""
+        """Stages per rank."""
         return len(stages_of_rank(self.schedule, 0, self.num_ranks, self.virtual_stages))
 
     @property
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def order(self) -> Any:
-        """What every rank does."""
+        """Actions of every rank."""
         return pipeline_order(
             self.schedule,
             num_ranks=self.num_ranks,
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def costs(self) -> Costs:
-        """Seconds of every action. The first stage has no input to take a gradient of."""
+        """Seconds of every action; the first stage has no input gradient."""
         share = self.unit / self.stages_per_rank
         costs = {
             (kind, stage): share * cost
@@ -82,18 +82,18 @@ class Case:
             )
         }
         if schedule_of(self.schedule).splits_backward:
-            # torch runs all of the first stage's backward where its weight gradient is due.
+            # torch runs the first stage's whole backward as its weight gradient.
             costs[Kind.BACKWARD_INPUT, 0] = 0.0
             costs[Kind.BACKWARD_WEIGHT, 0] = share * (INPUT + WEIGHT)
         return costs
 
 
 class Nap(torch.autograd.Function):
-    """The identity, whose backward takes a while."""
+    """The identity, with a backward of known duration."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        """Nothing."""
+        """Return a copy."""
         ctx.seconds = seconds
         return x.clone()
 
@@ -105,7 +105,7 @@ class Nap(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A stage of known duration, with one weight."""
+    """A stage with one weight and known durations."""
 
     def __init__(self, forward: float, input_: float, weight: float, is_first: bool) -> None:
         super().__init__()
@@ -114,33 +114,33 @@ class SleepingStage(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, given: Any, static: Mapping[str, Tensor]) -> Any:
-        """Tokens or a stream in, a stream out."""
+        """Sleep; map tokens (first stage) or a stream to a stream."""
         forward, input_, weight = self.seconds
         x = given["tokens"] if self.is_first else given[0]
         time.sleep(forward)
-        # The first stage's tokens need no gradient: its share of that time goes to the weight.
+        # The first stage has no input gradient: that time goes to the weight gradient.
         nap = Nap.apply(self.weight, weight + input_ if self.is_first else weight)
         return (x + nap if self.is_first else Nap.apply(x, input_) + nap,)
 
 
 class LastStage(SleepingStage):
-    """What comes out of the last one is the prediction itself."""
+    """The last stage, which returns the prediction."""
 
     def forward(self, given: Any, static: Mapping[str, Tensor]) -> Tensor:
-        """A stream in, a prediction out."""
+        """Map a stream to a prediction."""
         (out,) = super().forward(given, static)
         prediction: Tensor = out
         return prediction
 
 
 def mean(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
-    """A loss."""
+    """A loss per token."""
     assert isinstance(output, Tensor)
     return output.mean(-1)
 
 
 def run_case(case: Case, rank: int, repeats: int) -> Ran:
-    """One rank's steps."""
+    """Run `repeats` timed steps of a case on one rank."""
     mesh = init_device_mesh("cpu", (case.num_ranks,), mesh_dim_names=("pp",))["pp"]
     last = case.num_stages - 1
     parts = {}
@@ -174,7 +174,7 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
     spans = []
     for _ in range(repeats + 1):
         for log in timed:
-            log.clear()  # The first step also made connections.
+            log.clear()  # The first step also opens connections.
         dist.barrier()
         start = time.monotonic()
         executor.step(prepared)
@@ -185,16 +185,16 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
 
 @dataclass(frozen=True)
 class Ran:
-    """What one rank has measured, in seconds of the machine's clock."""
+    """Measurements of one rank, in seconds of the machine's monotonic clock."""
 
     spans: list[tuple[float, float]]
-    """When its step began and ended, for each repeat."""
+    """Start and end of the step of each repeat."""
     took: dict[tuple[Kind, int, int], float]
-    """What each action of the last repeat took, by kind, stage and microbatch."""
+    """Seconds of each action of the last repeat, by kind, stage and microbatch."""
 
 
 def watch(stage: Any) -> dict[tuple[Kind, int, int], float]:
-    """Let a stage write down what each of its actions takes."""
+    """Wrap a stage to log the seconds of each action; return the log."""
     log: dict[tuple[Kind, int, int], float] = {}
 
     def timed(name: str, kind_of: Callable[[dict[str, Any]], Kind]) -> None:
@@ -218,7 +218,7 @@ def watch(stage: Any) -> dict[tuple[Kind, int, int], float]:
 
 
 def rank_main(rank: int, num_ranks: int, port: int, cases: Sequence[Case], repeats: int) -> None:
-    """One rank: every case, the result with rank 0."""
+    """Run every case on one rank; rank 0 saves the results."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
@@ -231,7 +231,7 @@ def rank_main(rank: int, num_ranks: int, port: int, cases: Sequence[Case], repea
 
 
 def measure(cases: Sequence[Case], repeats: int, result: str) -> list[dict[str, Any]]:
-    """Run the cases, all on equally many ranks; one row each. `result` is a file to write."""
+    """One row per case. All need the same number of ranks; `result` is a temporary file."""
     (num_ranks,) = {case.num_ranks for case in cases}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -248,10 +248,10 @@ def measure(cases: Sequence[Case], repeats: int, result: str) -> list[dict[str, 
 
 
 def row_of(case: Case, ran: Sequence[Ran]) -> dict[str, Any]:
-    """The idle part of all ranks' time: by theory, foretold from the sleeps, and as it was.
+    """Idle fraction over all ranks: by theory, simulated, and measured.
 
-    What an action took is the sleep and what torch adds to it. The last simulation is given that;
-    what it lacks beside the measured idle are the messages.
+    Simulated once with the sleeps, and once with the measured actions, which include torch's
+    overhead. The latter differs from the measured fraction by communication.
     """
     took: dict[tuple[Kind, int], list[float]] = {}
     for rank in ran:
@@ -261,7 +261,7 @@ def row_of(case: Case, ran: Sequence[Ran]) -> dict[str, Any]:
     start, end = zip(*(rank.spans[-1] for rank in ran), strict=True)
     measured = 1 - busy / (case.num_ranks * (max(end) - min(start)))
     costs = {key: statistics.mean(of_one) for key, of_one in took.items()}
-    foretold = simulate(case.order, costs).idle_fraction
+    simulated = simulate(case.order, costs).idle_fraction
     p, m, v = case.num_ranks, case.num_microbatches, case.stages_per_rank
     theory = (p - 1) / (v * m + p - 1) if not schedule_of(case.schedule).splits_backward else None
     return {
@@ -271,18 +271,18 @@ def row_of(case: Case, ran: Sequence[Ran]) -> dict[str, Any]:
         "v": v,
         "theory": "" if theory is None else round(theory, 4),
         "idle, simulated": round(simulate(case.order, case.costs).idle_fraction, 4),
-        "with actions as they were": round(foretold, 4),
+        "with actions as they were": round(simulated, 4),
         "measured": round(measured, 4),
-        "measured / simulated": round(measured / foretold, 3),
-        "step, measured / simulated": round((1 - foretold) / (1 - measured), 4),
+        "measured / simulated": round(measured / simulated, 3),
+        "step, measured / simulated": round((1 - simulated) / (1 - measured), 4),
     }
 
 
 def main() -> None:
-    """Every schedule on four ranks."""
+    """Run every schedule on four ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--unit", type=float, default=0.08, help="seconds of a rank's forward")
+    parser.add_argument("--unit", type=float, default=0.08, help="seconds of a forward on one rank")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args()

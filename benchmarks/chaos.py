@@ -1,12 +1,12 @@
-"""Kill runs until they end, and count what was lost: `python benchmarks/chaos.py`.
+"""Fault injection: kills, resizes and stops runs, counts lost samples: `benchmarks/chaos.py`.
 
-kills   one run on two ranks loses a rank, again and again: at random moments, while a checkpoint is
-        written, and right after one is in place. It must end with the bits of an undisturbed run.
-sizes   a run is killed on 4 ranks, goes on and is killed on 2, goes on on 3.
-agents  of two nodes one is killed with its ranks, the other goes on alone; it comes back.
-stops   SIGTERM, again and again: the run saves, ends with exit code 0 and is started again.
+kills   a rank of a 2-rank run is killed many times: at random moments, during a checkpoint write,
+        and right after its atomic rename. The run must end bitwise equal to an undisturbed run.
+sizes   a run is killed on 4 ranks, resumed and killed on 2, resumed on 3.
+agents  one of two nodes is killed with its ranks. The other resumes alone; the first rejoins.
+stops   SIGTERM several times: the run saves, exits with code 0 and is restarted.
 
-Every run writes down which samples each step has seen; all of them must have been trained on once.
+Every run logs the samples of each step. Each sample must be trained on exactly once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from titan_dit.commands.train import RDZV_CONF
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.sample_log import trained
 
-PATIENCE = 120
-"""Seconds that anything may take."""
+TIMEOUT_S = 120
+"""Timeout of every wait in seconds."""
 BATCH = 24
 FLAGS = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
 FLAGS += ("--training.global_batch_size", BATCH, "--faults.log_samples", "true")
@@ -48,29 +48,29 @@ FLAGS += ("--checkpoint.keep", 2, "--training.deterministic", "true")
 
 
 class Job:
-    """A launcher and its ranks, in a session of their own."""
+    """A launcher and its ranks, in their own session."""
 
     def __init__(
-        self, cwd: Path, *flags: Any, ranks: int, restarts: int = 0, meeting: tuple[Any, ...] = ()
+        self, cwd: Path, *flags: Any, ranks: int, restarts: int = 0, rdzv: tuple[Any, ...] = ()
     ) -> None:
-        words = [sys.executable, "-m", "titan_dit.launcher.launch", *(meeting or ("--standalone",))]
+        words = [sys.executable, "-m", "titan_dit.launcher.launch", *(rdzv or ("--standalone",))]
         words += ["--nproc-per-node", ranks, "--max-restarts", restarts, "-m", "titan_dit.train"]
         words += ["--config", "digits", *FLAGS, *flags]
         cwd.mkdir(parents=True, exist_ok=True)
         self.run = cwd / "outputs" / "digits"
-        with (cwd / f"said-{time.monotonic_ns()}").open("w") as said:
-            self.said = Path(said.name)
+        with (cwd / f"output-{time.monotonic_ns()}").open("w") as output:
+            self.output = Path(output.name)
             self.process = subprocess.Popen(
                 [str(word) for word in words],
                 cwd=cwd,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
     def ranks(self) -> dict[int, float]:
-        """The processes that train, and when each began, in seconds of CLOCK_BOOTTIME."""
+        """Training processes: pid -> start in seconds of CLOCK_BOOTTIME."""
         found = {}
         for pid in children_of(self.process.pid):
             with contextlib.suppress(OSError):
@@ -80,35 +80,35 @@ class Job:
                         found[pid] = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return found
 
-    def steps_told(self) -> list[int]:
-        """The steps that the console has shown, of all attempts."""
-        return [int(step) for step in re.findall(r"^step +(\d+)/", self.said.read_text(), re.M)]
+    def logged_steps(self) -> list[int]:
+        """Steps in the console output of all attempts."""
+        return [int(step) for step in re.findall(r"^step +(\d+)/", self.output.read_text(), re.M)]
 
     def wait(self, done: Callable[[], Any]) -> None:
-        """Until `done()`, or the job has ended; an error with what was said if neither comes."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait for `done()` or the end of the job; exit with its output after TIMEOUT_S seconds."""
+        deadline = time.monotonic() + TIMEOUT_S
         while not done() and self.process.poll() is None:
             if time.monotonic() > deadline:
-                raise SystemExit(f"nothing for {PATIENCE} s:\n{self.said.read_text()[-3000:]}")
+                raise SystemExit(f"timeout ({TIMEOUT_S} s):\n{self.output.read_text()[-3000:]}")
             time.sleep(0.002)
 
     def kill(self) -> None:
-        """SIGKILL for the launcher and all of its ranks."""
+        """Send SIGKILL to the launcher and its ranks."""
         for pid in (self.process.pid, *children_of(self.process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def end(self) -> int:
-        """The exit code."""
-        code = self.process.wait(20 * PATIENCE)
+        """Wait for the job; exit with its output if it failed."""
+        code = self.process.wait(20 * TIMEOUT_S)
         if code:
-            raise SystemExit(f"exit code {code}:\n{self.said.read_text()[-3000:]}")
+            raise SystemExit(f"exit code {code}:\n{self.output.read_text()[-3000:]}")
         return code
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started."""
+    """Child processes of a process."""
     found = []
     for tasks in Path("/proc").glob(f"{pid}/task/*/children"):
         with contextlib.suppress(OSError):
@@ -117,20 +117,20 @@ def children_of(pid: int) -> list[int]:
 
 
 def finish_undisturbed(cwd: Path, *flags: Any, ranks: int) -> Path:
-    """The run directory of a run that nobody kills."""
+    """Finish a run without faults; return its directory."""
     job = Job(cwd, *flags, ranks=ranks)
     job.end()
     return job.run
 
 
 def newest(run: Path) -> Path | None:
-    """The newest whole checkpoint."""
+    """The newest complete checkpoint."""
     found = sorted((run / "checkpoints").glob("step-*/manifest.json"))
     return found[-1].parent if found and found[-1].parent.suffix == "" else None
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
+    """Full tensors of a checkpoint."""
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -142,7 +142,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def same_bits(run: Path, other: Path) -> tuple[bool, str]:
-    """Whether two runs' last checkpoints hold the same bits, and what to say of it."""
+    """(True if the last checkpoints of two runs are bitwise equal, description)."""
     first, second = newest(run), newest(other)
     assert first
     assert second
@@ -152,13 +152,13 @@ def same_bits(run: Path, other: Path) -> tuple[bool, str]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """The loss of every step."""
+    """Loss by step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row["loss"] for row in rows}
 
 
 def account(run: Path, steps: int) -> dict[str, int]:
-    """Samples that were never trained on, and trained on twice."""
+    """Counts of samples: all, lost, trained on twice, and outside the run."""
     last = newest(run)
     assert last, run
     record = json.loads((last / "manifest.json").read_text())
@@ -174,7 +174,7 @@ def account(run: Path, steps: int) -> dict[str, int]:
 
 
 def same_curve(run: Path, other: Path) -> tuple[bool, str]:
-    """Whether two loss curves agree, and what to say of it."""
+    """(True if two loss curves agree to 1e-5, description)."""
     mine, its = losses(run), losses(other)
     assert mine.keys() == its.keys()
     error = max(abs(mine[step] - its[step]) / its[step] for step in its)
@@ -182,17 +182,17 @@ def same_curve(run: Path, other: Path) -> tuple[bool, str]:
 
 
 def verdict(found: tuple[bool, str]) -> dict[str, Any]:
-    """How a run compares with one that nobody disturbed."""
+    """Columns of the comparison with the undisturbed run."""
     return {"as undisturbed": found[0], "compared": found[1]}
 
 
 MOMENTS = ("random", "write", "renamed")
 
 
-def wait_for_moment(job: Job, moment: str, luck: random.Random) -> None:
-    """Training goes on; then some time later, or while a checkpoint is written, or right after."""
-    told = len(job.steps_told())
-    job.wait(lambda: len(job.steps_told()) > told)
+def wait_for_moment(job: Job, moment: str, rng: random.Random) -> None:
+    """Wait for a step, then for a random time, a checkpoint write, or its rename."""
+    num_logged = len(job.logged_steps())
+    job.wait(lambda: len(job.logged_steps()) > num_logged)
     folder = job.run / "checkpoints"
     if moment == "write":
         job.wait(lambda: any(folder.glob("step-*.partial")))
@@ -200,32 +200,32 @@ def wait_for_moment(job: Job, moment: str, luck: random.Random) -> None:
         before = set(folder.glob("step-*/manifest.json"))
         job.wait(lambda: set(folder.glob("step-*/manifest.json")) - before)
     else:
-        time.sleep(luck.uniform(0.0, 1.5))
+        time.sleep(rng.uniform(0.0, 1.5))
 
 
-def kills(folder: Path, number: int, steps: int, luck: random.Random) -> dict[str, Any]:
-    """Kill a rank so many times in one run."""
+def kills(folder: Path, number: int, steps: int, rng: random.Random) -> dict[str, Any]:
+    """Kill a rank `number` times in one run."""
     flags = ("--training.steps", steps, "--checkpoint.every", 10)
-    calm = finish_undisturbed(folder / "calm", *flags, ranks=2)
+    reference = finish_undisturbed(folder / "reference", *flags, ranks=2)
     job, rows = Job(folder / "kills", *flags, ranks=2, restarts=number + 5), []
     for moment, _ in zip(itertools.cycle(MOMENTS), range(number), strict=False):
-        wait_for_moment(job, moment, luck)
+        wait_for_moment(job, moment, rng)
         ranks = job.ranks()
         if job.process.poll() is not None or not ranks:
             break
-        told, victim = len(job.steps_told()), luck.choice(sorted(ranks))
+        num_logged, victim = len(job.logged_steps()), rng.choice(sorted(ranks))
         os.kill(victim, signal.SIGKILL)
         killed = time.clock_gettime(time.CLOCK_BOOTTIME)
         job.wait(lambda ranks=ranks: len(job.ranks().keys() - ranks.keys()) == 2)
         began = min((t for pid, t in job.ranks().items() if pid not in ranks), default=killed)
-        job.wait(lambda told=told: len(job.steps_told()) > told + 1)
+        job.wait(lambda num_logged=num_logged: len(job.logged_steps()) > num_logged + 1)
         if job.process.poll() is not None:
             break
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         rows.append({"moment": moment, "seconds": now - killed, "own": now - began})
         print(
-            f"kill {len(rows):>2}: {moment:<8} step {job.steps_told()[-1]:>5}, training again "
-            f"after {now - killed:.1f} s, of which {now - began:.1f} s import, build, load",
+            f"kill {len(rows):>2}: {moment:<8} step {job.logged_steps()[-1]:>5}, resumed "
+            f"after {now - killed:.1f} s, of which {now - began:.1f} s imports, build, load",
             flush=True,
         )
     job.end()
@@ -233,114 +233,114 @@ def kills(folder: Path, number: int, steps: int, luck: random.Random) -> dict[st
         "scenario": "kills",
         "disturbances": f"{len(rows)} SIGKILL of a rank",
         **account(job.run, steps),
-        **verdict(same_bits(job.run, calm)),
+        **verdict(same_bits(job.run, reference)),
         "s to the next step": round(statistics.mean(row["seconds"] for row in rows), 1),
         "of it our own": round(statistics.mean(row["own"] for row in rows), 1),
     }
 
 
-def sizes(folder: Path, steps: int, luck: random.Random) -> dict[str, Any]:
-    """4 -> 2 -> 3 ranks, with kills between."""
+def sizes(folder: Path, steps: int, rng: random.Random) -> dict[str, Any]:
+    """Resume on 4 -> 2 -> 3 ranks, with kills in between."""
     flags = ("--training.steps", steps, "--checkpoint.every", 5)
-    calm = finish_undisturbed(folder / "calm-4", *flags, ranks=4)
+    reference = finish_undisturbed(folder / "reference-4", *flags, ranks=4)
     for ranks in (4, 2):
         job = Job(folder / "sizes", *flags, ranks=ranks)
         for _ in range(steps // 4):
             wait_for_moment(job, "random", random.Random(0))
-            if newest(job.run) and len(job.steps_told()) > steps // 4:
+            if newest(job.run) and len(job.logged_steps()) > steps // 4:
                 break
-        time.sleep(luck.uniform(0.0, 0.3))
+        time.sleep(rng.uniform(0.0, 0.3))
         job.kill()
     run = finish_undisturbed(folder / "sizes", *flags, ranks=3)
     return {
         "scenario": "sizes",
-        "disturbances": "killed on 4 ranks, on 2, ended on 3",
+        "disturbances": "killed on 4 and on 2 ranks, finished on 3",
         **account(run, steps),
-        **verdict(same_curve(run, calm)),
+        **verdict(same_curve(run, reference)),
     }
 
 
 def agents(folder: Path, steps: int) -> dict[str, Any]:
-    """Two nodes of one rank each; the second dies, and comes back."""
+    """Two nodes of one rank each; the second is killed and rejoins."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meeting = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "chaos")
-    meeting += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RDZV_CONF)
+    rdzv = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "chaos")
+    rdzv += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RDZV_CONF)
     flags = ("--training.steps", steps, "--checkpoint.every", 5)
-    calm = finish_undisturbed(folder / "calm-2", *flags, ranks=2)
-    first = Job(folder / "agents", *flags, ranks=1, restarts=5, meeting=meeting)
+    reference = finish_undisturbed(folder / "reference-2", *flags, ranks=2)
+    first = Job(folder / "agents", *flags, ranks=1, restarts=5, rdzv=rdzv)
     time.sleep(1.0)
-    second = Job(folder / "agents", *flags, ranks=1, restarts=5, meeting=meeting)
-    told = steps // 5
-    job = next(j for j in speaking(first, second))
-    job.wait(lambda: len(job.steps_told()) > told)
+    second = Job(folder / "agents", *flags, ranks=1, restarts=5, rdzv=rdzv)
+    num_logged = steps // 5
+    job = next(j for j in logging_job(first, second))
+    job.wait(lambda: len(job.logged_steps()) > num_logged)
     killed = time.monotonic()
-    count = len(first.steps_told())
+    count = len(first.logged_steps())
     second.kill()
-    first.wait(lambda: len(first.steps_told()) > count + 2)
+    first.wait(lambda: len(first.logged_steps()) > count + 2)
     seconds = time.monotonic() - killed
-    third = Job(folder / "agents", *flags, ranks=1, restarts=5, meeting=meeting)
+    third = Job(folder / "agents", *flags, ranks=1, restarts=5, rdzv=rdzv)
     first.end()
     third.end()
     return {
         "scenario": "agents",
-        "disturbances": "a node killed, and back",
+        "disturbances": "a node killed and rejoined",
         **account(first.run, steps),
-        **verdict(same_curve(first.run, calm)),
+        **verdict(same_curve(first.run, reference)),
         "s to the next step": round(seconds, 1),
     }
 
 
-def speaking(*jobs: Job) -> Iterator[Job]:
-    """The job whose console shows the steps."""
-    deadline = time.monotonic() + PATIENCE
+def logging_job(*jobs: Job) -> Iterator[Job]:
+    """The job that logs the steps, once there is one."""
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         for job in jobs:
-            if job.steps_told():
+            if job.logged_steps():
                 yield job
         time.sleep(0.05)
-    raise SystemExit("no job took a step")
+    raise SystemExit(f"no job took a step within {TIMEOUT_S} s")
 
 
-def stops(folder: Path, number: int, steps: int, luck: random.Random) -> dict[str, Any]:
-    """SIGTERM to the launcher; the same command goes on."""
+def stops(folder: Path, number: int, steps: int, rng: random.Random) -> dict[str, Any]:
+    """Stop the launcher with SIGTERM and restart the same command, `number` times."""
     flags = ("--training.steps", steps, "--checkpoint.every", 1000)
-    calm = finish_undisturbed(folder / "calm-stops", *flags, ranks=2)
+    reference = finish_undisturbed(folder / "reference-stops", *flags, ranks=2)
     seconds = []
     for _ in range(number):
         job = Job(folder / "stops", *flags, ranks=2)
-        wait_for_moment(job, "random", luck)
-        asked = time.monotonic()
+        wait_for_moment(job, "random", rng)
+        signalled = time.monotonic()
         job.process.send_signal(signal.SIGTERM)
         job.end()
-        seconds.append(time.monotonic() - asked)
+        seconds.append(time.monotonic() - signalled)
     run = finish_undisturbed(folder / "stops", *flags, ranks=2)
     return {
         "scenario": "stops",
         "disturbances": f"{number} SIGTERM, saved within {max(seconds):.1f} s",
         **account(run, steps),
-        **verdict(same_bits(run, calm)),
+        **verdict(same_bits(run, reference)),
     }
 
 
 def main() -> None:
-    """All scenarios, or some."""
+    """Run the scenarios; exit with an error if one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scenarios", nargs="*", help="kills, sizes, agents, stops; all by default")
+    parser.add_argument("scenarios", nargs="*", help="kills, sizes, agents, stops; default all")
     parser.add_argument("--kills", type=int, default=21)
-    parser.add_argument("--steps", type=int, default=2500, help="of the run whose ranks are killed")
+    parser.add_argument("--steps", type=int, default=2500, help="steps of the kills scenario")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args()
-    wanted, luck = args.scenarios or ["kills", "sizes", "agents", "stops"], random.Random(args.seed)
+    wanted, rng = args.scenarios or ["kills", "sizes", "agents", "stops"], random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         every = {
-            "kills": lambda: kills(folder, args.kills, args.steps, luck),
-            "sizes": lambda: sizes(folder, 120, luck),
+            "kills": lambda: kills(folder, args.kills, args.steps, rng),
+            "sizes": lambda: sizes(folder, 120, rng),
             "agents": lambda: agents(folder, 400),
-            "stops": lambda: stops(folder, 3, 400, luck),
+            "stops": lambda: stops(folder, 3, 400, rng),
         }
         rows = [every[scenario]() for scenario in wanted]
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -352,7 +352,7 @@ def main() -> None:
         if row["lost"] or row["twice"] or row["strange"] or not row["as undisturbed"]
     ]
     if broken:
-        raise SystemExit(f"lost or changed: {', '.join(broken)}")
+        raise SystemExit(f"samples lost or results changed: {', '.join(broken)}")
 
 
 if __name__ == "__main__":

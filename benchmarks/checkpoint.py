@@ -1,9 +1,8 @@
-"""What a checkpoint costs the step that begins it: `python benchmarks/checkpoint.py`.
+"""Time that a checkpoint blocks its training step: `python benchmarks/checkpoint.py`.
 
-Measured turn by turn in one process: one copy of the state's bytes in memory (one tensor to
-another, both touched before), the wait of a save beside training, and a save that the step waits
-for, with every file synced to the disk. Ratios are medians of the ratios turn by turn. The state
-is that of a DiT trained with AdamW and one average: weights, two moments, the average and a step
+Each turn measures, in one process: a memory copy of the state's bytes (both buffers paged in), the
+blocking part of an async save, and a sync save with fsync of every file. Ratios are medians over
+turns. The state is that of a DiT with AdamW and one EMA: weights, two moments, the EMA and a step
 count per parameter. Files go to a temporary folder under --folder.
 """
 
@@ -39,7 +38,7 @@ MODELS = {
 
 
 def state(name: str, device: torch.device) -> Callable[[], dict[str, Any]]:
-    """What the trainer calls for the tensors of a run."""
+    """The function that the trainer calls for the tensors of a run."""
     config = DiTConfig(patch=2, latent_size=32, channels=4, num_classes=1000, **MODELS[name])
     parameters = dict(config.build(4).to(device).named_parameters())
     optimizer = build_optimizer(parameters.values(), OptimizerConfig())
@@ -56,7 +55,7 @@ def state(name: str, device: torch.device) -> Callable[[], dict[str, Any]]:
 
 
 def seconds(action: Callable[[], object], device: torch.device) -> float:
-    """How long it takes, the device's part included."""
+    """Seconds of an action, after the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -65,7 +64,7 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_of(size: int, device: torch.device) -> Callable[[], None]:
-    """One copy of so many bytes to host memory."""
+    """An action that copies `size` bytes to host memory."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
@@ -76,13 +75,13 @@ def copy_of(size: int, device: torch.device) -> Callable[[], None]:
 
 
 def measure(name: str, folder: Path, turns: int, device: torch.device) -> dict[str, Any]:
-    """A row: the state of one model."""
+    """The row of one model's state."""
     tensors = state(name, device)
     shards: list[Tensor] = list(leaves(tensors()))
     size = sum(shard.nbytes for shard in shards)
     copy = copy_of(size, device)
     record = {"step": 0, "cursor": 0}
-    beside, at_once = (
+    async_saves, sync_saves = (
         Checkpoints(folder / kind, CheckpointConfig(async_save=kind == "async", keep=1))
         for kind in ("async", "sync")
     )
@@ -91,11 +90,11 @@ def measure(name: str, folder: Path, turns: int, device: torch.device) -> dict[s
     for turn in range(turns + 1):
         gc.collect()
         copies.append(seconds(copy, device))
-        waits.append(seconds(lambda t=turn: beside.save(t, tensors(), record), device))
-        writes.append(waits[-1] + seconds(beside.wait, device))
-        saves.append(seconds(lambda t=turn: at_once.save(t, tensors(), record), device))
-        said = beside.poll() + at_once.poll()
-        assert sum(line.startswith("saved") for line in said) == 2, said
+        waits.append(seconds(lambda t=turn: async_saves.save(t, tensors(), record), device))
+        writes.append(waits[-1] + seconds(async_saves.wait, device))
+        saves.append(seconds(lambda t=turn: sync_saves.save(t, tensors(), record), device))
+        lines = async_saves.poll() + sync_saves.poll()
+        assert sum(line.startswith("saved") for line in lines) == 2, lines
         first = first or waits[0]
     waits, copies, saves, writes = waits[1:], copies[1:], saves[1:], writes[1:]
 
@@ -120,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--folder", help="where to write; the system's temporary folder if unset")
+    parser.add_argument("--folder", help="parent of the temporary folder; default: the system's")
     parser.add_argument("--out")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,9 +1,8 @@
-"""The bytes a rank sends in a step beside theory, axis by axis: `python benchmarks/collectives.py`.
+"""Bytes that a rank sends along each mesh axis, against theory: `python benchmarks/collectives.py`.
 
-Needs one process: the dry run takes the step, on fake tensors, and counts what its operators send;
-the formulas are those of docs/parallelism.md. Sent per layer: a step of a deeper network less that
-of one with fewer layers, so that what the ends of the network send stays out of it. A pipeline
-sends per boundary, the whole of its messages is compared.
+One process: a dry run takes the step on fake tensors and counts the traffic of its operators. The
+formulas are those of docs/parallelism.md. Traffic per layer is the difference between two depths,
+which cancels embedding and head. For a pipeline all messages are compared.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from titan_dit.plan import resolve
 LAYERS = 2
 HIDDEN, HEADS, PATCH, LATENT = 128, 8, 2, 16
 BATCH, MICROBATCHES = 8, 4
-"""Samples of a data-parallel rank and step."""
+"""Samples and microbatches per data-parallel rank and step."""
 
 BF16, FP32 = 2, 4
-"""Bytes: parameters and activations travel in bf16, gradients of parameters in fp32."""
+"""Bytes per element: parameters and activations are sent in bf16, parameter gradients in fp32."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the formulas speak of, for one rank."""
+    """Symbols of the formulas, for one rank."""
 
     b: int
     s: int
@@ -44,65 +43,65 @@ S = Shape(
     b=BATCH,
     s=(LATENT // PATCH) ** 2,
     h=HIDDEN,
-    # qkv, out, up, down and the modulation: 3 + 1 + 4 + 4 + 6 times h^2, and their biases.
+    # qkv, out, up, down and modulation: (3 + 1 + 4 + 4 + 6) h^2, plus biases.
     parameters=18 * HIDDEN**2 + 15 * HIDDEN,
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout in which one axis is at work, and what it should send."""
+    """A layout that uses one axis, and its expected traffic."""
 
     axis: str
     ranks: int
     sections: dict[str, dict[str, Any]]
     formula: str
-    """In elements; P the parameters of a layer."""
+    """In elements; P is the parameters of a layer."""
     theory: Callable[[int], float]
     """Ranks of the axis -> bytes."""
     also: int = 1
     """Ranks of other axes."""
     is_whole: bool = False
-    """Not per layer: all that the axis sends."""
+    """True for the whole traffic of the axis instead of that per layer."""
 
 
 def fsdp(gathers: int) -> Callable[[int], float]:
-    """Parameters so many times, their gradients once."""
+    """All-gathers of parameters, and one reduce-scatter of their gradients."""
     return lambda d: (gathers * BF16 + FP32) * S.parameters * (d - 1) / d
 
 
 def replicas(shard: int) -> Callable[[int], float]:
-    """The gradients of a shard, reduced to all."""
+    """All-reduce of a shard's gradients."""
     return lambda r: 2 * (r - 1) / r * FP32 * S.parameters / shard
 
 
 def tensor(t: int) -> float:
-    """Tokens four times there and back, and the modulation's six vectors of a sample once."""
+    """Four all-gathers and four reduce-scatters of tokens; six modulation vectors once."""
     return (t - 1) / t * S.b * S.h * (8 * S.s + 12) * BF16
 
 
 def replicated_tokens(t: int) -> float:
-    """The modulation's gradients are whole already."""
+    """The same without sequence parallelism, where modulation gradients are complete."""
     return (t - 1) / t * S.b * S.h * (8 * S.s + 6) * BF16
 
 
 def ring(c: int) -> float:
-    """Keys and values forward and backward, their gradients as sums in fp32."""
+    """Keys and values forward and backward, their gradients in fp32."""
     return (c - 1) / c * S.b * S.s * S.h * (4 * BF16 + 2 * FP32)
 
 
 def ulysses(c: int) -> float:
-    """q, k, v and the output, forward and backward."""
+    """All-to-alls of q, k, v and the output, forward and backward."""
     return 8 * (c - 1) / c**2 * S.b * S.s * S.h * BF16
 
 
 def messages(p: int) -> float:
-    """Between two ranks one boundary: tokens and condition forward, their gradients backward."""
+    """Tokens and condition forward, their gradients backward, at every stage boundary."""
     return 2 * (p - 1) * S.b * (S.s + 1) * S.h * BF16
 
 
 def parallel(**keys: Any) -> dict[str, dict[str, Any]]:
-    """Sections with these keys of [parallel]."""
+    """Config sections with these keys of [parallel]."""
     return {"parallel": keys}
 
 
@@ -135,7 +134,7 @@ OPERATIONS = {
     "cp": ("ring", "all-to-all"),
     "pp": ("send",),
 }
-"""What a layer sends on an axis; cp shares parameters, too, as dp_shard does."""
+"""Collectives of a layer by axis, without those of FSDP over cp."""
 
 
 def sent(case: Case, layers: int) -> tuple[int, int]:
@@ -196,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--axes", nargs="+", choices=list(OPERATIONS), help="only these")
+    parser.add_argument("--axes", nargs="+", choices=list(OPERATIONS), help="default all")
     parser.add_argument("--out", help="JSON")
     options = parser.parse_args()
     axes = options.axes or list(OPERATIONS)

@@ -1,10 +1,9 @@
-"""How good are the digits? `python benchmarks/digits.py [--seconds 60] [--run DIR] [--out JSON]`.
+"""Sample quality on digits: `python benchmarks/digits.py [--seconds 60] [--run DIR] [--out JSON]`.
 
-Trains the default run for a given time (its learning rate schedule fitted to that time), draws 500
-samples of the averaged weights at guidance 2, and judges them by the real digits: a
-3-nearest-neighbour classifier fitted on all of them must see the label that was asked for, and the
-samples of a class must differ from each other about as much as real ones do. `--run DIR` judges a
-run that exists instead.
+Trains the default run for a given time, with the lr schedule fitted to it, and draws 500 samples
+from the EMA weights at guidance 2. Two metrics: the agreement of their labels with a
+3-nearest-neighbour classifier fitted on all real digits, and the standard deviation within a class,
+relative to that of real digits. `--run DIR` evaluates an existing run instead.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ NUM_SAMPLES, CFG_SCALE, SAMPLER_STEPS = 500, 2.0, 25
 
 
 def train(folder: Path, steps: int) -> float:
-    """Train digits.toml for `steps` steps into `folder`; seconds spent in steps."""
+    """Train digits.toml for `steps` steps into `folder`; return the seconds spent in steps."""
     flags = ["--training.steps", steps, "--sampling.every", 0, "--checkpoint.every", steps]
-    # The first step is logged by itself: it holds what is made once.
+    # The first step is logged on its own, because it includes one-time set-up.
     command = [ROOT / "run_train.sh", "--config", "digits.toml", "--job.dir", folder, *flags]
     subprocess.run([str(word) for word in command], check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -40,7 +39,7 @@ def train(folder: Path, steps: int) -> float:
 
 
 def fit_steps(seconds: float, folder: Path) -> int:
-    """How many steps the machine takes in `seconds`."""
+    """Number of steps that this machine takes in `seconds`."""
     steps = 100
     return round(seconds / train(folder / "calibration", steps) * steps)
 
@@ -76,7 +75,7 @@ def within_class_std(samples: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Train (or take a run), judge, report."""
+    """Train (or load a run), evaluate, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--run", type=Path)

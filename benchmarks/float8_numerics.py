@@ -1,11 +1,10 @@
-"""What float8 does to the numbers: `python benchmarks/float8_numerics.py [--out FILE.json]`.
+"""float8 numerics against bf16: `python benchmarks/float8_numerics.py [--out FILE.json]`.
 
-Two parts, on any device; without a GPU float8 is emulated: rounded to, and multiplied in bf16.
-Layers: every block linear of a DiT whose gates are not zero is given the input and the output
-gradient that it has in bf16; the error is |float8 - bf16| / |bf16| (Frobenius) of its output, its
-input gradient and its weight gradient. Losses: the trainer, from the same weights over the same
-samples, in bf16 and in float8; the bar is the mean of the last quarter, within 0.5% of bf16's.
-`--curves FILE.png` draws them.
+Without a GPU float8 is emulated: rounded to float8, multiplied in bf16. Layers: the relative error
+|float8 - bf16| / |bf16| (Frobenius) of output, input gradient and weight gradient of every block
+linear, given its bf16 input and output gradient. Losses: the trainer in bf16 and in float8, from
+the same weights over the same samples. The mean over the last quarter must be within 0.5% of bf16.
+`--curves FILE.png` plots them.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ COLOURS["rowwise_with_gw_hp"] = (46, 160, 90)
 
 
 def layer_errors(config: DiTConfig, device: torch.device, emulate: bool) -> list[dict[str, Any]]:
-    """A row per recipe and kind of layer: the mean over the blocks of each error, in percent."""
+    """Rows of relative errors in percent, per recipe and layer type, averaged over blocks."""
     model = config.build(config.channels).to(device)
     torch.manual_seed(0)
     randomize(list(model.parameters()))
@@ -112,7 +111,7 @@ def products_of(
 
 
 def converted(model: Model, recipe: str, emulate: bool) -> dict[str, nn.Module]:
-    """The block linears in float8, with the same weights."""
+    """Block linears converted to float8, with the same weights."""
     like = model.config.build(model.output_channels).to(model.embed.patch.weight.device)
     like.load_state_dict(model.state_dict())
     like.to(torch.bfloat16)
@@ -129,7 +128,7 @@ def converted(model: Model, recipe: str, emulate: bool) -> dict[str, nn.Module]:
 def compare(
     layer: nn.Module, x: Tensor, out: Tensor, gradient: Tensor, dx: Tensor, dw: Tensor
 ) -> tuple[float, ...]:
-    """The relative errors of the output and of the two gradients."""
+    """Relative errors of output, input gradient and weight gradient."""
     x = x.clone().requires_grad_()
     found = layer(x)
     found.backward(gradient)
@@ -140,7 +139,7 @@ def compare(
 def losses(
     world: process_group.World, run: str, recipe: str, steps: int, emulate: bool
 ) -> list[float]:
-    """The loss of every step of a run; "bf16" is the run without float8."""
+    """Losses by step of a run; recipe "bf16" disables float8."""
     tables = {
         "job": {"dir": tempfile.mkdtemp()},
         "objective": {"name": "rectified_flow", "label_dropout": 0.1},
@@ -171,12 +170,12 @@ def losses(
 
 
 def last_quarter(values: Sequence[float]) -> float:
-    """The mean over the last quarter of the steps."""
+    """Mean over the last quarter of the steps."""
     return statistics.mean(values[-(len(values) // 4) :])
 
 
 def draw(path: Path, curves: dict[str, dict[str, list[float]]]) -> None:
-    """A panel per run: the running means of all recipes."""
+    """Plot one panel per run with the moving averages of all recipes."""
     width, height, left, below, above = 640, 420, 60, 40, 60
     sheet = Image.new("RGB", (width * len(curves), height), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)

@@ -1,11 +1,11 @@
-"""Which linear layers float8 makes faster: `python benchmarks/float8_shapes.py --write`.
+"""float8 speedup of linear layers: `python benchmarks/float8_shapes.py --write`.
 
-Forward and backward of one compiled bf16 layer (M tokens, K inputs, N outputs) and of the same in
-float8, by the device's own clock and with a full queue, in turn; medians. `--write` puts each row,
-as soon as it is measured, into titan_dit/parallel/float8_shapes.json, in the place of that of the
-same device, recipe and shape; `[precision] float8_layers = "auto"` asks that table first. Beside
-each ratio stands what the roofline says without it. A shape that does not fit is passed over.
-Needs a GPU with float8; `--emulate` tries every line anywhere, and its figures mean nothing.
+Median times of forward and backward of a compiled layer (M tokens, K inputs, N outputs) in bf16 and
+in float8, measured in turn with CUDA events and a full queue. `--write` stores each row at once in
+titan_dit/parallel/float8_shapes.json and replaces the row of the same device, recipe and shape.
+`[precision] float8_layers = "auto"` reads that table before it falls back to a roofline; the
+"roofline" column shows that fallback. Shapes that run out of memory are skipped.
+Needs a GPU with float8. `--emulate` is a smoke test on any device; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from titan_dit.parallel.float8_gains import TABLE, LinearShape, gains
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NAME = "float8 shapes"
 KEY = ("device", "recipe", "M", "K", "N")
-"""Of a row of the table."""
+"""Key columns of the table."""
 
 
 def shapes_of(sizes: list[str], rows: list[int]) -> list[LinearShape]:
-    """The four linears of a block of each size, for each number of tokens."""
+    """The four linear layers of a block of each size, for each number of tokens."""
     found = []
     for size in sizes:
         hidden = SIZES[size][0]
@@ -54,7 +54,7 @@ def shapes_of(sizes: list[str], rows: list[int]) -> list[LinearShape]:
 def step_of(
     shape: LinearShape, recipe: str, device: torch.device, emulate: bool
 ) -> Callable[[], None]:
-    """Forward and backward of one compiled layer; "bf16" is the one without float8."""
+    """Forward and backward of one compiled layer; recipe "bf16" disables float8."""
     torch.manual_seed(0)
     holder = nn.Sequential(nn.Linear(shape.inputs, shape.outputs, device=device))
     holder.to(torch.bfloat16)
@@ -77,21 +77,21 @@ def step_of(
 def measure(
     shape: LinearShape, recipe: str, device: torch.device, emulate: bool, turns: int
 ) -> tuple[float, float]:
-    """Median milliseconds in bf16 and in float8, taken in turn after two turns to warm up."""
+    """Median milliseconds in (bf16, float8), measured in turn after two warm-up turns."""
     meter = meter_of(device)
     steps = [step_of(shape, kind, device, emulate) for kind in ("bf16", recipe)]
-    taken: tuple[list[float], list[float]] = ([], [])
+    milliseconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(turns + 2):
-        # Each goes first equally often.
+        # Each goes first equally often, for equal cache effects.
         for which in (turn % 2, 1 - turn % 2):
             spent = meter.call_ms(steps[which])
             if turn >= 2:
-                taken[which].append(spent)
-    return statistics.median(taken[0]), statistics.median(taken[1])
+                milliseconds[which].append(spent)
+    return statistics.median(milliseconds[0]), statistics.median(milliseconds[1])
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Put rows in the place of those of the same device, recipe and shape, behind all others."""
+    """Write rows to the table; replace those of the same device, recipe and shape."""
     table = json.loads(path.read_text())["rows"] + rows
     latest = {tuple(row[key] for key in KEY): row for row in table}
     draft = path.with_name(path.name + ".part")
@@ -116,21 +116,23 @@ def parse() -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, device: torch.device) -> None:
-    """Refuse what cannot be measured before anything is."""
+    """Refuse unsupported recipes and flags before the first measurement."""
     if options.write and options.emulate:
-        raise UserError("--write: the figures of --emulate mean nothing. Leave one of them out.")
+        raise UserError(
+            "--write and --emulate: emulated figures mean nothing. Drop one of the flags."
+        )
     for recipe in options.recipes:
         precision = PrecisionConfig(float8=recipe, float8_emulate=options.emulate)
         check_products(precision, False, device)
 
 
 def main() -> int:
-    """Measure and report, shape by shape: what is there stays, whatever comes of the next."""
+    """Measure and report shape by shape; a failure keeps the rows measured so far."""
     options = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check(options, device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    # Asked before the first row is written, which changes the checkout.
+    # Before the first row is written, because that makes the checkout dirty.
     where = {key: place()[key] for key in ("date", "commit", "torch")} | {"torchao": version()}
     meter, shown = meter_of(device), []
     wanted = itertools.product(options.recipes, shapes_of(options.sizes, options.rows))
@@ -153,13 +155,13 @@ def main() -> int:
 
 
 def times(*what: Any) -> dict[str, float]:
-    """`measure` as part of a row."""
+    """`measure` as columns of a row."""
     bf16, fast = measure(*what)
     return {"bf16_ms": bf16, "float8_ms": fast}
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
-    """What the table shows of a row, measured or not."""
+    """Printed columns of a row, with dashes if it was not measured."""
     if row["result"] != "measured":
         return dict.fromkeys(("bf16 ms", "float8 ms", "float8 / bf16"), "-") | {
             "result": row["result"]
@@ -170,7 +172,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def version() -> str:
-    """torchao's, which makes the kernels what they are as much as torch's."""
+    """Version of torchao."""
     return importlib.metadata.version("torchao")
 
 

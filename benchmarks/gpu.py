@@ -1,16 +1,15 @@
-"""All figures of one GPU: `python benchmarks/gpu.py [--out JSON]`, under 9 minutes on an H200.
+"""Benchmark of one GPU: `python benchmarks/gpu.py [--out JSON]`, under 9 minutes on an H200.
 
-ceilings    what the device reaches: bf16 products (8192 cubed, and those of the models), a copy
-            within its memory, attention of 64, 72 and 128 channels at 256 to 65,536 tokens
+ceilings    peak rates of bf16 products (8192 cubed, and those of the models), of a copy in device
+            memory, of attention with 64, 72 and 128 channels at 256 to 65,536 tokens
 steps       training steps of DiT-XL/2 at 1024 and 256 tokens, of the 7B shape (8 of 24 layers) at
-            4096 and 16384 tokens and of the 3B shape: ours beside a plain DiT, eager and compiled,
-            bf16 and float8
-max_tokens  how many tokens one sample of DiT-XL/2 can have, with and without recomputation
+            4096 and 16384 tokens and of the 3B shape: ours against a plain DiT, eager and
+            compiled, bf16 and float8
+max_tokens  most tokens that one sample of DiT-XL/2 can have, with and without recomputation
 
-The most important rows come first; what the time budget does not hold is listed as "not begun".
-Needs torch and jaxtyping (float8: torchao, too); see wheelhouse.py for a machine that has torch
-only, docs/gpu.md for what is read off. `--tiny` runs all of it on whatever there is, a CPU too, to
-see that it runs: its figures mean nothing.
+The most important rows come first; rows that exceed the time budget are listed as "not begun".
+Needs torch and jaxtyping, torchao for float8; see wheelhouse.py for a machine with torch only.
+Explained in docs/gpu.md. `--tiny` is a smoke test on any device; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ import wheelhouse
 
 PARTS = ("ceilings", "steps", "max_tokens")
 
-# 139 GiB hold 20 bytes a parameter (weights, gradients, two moments, EMA: XL 12.6 GiB, 8 layers of
-# the 7B shape 47, 3B 57), a bf16 copy of the weights, and per token and layer 48 h bytes for the
-# plain DiT under autocast, 40 h ours, 34 h ours compiled. The plain DiT's sums: XL/2 at 1024 tokens
-# 61 GiB, at 256 108; 7B shape 99; 3B 122.
+# All fit in 139 GiB: 20 bytes per parameter (weights, gradients, two moments, EMA: XL 12.6 GiB, 8
+# layers of the 7B shape 47, 3B 57), a bf16 copy of the weights, and per token and layer 48 h bytes
+# for the plain DiT under autocast, 40 h ours, 34 h ours compiled. The plain DiT in total: XL/2 at
+# 1024 tokens 61 GiB, at 256 108; 7B shape 99; 3B 122.
 CELLS = ["XL/2:64:32", "XL/2:32:256", "7B/2x8:128:8", "7B/2x8:256:2", "3B/2:128:4"]
 
 
 def parse() -> argparse.Namespace:
-    """Flags; what depends on --tiny is filled in."""
+    """Command-line flags, with the defaults of --tiny."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--size", help="model of cells that name none, and of max_tokens (XL/2)")
+    parser.add_argument("--size", help="model of max_tokens and of cells without one (XL/2)")
     parser.add_argument(
         "--cells",
         nargs="+",
         help="latent size:batch or model:latent size:batch, most important first (32:256, "
-        "7B/2x8:128:8: 8 layers of the 7B shape)",
+        "7B/2x8:128:8 is 8 layers of the 7B shape)",
     )
     parser.add_argument("--only", nargs="+", help="contenders: plain, plain_compiled, ours, ...")
     parser.add_argument("--objective", default="rectified_flow")
-    parser.add_argument("--rounds", type=int, default=1, help="times each contender is built")
-    parser.add_argument("--warmup", type=int, default=2, help="steps after the first, not timed")
-    parser.add_argument("--steps", type=int, help="timed steps per row (1.5 s of them, at least 5)")
-    parser.add_argument("--tokens-s", type=float, default=110, help="seconds per max_tokens row")
-    parser.add_argument("--budget-s", type=float, default=520, help="of all: drops what is over")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, any device")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds over all contenders")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed steps after the first")
+    parser.add_argument("--steps", type=int, help="timed steps per row (default 1.5 s, >= 5)")
+    parser.add_argument("--tokens-s", type=float, default=110, help="limit of a max_tokens row")
+    parser.add_argument("--budget-s", type=float, default=520, help="limit of all; skips the rest")
+    parser.add_argument("--tiny", action="store_true", help="smoke test: a tiny model, any device")
     parser.add_argument("--wheels", type=Path, default=wheelhouse.FOLDER, help="see wheelhouse.py")
-    parser.add_argument("--out", help="JSON, written anew after every measurement")
+    parser.add_argument("--out", help="JSON file, rewritten after every measurement")
     options = parser.parse_args()
     options.size = options.size or ("toy" if options.tiny else "XL/2")
     options.cells = options.cells or (["toy:8:4"] if options.tiny else CELLS)
@@ -64,14 +63,14 @@ def parse() -> argparse.Namespace:
 
 
 def cells_of(options: argparse.Namespace) -> list[Any]:
-    """The cells that the flags ask for."""
+    """Cells of the flags."""
     from gpu_contenders import OBJECTIVES, Cell
     from shapes import config_of, parse_cell
 
     from titan_dit.config.section import UserError
 
     if options.objective not in OBJECTIVES:
-        raise UserError(f"--objective {options.objective} is none of {', '.join(OBJECTIVES)}.")
+        raise UserError(f"--objective {options.objective}: choose from {', '.join(OBJECTIVES)}.")
     cells = []
     for text in options.cells:
         model, latent_size, batch = parse_cell(text, options.size)
@@ -80,13 +79,13 @@ def cells_of(options: argparse.Namespace) -> list[Any]:
 
 
 def wanted_of(options: argparse.Namespace, cells: list[Any]) -> list[tuple[int, Any, str]]:
-    """(importance, cell, contender), the most important first: 0 and up."""
+    """(importance, cell, contender) sorted by importance; 0 is most important."""
     from gpu_contenders import CONTENDERS, USUAL
 
     from titan_dit.config.section import UserError
 
     if unknown := set(options.only or ()) - set(CONTENDERS):
-        raise UserError(f"--only {', '.join(unknown)} is none of {', '.join(CONTENDERS)}.")
+        raise UserError(f"--only {', '.join(unknown)}: choose from {', '.join(CONTENDERS)}.")
     rows = [
         (importance(place, name), cell, name)
         for place, cell in enumerate(cells)
@@ -96,18 +95,18 @@ def wanted_of(options: argparse.Namespace, cells: list[Any]) -> list[tuple[int, 
 
 
 def compiler_for(device_type: str) -> AbstractContextManager[object]:
-    """On a GPU torch's own. A CPU would compile for minutes: there graphs are made, and run so."""
+    """Inductor on a GPU; on a CPU, where it takes minutes, traced graphs run eagerly."""
     import torch
 
     if device_type == "cuda":
         return nullcontext()
-    # It holds from the call on, not from the `with`.
+    # The stance is set by this call, not by entering the context.
     stance: AbstractContextManager[object] = torch.compiler.set_stance(force_backend="aot_eager")
     return stance
 
 
 FIRST = ("ours_compiled", "ours_float8_tensorwise")
-"""What the third cell is there for."""
+"""Main contenders of the third cell; they run before max_tokens."""
 LATER = {
     "ours_float8_rowwise": 1,
     "ours_compiled_cudnn": 2,
@@ -116,13 +115,13 @@ LATER = {
 
 
 def importance(place: int, name: str) -> int:
-    """Of a contender in the cell of that place; 0 comes before max_tokens, all else after."""
+    """Importance of a contender in cell `place`; 0 runs before max_tokens, others after."""
     cell = max(0, place - 1)
     return 0 if cell == 1 and name in FIRST else cell + LATER.get(name, 0)
 
 
 def run(options: argparse.Namespace, began: float) -> None:
-    """Measure job by job; print and write."""
+    """Run all jobs; print and write after each."""
     import gpu_ceilings
     import gpu_rounds
     import gpu_tokens
@@ -152,12 +151,12 @@ def run(options: argparse.Namespace, began: float) -> None:
         first = len(jobs)
         if "steps" in options.parts:
             pairs = [row[1:] for row in wanted]
-            # A GPU that no table knows is taken for a slow one: rows end sooner than expected.
+            # An unknown GPU is assumed to be slow, so rows take less time than estimated.
             peak = found.ceilings["peak_tflops"] or (300 if device.type == "cuda" else None)
             jobs += gpu_rounds.jobs(pairs, place, timing, peak)
             first += sum(rank == 0 for rank, *_ in wanted)
         if "max_tokens" in options.parts:
-            # Its side of the grid, and so the latent size, is what is looked for.
+            # The search sets the latent size; 64 is a placeholder.
             cell = Cell(config_of(options.size, 64), 1, options.objective, options.size)
             jobs[first:first] = [
                 gpu_tokens.job(cell, mode, place, clock, options.tokens_s, tiny=options.tiny)
@@ -168,19 +167,19 @@ def run(options: argparse.Namespace, began: float) -> None:
         found.show()
         meter.release()
     if failed := [str(job) for job in jobs if found.has_failed(job)]:
-        raise RuntimeError(f"failed, with tracebacks above: {'; '.join(failed)}")
+        raise RuntimeError(f"failed (tracebacks above): {'; '.join(failed)}")
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """Print a progress line."""
     print(line, flush=True)
 
 
 def main() -> None:
-    """Look for what is needed, then run."""
+    """Check packages and device, then run."""
     began = time.monotonic()
     options = parse()
-    # Sizes that come and go would leave holes; read when torch is loaded.
+    # Against fragmentation by changing sizes; torch reads it on import.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     wheelhouse.use(options.wheels)
@@ -194,8 +193,8 @@ def main() -> None:
     def checked() -> None:
         if not options.tiny and not torch.cuda.is_available():
             raise UserError(
-                "benchmarks/gpu.py measures a GPU, and torch sees none here. `--tiny` runs every "
-                "line of it on the CPU; benchmarks/step.py compares training steps on a CPU."
+                "benchmarks/gpu.py needs a GPU, but torch sees none. Use --tiny for a smoke test, "
+                "or benchmarks/step.py to compare training steps on a CPU."
             )
         run(options, began)
 

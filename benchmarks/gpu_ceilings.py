@@ -1,4 +1,4 @@
-"""What a device reaches at best, for `gpu.py`: products, a copy, attention. Random data only."""
+"""Device ceilings for `gpu.py`: matrix products, a copy, attention. All data are random."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from titan_dit.kernels import attention
 from titan_dit.observe.flops import peak_tflops
 
 BACKENDS = ("auto", "cudnn")
-"""`auto` is what a step takes if nothing is said; the ceiling is the faster of the two."""
+"""`auto` is the default of a step; the ceiling is the faster of the two."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the measurements are."""
+    """Sizes of the measurements."""
 
     gemm: int
-    """Of the square product."""
+    """Rows and columns of the square product."""
     copy: int
     """Bytes."""
     laps: int
     tokens: tuple[int, ...]
-    """Of attention, one sample each; samples are added up to the largest."""
+    """Tokens per sample of attention; a batch has as many tokens as the largest."""
     heads: int
     head_dims: tuple[int, ...]
 
@@ -42,7 +42,7 @@ TINY = Sizes(64, 2**16, 4, (16, 64), 2, (16,))
 
 
 def jobs(cells: Sequence[Cell], place: Place, sizes: Sizes, ceilings: dict[str, Any]) -> list[Job]:
-    """Every ceiling; each writes what it found into `ceilings`."""
+    """One job per ceiling; each stores its result in `ceilings`."""
     device, meter = place.device, place.meter
     ceilings["peak_tflops"] = peak = peak_tflops(device, "bf16")
 
@@ -73,7 +73,7 @@ def jobs(cells: Sequence[Cell], place: Place, sizes: Sizes, ceilings: dict[str, 
         def of_attention(head_dim: int = head_dim) -> Row:
             rows = list(attention_rows(place, sizes, head_dim, peak))
             if not rows:
-                raise UserError(f"no attention kernel takes {head_dim} channels in bf16")
+                raise UserError(f"no attention kernel supports {head_dim} channels in bf16")
             ceilings["attention"] += rows
             return {}
 
@@ -82,7 +82,7 @@ def jobs(cells: Sequence[Cell], place: Place, sizes: Sizes, ceilings: dict[str, 
 
 
 def shapes_of(cells: Sequence[Cell]) -> list[tuple[int, int, int]]:
-    """(tokens, inputs, outputs) of the linear layers of the cells' blocks, each once."""
+    """Distinct (tokens, inputs, outputs) of the linear layers of the cells' blocks."""
     found = []
     for cell in cells:
         hidden, ffn = cell.config.shape[0], cell.config.ffn
@@ -93,7 +93,7 @@ def shapes_of(cells: Sequence[Cell]) -> list[tuple[int, int, int]]:
 
 
 def products(place: Place, rows: int, inputs: int, outputs: int) -> Row:
-    """TFLOP/s of the three products of a linear layer, in the layouts of nn.Linear."""
+    """TFLOP/s of the three products of a linear layer, in the memory layouts of nn.Linear."""
     device, meter = place.device, place.meter
 
     def draw(*size: int) -> Tensor:
@@ -127,14 +127,14 @@ def product_ms(meter: Meter, a: Tensor, b: Tensor) -> float:
 def attention_rows(
     place: Place, sizes: Sizes, head_dim: int, peak: float | None
 ) -> Iterator[dict[str, Any]]:
-    """Rows of `bench attention` of every kernel that can, from few tokens to many."""
+    """Rows of `bench attention` of every supported kernel, by ascending tokens."""
     for tokens in sizes.tokens:
         batch = max(sizes.tokens) // tokens
         shape = attention.AttentionShape(
             sizes.heads, tokens, head_dim, torch.bfloat16, place.device
         )
         flops = 12 * batch * sizes.heads * tokens**2 * head_dim
-        # A third of a second each, at half of what the data sheet promises.
+        # A third of a second each, at half of the data sheet's peak.
         laps = 3 if peak is None else min(20, max(3, round(0.3 / (flops / peak / 0.5e12))))
         for name in BACKENDS:
             if attention.refusal(name, shape) is None:
@@ -145,13 +145,13 @@ def attention_rows(
 
 
 def gemm_table(ceilings: dict[str, Any]) -> list[Row]:
-    """The products of the models' layers, rounded for people."""
+    """Printed table of the products of the models' layers."""
     rows = ceilings.get("gemm_shapes", [])
     return [{k: v if isinstance(v, int) else f"{v:.3g}" for k, v in row.items()} for row in rows]
 
 
 def attention_table(ceilings: dict[str, Any]) -> list[Row]:
-    """One row per head dim and tokens: TFLOP/s forward and backward, of every kernel."""
+    """Printed table of attention: TFLOP/s of every kernel by head dim and tokens."""
     shapes = dict.fromkeys((row["head_dim"], row["tokens"]) for row in ceilings["attention"])
     return [
         {"channels": head_dim, "tokens": tokens}

@@ -1,4 +1,4 @@
-"""Whose training steps `gpu.py` times: a plain DiT's and titan_dit's, on one cell of work."""
+"""Training steps that `gpu.py` compares: a plain DiT's and titan_dit's, on one cell."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Step = Callable[[], Tensor]
 OBJECTIVES: dict[str, tuple[DiffusionConfig, plain_dit.Learn]] = {
     "rectified_flow": (RectifiedFlow(), plain_dit.RectifiedFlow()),
 }
-"""What is learned, by name: ours, and the same for the plain network."""
+"""Objectives by name: (titan_dit's, the plain network's)."""
 
 BF16 = PrecisionConfig(dtype="bf16")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A model, a batch, and what it learns."""
+    """A model, a batch size and an objective."""
 
     config: DiTConfig
     batch: int
     objective: str = "rectified_flow"
     model: str = ""
-    """As shapes.py reads it."""
+    """In the notation of shapes.py."""
 
     @property
     def key(self) -> Row:
-        """What tells this cell from others in a row."""
+        """Key columns of this cell in a row."""
         return {"model": self.model, "tokens": self.config.token_shape[0], "batch": self.batch}
 
     @functools.cached_property
@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Place:
-    """Where it is measured."""
+    """The device, its mesh and its meter."""
 
     device: torch.device
     mesh: Mesh
@@ -82,14 +82,14 @@ def plain(cell: Cell, place: Place, *, compiled: bool) -> Step:
 
 
 def ours(cell: Cell, place: Place, *, compiled: bool, **changes: Any) -> Step:
-    """titan_dit's step as its trainer takes it; `changes` are those of `trainer_step`."""
+    """titan_dit's training step; `changes` are keywords of `trainer_step`."""
     path, _ = OBJECTIVES[cell.objective]
     config, batch = cell.config, cell.batch
     return trainer_step(config, batch, place.device, path, place.mesh, compiled=compiled, **changes)
 
 
 def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
-    """Compiled, with one of torch's attention kernels; a UserError where it cannot run."""
+    """Compiled, with a given attention kernel of torch; UserError if unsupported."""
     hidden, _, heads, _ = cell.config.shape
     tokens, head_dim = cell.config.token_shape[0], hidden // heads
     attention.check(
@@ -100,9 +100,9 @@ def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
 
 
 def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
-    """Compiled, with float8 products; a UserError where they cannot be had.
+    """Compiled, with float8 products; UserError if unsupported.
 
-    Without a GPU they are emulated in every layer, to try what a GPU would run.
+    Without a GPU float8 is emulated in every layer, as a smoke test.
     """
     if importlib.util.find_spec("torchao") is None:
         raise UserError("torchao is not installed")
@@ -125,6 +125,6 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_compiled_ends": partial(ours, compiled=True, ends=True),
     "ours_compiled_cuda_graphs": partial(ours, compiled=True, cuda_graphs=True),
 }
-"""In the order in which they are measured."""
+"""In order of measurement."""
 USUAL = tuple(CONTENDERS)[:-2]
-"""Those that are not for `--only` alone."""
+"""Contenders that run without `--only`."""

@@ -1,4 +1,4 @@
-"""Measurements in the order of their importance, as many as a time budget holds."""
+"""Runs measurements in order of importance within a time budget."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Job:
     """One measurement."""
 
     key: Row
-    """What tells its row from others."""
+    """Key columns of its row."""
     estimate_s: float
     take: Callable[[], Row]
     keeps_time: bool = False
-    """Whether it ends by itself after so many seconds, however slow the device is."""
+    """True if it limits itself to `estimate_s` on any device."""
 
     def __str__(self) -> str:
-        """For progress lines."""
+        """Name in progress lines."""
         return " ".join(str(value) for value in self.key.values())
 
 
 @dataclass
 class Clock:
-    """What is left of the budget."""
+    """The time budget, and the pace of the device."""
 
     budget_s: float
     began: float
     """`time.monotonic()` at the start of the program."""
     spent_s: float = 0.0
     estimated_s: float = 0.0
-    """Of the measurements that are done: what they took, and what had been expected."""
+    """Seconds that finished measurements took, and their estimates."""
 
     @property
     def now_s(self) -> float:
@@ -56,30 +56,30 @@ class Clock:
 
     @property
     def pace(self) -> float:
-        """Seconds taken per second expected: a slower device, a compiler's cache that is warm."""
-        # Ten seconds as expected weigh against a first measurement that is a mere outlier.
+        """Measured over estimated seconds; depends on device and compiler cache."""
+        # A prior of ten seconds at pace 1 damps an outlier in the first measurement.
         return min(4.0, max(0.25, (self.spent_s + 10) / (self.estimated_s + 10)))
 
     def expected_s(self, job: Job) -> float:
-        """Seconds that a job will take."""
+        """Expected seconds of a job."""
         return job.estimate_s if job.keeps_time else job.estimate_s * self.pace
 
     def book(self, estimate_s: float, taken_s: float) -> None:
-        """One is done."""
+        """Record a finished measurement."""
         self.spent_s, self.estimated_s = self.spent_s + taken_s, self.estimated_s + estimate_s
 
 
 def attempt(take: Callable[[], Row], meter: Meter) -> Row:
-    """A row in any case: what was measured, or why nothing was; on an otherwise empty device."""
+    """Release the device, then return the measured row, or one with the error."""
     try:
-        # Compiled code of the last one goes too: a second shape would be compiled as dynamic.
+        # Reset compiled code, too: a second shape would be compiled as dynamic.
         torch.compiler.reset()
         meter.release()
         return {"result": "measured", **take()}
     except UserError as error:
         return {"result": f"not measured: {error}"}
     except Exception as error:
-        # The compiler wraps the error of the allocator in one of its own.
+        # The compiler wraps the allocator's error in its own.
         if "out of memory" in str(error).lower():
             return {"result": "out of memory"}
         traceback.print_exc(file=sys.stderr)
@@ -89,9 +89,9 @@ def attempt(take: Callable[[], Row], meter: Meter) -> Row:
 def work_off(
     jobs: Sequence[Job], meter: Meter, clock: Clock, say: Callable[[str], None]
 ) -> Iterator[tuple[Job, Row]]:
-    """Every row as soon as it is there; "not begun" where one would not end within the budget.
+    """Yield every row when it is done; "not begun" if the job would exceed the budget.
 
-    A job of less importance may still fit where a longer one did not.
+    A shorter, less important job may still run after a skipped one.
     """
     for number, job in enumerate(jobs):
         expected = clock.expected_s(job)
@@ -101,7 +101,7 @@ def work_off(
         rest = sum(map(clock.expected_s, jobs[number:]))
         say(
             f"[{clock.now_s:4.0f} s, {clock.left_s:.0f} left] {number + 1}/{len(jobs)} {job}: "
-            f"about {expected:.0f} s, all that is left {rest:.0f}"
+            f"about {expected:.0f} s, all remaining jobs {rest:.0f}"
         )
         began = time.monotonic()
         row = attempt(job.take, meter)

@@ -1,4 +1,4 @@
-"""What `gpu.py` has found so far: JSON for tools after every row, tables for people at the end."""
+"""Results of `gpu.py`: JSON after every row, tables at the end."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from report import place, table, write
 
 from titan_dit.observe.flops import peak_tflops
 
-HOLDS = """A step of all contenders: forward, backward, AdamW and one EMA of the weights, on a batch
-that lies on the device; fp32 weights, moments and averages, matrix products in bf16.
-plain: autocast, torch's default AdamW, the EMA parameter by parameter.
+HOLDS = """A step: forward, backward, AdamW and one EMA of the weights, on a batch on the device;
+fp32 weights, moments and EMA, matrix products in bf16.
+plain: autocast, torch's default AdamW, EMA parameter by parameter.
 ours: FSDP2 on one rank, random numbers by sample number, gradient clipping, fused AdamW and EMA.
-Compiled: block by block. float8: compiled, in the layers that float8_layers = "auto" takes.
+Compiled: block by block. float8: compiled, in the layers that float8_layers = "auto" selects.
 FLOPs: our model's flops_per_sample, for all. MFU: of the data sheet's dense bf16 peak. of GEMM: of
 the product measured here. Peak: allocated in the timed steps. First step: of the first round, with
-compilation (short where the compiler finds its results of an earlier run)."""
+compilation (short with a warm compiler cache)."""
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Findings:
-    """Rows of all parts, as they come."""
+    """Collects the rows of all parts."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Findings:
         self.ceilings: dict[str, Any] = {"peak_tflops": peak_tflops(device, "bf16")}
         self.ceilings["attention"] = []
         self.measured: list[Row] = []
-        """Every training step that was begun."""
+        """Rows of all training steps that were run."""
         self.max_tokens: list[Row] = []
         self.not_begun: list[str] = []
         self.failed: set[str] = set()
 
     def add(self, job: Job, row: Row) -> None:
-        """One more; print and write."""
+        """Add a row, print it and write the JSON."""
         if row["result"] == "not begun":
             self.not_begun.append(str(job))
             return self.save()
@@ -66,11 +66,11 @@ class Findings:
         return self.save()
 
     def has_failed(self, job: Job) -> bool:
-        """Whether its row ended with an error of its own."""
+        """True if the job raised an unexpected error."""
         return str(job) in self.failed
 
     def save(self) -> None:
-        """Write what is there."""
+        """Write the JSON, if asked for."""
         if self.out:
             write(
                 f"gpu bf16 {self.objective}",
@@ -88,11 +88,11 @@ class Findings:
 
     @property
     def targets(self) -> list[Row]:
-        """What it is read for."""
+        """Rows of the targets."""
         return targets(self.cells, self.measured, self.max_tokens, self.ceilings)
 
     def show(self) -> None:
-        """All tables."""
+        """Print all tables."""
         for name, unit in (("gemm_tflops", "TFLOP/s bf16 product"), ("copy_gb_per_s", "GB/s copy")):
             if name in self.ceilings:
                 print(f"{unit}: {self.ceilings[name]:.4g}")
@@ -109,7 +109,7 @@ class Findings:
             if rows:
                 print(f"\n{title}\n\n{table(rows)}")
         if self.not_begun:
-            print(f"\nNot begun, for --budget-s: {'; '.join(self.not_begun)}")
+            print(f"\nNot begun, over --budget-s: {'; '.join(self.not_begun)}")
         print("\n" + ", ".join(f"{key} {value}" for key, value in place().items()))
         if self.out:
             print(f"wrote {self.out}")

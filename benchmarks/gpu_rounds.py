@@ -1,4 +1,4 @@
-"""The training steps of `gpu.py`: how each is timed, and the table made of them."""
+"""Training steps of `gpu.py`: their timing and their table."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from gpu_contenders import CONTENDERS, Cell, Place, Row, Step
 from gpu_queue import Job
 
 BUILD_S, COMPILE_S = 2.0, 20.0
-"""Expected of a row before its first step: weights and state; a block's graphs, cache cold."""
+"""Expected seconds before a first step: weights and state; compiling a block, cold cache."""
 USUAL_MFU = {"plain": 0.25, "plain_compiled": 0.4, "ours": 0.35}
-"""Expected, to tell how long a row will take; 0.42 for all others."""
+"""Expected MFU, to estimate times; 0.42 for all others."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a contender is measured."""
+    """Rounds and steps of a contender."""
 
     rounds: int = 1
-    """Times each contender is built."""
+    """Rounds over all contenders."""
     warmup: int = 2
-    """Steps after the first that are not timed."""
+    """Untimed steps after the first."""
     steps: int | None = None
-    """Timed steps; None takes as many as fill `seconds`, five at least."""
+    """Timed steps; None fills `seconds` with at least five."""
     seconds: float = 1.5
 
     def count(self, laps_ms: Sequence[float]) -> int:
-        """Timed steps, after warm-up steps of these lengths."""
+        """Number of timed steps, given the times of the warm-up steps."""
         if self.steps is not None:
             return self.steps
         return min(40, max(5, math.ceil(1e3 * self.seconds / statistics.median(laps_ms))))
 
 
 def take(make: Callable[[Cell, Place], Step], cell: Cell, place: Place, timing: Timing) -> Row:
-    """Build one contender, warm it up, time its steps."""
+    """Build a contender, warm it up and time its steps."""
     meter = place.meter
     meter.restart_peak()
     before = meter.peak_gib()
@@ -61,10 +61,10 @@ def take(make: Callable[[Cell, Place], Step], cell: Cell, place: Place, timing: 
 def jobs(
     wanted: Sequence[tuple[Cell, str]], place: Place, timing: Timing, peak_tflops: float | None
 ) -> Iterator[Job]:
-    """All rows in the order wanted.
+    """Jobs in the given order.
 
-    One contender at a time has the device, so that its memory is its own; the second round goes
-    backwards, so that a clock that drifts one way wrongs nobody, and shows.
+    One contender at a time is on the device, so that peak memory is its own. Every second round is
+    reversed, which cancels and reveals clock drift.
     """
     given_up: set[tuple[Cell, str]] = set()
 
@@ -84,7 +84,7 @@ def jobs(
 
 
 def estimate_s(cell: Cell, name: str, timing: Timing, peak_tflops: float | None) -> float:
-    """Seconds that a row is expected to take; one where the device's peak is not known."""
+    """Expected seconds of a row; 1 if the device's peak is unknown."""
     if peak_tflops is None:
         return 1.0
     step = cell.tflop / peak_tflops / USUAL_MFU.get(name, 0.42)
@@ -95,7 +95,7 @@ def estimate_s(cell: Cell, name: str, timing: Timing, peak_tflops: float | None)
 def summary(
     wanted: Sequence[tuple[Cell, str]], measured: Sequence[Row], ceilings: Mapping[str, Any]
 ) -> list[Row]:
-    """One row per cell and contender: medians over all timed steps of all rounds."""
+    """One row per cell and contender: medians over the timed steps of all rounds."""
     rows = []
     for cell, name in wanted:
         laps = laps_of(cell, name, measured)
@@ -126,7 +126,7 @@ def figures(
     bases: Sequence[Sequence[float]],
     ceilings: Mapping[str, Any],
 ) -> Row:
-    """The columns of a contender that was measured."""
+    """Columns of a measured contender."""
     ms = statistics.median(laps)
     tflops = cell.tflop / ms * 1e3
     good = [row for row in mine if row["result"] == "measured"]
@@ -146,18 +146,18 @@ def figures(
 
 
 def no_figures(mine: Sequence[Row]) -> Row:
-    """The columns of a contender that was not measured: why, and dashes."""
-    # The first of its rows: what failed once is not tried again.
+    """Columns of a contender without measurements: the reason, and dashes."""
+    # From its first row, because a failed contender is not retried.
     why = mine[0]["result"].partition(". ")[0] if mine else "not begun"
     return dict.fromkeys(COLUMNS, "-") | {COLUMNS[0]: why}
 
 
 def belongs(row: Row, cell: Cell, name: str) -> bool:
-    """Whether a measured row is one of this contender in this cell."""
+    """True if a row belongs to this cell and contender."""
     return row.items() >= {**cell.key, "contender": name}.items()
 
 
 def laps_of(cell: Cell, name: str, measured: Sequence[Row]) -> list[float]:
-    """All timed steps of a contender, of every round."""
+    """Milliseconds of all timed steps of a contender over all rounds."""
     mine = [row for row in measured if belongs(row, cell, name)]
     return [lap for row in mine for lap in row.get("laps_ms", ())]

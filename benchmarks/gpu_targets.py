@@ -1,4 +1,4 @@
-"""What the figures of `gpu.py` are read for: targets, and what was measured beside each."""
+"""Targets of `gpu.py`, and the measured value of each."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gpu_rounds import laps_of
 BF16 = ("ours_compiled", "ours_compiled_cudnn", "ours_compiled_resharded")
 FLOAT8 = ("ours_float8_tensorwise", "ours_float8_rowwise")
 MFU = {("XL/2", 256): 0.47, ("XL/2", 1024): 0.45, ("7B/2x8", 4096): 0.57}
-"""Model FLOPs of a step over its time and the data sheet's dense bf16 peak, by model and tokens."""
+"""Target MFU over the data sheet's dense bf16 peak, by model and tokens."""
 FASTER = {"plain": 1.3, "plain_compiled": 1.05}
-"""Speed over that of the plain DiT, in every cell."""
+"""Target speedup over the plain DiT, in every cell."""
 FLOAT8_FASTER = {("XL/2", 1024): 1.12, ("7B/2x8", 4096): 1.3}
-"""Speed of the faster recipe over bf16's."""
+"""Target speedup of the faster float8 recipe over bf16."""
 FLOAT8_LEAST = 1.0
-"""Speed of any recipe over bf16's, in every cell."""
+"""Target speedup of each float8 recipe over bf16, in every cell."""
 TOKENS = {"none": 100_000, "full": 1_000_000}
-"""Of one sample on one GPU of 141 GB, by [remat] mode."""
+"""Target tokens of one sample on one GPU of 141 GB, by [remat] mode."""
 
 
 def targets(
@@ -29,7 +29,7 @@ def targets(
     max_tokens: Sequence[Row],
     ceilings: Mapping[str, Any],
 ) -> list[Row]:
-    """Every target with what was measured; "not measured" where it was not."""
+    """One row per target, with the measured value or "not measured"."""
     rows = []
     for cell in cells:
         key = cell.model, cell.config.token_shape[0]
@@ -59,24 +59,24 @@ def targets(
 
 
 def whole_step(found: Row) -> str:
-    """What was also tried with attention between all tokens (see gpu_tokens.py)."""
+    """The largest step with full attention (see gpu_tokens.py)."""
     return f"a whole step: {found['whole']['tokens']:,}" if found["whole"] else "no whole step"
 
 
 def median(cell: Cell, name: str, measured: Sequence[Row]) -> float | None:
-    """Milliseconds of a contender's step."""
+    """Median milliseconds of a contender's step, or None."""
     laps = laps_of(cell, name, measured)
     return statistics.median(laps) if laps else None
 
 
 def fastest(ms: Mapping[str, float | None], names: Sequence[str]) -> tuple[float | None, str]:
-    """The least time, and whose it is."""
+    """(least milliseconds, its contender)."""
     found = [(taken, name) for name in names if (taken := ms[name])]
     return min(found, default=(None, ""))
 
 
 def over(base: float | None, mine: float | None) -> float | None:
-    """How many times as fast."""
+    """Speedup over `base`, or None."""
     return base / mine if base and mine else None
 
 

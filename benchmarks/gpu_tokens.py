@@ -1,9 +1,9 @@
-"""How many tokens one sample can have on one GPU, for `gpu.py`: training steps, larger and larger.
+"""Most tokens of one sample on one GPU, for `gpu.py`: training steps of increasing size.
 
-A step of a million tokens takes half an hour or more, nearly all of it attention. What it keeps in
-memory does not depend on how far attention looks: q, k, v, the output and one number per query and
-head. So sizes are tried with attention along the rows of the grid of tokens only, which keeps all
-of that, and takes seconds; besides, the largest step that the time allows is taken whole.
+A step of a million tokens takes half an hour or more, nearly all of it attention. The tensors that
+attention saves (q, k, v, the output, one number per query and head) do not depend on its span. So
+sizes are tried with attention along the rows of the token grid only, which saves the same and takes
+seconds. The largest step with full attention that the time allows is measured as well.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from titan_dit.observe.flops import peak_tflops
 
 GIB = 2**30
 STATE = 20
-"""Bytes a parameter: weight, gradient, two moments and an average in fp32."""
+"""Bytes per parameter: weight, gradient, two moments and an EMA in fp32."""
 KEPT = {"none": 17.03, "full": 1.0}
-"""Elements per token and layer in units of h that compiled blocks keep (docs/remat.md)."""
+"""Elements per token and layer that compiled blocks save, in units of h (docs/remat.md)."""
 AT_WORK = 25
-"""The same of the block whose backward runs: a guess, for the first size that is tried."""
+"""The same for the block in backward: a guess, used for the first size only."""
 PRODUCTS, ATTENTION = 0.5, 0.25
-"""Expected shares of the peak: heads of 72 channels are no flash kernel's best."""
+"""Expected shares of the peak; flash kernels are slow for heads of 72 channels."""
 FIRST, LATER = 0.96, 0.985
-"""The share of the memory that is aimed at: one size tells less of the next than two."""
+"""Target shares of the memory after one measured size, and after two."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one search."""
+    """Limits of one search."""
 
     capacity_gib: float
-    """What can be allocated."""
+    """Memory that can be allocated."""
     seconds: float
-    """Nothing is begun that would end later."""
+    """Time limit; no trial starts that would exceed it."""
     unit: int = 4
-    """Sides of the grid are multiples of it."""
+    """Sides of the grid are multiples of this."""
 
 
 def along_rows(q: Tensor, k: Tensor, v: Tensor, side: int) -> Tensor:
-    """Attention [b, heads, n, d] of every row of the square grid of tokens to itself."""
+    """Attention [b, heads, n, d] within every row of the square token grid."""
     b = q.shape[0]
 
     def rows(x: Tensor) -> Tensor:
@@ -64,14 +64,14 @@ def along_rows(q: Tensor, k: Tensor, v: Tensor, side: int) -> Tensor:
 def job(
     cell: Cell, mode: str, place: Place, clock: Clock, seconds: float, *, tiny: bool = False
 ) -> Job:
-    """The search in one [remat] mode, whatever the cell's latent size.
+    """The search in one [remat] mode; it ignores the cell's latent size.
 
-    `tiny`: as if the device could hold 64 tokens.
+    `tiny` assumes that the device holds 64 tokens.
     """
     key = {"max tokens of": cell.model, "remat": mode}
 
     def take() -> Row:
-        capacity, unit = (reckoned_gib(cell, 8, mode), 2) if tiny else (free_gib(), 4)
+        capacity, unit = (estimated_gib(cell, 8, mode), 2) if tiny else (free_gib(), 4)
         limits = Limits(capacity, min(seconds, clock.left_s), unit)
         return result(list(trials(cell, mode, place, limits)))
 
@@ -79,31 +79,31 @@ def job(
 
 
 def free_gib() -> float:
-    """What this process could allocate."""
+    """Free GPU memory in GiB."""
     return torch.cuda.mem_get_info()[0] / GIB
 
 
 def sized(cell: Cell, side: int) -> Cell:
-    """One sample of side^2 tokens."""
+    """The cell with one sample of side^2 tokens."""
     return replace(cell, config=replace(cell.config, latent_size=side * cell.config.shape[3]))
 
 
 def work_of(cell: Cell, side: int, mode: str) -> Work:
-    """A step as limits.py counts it."""
+    """The step as `Work` of limits.py."""
     return Work(sized(cell, side).config, cell.config.channels, 1, remat=mode)
 
 
-def reckoned_gib(cell: Cell, side: int, mode: str) -> float:
-    """The state, what blocks keep, and one block at work."""
+def estimated_gib(cell: Cell, side: int, mode: str) -> float:
+    """Estimated GiB of state, saved activations and one block in backward."""
     h, layers, *_ = cell.config.shape
     kept = 2 * h * side**2 * (layers * KEPT[mode] + AT_WORK)
     return (STATE * work_of(cell, side, mode).num_parameters + kept) / GIB
 
 
 def trials(cell: Cell, mode: str, place: Place, limits: Limits) -> Iterator[Row]:
-    """Sizes with attention along rows: a small one, the one it lets expect to fit, a finer one.
+    """Trials with attention along rows: a small size, one expected to fit, refinements.
 
-    Before the finer one, which is the least important, a step with whole attention.
+    A step with full attention comes before the refinements, which matter least.
     """
     began = time.monotonic()
     tried: list[tuple[int, float | None]] = []
@@ -131,8 +131,8 @@ def trials(cell: Cell, mode: str, place: Place, limits: Limits) -> Iterator[Row]
 
 
 def guessed(cell: Cell, mode: str, limits: Limits) -> int:
-    """The side of the grid that fills the memory, as reckoned."""
-    one, four = (reckoned_gib(cell, side, mode) for side in (1, 2))
+    """Estimated side of the grid that fills the memory."""
+    one, four = (estimated_gib(cell, side, mode) for side in (1, 2))
     slope = (four - one) / 3
     return math.isqrt(max(0, int((limits.capacity_gib - one) / slope)))
 
@@ -140,9 +140,9 @@ def guessed(cell: Cell, mode: str, limits: Limits) -> int:
 def next_side(
     tried: Sequence[tuple[int, float | None]], guess: int, state_gib: float, limits: Limits
 ) -> int | None:
-    """The side to try after these (side, peak in GiB or None where it did not fit); None: enough.
+    """The next side after trials of (side, peak in GiB, or None if out of memory); None: done.
 
-    Memory grows with the tokens in a straight line, from the state on.
+    Extrapolates memory as linear in the tokens, with the state at 0 tokens.
     """
     good = sorted((side, peak) for side, peak in tried if peak is not None)
     bad = [side for side, peak in tried if peak is None]
@@ -161,14 +161,14 @@ def next_side(
 
 
 def step_s(cell: Cell, mode: str, side: int, place: Place, *, whole: bool) -> float:
-    """Seconds that a trial is expected to take: it builds, compiles and takes two steps."""
+    """Expected seconds of a trial: build, compile, two steps."""
     if place.device.type != "cuda":
         return 1.0
     return BUILD_S + COMPILE_S + 2 * one_step_s(cell, mode, side, place, whole=whole)
 
 
 def one_step_s(cell: Cell, mode: str, side: int, place: Place, *, whole: bool) -> float:
-    """Seconds of one step, what is computed again included."""
+    """Expected seconds of one step, recomputation included."""
     work = work_of(cell, side, mode)
     flops = sum(p.count * gemm_passes(work, p) * p.flops for p in products(work))
     seen = attention_flops(work) / (1 if whole else side)
@@ -179,13 +179,13 @@ def one_step_s(cell: Cell, mode: str, side: int, place: Place, *, whole: bool) -
 def largest_in_time(
     cell: Cell, mode: str, best: int, left_s: float, unit: int, place: Place
 ) -> int | None:
-    """The largest side up to the best whose whole step can be taken in the time that is left."""
+    """The largest side, at most `best`, whose step with full attention fits in the time left."""
     sides = range(best, 0, -unit)
     return next((s for s in sides if step_s(cell, mode, s, place, whole=True) <= left_s), None)
 
 
 def trial(cell: Cell, mode: str, place: Place, side: int, *, whole: bool) -> Row:
-    """Two compiled steps: the first makes the optimizer's state, the second has its peak."""
+    """Two compiled steps: the first allocates the optimizer's state, the second is measured."""
     meter = place.meter
 
     def take() -> Row:
@@ -195,7 +195,7 @@ def trial(cell: Cell, mode: str, place: Place, side: int, *, whole: bool) -> Row
         meter.restart_peak()
         lap = meter.laps_ms(step, 1)[0]
         peak = meter.peak_gib()
-        peak = reckoned_gib(cell, side, mode) if peak is None else peak
+        peak = estimated_gib(cell, side, mode) if peak is None else peak
         return {"peak_gib": peak, "step_s": round(lap / 1e3, 3)}
 
     row = attempt(take, meter)
@@ -203,7 +203,7 @@ def trial(cell: Cell, mode: str, place: Place, side: int, *, whole: bool) -> Row
 
 
 def result(tried: Sequence[Row]) -> Row:
-    """What a search has found, with all that it tried."""
+    """Result row of a search, with all trials."""
     good = [row for row in tried if row["result"] == "measured"]
     best = {
         kind: max((row for row in good if row["attention"] == kind), key=tokens_of, default=None)
@@ -216,12 +216,12 @@ def result(tried: Sequence[Row]) -> Row:
 
 
 def tokens_of(row: Row) -> int:
-    """To order trials."""
+    """Sort key of trials."""
     return int(row["tokens"])
 
 
 def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One line per [remat] mode, for people."""
+    """Printed table with one line per [remat] mode."""
     lines = []
     for row in rows:
         line = {"model": row["max tokens of"], "remat": row["remat"]}

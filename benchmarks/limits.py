@@ -1,7 +1,7 @@
-"""The least time a training step of a DiT can take on a device, term by term: a roofline.
+"""Roofline of a DiT training step: the least time of every term on a device.
 
-docs/roofline.md derives the counts. All are per rank: b samples of s tokens on a rank and step,
-width h, MLP width f, l layers, P parameters.
+docs/roofline.md derives the counts. All are per rank and step: b samples of s tokens, width h, MLP
+width f, l layers, P parameters.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from titan_dit.config.section import UserError
 from titan_dit.models.dit import DiTConfig
 
 BF16, FP32 = 2, 4
-"""Bytes."""
+"""Bytes per element."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device and its links reach at best."""
+    """Ceilings of a device and its links."""
 
     gemm_tflops: float
     """A large bf16 product."""
     copy_gb_per_s: float
-    """A copy within the device's memory, read and written bytes together."""
+    """A copy in device memory, bytes read plus written."""
     attention_tflops: float | None = None
-    """Model FLOPs of attention forward and backward over their time; None takes gemm_tflops."""
+    """Model FLOP/s of attention, forward and backward; default gemm_tflops."""
     peak_tflops: float | None = None
-    """The data sheet's, for MFU."""
+    """From the data sheet, for MFU."""
     link_gb_per_s: float | None = None
-    """Sent by a rank to the others of dp_shard and dp_replicate."""
+    """Bandwidth of a rank along dp_shard and dp_replicate."""
     inner_gb_per_s: float | None = None
-    """Sent by a rank to the others of tp and cp; None takes link_gb_per_s."""
+    """Bandwidth of a rank along tp and cp; default link_gb_per_s."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does in a step."""
+    """The work of a rank and step."""
 
     config: DiTConfig
     output_channels: int
     batch: int
-    """Samples of the rank and step; with cp or tp above 1, of the ranks that share them."""
+    """Samples per step of the rank, or of its whole tp x cp group."""
     is_compiled: bool = True
     remat: str = "none"
     microbatches: int = 1
     num_averages: int = 1
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Ranks by axis: dp_replicate, dp_shard, tp, cp; 1 where it is not named."""
+    """Ranks by axis: dp_replicate, dp_shard, tp, cp; default 1."""
     cp_method: str = "ring"
 
     def size(self, axis: str) -> int:
@@ -56,12 +56,12 @@ class Work:
 
     @property
     def tokens(self) -> float:
-        """Tokens of the rank in a step, were they not cut by tp."""
+        """Tokens per step of the rank, before sequence parallelism."""
         return self.batch * self.config.token_shape[0] / self.size("cp")
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole network: docs/roofline.md counts them by hand."""
+        """Parameters of the whole network, derived in docs/roofline.md."""
         h, layers, heads, patch = self.config.shape
         f, pixels = self.config.ffn, patch * patch
         modulation, attention = 6 * h * h + 6 * h, 4 * h * h + 4 * h
@@ -77,7 +77,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product [m, k] x [k, n] of forward; backward does two of its size, or one."""
+    """A matrix product [m, k] x [k, n] in forward; backward has one or two of its size."""
 
     name: str
     m: float
@@ -90,17 +90,17 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Of one pass: two per multiply-add."""
+        """FLOPs of one pass, two per multiply-add."""
         return 2 * self.m * self.n * self.k
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """Of one pass: it computes, or reads its operands and writes its result once."""
+        """Least time of one pass: the slower of compute and memory traffic."""
         moved = BF16 * (self.m * self.k + self.k * self.n + self.m * self.n)
         return max(self.flops / ceilings.gemm_tflops / 1e12, moved / ceilings.copy_gb_per_s / 1e9)
 
 
 def products(work: Work) -> Iterator[Product]:
-    """Every matrix product of a rank's step. tp cuts widths, cp tokens, m microbatches the rows."""
+    """Every matrix product of a rank's step; tp divides widths, cp and microbatches rows."""
     h, layers, _, patch = work.config.shape
     f, pixels, t = work.config.ffn, patch * patch, work.size("tp")
     count, rows = work.microbatches, work.tokens / work.microbatches
@@ -112,8 +112,8 @@ def products(work: Work) -> Iterator[Product]:
     yield Product("MLP down", rows, h, f / t, each)
     yield Product("modulation", samples, 6 * h / t, h, each)
     ends = {"count": count, "is_in_block": False}
-    # The input of the network needs no gradient. Between blocks tp cuts the tokens, at the ends
-    # every rank does all of them.
+    # The network's input needs no gradient. Embedding and head are not divided by tp: every rank
+    # computes all tokens.
     yield Product("patch", rows, h, pixels * work.config.channels, passes=2, **ends)
     yield Product("head", rows, pixels * work.output_channels, h, **ends)
     yield Product("head modulation", samples, 2 * h, h, **ends)
@@ -122,24 +122,24 @@ def products(work: Work) -> Iterator[Product]:
 
 
 def gemm_passes(work: Work, product: Product) -> int:
-    """With what is computed again."""
+    """Passes of a product, recomputation included."""
     return product.passes + (work.remat == "full" and product.is_in_block)
 
 
 def gemm_s(work: Work, ceilings: Ceilings) -> float:
-    """All matrix products, each at its own shape."""
+    """Seconds of all matrix products, each at its own shape."""
     return sum(p.count * gemm_passes(work, p) * p.seconds(ceilings) for p in products(work))
 
 
 def attention_flops(work: Work) -> float:
-    """Forward 4 s^2 h a sample and layer, backward twice that, the model's count."""
+    """Model FLOPs: forward 4 s^2 h per sample and layer, backward twice that."""
     h, layers, *_ = work.config.shape
     passes = 3 + (work.remat in ("attention", "full"))
     return passes * 4 * work.tokens * work.config.token_shape[0] * h * layers / work.size("tp")
 
 
 def attention_s(work: Work, ceilings: Ceilings) -> float:
-    """It computes, or moves: q, k, v and the output; in backward these and four gradients."""
+    """Seconds of attention: compute, or traffic of q, k, v, output and, in backward, gradients."""
     h, layers, *_ = work.config.shape
     forwards = 1 + (work.remat in ("attention", "full"))
     moved = (4 * forwards + 8) * BF16 * work.tokens * h * layers / work.size("tp")
@@ -153,15 +153,15 @@ ELEMENTWISE = {
     "compiled": ((9, 2), (19, 3), (5, 2)),
     "eager": ((14, 2), (49, 4), (11, 2)),
 }
-"""Elements that pass through memory, per token and layer, in units of h and of f."""
+"""Elements read and written per token and layer, in units of (h, f)."""
 QK_NORM = (4, 6)
-"""More of them in h, forward and backward."""
+"""Extra elements of qk_norm in units of h, (forward, backward)."""
 ENDS = 7
-"""In h per token: positions added, the head's modulation and its backward."""
+"""Elements per token outside the blocks in units of h: positions, the head's modulation."""
 
 
 def elementwise_bytes(work: Work) -> float:
-    """Norms, modulation, gates, GELU, the sums of residuals and what joins q, k and v."""
+    """Bytes of norms, modulation, gates, GELU, residual adds and the q, k, v concatenation."""
     h, layers, *_ = work.config.shape
     forward, backward, again = ELEMENTWISE["compiled" if work.is_compiled else "eager"]
     norm = QK_NORM if work.config.qk_norm else (0, 0)
@@ -169,16 +169,16 @@ def elementwise_bytes(work: Work) -> float:
     passes += [passes[0]] if work.remat == "full" else []
     passes += [(again[0] + norm[0], again[1])] if work.remat == "selective" else []
     per_token = sum(of_h * h + of_f * work.config.ffn for of_h, of_f in passes)
-    # With sequence parallelism tokens are cut where widths are not.
+    # tp divides all of it: widths, or tokens by sequence parallelism.
     return BF16 * work.tokens * (layers * per_token / work.size("tp") + ENDS * h)
 
 
 def state_bytes(work: Work) -> float:
-    """What the optimizer's part of a step moves, of this rank's parameters.
+    """Memory traffic of clipping, optimizer, EMA and casts, for this rank's shard.
 
-    AdamW reads weight, gradient and two moments and writes three; clipping reads the gradient,
-    then reads and writes it; an average is read, with the weight, and written; the weight is cast
-    to bf16 and the gradient from it.
+    AdamW reads weight, gradient and two moments, and writes all but the gradient. Clipping reads
+    the gradient twice and writes it. An EMA reads itself and the weight, and writes itself. Casts:
+    weight to bf16, gradient from bf16.
     """
     shard = work.num_parameters / (work.size("dp_shard") * work.size("cp") * work.size("tp"))
     adamw, clipping, average = 7 * FP32, 3 * FP32, 3 * FP32
@@ -187,17 +187,17 @@ def state_bytes(work: Work) -> float:
 
 
 def seconds_on(link: float | None, sent: float, axis: str) -> float:
-    """Bytes over a link."""
+    """Seconds to send bytes over a link; UserError without its bandwidth."""
     if not sent:
         return 0.0
     if link is None:
         flag = "--link-gbs" if axis == "dp" else "--inner-gbs or --link-gbs"
-        raise UserError(f"{axis} sends {sent:.3g} bytes a step. Say how fast its link is: {flag}.")
+        raise UserError(f"{axis} sends {sent:.3g} bytes per step. Set its bandwidth with {flag}.")
     return sent / link / 1e9
 
 
 def data_parallel_s(work: Work, ceilings: Ceilings) -> float:
-    """FSDP's gathers and reduction, and the replicas' (docs/parallelism.md): can be hidden."""
+    """FSDP's all-gathers and reduce-scatter, HSDP's all-reduce (docs/parallelism.md); hidden."""
     d, r = work.size("dp_shard") * work.size("cp"), work.size("dp_replicate")
     held = work.num_parameters / work.size("tp")
     sent = (2 * work.microbatches * BF16 + FP32) * held * (d - 1) / d
@@ -212,13 +212,13 @@ SENT_AGAIN = {
     "selective": (2, 1, 0, 0),
     "full": (4, 1, 2, 4),
 }
-"""What backward sends again per layer (docs/remat.md): under tp times the tokens, and times the
-modulation's six vectors of a sample; keys and values on the ring; q, k, v (and the output) for
-Ulysses. Counted as benchmarks/collectives.py does, tested against it."""
+"""Communication that recomputation repeats per layer (docs/remat.md). tp: all-gathers of tokens, of
+the six modulation vectors; ring: keys and values; Ulysses: q, k, v (and the output). Tested against
+the counts of benchmarks/collectives.py."""
 
 
 def tensor_parallel_s(work: Work, ceilings: Ceilings) -> float:
-    """Those of tp, with sequence parallelism: every layer waits for them."""
+    """Collectives of tp with sequence parallelism; exposed in every layer."""
     h, layers, *_ = work.config.shape
     t, (tokens, vectors, *_) = work.size("tp"), SENT_AGAIN[work.remat]
     sent = (8 + tokens) * work.tokens + (2 + vectors) * 6 * work.batch
@@ -227,19 +227,19 @@ def tensor_parallel_s(work: Work, ceilings: Ceilings) -> float:
 
 
 def context_parallel_s(work: Work, ceilings: Ceilings) -> float:
-    """Keys and values on their ring (can be hidden), or heads for tokens (cannot)."""
+    """Ring attention's keys and values (hidden), or Ulysses' all-to-alls (exposed)."""
     h, layers, *_ = work.config.shape
     c, t = work.size("cp"), work.size("tp")
     *_, ring, ulysses = SENT_AGAIN[work.remat]
     of_ring, of_ulysses = (4 + ring) * BF16 + 2 * FP32, (8 + ulysses) * BF16 / c
-    # `tokens` is a c-th of the samples' already.
+    # `work.tokens` is already divided by cp.
     sent = layers * (c - 1) * work.tokens * h / t
     sent *= of_ring if work.cp_method == "ring" else of_ulysses
     return seconds_on(ceilings.inner_gb_per_s or ceilings.link_gb_per_s, sent, "cp")
 
 
 def terms_ms(work: Work, ceilings: Ceilings) -> dict[str, float]:
-    """Milliseconds of every term, and of the step they bound from below."""
+    """Milliseconds of every term, and the resulting lower bound of the step."""
     copy = ceilings.copy_gb_per_s * 1e9
     computing = {
         "GEMM": gemm_s(work, ceilings),
@@ -262,12 +262,12 @@ def terms_ms(work: Work, ceilings: Ceilings) -> dict[str, float]:
 
 
 def model_tflop(work: Work) -> float:
-    """The model's FLOPs of the rank's share, in 1e12: nothing that is computed again."""
+    """Model TFLOPs of the rank's share, without recomputation."""
     plain = replace(work, remat="none", sizes={})
     flops = sum(p.count * p.passes * p.flops for p in products(plain)) + attention_flops(plain)
     return flops / work.size("tp") / work.size("cp") / 1e12
 
 
 def mfu(work: Work, ceilings: Ceilings, ms: float) -> float | None:
-    """The model's FLOPs per second over the data sheet's peak."""
+    """Model FLOP/s over the data sheet's peak, or None if that is unknown."""
     return model_tflop(work) / ms * 1e3 / ceilings.peak_tflops if ceilings.peak_tflops else None

@@ -1,10 +1,10 @@
-"""Samples per second of the loader beside one .npy per sample: `python benchmarks/loader.py`.
+"""Loader throughput against one .npy file per sample: `python benchmarks/loader.py`.
 
-The contenders read the same latents from temporary folders: a torch Dataset over the features and
-labels of fast-DiT with the default collation, this loader on shards, and this loader on those
-files themselves. They take turns in one run, with and without a worker; ratios are medians of the
-ratios turn by turn. What is counted is batches ready for a step: for this loader float tokens, for
-the Dataset float latents. Files come from the page cache.
+Three contenders read the same latents from temporary folders: a torch Dataset over the features and
+labels of fast-DiT with the default collation, this loader on shards, and this loader on the .npy
+files. They take turns in one run, with and without a worker; ratios are medians over turns. A batch
+counts when it is ready for a step: float tokens for this loader, float latents for the Dataset.
+Files are in the page cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_CLASSES = 10
 
 
 class NpyPerSample(Dataset[tuple[Tensor, Tensor]]):
-    """What fast-DiT trains from: features/i.npy [1, c, h, w] and labels/i.npy [1]."""
+    """fast-DiT's dataset: features/i.npy [1, c, h, w] and labels/i.npy [1]."""
 
     def __init__(self, root: Path, count: int) -> None:
         self.root, self.count = root, count
@@ -50,7 +50,7 @@ class NpyPerSample(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_datasets(root: Path, count: int, shape: tuple[int, int, int]) -> None:
-    """The same float16 latents as .npy files and as shards."""
+    """Write the same float16 latents as .npy files and as shards."""
     latents = torch.randn(count, *shape, generator=torch.Generator().manual_seed(0)).half()
     labels = torch.arange(count) % NUM_CLASSES
     for name in ("features", "labels"):
@@ -96,13 +96,13 @@ def ours(path: Path, model: DiTConfig, batch: int, workers: int) -> Iterator[Any
 def measure(
     contenders: dict[str, Callable[[], Iterator[Any]]], num_batches: int, batch: int, turns: int
 ) -> dict[str, list[float]]:
-    """Samples per second, turn by turn; a contender's workers are there in its own turn only."""
+    """Samples per second by contender and turn; workers live for one turn only."""
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for turn in range(turns):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             batches = contenders[name]()
-            # Workers run ahead by four batches at most; those are not to be had for nothing.
+            # Workers prefetch up to four batches: discard them, or they would be free.
             for _ in itertools.islice(batches, 6):
                 pass
             began = time.perf_counter()
@@ -121,10 +121,12 @@ def main() -> None:
     parser.add_argument("--latent-size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=24, help="per contender and turn")
+    parser.add_argument(
+        "--batches", type=int, default=24, help="timed batches per contender and turn"
+    )
     parser.add_argument("--out")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # One thread a process for everyone: what a worker has, too.
+    torch.set_num_threads(1)  # One thread per process, as in a worker.
     shape = (options.channels, options.latent_size, options.latent_size)
     model = DiTConfig(
         hidden=8,

@@ -1,4 +1,4 @@
-"""Time and memory of work on a device, and the two ceilings that a step is held against."""
+"""Time and memory of work on a device; ceilings of products and copies."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from typing import Protocol
 import torch
 
 CALLS = 10
-"""Calls per timed lap, so that a lap is long against the clock's ticks."""
+"""Calls per timed lap, so that a lap is long relative to the clock's resolution."""
 LEAD = 4096
-"""Rows and columns of the product that keeps a GPU busy while the host fills its queue."""
+"""Rows and columns of the product that keeps a GPU busy while its queue fills."""
 
 
 class Meter(Protocol):
-    """What has to be asked of a device in its own way."""
+    """Device-specific measurements."""
 
     def laps_ms(self, work: Callable[[], object], times: int) -> list[float]:
-        """Milliseconds of each of `times` calls, end to end: a gap in which nothing runs counts."""
+        """Milliseconds of each of `times` calls, end to end, idle gaps included."""
         ...
 
     def call_ms(self, work: Callable[[], object]) -> float:
-        """Milliseconds that the device takes for one call while the host is ahead of it."""
+        """Device milliseconds of one call, with a full queue."""
         ...
 
     def restart_peak(self) -> None:
-        """Forget the highest use of memory so far."""
+        """Reset the memory peak."""
         ...
 
     def peak_gib(self) -> float | None:
-        """Highest allocated memory since `restart_peak` in GiB; None where nobody counts it."""
+        """Peak allocated GiB since `restart_peak`; None on a CPU."""
         ...
 
     def release(self) -> None:
-        """Give back the memory of what nothing refers to any more."""
+        """Collect garbage and free cached memory."""
         ...
 
 
 class HostMeter:
-    """A CPU: the host's own clock."""
+    """CPU: the host's clock."""
 
     def laps_ms(self, work: Callable[[], object], times: int) -> list[float]:
         """See `Meter`."""
@@ -70,7 +70,7 @@ class HostMeter:
 
 
 class CudaMeter:
-    """A GPU: events in its queue, so that the host can run ahead as it does in training."""
+    """GPU: CUDA events, so that the host runs ahead as in training."""
 
     def laps_ms(self, work: Callable[[], object], times: int) -> list[float]:
         """See `Meter`."""
@@ -84,20 +84,20 @@ class CudaMeter:
         return [start.elapsed_time(end) for start, end in pairwise(events)]
 
     def call_ms(self, work: Callable[[], object]) -> float:
-        """See `Meter`: the mean of CALLS calls, behind products that last until all are queued.
+        """See `Meter`: the mean of CALLS calls, queued behind products that outlast the launches.
 
-        On an idle queue a small call would take as long as the host needs to launch it.
+        With an empty queue a small call would take as long as its launch on the host.
         """
         lead = self.lead()
-        # The median: the first call may compile.
+        # Median: the first call may compile.
         launching_ms = CALLS * statistics.median(HostMeter().laps_ms(work, CALLS))
-        # The first product may still load its kernel.
+        # Second lap: the first product may load its kernel.
         leads = math.ceil(2 * launching_ms / self.laps_ms(lead, 2)[1])
         parts = iter([(lead, leads), (work, CALLS)])
         return self.laps_ms(lambda: _repeat(*next(parts)), 2)[1] / CALLS
 
     def lead(self) -> Callable[[], object]:
-        """A product that needs the device for long and the host for a moment."""
+        """A product that is slow on the device and quick to launch."""
         kind = {"device": "cuda", "dtype": torch.bfloat16}
         a, b = (torch.randn(LEAD, LEAD, **kind) for _ in range(2))  # type: ignore[call-overload]
         out = torch.empty_like(a)
@@ -129,7 +129,7 @@ def _repeat(work: Callable[[], object], times: int) -> None:
 
 def gemm_tflops(meter: Meter, device: torch.device, size: int, laps: int) -> float:
     """TFLOP/s of a bf16 product of two [size, size], the second transposed as in nn.Linear."""
-    # Random numbers: on zeros a GPU draws less power, and runs faster.
+    # Random data: on zeros a GPU draws less power and runs faster.
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -141,7 +141,7 @@ def gemm_tflops(meter: Meter, device: torch.device, size: int, laps: int) -> flo
 
 
 def copy_gb_per_s(meter: Meter, device: torch.device, num_bytes: int, laps: int) -> float:
-    """GB/s (1e9) of a copy within the device's memory, what is read plus what is written."""
+    """GB/s (1e9) of a copy in device memory, bytes read plus written."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 

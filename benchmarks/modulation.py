@@ -1,9 +1,9 @@
-"""Would one product for the modulations of all layers pay? `python benchmarks/modulation.py`.
+"""One product for all layers' modulations against one per layer: `python benchmarks/modulation.py`.
 
-Every layer maps the condition [b, h] to its six shifts, scales and gates: a product of few rows,
-forward and backward. Parameters stay layer by layer, for sharding and checkpoints, so one product
-for all has to join them first. Beside it, as a limit, weights that were joined before. On a GPU:
-its own time, with a full queue, as in training.
+Every layer maps the condition [b, h] to six shifts, scales and gates: products of few rows, forward
+and backward. Parameters are per layer, for sharding and checkpoints, so a single product has to
+concatenate them first. "joined before" is the limit, with concatenated parameters. A GPU is timed
+with a full queue, as in training.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from titan_dit.models.dit import SIZES
 
 
 def layer_by_layer(condition: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    """As the model does it."""
+    """One product per layer, as in the model."""
     return [F.linear(condition, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def one_product(condition: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    """The weights of all layers under each other."""
+    """Concatenate the weights of all layers, then one product."""
     return [*F.linear(condition, torch.cat(weights), torch.cat(biases)).chunk(len(weights), -1)]
 
 
 def joined_before(condition: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    """No copy: what per-layer parameters cannot have."""
+    """One product with weights that are concatenated beforehand."""
     return [F.linear(condition, weights[0], biases[0])]
 
 
@@ -62,7 +62,7 @@ def main() -> None:
 def measure(
     hidden: int, layers: int, batch: int, device: torch.device, turns: int
 ) -> dict[str, list[float]]:
-    """Milliseconds forward and backward of each way, turn by turn."""
+    """Milliseconds of forward and backward of each variant, by turn."""
     draw = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     condition = torch.randn(batch, hidden, **draw)  # type: ignore[call-overload]
     wide = 6 * hidden
@@ -80,7 +80,7 @@ def measure(
     meter, times = meter_of(device), {name: [] for name in ways}  # type: dict[str, list[float]]
     names = list(ways)
     for turn in range(turns + 1):
-        # Each goes first equally often.
+        # Each goes first equally often, for equal cache effects.
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             spent = meter.call_ms(ways[name])
             if turn:
@@ -94,7 +94,7 @@ def step_of(
     weights: list[Tensor],
     biases: list[Tensor],
 ) -> Callable[[], object]:
-    """Forward and backward, gradients of all that has one."""
+    """Forward and backward with all gradients."""
 
     def step() -> object:
         outs = way(condition, weights, biases)

@@ -1,7 +1,7 @@
-"""titan_dit's training step, built from its parts as the trainer builds it.
+"""titan_dit's training step, built from the same parts as in the trainer.
 
-The trainer itself reads configs and data through packages that a bare machine lacks; these parts
-need torch and jaxtyping alone.
+These parts need torch and jaxtyping only. The trainer also needs packages for configs and data,
+which a bare machine may lack.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_GRAD_NORM = 1.0
 
 
 def resident_batch(config: DiTConfig, batch: int, device: torch.device) -> Batch:
-    """A batch of random latents that stays on the device: loading is no part of a step."""
+    """A batch of random latents on the device, so that a step includes no loading."""
     return Batch(
         fields={
             "latent": torch.randn(batch, *config.sample_shape, device=device),
@@ -48,19 +48,19 @@ def resident_batch(config: DiTConfig, batch: int, device: torch.device) -> Batch
 
 
 def learning(config: DiTConfig, path: DiffusionConfig) -> Diffusion:
-    """What is learned from `resident_batch`."""
+    """The objective for `resident_batch`."""
     facts = LatentFacts(shape=config.sample_shape, count=1, num_classes=config.num_classes)
     return path.build(config, facts)
 
 
 def network(config: DiTConfig, path: DiffusionConfig) -> Model:
-    """The network that learns it, on the meta device."""
+    """The model of the objective, on the meta device."""
     with torch.device("meta"):
         return path.model_spec(config).build()
 
 
 def loss_of(objective: Objective) -> TokenLoss:
-    """The objective's loss, of the one prediction."""
+    """The objective's loss of a single prediction."""
 
     def loss(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
         assert isinstance(output, Tensor)
@@ -84,9 +84,9 @@ def trainer_step(
     remat: str = "none",
     attend: attention.Attend | None = None,
 ) -> Callable[[], Tensor]:
-    """A step in bf16 through FSDP2, in the order of `Trainer.__init__` and `train_step`.
+    """A bf16 step with FSDP2, in the order of `Trainer.__init__` and `train_step`.
 
-    `attend` takes the place of the attention that `precision` asks for.
+    `attend` overrides the attention of `precision`.
     """
     precision = precision or PrecisionConfig(dtype="bf16")
     model, objective = network(config, path), learning(config, path)
@@ -123,8 +123,8 @@ def trainer_step(
 def randomize(parameters: list[Tensor]) -> None:
     """Fill with N(0, 0.02).
 
-    adaLN-Zero starts with gates of zero, and so with gradients of zero in every block. On zeros a
-    GPU draws less power, and runs faster, than it will when it trains.
+    adaLN-Zero starts with zero gates, so all gradients in the blocks are zero. On zeros a GPU draws
+    less power and runs faster than in training.
     """
     for parameter in parameters:
         parameter.normal_(std=0.02)

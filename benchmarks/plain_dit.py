@@ -1,8 +1,8 @@
-"""DiT and its training step written the plain way: what the benchmarks compare against.
+"""A plain DiT and its training step: the baseline of the benchmarks.
 
-The network of arXiv:2212.09748 as its paper and its public code describe it: a convolution as patch
-embedding, a position buffer, timm-style attention and MLP, SiLU inside every modulation; with
-torch's own AdamW at its defaults. No tricks, no bugs.
+The network of arXiv:2212.09748 as in its paper and public code: a convolution as patch embedding,
+a position buffer, timm-style attention and MLP, SiLU inside every modulation. Optimizer: torch's
+AdamW with its defaults. No further optimisation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Self-attention with rows [3, heads, head_dim]."""
+    """Self-attention; the qkv projection outputs [3, heads, head_dim]."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ class PlainDiT(nn.Module):
 
 
 class Learn(Protocol):
-    """What the network is taught: the counterpart of titan_dit's objectives."""
+    """An objective, the counterpart of those of titan_dit."""
 
     def output_channels(self, channels: int) -> int:
         """Channels that the network predicts."""
         ...
 
     def loss(self, model: PlainDiT, latents: Tensor, labels: Tensor) -> Tensor:
-        """Draw what is random, ask the network, compare."""
+        """Draw the random numbers, run the network and return the loss."""
         ...
 
 
@@ -109,11 +109,11 @@ class RectifiedFlow:
     """The velocity on the straight path from data to noise, t logit-normal."""
 
     def output_channels(self, channels: int) -> int:
-        """A velocity for every channel."""
+        """One velocity per channel."""
         return channels
 
     def loss(self, model: PlainDiT, latents: Tensor, labels: Tensor) -> Tensor:
-        """Mean squared error of the velocity; a tenth of the labels are dropped."""
+        """Mean squared error of the velocity, with label dropout 0.1."""
         batch, device = len(latents), latents.device
         t = torch.sigmoid(torch.randn(batch, device=device))
         noise = torch.randn_like(latents)
@@ -124,7 +124,7 @@ class RectifiedFlow:
 
 @torch.no_grad()
 def update_ema(averages: dict[str, Tensor], model: nn.Module, decay: float = 0.9999) -> None:
-    """Move every average towards its parameter, one after the other."""
+    """Update the EMA parameter by parameter."""
     for name, parameter in model.named_parameters():
         averages[name].mul_(decay).add_(parameter, alpha=1 - decay)
 
@@ -138,7 +138,7 @@ def training_step(
     autocast: torch.dtype | None = None,
     ema: bool = False,
 ) -> Callable[[], Tensor]:
-    """A training step in the order of a plain training script, on one batch that stays."""
+    """A training step as in a plain training script, on a fixed batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     named = model.named_parameters() if ema else ()
     averages = {name: parameter.detach().clone() for name, parameter in named}
@@ -160,7 +160,7 @@ def training_step(
 
 
 def make_step(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
-    """A training step of rectified flow in fp32, without an average of the weights."""
+    """A training step of rectified flow in fp32, without EMA."""
     learn = RectifiedFlow()
     model = PlainDiT(config, learn.output_channels(config.channels)).to(device)
     return training_step(model, config, batch, learn)

@@ -1,8 +1,8 @@
-"""What blocks keep for backward in each [remat] mode, and its price: `python benchmarks/remat.py`.
+"""Saved activations and CPU time of each [remat] mode: `python benchmarks/remat.py`.
 
-Elements per token and layer, in units of h, in fp32 on one process: storages that live after the
-forward of three blocks less those after two. Saved-tensor hooks would not see what selective
-recomputation keeps; a compiled block hides nothing from them.
+Elements per token and layer in units of h, fp32, one process: live storages after the forward of
+three blocks minus those of two. Saved-tensor hooks miss what selective recomputation saves; for
+compiled blocks they see everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES = ("none", "attention", "selective", "full")
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that operators have made or given on, by weak references."""
+    """Weak references to the storages of all operator outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class Storages(TorchDispatchMode):
         return out
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Watch the storage of a tensor."""
+        """Track the storage of a tensor."""
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
         self.found[reference.cdata] = reference, storage.nbytes()
         return tensor
 
     def live_bytes(self, without: Iterable[Tensor]) -> int:
-        """Bytes that somebody still holds, but for the storages of these tensors."""
+        """Bytes of live storages, except those of these tensors."""
         excluded = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in without}
         return sum(
             size
@@ -63,7 +63,7 @@ class Storages(TorchDispatchMode):
 def blocks(
     mode: str, layers: int, hidden: int, tokens: int, *, qk_norm: bool, compiled: bool
 ) -> tuple[Model, tuple[Tensor, Tensor]]:
-    """A network with random weights, and a stream for its blocks."""
+    """A model with random weights, and an input stream for its blocks."""
     config = DiTConfig(
         hidden=hidden,
         layers=layers,
@@ -85,14 +85,14 @@ def blocks(
 
 
 def run(model: Model, stream: tuple[Tensor, ...]) -> Tensor:
-    """The stream through all blocks."""
+    """Run the stream through all blocks."""
     for block in model.blocks.values():
         stream = block(stream, {})
     return stream[0]
 
 
 def kept(mode: str, *, hidden: int, tokens: int, qk_norm: bool, compiled: bool) -> float:
-    """Elements kept per token and layer, in units of `hidden`."""
+    """Saved elements per token and layer in units of `hidden`."""
     sizes = []
     for layers in (2, 3):
         model, stream = blocks(mode, layers, hidden, tokens, qk_norm=qk_norm, compiled=compiled)
@@ -109,7 +109,7 @@ def kept(mode: str, *, hidden: int, tokens: int, qk_norm: bool, compiled: bool) 
 
 
 def cpu_ratio(mode: str, turns: int, **settings: Any) -> float:
-    """CPU time of forward and backward beside those of mode none, turn by turn."""
+    """Median ratio of CPU time, forward and backward, to mode none."""
 
     def timed(step: Callable[[], None]) -> float:
         start = time.process_time()
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--compiled", action="store_true", help="compiled blocks too")
+    parser.add_argument("--compiled", action="store_true", help="also measure compiled blocks")
     parser.add_argument("--out")
     options = parser.parse_args()
     rows = []

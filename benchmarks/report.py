@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: a table, and JSON that says where it was measured."""
+"""Output of every benchmark: a table, and JSON with device, commit and versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 @functools.cache
 def place() -> dict[str, Any]:
-    """Commit, device and versions, as they were when first asked for."""
+    """Commit, device and versions at the first call."""
     cuda = torch.cuda.is_available()
     where = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -41,7 +41,7 @@ def place() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of this checkout, or TITAN_DIT_COMMIT where only its files were copied."""
+    """The commit of this checkout; TITAN_DIT_COMMIT if there is no .git."""
     git = ["git", "-C", str(ROOT)]
     found = answer(*git, "rev-parse", "--short", "HEAD")
     if not found:
@@ -50,7 +50,7 @@ def commit() -> str:
 
 
 def nvidia_smi() -> dict[str, str]:
-    """Driver, highest clock and power limit of the GPU in use, where nvidia-smi tells them."""
+    """Driver, maximum clock and power limit of the GPU in use; empty without nvidia-smi."""
     keys = {
         "driver": "driver_version",
         "max SM clock": "clocks.max.sm",
@@ -63,7 +63,7 @@ def nvidia_smi() -> dict[str, str]:
 
 
 def answer(*command: str) -> str:
-    """What a command prints; nothing where it is missing, fails or hangs."""
+    """Stdout of a command; empty if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -72,7 +72,7 @@ def answer(*command: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """Number of cores and model name of the CPU."""
     info = Path("/proc/cpuinfo")
     names = info.read_text().splitlines() if info.is_file() else []
     found = [line.split(":", 1)[1].strip() for line in names if line.startswith("model name")]
@@ -80,7 +80,7 @@ def cpu_name() -> str:
 
 
 def write(name: str, rows: Sequence[Mapping[str, Any]], out: str, **more: Any) -> None:
-    """Write the rows and where they were measured as JSON: the whole file, or none of it."""
+    """Write rows and `place()` as JSON, with an atomic rename."""
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"benchmark": name, **place(), **more, "rows": list(rows)}, indent=2)
@@ -90,7 +90,7 @@ def write(name: str, rows: Sequence[Mapping[str, Any]], out: str, **more: Any) -
 
 
 def finish(name: str, rows: Sequence[Mapping[str, Any]], out: str | None, **more: Any) -> None:
-    """Print the table and where it was measured; write both, and `more`, as JSON if asked to."""
+    """Print the table and `place()`; write them and `more` as JSON to `out`, if given."""
     print(table(rows))
     print(", ".join(f"{key} {value}" for key, value in place().items()))
     if out:

@@ -1,11 +1,11 @@
-r"""The limit of a training step from a device's ceilings, beside what was measured.
+r"""Roofline of a training step from a device's ceilings, against measured steps.
 
     python benchmarks/roofline.py --gpu gpu.json
     python benchmarks/roofline.py --size 7B/2 --cells 64:8 --gemm-tflops 700 --copy-tbs 4 \
         --dp-shard 64 --tp 4 --link-gbs 40 --inner-gbs 350
 
-The first takes ceilings, models and measured rows from the JSON of gpu.py; flags go before. The
-second needs no device at all. Formulas: docs/roofline.md. Times in ms.
+The first takes ceilings, models and measured rows from the JSON of gpu.py; flags override them. The
+second needs no device. Formulas: docs/roofline.md. Times are in ms.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ AXES = ("dp_replicate", "dp_shard", "tp", "cp")
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Command-line flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpu", type=Path, help="JSON of gpu.py: ceilings, models and rows")
-    parser.add_argument("--gemm-tflops", type=float, help="of a large bf16 product")
+    parser.add_argument("--gemm-tflops", type=float, help="TFLOP/s of a large bf16 product")
     parser.add_argument("--copy-tbs", type=float, help="TB/s of a copy, read + written")
     parser.add_argument(
-        "--attention-tflops", type=float, help="default: measured by gpu.py, or else the product's"
+        "--attention-tflops", type=float, help="default: measured by gpu.py, else --gemm-tflops"
     )
-    parser.add_argument("--peak-tflops", type=float, help="of the data sheet, for MFU")
-    parser.add_argument("--link-gbs", type=float, help="GB/s that a rank sends along dp_*")
-    parser.add_argument("--inner-gbs", type=float, help="the same along tp and cp")
-    parser.add_argument("--size", help="model of cells that name none, XL/2; or four numbers:")
+    parser.add_argument("--peak-tflops", type=float, help="data sheet peak, for MFU")
+    parser.add_argument("--link-gbs", type=float, help="GB/s per rank along dp_*")
+    parser.add_argument("--inner-gbs", type=float, help="GB/s per rank along tp and cp")
+    parser.add_argument("--size", help="model of cells without one (XL/2), or:")
     for name in SHAPE[1:]:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--mlp-ratio", type=float, default=4.0)
     parser.add_argument("--qk-norm", action="store_true")
     parser.add_argument("--channels", type=int, default=4)
-    parser.add_argument("--objective", help="rectified_flow, or ddpm, which learns sigma, too")
+    parser.add_argument("--objective", help="rectified_flow, or ddpm (with learned sigma)")
     parser.add_argument(
-        "--cells", nargs="+", help="[model:]latent size:samples of a rank, 32:256 or XL/2:64:8"
+        "--cells", nargs="+", help="[model:]latent size:samples per rank, 32:256 or XL/2:64:8"
     )
-    parser.add_argument("--eager", action="store_true", help="blocks that are not compiled")
+    parser.add_argument("--eager", action="store_true", help="without compiled blocks")
     parser.add_argument(
         "--remat", default="none", choices=["none", "attention", "selective", "full"]
     )
-    parser.add_argument("--microbatches", type=int, default=1, help="of a rank and step")
-    parser.add_argument("--averages", type=int, default=1, help="EMA decays")
+    parser.add_argument("--microbatches", type=int, default=1, help="per rank and step")
+    parser.add_argument("--averages", type=int, default=1, help="number of EMA decays")
     parser.add_argument("--cp-method", default="ring", choices=["ring", "ulysses"])
     for axis in AXES:
         parser.add_argument(f"--{axis.replace('_', '-')}", type=int, default=1)
@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
 
 
 def read(path: Path | None) -> dict[str, Any]:
-    """What gpu.py wrote, or nothing."""
+    """The JSON of gpu.py, or an empty dict."""
     if path is None:
         return {}
     try:
@@ -79,14 +79,14 @@ def read(path: Path | None) -> dict[str, Any]:
         raise UserError(f"--gpu {path} cannot be read as JSON: {error}") from error
     if "ceilings" not in found or not all("model" in row for row in found["rows"]):
         raise UserError(
-            f"--gpu {path} is not what benchmarks/gpu.py --out writes: it has no ceilings, or rows "
-            "that name no model."
+            f"--gpu {path} lacks ceilings, or the model of a row. Give a JSON file that "
+            "benchmarks/gpu.py --out wrote."
         )
     return found
 
 
 def ceilings_of(options: argparse.Namespace, gpu: dict[str, Any]) -> Ceilings:
-    """Flags before what was measured."""
+    """Ceilings from the flags, else from gpu.py."""
     measured = gpu.get("ceilings", {})
     copy = options.copy_tbs * 1e3 if options.copy_tbs else measured.get("copy_gb_per_s")
     gemm = options.gemm_tflops or measured.get("gemm_tflops")
@@ -103,9 +103,9 @@ def ceilings_of(options: argparse.Namespace, gpu: dict[str, Any]) -> Ceilings:
 
 
 def attention_tflops(gpu: dict[str, Any], config: DiTConfig) -> float | None:
-    """Measured with the same head dim at the nearest number of tokens, by the faster kernel.
+    """Measured attention TFLOP/s with the same head dim at the nearest tokens, faster kernel.
 
-    None where there is no such measurement, or none within a factor of 2 of the tokens.
+    None without a measurement within a factor of 2 of the tokens.
     """
     hidden, _, heads, _ = config.shape
     head_dim, tokens = hidden // heads, config.token_shape[0]
@@ -120,19 +120,19 @@ def attention_tflops(gpu: dict[str, Any], config: DiTConfig) -> float | None:
 
 
 def flags_shape(options: argparse.Namespace) -> dict[str, Any] | None:
-    """The model of the flags, if they name one."""
+    """Model shape of the flags, or None."""
     shape: dict[str, Any] = {name: getattr(options, name) for name in SHAPE}
     return shape if any(shape.values()) else None
 
 
 def cell_of(options: argparse.Namespace, text: str) -> tuple[dict[str, Any], int, int]:
-    """(model, latent size, batch): a cell's own model, or else that of the flags."""
+    """(model shape, latent size, batch) of a cell; its model defaults to the flags."""
     model, latent, batch = parse_cell(text, "")
     shape = shape_of(model) if model else flags_shape(options)
     if shape is None:
         raise UserError(
             f"--cells {text} names no model. Give --size XL/2, or --hidden, --layers, --heads and "
-            f"--patch, or say --cells XL/2:{text}."
+            f"--patch, or --cells XL/2:{text}."
         )
     return shape, latent, batch
 
@@ -144,7 +144,7 @@ def work_of(
     latent: int,
     batch: int,
 ) -> Work:
-    """A step of one cell."""
+    """The work of one cell."""
     config = DiTConfig(
         **shape,
         mlp_ratio=options.mlp_ratio,
@@ -171,17 +171,17 @@ def work_of(
 def works(
     options: argparse.Namespace, gpu: dict[str, Any]
 ) -> Iterator[tuple[str, float | None, Work]]:
-    """(contender, its measured ms, its work): the cells of the flags, or the rows of gpu.py."""
+    """(contender, measured ms, work) of the cells of the flags, or of the rows of gpu.py."""
     if options.cells or not gpu:
         for text in options.cells or ["32:256"]:
             yield "", None, work_of(options, gpu, *cell_of(options, text))
         return
     for row in gpu["rows"]:
         name = row["contender"]
-        # Why nothing was measured; what is faster than the ceilings, which are those of bf16.
+        # Skip rows without a measurement, and float8, which exceeds the bf16 ceilings.
         if not re.fullmatch(r"[\d.]+", row["ms per step"]) or "float8" in name:
             continue
-        # Any patch divides 8: the shape says which one it is.
+        # 8 is a placeholder that every patch size divides; it is replaced below.
         shape = flags_shape(options) or shape_of(row["model"])
         work = work_of(options, gpu, shape, 8, row["batch"])
         latent = work.config.shape[3] * round(row["tokens"] ** 0.5)
@@ -222,8 +222,8 @@ def main() -> None:
         mine = replace(ceilings, attention_tflops=attention)
         rows.append(compared(name, measured_ms, work, mine))
     if not rows:
-        raise UserError(f"--gpu {options.gpu} has no measured row.")
-    # What no row has any of needs no column.
+        raise UserError(f"--gpu {options.gpu} has no measured row. Give --cells.")
+    # Drop columns that are zero in every row.
     empty = [key for key in rows[0] if all(row[key] == "0.00" for row in rows)]
     rows = [{key: value for key, value in row.items() if key not in empty} for row in rows]
     print(

@@ -13,14 +13,14 @@ MODEL = r"(\w+)/(\d+)(?:x(\d+))?"
 
 
 def shape_of(model: str) -> dict[str, Any]:
-    """What DiTConfig wants for "XL/2", "7B/2x8" (the first 8 layers) or "toy"."""
+    """DiTConfig arguments of "XL/2", "7B/2x8" (8 layers) or "toy"."""
     if model == "toy":
         return dict(TOY)
     match = re.fullmatch(MODEL, model)
     if not match or match[1] not in SIZES:
         raise UserError(
-            f"{model} is no model. Say one of {', '.join(SIZES)} with its patch, XL/2, or with a "
-            "number of layers of its own, 7B/2x8."
+            f"{model} is no model. Choose a size of {', '.join(SIZES)} with a patch, such as XL/2, "
+            "and optionally a number of layers, such as 7B/2x8."
         )
     size, patch, layers = match.groups()
     if layers is None:
@@ -30,17 +30,17 @@ def shape_of(model: str) -> dict[str, Any]:
 
 
 def config_of(model: str, latent_size: int) -> DiTConfig:
-    """The model on latents [4, latent_size, latent_size] of 1000 classes."""
+    """DiTConfig for latents [4, latent_size, latent_size] and 1000 classes."""
     shape = shape_of(model)
     return DiTConfig(**shape, latent_size=latent_size, channels=4, num_classes=1000)
 
 
 def parse_cell(text: str, model: str) -> tuple[str, int, int]:
-    """(model, latent size, batch) of "model:latent size:batch", or of "latent size:batch"."""
+    """Parse "model:latent size:batch", or "latent size:batch" with the default `model`."""
     match = re.fullmatch(r"(?:([^:]+):)?(\d+):(\d+)", text)
     if not match:
         raise UserError(
-            f"--cells {text} is no latent size:batch, such as 32:256, nor model:latent size:batch, "
-            "such as 7B/2x8:128:8."
+            f"--cells {text} is not of the form latent size:batch, such as 32:256, or "
+            "model:latent size:batch, such as 7B/2x8:128:8."
         )
     return match[1] or model, int(match[2]), int(match[3])

@@ -1,12 +1,11 @@
-"""How long until the first step? `python benchmarks/startup.py [--times 3] [--config digits.toml]`.
+"""Time to first step: `python benchmarks/startup.py [--times 3] [--config digits.toml]`.
 
-The time from the command to the line of its first step, with the environment made already. The
-first time is as cold as the machine is; `--drop-caches` (root) makes every time cold.
+Seconds from the command to the console line of its first step, with .venv already made. The first
+repeat is as cold as the machine; `--drop-caches` (root) makes every repeat cold.
 
-`--compile [--size S/2]`: from the start of a process to the end of its first step in fp32, with our
-blocks compiled into an empty cache, once more with that cache, and beside it with the same model
-compiled as a whole into an empty cache; `--times` of each. "compiling": less what an eager process
-takes to the end of its first step.
+`--compile [--size S/2]`: seconds from process start to the end of its first step in fp32: eager,
+compiled blocks with a cold cache and with a warm one, and the whole model compiled with a cold
+cache. Medians over `--times`; "compiling" subtracts the eager time.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from pathlib import Path
 from report import ROOT, finish
 
 CASES = {"eager": "eager", "blocks": "blocks", "blocks, warm cache": "blocks", "whole": "whole"}
-"""What is compiled, in this order: the second time, its cache is warm."""
+"""Variants in order of measurement; the second "blocks" finds a warm cache."""
 
 
 def seconds_to_first_step(command: Sequence[str], cache: str | None = None) -> float:
-    """Start the command and wait for the line of its first step."""
+    """Start the command; return the seconds until its first step line."""
     environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -39,11 +38,11 @@ def seconds_to_first_step(command: Sequence[str], cache: str | None = None) -> f
             process.stdout.read()
             process.wait()
             return seconds
-    raise SystemExit("the run ended before its first step")
+    raise SystemExit("the run ended before its first step: see its errors above")
 
 
 def command_rows(options: argparse.Namespace) -> list[dict[str, object]]:
-    """One row for every start of the command that users give."""
+    """One row per repeat of the user's command."""
     rows: list[dict[str, object]] = []
     for number in range(options.times):
         if options.drop_caches:
@@ -58,11 +57,11 @@ def command_rows(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def compile_rows(options: argparse.Namespace) -> list[dict[str, object]]:
-    """One row for every way to compile, each in processes of its own: medians over `--times`."""
+    """One row per variant, each in its own process: medians over `--times`."""
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
     shape = ["--size", options.size, "--batch", str(options.batch)]
     command = [sys.executable, __file__, *shape, "--first-step"]
-    seconds_to_first_step([*command, "eager"])  # It reads torch's libraries from the disk.
+    seconds_to_first_step([*command, "eager"])  # Warms the page cache with torch's libraries.
     for _ in range(options.times):
         with tempfile.TemporaryDirectory() as folder:
             for name, how in CASES.items():
@@ -83,7 +82,7 @@ def compile_rows(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def first_step(how: str, size: str, batch: int) -> None:
-    """In a process of its own: build, take one step, say so."""
+    """Build a model, take one step and print its line."""
     import step
     import torch
 

@@ -1,13 +1,12 @@
-"""The cost of a training step beside a plain DiT: `python benchmarks/step.py [--bf16] ...`.
+"""Time of a training step against a plain DiT: `python benchmarks/step.py [--bf16] ...`.
 
-Every contender makes a step from (model config, batch, device); the steps are taken in turn in one
-process, so that a machine that slows down slows down all of them. CPU time is the honest figure on
-a shared machine; ratios are medians of the ratios turn by turn.
+A contender is a function (model config, batch, device) -> step. Steps run in turn in one process,
+so that a slowdown of the machine affects all of them. On a shared machine use CPU time; ratios are
+medians over turns.
 
-With --bf16 all compute in bf16: the plain DiT under autocast, eager and compiled as a whole, with
-an EMA; ours as the trainer takes its steps, through FSDP2, clipping and EMA included, its blocks
-compiled. A contender of your own, from a module in the current folder or on PYTHONPATH:
-`--contenders plain ours mymodule:make_step`.
+With --bf16: the plain DiT under autocast with an EMA, eager and compiled as a whole; ours as in the
+trainer, with FSDP2, clipping, EMA and compiled blocks. Your own contender, from a module in the
+current folder or on PYTHONPATH: `--contenders plain ours mymodule:make_step`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ MakeStep = Callable[[DiTConfig, int, torch.device], Callable[[], Tensor]]
 
 
 def eager(model: nn.Module) -> None:
-    """Leave the model as it is."""
+    """Do not compile."""
 
 
 def blocks(model: nn.Module) -> None:
@@ -58,7 +57,7 @@ def ours(
     device: torch.device,
     change: Callable[[nn.Module], None] = eager,
 ) -> Callable[[], Tensor]:
-    """The same step from titan_dit's parts, its own random numbers included."""
+    """titan_dit's step in fp32, with its random numbers; `change` modifies the model."""
     model, objective = network(config, RectifiedFlow()), learning(config, RectifiedFlow())
     change(model)
     initialize(model, model.initializers(), 0, device)
@@ -78,14 +77,14 @@ def ours(
 
 
 def ours_compiled(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
-    """`ours`, its blocks compiled."""
+    """`ours` with compiled blocks."""
     return ours(config, batch, device, blocks)
 
 
 def ours_without_onednn(
     config: DiTConfig, batch: int, device: torch.device
 ) -> Callable[[], Tensor]:
-    """`ours`, its linear layers torch's own."""
+    """`ours` with oneDNN disabled."""
     inner = ours(config, batch, device)
 
     def step() -> Tensor:
@@ -124,7 +123,7 @@ def ours_bf16(
 
 
 def ours_bf16_compiled(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
-    """`ours_bf16`, its blocks compiled."""
+    """`ours_bf16` with compiled blocks."""
     return ours_bf16(config, batch, device, compiled=True)
 
 
@@ -143,24 +142,24 @@ USUAL_BF16 = ["plain_bf16", "plain_bf16_compiled", "ours_bf16_compiled"]
 
 
 def find(name: str) -> MakeStep:
-    """A contender by its name here, or by module:function."""
+    """A contender by name, or by module:function."""
     if name in CONTENDERS:
         return CONTENDERS[name]
     module, _, function = name.partition(":")
     if not function:
         known = ", ".join(CONTENDERS)
-        raise SystemExit(f"--contenders: {name} is none of {known} and no module:function.")
+        raise SystemExit(f"--contenders {name}: choose from {known}, or give module:function.")
     sys.path.append(str(Path.cwd()))
     found: MakeStep = getattr(importlib.import_module(module), function)
     return found
 
 
 def measure(steps: dict[str, Callable[[], Tensor]], turns: int) -> dict[str, list[list[float]]]:
-    """CPU and wall seconds of every contender's step, turn by turn; the first turn is not kept."""
+    """(CPU, wall) seconds of every contender by turn; the first turn is a warm-up."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in steps}
     names = list(steps)
     for turn in range(turns + 1):
-        # Each goes first equally often: the one behind another meets its cold caches.
+        # Each goes first equally often, because a step leaves cold caches to the next.
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             cpu, wall = time.process_time(), time.perf_counter()
             steps[name]().item()
@@ -170,7 +169,7 @@ def measure(steps: dict[str, Callable[[], Tensor]], turns: int) -> dict[str, lis
 
 
 def table(seconds: dict[str, list[list[float]]]) -> list[dict[str, str]]:
-    """One row per contender, beside every one that is not ours."""
+    """One row per contender, with ratios to the first and to every plain one."""
     bases = [name for number, name in enumerate(seconds) if not number or name.startswith("plain")]
     rows = []
     for name, turns in seconds.items():

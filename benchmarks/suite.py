@@ -1,13 +1,13 @@
-"""CPU time of the test suite, over all of its processes: `python benchmarks/suite.py`.
+"""CPU time of the test suite over all of its processes: `python benchmarks/suite.py`.
 
     python benchmarks/suite.py                       ./run_tests.sh of this checkout
-    python benchmarks/suite.py --beside COMMIT       first the suite of a commit, then the ratio
+    python benchmarks/suite.py --beside COMMIT       also the suite of a commit, and the ratio
     python benchmarks/suite.py --command "./run_tests.sh --fast"
 
-A process's time reaches whoever waits for it. A fork server is waited for by nobody, and takes the
-time of the ranks it has forked along. So this process is a *subreaper* (Linux, prctl(2)): what
-loses its parent becomes its child, is waited for here, and every descendant counts. What still runs
-some seconds after the command has ended is killed, and named.
+The kernel adds the CPU time of a process to the parent that waits for it. Nobody waits for a fork
+server, so its time and that of its ranks would be lost. This process is therefore a *subreaper*
+(Linux, prctl(2)): it adopts and waits for orphans, so every descendant counts. Processes that
+outlive the command by GRACE_S are killed and reported.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 10.0
-"""How long what the command has left behind may go on."""
+"""Seconds that orphans may outlive the command."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a command and all of its descendants have used."""
+    """CPU and wall time of a command and all of its descendants."""
 
     cpu_s: float
     wall_s: float
     exit_code: int
     killed: list[str]
-    """Command lines of what had to be killed."""
+    """Command lines of killed orphans."""
 
 
 def measure(
     command: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None
 ) -> Usage:
-    """Run a command and wait for every process that it starts."""
+    """Run a command and wait for all of its descendants."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError("this system has no subreapers (Linux 3.4 or later)")
+        raise OSError("suite.py needs a subreaper: run it on Linux 3.4 or later")
     before, began = waited_for_s(), time.monotonic()
     process = subprocess.Popen(command, cwd=cwd, env=environment)
     ended = -1
-    while ended != process.pid:  # Orphans may end before it.
+    while ended != process.pid:  # Orphans may exit before it.
         ended, status = os.wait()
     wall_s = time.monotonic() - began
     killed = end_orphans()
@@ -61,13 +61,13 @@ def measure(
 
 
 def waited_for_s() -> float:
-    """CPU seconds of all descendants that were waited for."""
+    """CPU seconds of all descendants that have been waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def end_orphans() -> list[str]:
-    """Wait for all children; kill those that outlive the grace. The command lines of these."""
+    """Wait for all children; kill those left after GRACE_S and return their command lines."""
     killed: list[str] = []
     deadline = time.monotonic() + GRACE_S
     with suppress(ChildProcessError):
@@ -85,7 +85,7 @@ def end_orphans() -> list[str]:
 
 
 def children() -> list[int]:
-    """The children of this process, by its threads' lists."""
+    """Child processes of all threads of this process."""
     lists = Path("/proc/self/task").glob("*/children")
     return [int(pid) for file in lists for pid in file.read_text().split()]
 
@@ -94,11 +94,11 @@ def row_of(name: str, command: str, folder: Path) -> dict[str, object]:
     """Measure the suite of a checkout."""
     sys.stdout.write(f"{name}: {command}\n")
     sys.stdout.flush()
-    # One environment for all: where it has what a checkout asks for, run_tests.sh takes it.
+    # run_tests.sh uses this environment if it meets the checkout's dependencies.
     path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     used = measure(shlex.split(command), folder, os.environ | {"PATH": path})
     for words in used.killed:
-        sys.stdout.write(f"still running after it, killed: {words}\n")
+        sys.stdout.write(f"killed, still running after the command: {words}\n")
     return {
         "checkout": name,
         "command": command,
@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--beside", metavar="COMMIT", help="measure this commit's suite first")
     parser.add_argument("--out", help="write the rows as JSON")
     options = parser.parse_args()
-    from report import finish  # Imports torch, which `measure` does without.
+    from report import finish  # Late, because it imports torch, which `measure` does not need.
 
     rows = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,7 +1,7 @@
-"""Run a benchmark where little more than torch is installed.
+"""Imports for a benchmark on a machine with torch only.
 
-The pure-Python packages that titan_dit's core needs may lie beside the benchmark as wheels: a wheel
-is a zip file, and Python imports from zip files, so nothing has to be installed.
+The pure-Python dependencies of titan_dit's core can be wheels in benchmarks/wheels. A wheel is a
+zip file, and Python imports from zip files, so nothing has to be installed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "wheels"
 NEEDED = ("torch", "jaxtyping", "wadler_lindig")
-"""What models, objectives, parallel and state import, and what that imports in its turn."""
+"""Dependencies of titan_dit's core, direct and indirect."""
 
 
 def use(folder: Path) -> None:
-    """Put this checkout first on sys.path, and before it every wheel of the folder."""
+    """Prepend the wheels of the folder and this checkout to sys.path."""
     for path in (ROOT, *sorted(folder.glob("*.whl"))):
         sys.path.insert(0, str(path))
 
 
 def complaint(needed: Sequence[str] = NEEDED) -> str | None:
-    """What is missing and how to get it, or None."""
+    """A message about missing packages and how to get them, or None."""
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if not missing:
         return None
@@ -33,7 +33,7 @@ def complaint(needed: Sequence[str] = NEEDED) -> str | None:
         said += " Install torch (2.11 to 2.13) for your device, see pytorch.org."
     if wheels := [name.replace("_", "-") for name in missing if name != "torch"]:
         said += (
-            " Install, or where there is a network, in the checkout:\n  pip download --no-deps "
-            f"-d benchmarks/wheels {' '.join(wheels)}\nand copy benchmarks/wheels along."
+            " Install them; or, in a checkout with a network, run:\n  pip download --no-deps "
+            f"-d benchmarks/wheels {' '.join(wheels)}\nand copy benchmarks/wheels here."
         )
     return said

@@ -1,13 +1,12 @@
-"""Whether a change keeps every bit: the numbers of a few short runs, of two trees.
+"""Bitwise regression check: compares a few short runs of two source trees.
 
     python scripts/bits.py record OUT.json          run every case on this tree
     python scripts/bits.py compare A.json B.json    exit code 1 on any difference
     python scripts/bits.py beside COMMIT            record a commit and this tree, and compare
 
-Each case is trained from the command line on the CPU, with deterministic kernels and one thread a
-rank. Its record has the loss and the gradient norm of each step, a digest of each tensor of the
-last checkpoint, and digests of the samples that were drawn from it. Another processor or version of
-torch may round differently, so records of two machines need not agree.
+Each case trains on the CPU with deterministic kernels and one thread per rank. Its record has loss
+and gradient norm of each step, and digests of the last checkpoint's tensors and of samples drawn
+from it. Records of two machines may differ: CPUs and versions of torch round differently.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ CASES = {
     "dp2 bf16": f"{SMALL} --parallel.dp_shard 2 --precision.dtype bf16 "
     "--parallel.reshard_after_forward always",
 }
-"""Flags after digits.toml, whose fp32 most keep. Two ranks where the name says 2."""
+"""Flags on top of digits.toml. Names with a 2 run on two ranks."""
 SAMPLE = "sample --run run --out drawn.safetensors --num 16 --steps 5 --seed 0 --device cpu "
 DRAWN = {"digits": ("", "--decay 0.5"), "ddpm": ("", "--sampler ddpm")}
-"""Cases that `titan_dit sample` draws from as well, and its flags each time."""
+"""Cases that are also sampled with `titan_dit sample`, and the flags of each call."""
 
 
 def record(tree: Path) -> dict[str, Any]:
-    """What every case gives on a tree, and what it ran on."""
+    """Results of every case on a tree, with commit, torch and CPU."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
@@ -72,7 +71,7 @@ def record(tree: Path) -> dict[str, Any]:
 
 
 def run(name: str, tree: Path) -> dict[str, str]:
-    """Train a case in a folder of its own, draw from it, and read what there is then."""
+    """Train a case in a temporary folder, sample from it, and return its record."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bits-") as temporary:
         folder = Path(temporary)
@@ -92,7 +91,7 @@ def run(name: str, tree: Path) -> dict[str, str]:
 
 
 def titan_dit(case: str, tree: Path, folder: Path, *arguments: str) -> None:
-    """Run a command of a tree; ends this process if it fails."""
+    """Run a titan_dit command of a tree; exit if it fails."""
     nodes = ("NNODES", "RDZV", "MAX_RESTARTS", "TORCHELASTIC", "RANK", "WORLD_SIZE", "MASTER")
     inherited = {key: v for key, v in os.environ.items() if not key.startswith(nodes)}
     ours = {"NGPU": "2" if "2" in case else "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -104,7 +103,7 @@ def titan_dit(case: str, tree: Path, folder: Path, *arguments: str) -> None:
 
 
 def write_latents(path: Path, count: int = 24) -> None:
-    """Two shards of samples with two channels of means and two of stds."""
+    """Write two shards of latents: two channels of means, two of stds."""
     draw, shards = torch.Generator().manual_seed(0), []
     path.mkdir()
     for number in range(2):
@@ -124,14 +123,14 @@ def write_latents(path: Path, count: int = 24) -> None:
 
 
 def steps_of(folder: Path) -> Iterator[tuple[str, str]]:
-    """Each step's loss and gradient norm, in the shortest digits that give the float back."""
+    """Loss and gradient norm of every step, with `repr`, which round-trips floats."""
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         yield f"step {row['step']}", f"loss {row['loss']!r} grad_norm {row['grad_norm']!r}"
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Every tensor of a checkpoint, its digest cut to 16 digits; the last line covers them all."""
+    """16-digit digest of every tensor of a checkpoint, and one full digest of all."""
     reader = filesystem.FileSystemReader(path)
     state: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -139,7 +138,7 @@ def tensors_of(path: Path) -> Iterator[tuple[str, str]]:
         if isinstance(entry, metadata.TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That there is no process group.
+        warnings.simplefilter("ignore")  # No process group is initialised.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     whole = {name: digest(tensor) for name, tensor in state.items()}
     yield from ((name, text[:-48]) for name, text in whole.items())
@@ -153,7 +152,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Say for every case what differs; 1 if anything does."""
+    """Print the differences of every case; return 1 if there are any."""
     for key in ("torch", "cpu"):
         if before[key] != after[key]:
             sys.stdout.write(f"note: {key} differs: {before[key]}, {after[key]}\n")
@@ -169,7 +168,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def beside(commit: str) -> int:
-    """Compare a commit, in a worktree of its own for as long as it takes, with this tree."""
+    """Compare a commit, checked out in a temporary worktree, with this tree."""
     worktree = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory(prefix="bits-") as tree:
         subprocess.run([*worktree, "add", "--quiet", "--detach", tree, commit], check=True)
@@ -181,7 +180,7 @@ def beside(commit: str) -> int:
 
 
 def main() -> int:
-    """0 where nothing differs."""
+    """Run a subcommand; return 0 if nothing differs."""
     parser = argparse.ArgumentParser(usage=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record").add_argument("out", type=Path)

@@ -1,8 +1,8 @@
-"""One-line mutants of the core, drawn by seed: what `plant.py --draw` prints.
+"""Random one-line mutants of the core, for `plant.py --draw`.
 
-Classic operators: + and -, * and /, < and <=, and and or, min and max, a constant one off, a `not`
-dropped, two arguments or branches swapped, a call left out whose result nobody takes. A line is
-drawn first, uniformly, then one of its mutations.
+Mutation operators: swap + and -, * and /, < and <=, and and or, min and max; constants off by one;
+drop a `not`; swap two arguments or branches; drop a call whose result is unused. A line is drawn
+uniformly, then one of its mutations.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
 }
 OTHER_END = {"min": "max", "max": "min"}
 SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr)
-"""Messages and our own invariants."""
+"""Error messages and assertions."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of the text of one symbol."""
+    """A text replacement within one symbol."""
 
     symbol: str
     old: str
@@ -72,7 +72,7 @@ class Edit:
 
 
 class File:
-    """A source whose positions are bytes, as those of ast are."""
+    """A source file with byte positions, as ast uses them."""
 
     def __init__(self, path: Path) -> None:
         self.source = path.read_bytes()
@@ -82,7 +82,7 @@ class File:
             self.starts.append(self.starts[-1] + len(line))
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """First and end of a node."""
+        """Byte range of a node."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         first = self.starts[node.lineno - 1] + node.col_offset
@@ -98,7 +98,7 @@ class File:
         return sum(start <= position for start in self.starts) - 1
 
     def between(self, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Edit]:
-        """The operator that stands between two operands."""
+        """Replace the operator between two operands."""
         first, end = self.span(left)[1], self.span(right)[0]
         place = self.source.find(old.encode(), first, end)
         if place >= 0:
@@ -111,13 +111,13 @@ class File:
 
 
 def of_operation(file: File, node: ast.BinOp) -> Iterator[Edit]:
-    """A sum or a product."""
+    """Swap the operator of a sum or product."""
     if signs := OPERATORS.get(type(node.op)):
         yield from file.between(node.left, node.right, *signs)
 
 
 def of_comparison(file: File, node: ast.Compare) -> Iterator[Edit]:
-    """Each sign of a chain."""
+    """Replace each operator of a comparison."""
     operands = [node.left, *node.comparators]
     for left, operator, right in zip(operands, node.ops, node.comparators, strict=False):
         if signs := OPERATORS.get(type(operator)):
@@ -125,25 +125,25 @@ def of_comparison(file: File, node: ast.Compare) -> Iterator[Edit]:
 
 
 def of_logic(file: File, node: ast.BoolOp) -> Iterator[Edit]:
-    """The first `and` or `or` of a chain."""
+    """Swap the first `and` or `or` of a chain."""
     yield from file.between(node.values[0], node.values[1], *OPERATORS[type(node.op)])
 
 
 def of_constant(file: File, node: ast.Constant) -> Iterator[Edit]:
-    """A number, one more or one less."""
+    """Add or subtract 1 from a number."""
     if isinstance(node.value, int | float) and not isinstance(node.value, bool):
         for new in (repr(node.value + 1), repr(node.value - 1)):
             yield Edit(*file.span(node), new.encode(), f"{node.value} -> {new}")
 
 
 def of_not(file: File, node: ast.UnaryOp) -> Iterator[Edit]:
-    """A `not` dropped."""
+    """Drop a `not`."""
     if isinstance(node.op, ast.Not):
         yield Edit(*file.span(node), file.text(node.operand), "not dropped")
 
 
 def of_call(file: File, node: ast.Call) -> Iterator[Edit]:
-    """Min and max; the first two arguments swapped."""
+    """Swap min and max, or the first two arguments."""
     if isinstance(node.func, ast.Name) and node.func.id in OTHER_END:
         new = OTHER_END[node.func.id]
         yield Edit(*file.span(node.func), new.encode(), f"{node.func.id} -> {new}")
@@ -153,24 +153,24 @@ def of_call(file: File, node: ast.Call) -> Iterator[Edit]:
 
 
 def of_choice(file: File, node: ast.IfExp) -> Iterator[Edit]:
-    """Both branches swapped."""
+    """Swap both branches of a conditional expression."""
     yield from swapped(file, node.body, node.orelse, "branches swapped")
 
 
 def of_if(file: File, node: ast.If) -> Iterator[Edit]:
-    """The branches of a statement, by its question."""
+    """Negate the condition of an if statement."""
     new = b"not (" + file.text(node.test) + b")"
     yield Edit(*file.span(node.test), new, "condition negated")
 
 
 def of_statement(file: File, node: ast.Expr) -> Iterator[Edit]:
-    """A call whose result nobody takes."""
+    """Drop a call whose result is unused."""
     if isinstance(node.value, ast.Call):
         yield Edit(*file.span(node), b"pass", "statement left out")
 
 
 def swapped(file: File, one: ast.expr, other: ast.expr, what: str) -> Iterator[Edit]:
-    """Two parts of an expression in each other's place."""
+    """Swap two parts of an expression."""
     (start, middle), (after, end) = file.span(one), file.span(other)
     if file.text(one) != file.text(other):
         new = file.text(other) + file.source[middle:after] + file.text(one)
@@ -191,7 +191,7 @@ MUTATIONS: dict[type[ast.AST], Callable[[File, Any], Iterator[Edit]]] = {
 
 
 def eligible(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and what is below it, without annotations, decorators, messages and assertions."""
+    """A node and its descendants, without annotations, decorators, messages and assertions."""
     if isinstance(node, SKIPPED):
         return
     yield node
@@ -204,7 +204,7 @@ def eligible(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def functions(body: Iterable[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """The functions and methods of a module, by their dotted names."""
+    """(dotted name, node) of the functions and methods of a module."""
     for node in body:
         if isinstance(node, ast.FunctionDef):
             yield f"{prefix}{node.name}", node
@@ -213,7 +213,7 @@ def functions(body: Iterable[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.
 
 
 def mutants_by_line(path: Path, module: str) -> dict[tuple[str, int], list[Mutant]]:
-    """What can be done to each line of a file's functions."""
+    """Mutants of a file's functions by (module, line)."""
     file = File(path)
     found: dict[tuple[str, int], list[Mutant]] = {}
     for name, function in functions(file.tree.body, f"{module}."):
@@ -227,7 +227,7 @@ def mutants_by_line(path: Path, module: str) -> dict[tuple[str, int], list[Mutan
 
 
 def as_mutant(file: File, name: str, whole: tuple[int, int], edit: Edit) -> Mutant | None:
-    """The edit as text that stands once in its symbol: whole lines, as many as that takes."""
+    """The edit as whole lines, as many as make the old text unique in its symbol."""
     first, last = file.line_of(edit.start), file.line_of(max(edit.start, edit.end - 1))
     symbol = file.source[slice(*whole)]
     while True:
@@ -248,7 +248,7 @@ def as_mutant(file: File, name: str, whole: tuple[int, int], edit: Edit) -> Muta
 
 
 def draw(package: Path, count: int, seed: int) -> list[Mutant]:
-    """`count` mutants of different lines; the same for the same seed and source."""
+    """`count` mutants of different lines, a function of seed and source."""
     lines: dict[tuple[str, int], list[Mutant]] = {}
     for entry in CORE:
         place = package / entry
@@ -256,9 +256,9 @@ def draw(package: Path, count: int, seed: int) -> list[Mutant]:
             if path.is_file():
                 module = ".".join(path.relative_to(package).with_suffix("").parts)
                 lines |= mutants_by_line(path, module)
-    chance = random.Random(seed)
-    chosen = chance.sample(sorted(lines), min(count, len(lines)))
-    return [chance.choice(lines[line]) for line in chosen]
+    rng = random.Random(seed)
+    chosen = rng.sample(sorted(lines), min(count, len(lines)))
+    return [rng.choice(lines[line]) for line in chosen]
 
 
 def rows(mutants: Iterable[Mutant], seed: int) -> str:
@@ -276,7 +276,7 @@ def rows(mutants: Iterable[Mutant], seed: int) -> str:
 
 
 def literal(text: str) -> str:
-    """A TOML string: literal where it can be, so that code reads as code."""
+    """A TOML string, literal if possible, so that code needs no escapes."""
     if "'''" in text:
         return json.dumps(text)
     return f"'''{text}'''" if "\n" in text or "'" in text else f"'{text}'"

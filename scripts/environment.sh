@@ -1,11 +1,11 @@
 # Sourced by run_train.sh, run_tests.sh and the Makefile: finds or makes the Python environment.
 #
-#   use_environment        sets $python to a Python in which titan_dit's needs are met
+#   use_environment        sets $python to a Python with the dependencies of titan_dit
 #   use_environment dev    the same with the tools for tests and checks
 #
-# An active environment (virtualenv, conda, a container's own Python) is used where it has what
-# pyproject.toml asks for. Otherwise .venv in the clone is made once, from the lock files.
-# Every step checks its own success: a caller may have no `set -e`.
+# The active environment (virtualenv, conda, container) is used if it meets pyproject.toml.
+# Otherwise .venv is made in the clone, once, from the lock files.
+# Every step checks its exit status, because a caller may not use `set -e`.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -19,7 +19,7 @@ use_environment() {
 
     python=$root/.venv/bin/python
     active=$(command -v python3 || command -v python || true)
-    # An activated .venv of our own is held to the locks, as it is when it is not activated.
+    # The clone's own .venv is checked against the lock files, activated or not.
     if [ -n "$active" ] && [ "$(dirname "$active")" != "$root/.venv/bin" ] &&
         "$active" "$root/scripts/needs.py" $extra; then
         python=$active
@@ -33,17 +33,17 @@ use_environment() {
     fi
 }
 
-# Whether .venv was made, whole, from what is wanted (and perhaps more).
+# True if .venv was completed from lock files that start with $1.
 is_made() {
     [ -x "$python" ] || return 1
     case "$(cat "$root/.venv/.made_from" 2>/dev/null)" in "$1"*) return 0 ;; *) return 1 ;; esac
 }
 
-# Run a command while no other node or process that shares the clone does.
+# Run a command under a lock that all nodes and processes of this clone share.
 alone() {
     local lock=$root/.venv.lock status=0 said=
     until mkdir "$lock" 2>/dev/null; do
-        [ -n "$said" ] || say "another process is making .venv; waiting (if none is: rmdir $lock)"
+        [ -n "$said" ] || say "another process is making .venv; waiting (if the lock is stale: rmdir $lock)"
         said=1
         sleep 2
     done
@@ -58,17 +58,17 @@ make_environment() {
     local wanted=$1 base packages
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         base=$(find_python) || return 1
-        say "making .venv with $("$base" --version), once; nothing outside the clone is touched"
+        say "making .venv with $("$base" --version); this happens once and changes only the clone"
         rm -rf "$root/.venv"
         "$base" -m venv "$root/.venv" || return 1
     fi
     rm -f "$root/.venv/.made_from"
-    say "installing ${locks[*]} into .venv (half a minute where torch is a CPU build):"
-    # What is being fetched is shown; the rest of pip's chatter is left out.
+    say "installing ${locks[*]} into .venv (half a minute with a CPU build of torch):"
+    # Show only the names of the packages that pip collects.
     (cd "$root" && "$python" -m pip install --disable-pip-version-check --progress-bar off \
         "${locks[@]/#/-r}") | sed -un 's/^Collecting \([^ ]*\).*/  \1/p' >&2
     if [ "${PIPESTATUS[0]}" != 0 ]; then
-        say "pip failed (above). Mend what it says and run the same command again."
+        say "pip failed: see its error above. Fix it and run the same command again."
         return 1
     fi
     # Makes `python -m titan_dit` work from any folder, as an editable install would.
@@ -86,6 +86,6 @@ find_python() {
             return 0
         fi
     done
-    say "no Python of 3.11 or newer found. Install one, or activate an environment that has it."
+    say "found no Python 3.11 or newer. Install one, or activate an environment with it."
     return 1
 }

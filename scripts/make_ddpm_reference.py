@@ -23,7 +23,7 @@ SHAPE = (3, 4, 4, 4)
 
 
 def stand_in(x: Tensor, t: Tensor, channels: int = 8) -> Tensor:
-    """About right for standard normal data; tests/diffusion/test_original_diffusion.py has it."""
+    """A fake network for standard normal data, as in tests/diffusion/test_original_diffusion.py."""
     s = (t.float() / 1000).view(-1, 1, 1, 1)
     a = (1 - torch.exp(-0.1 * s - 10 * s * s)).sqrt()
     eps = a * x + 0.1 * torch.sin(2 * x.roll(1, 1))
@@ -33,7 +33,7 @@ def stand_in(x: Tensor, t: Tensor, channels: int = 8) -> Tensor:
 def draw(
     respacing: str, loop: str, z: Tensor, fresh: Tensor, eta: float | None = None, **kind: Any
 ) -> Tensor:
-    """A sampling loop from `z`, the noise of step k being `fresh[k]`."""
+    """Samples of `loop` from the initial noise `z`, with `fresh[k]` as the noise of step k."""
     diffusion = create_diffusion(respacing, **kind)
     channels = 8 if kind.get("learn_sigma", True) else 4
     drawn = [fresh[k] for k in reversed(range(diffusion.num_timesteps))]
@@ -51,7 +51,7 @@ def draw(
 
 
 def main() -> None:
-    """Samples and losses of every kind that the tests compare."""
+    """Write samples and losses of every variant that the tests compare."""
     torch.manual_seed(0)
     z, fresh = torch.randn(SHAPE), torch.randn(25, *SHAPE)
     out = {"z": z, "fresh": fresh}

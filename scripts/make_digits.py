@@ -14,9 +14,9 @@ TARGET = Path(__file__).resolve().parent.parent / "titan_dit" / "data" / "digits
 
 
 def main() -> None:
-    """Pixels 0..16 become pixel / 8 - 1, exact in float16."""
+    """Write the shards: pixels 0..16 as pixel / 8 - 1, exact in float16."""
     pixels, labels = load_digits(return_X_y=True)
-    (TARGET / "manifest.json").unlink(missing_ok=True)  # write_shards overwrites no dataset.
+    (TARGET / "manifest.json").unlink(missing_ok=True)  # write_shards never overwrites.
     write_shards(
         TARGET,
         torch.from_numpy(pixels / 8 - 1).half().view(-1, 1, 8, 8),

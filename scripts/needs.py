@@ -1,7 +1,7 @@
-"""Exit 0 if this Python has what pyproject.toml asks for: `python needs.py [EXTRA]`.
+"""Exit 0 if this Python meets the dependencies of pyproject.toml: `python needs.py [EXTRA]`.
 
-Otherwise say on stderr what is missing, if torch at least is there. Standard library only: it runs
-in environments that have nothing yet.
+Otherwise exit 1, and list the missing packages on stderr if torch is installed. Standard library
+only: it runs in empty environments.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def is_met(requirement: str) -> bool:
-    """Whether "name>=1,<2" is installed."""
+    """True if a requirement like "name>=1,<2" is installed."""
     match = re.fullmatch(r"([\w.-]+)(?:\[.*\])?(.*)", requirement)
     assert match, requirement
     try:
@@ -35,8 +35,8 @@ def is_met(requirement: str) -> bool:
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """What pyproject.toml asks for."""
-    import tomllib  # Not before Python 3.11.
+    """Dependencies of pyproject.toml with these extras."""
+    import tomllib  # New in Python 3.11.
 
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     optional = project["optional-dependencies"]
@@ -44,7 +44,7 @@ def requirements(extras: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """0 if all is there."""
+    """Return 0 if all requirements are met."""
     try:
         wanted = requirements(sys.argv[1:])
     except ImportError:

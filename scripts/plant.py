@@ -1,8 +1,8 @@
-"""Plant known bugs, one at a time, and see which test catches each.
+"""Mutation tests: plant known bugs, one at a time, and report which test catches each.
 
 `python scripts/plant.py [NAME or GLOB ...]` plants the bugs of tests/plants.toml in temporary
-copies of the tree and runs there the tests that should fail. The exit code is 1 if a bug survives
-that has no written reason to. `--draw 30 --seed N` prints one-line mutants of the core instead.
+copies of the tree and runs the tests that should fail there. The exit code is 1 if a bug survives
+without a `survives` reason. `--draw 30 --seed N` prints random one-line mutants instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plant_rows import PACKAGE, Plant, PlantError, cheap_first, prepare, read_plants
+from plant_rows import PACKAGE, Plant, PlantError, fast_first, prepare, read_plants
 from plant_runner import Runner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,19 +34,19 @@ FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests said of one tree."""
+    """Result of the tests on one tree."""
 
     verdict: str
-    """caught, crashed, timed out, survived; or not judged, where the tests fail without a bug."""
+    """caught, crashed, timed out, survived; not judged if the tests fail without the bug."""
     by: str
-    """The first failing test, or what else ended the run."""
+    """The first failing test, or another reason why the run ended."""
     seconds: float
 
 
 def run_tests(
     runner: Runner, folder: Path, tests: Sequence[str], timeout: float, *more: str
 ) -> tuple[Outcome, str]:
-    """Run tests in a tree; what came of it, and pytest's output. Raises PlantError."""
+    """Run tests in a tree; return (outcome, pytest's output). Raises PlantError."""
     began = time.monotonic()
     options = ["-q", "-p", "no:cacheprovider", "--color=no", *more]
     code, output = runner.run(folder, [*options, *tests], timeout)
@@ -64,12 +64,12 @@ def run_tests(
 
 
 def failures(output: str) -> list[str]:
-    """The failed tests by pytest's summary; what logs call errors stands before it."""
+    """Failed tests in pytest's summary; log lines before it may contain ERROR, too."""
     return FAILURE.findall(output.rpartition("short test summary info")[2])
 
 
-class Garden:
-    """Copies of the tree with a runner each; a bug stands in one of them while its tests run."""
+class TreePool:
+    """A pool of tree copies, each with a runner; a copy has a bug only while its tests run."""
 
     def __init__(self, root: Path, folder: Path, jobs: int, timeout: float) -> None:
         self.timeout = timeout
@@ -81,8 +81,8 @@ class Garden:
             self.runners.append(runner)
             self.free.put((copy, runner))
 
-    def unplanted(self, tests: Sequence[str]) -> Sequence[str]:
-        """Which tests fail without any bug; all of them if the run did not come to its end."""
+    def failing_without_bug(self, tests: Sequence[str]) -> Sequence[str]:
+        """Tests that fail without any bug; all of them if the run did not finish."""
         copy, runner = self.free.get()
         outcome, output = run_tests(runner, copy, tests, self.timeout * len(tests))
         self.free.put((copy, runner))
@@ -92,7 +92,7 @@ class Garden:
         return [] if outcome.verdict == "survived" else tests
 
     def plant(self, file: Path, source: str, tests: Sequence[str]) -> Outcome:
-        """Run the tests with `source` in the place of a file."""
+        """Run the tests with `source` in place of a file."""
         copy, runner = self.free.get()
         kept = (copy / file).read_text()
         try:
@@ -103,15 +103,15 @@ class Garden:
             self.free.put((copy, runner))
 
     def close(self) -> None:
-        """End the runners."""
+        """Stop the runners."""
         for runner in self.runners:
             runner.close()
 
     @staticmethod
     def write(file: Path, source: str) -> None:
-        """Write a source whose bytecode is compiled anew.
+        """Write a source and delete its bytecode.
 
-        Python compares size and whole seconds, which two versions can have in common.
+        Python checks size and mtime in seconds, which can be equal for two versions.
         """
         file.write_text(source)
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
@@ -123,14 +123,14 @@ def run_all(
 ) -> dict[str, Outcome]:
     """The outcome of every plant, by name."""
     ready = prepare(root, plants, override)
-    every = cheap_first({test for _, _, tests in ready.values() for test in tests})
+    every = fast_first({test for _, _, tests in ready.values() for test in tests})
     outcomes: dict[str, Outcome] = {}
     with (
         tempfile.TemporaryDirectory(prefix="plants-") as folder,
-        closing(Garden(root, Path(folder), jobs, timeout)) as garden,
+        closing(TreePool(root, Path(folder), jobs, timeout)) as trees,
     ):
-        say(f"{len(plants)} plants; first their tests without any: {len(every)}")
-        failing = garden.unplanted(every)
+        say(f"{len(plants)} plants; first their tests without a bug: {len(every)}")
+        failing = trees.failing_without_bug(every)
         with ThreadPoolExecutor(jobs) as pool:
             running = {}
             for plant in plants:
@@ -139,7 +139,7 @@ def run_all(
                 if broken:
                     outcomes[plant.name] = Outcome("not judged", f"{broken[0]} fails anyway", 0.0)
                 else:
-                    running[pool.submit(garden.plant, file, source, tests)] = plant.name
+                    running[pool.submit(trees.plant, file, source, tests)] = plant.name
             began = time.monotonic()
             for done, future in enumerate(as_completed(running), start=1):
                 outcomes[running[future]] = outcome = future.result()
@@ -150,7 +150,7 @@ def run_all(
 
 
 def say(line: str) -> None:
-    """A line of progress."""
+    """Print a progress line to stderr."""
     sys.stderr.write(f"{line}\n")
 
 
@@ -165,7 +165,7 @@ def report(plants: Sequence[Plant], outcomes: dict[str, Outcome]) -> tuple[str, 
         elif outcome.verdict in ("survived", "not judged"):
             holes.append(plant)
         elif plant.survives:
-            line += " (survives= is wrong here: a test sees it)"
+            line += " (remove survives=: a test catches it)"
         lines.append(line)
     lines += [f"{plant.name}: nothing caught it. {plant.why}" for plant in holes]
     lines.append(f"{len(plants) - len(holes)} of {len(plants)} caught or no bugs")
@@ -173,17 +173,17 @@ def report(plants: Sequence[Plant], outcomes: dict[str, Outcome]) -> tuple[str, 
 
 
 def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """0 if every plant was caught, or is said to be no bug."""
+    """Return 0 if every plant was caught or has a `survives` reason."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", default=["*"], help="names of plants, or globs")
-    parser.add_argument("--plants", type=Path, help="the list; by default tests/plants.toml")
-    parser.add_argument("--list", action="store_true", help="only name the plants and their tests")
-    parser.add_argument("--tests", nargs="+", default=[], help="run these instead of a row's tests")
-    parser.add_argument("--jobs", type=int, default=1, help="plants at a time")
+    parser.add_argument("--plants", type=Path, help="TOML file; default tests/plants.toml")
+    parser.add_argument("--list", action="store_true", help="list the plants and their tests only")
+    parser.add_argument("--tests", nargs="+", default=[], help="override the tests of the rows")
+    parser.add_argument("--jobs", type=int, default=1, help="number of plants in parallel")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a plant's tests")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
-    parser.add_argument("--draw", type=int, metavar="N", help="print N mutants of the core as rows")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--draw", type=int, metavar="N", help="print N random mutants of the core")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --draw")
     options = parser.parse_args(words)
     if options.draw:
         from draw_mutants import draw, rows
@@ -194,7 +194,7 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
         every = read_plants(options.plants or root / "tests" / "plants.toml")
         chosen = [p for p in every if any(fnmatch.fnmatch(p.name, n) for n in options.names)]
         if not chosen:
-            raise PlantError(f"No plant has a name like {' or '.join(options.names)}.")
+            raise PlantError(f"No plant matches {' or '.join(options.names)}. See --list.")
         if options.list:
             for name, (file, _, tests) in prepare(root, chosen, options.tests).items():
                 sys.stdout.write(f"{name:<40} {file} {' '.join(tests)}\n")

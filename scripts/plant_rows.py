@@ -1,4 +1,4 @@
-"""The rows of tests/plants.toml: where each bug goes, and the tests that should catch it."""
+"""Rows of tests/plants.toml: the location of each bug and the tests that should catch it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "titan_dit"
-DEAR = ("tests/distributed/", "tests/launcher/", "tests/recovery/", "tests/test_cli_")
-"""Tests that start processes: they come after the others."""
+SLOW = ("tests/distributed/", "tests/launcher/", "tests/recovery/", "tests/test_cli_")
+"""Tests that start processes; they run last."""
 
 
 class PlantError(Exception):
-    """A row of the list that does not fit the code."""
+    """A row of tests/plants.toml that does not match the code."""
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,22 @@ class Plant:
 
     name: str
     symbol: str
-    """Class, function or assigned name, dotted, with as much of its module as makes it unique."""
+    """Dotted name of a class, function or variable, with enough of its module to be unique."""
     old: str
     new: str
     why: str
-    """What goes wrong for a user."""
+    """The consequence for a user."""
     origin: str
-    """Where the bug was seen: a test, a commit, a note, the draw of mutants."""
+    """Source of the bug: a test, a commit, a note, a random mutant."""
     tests: tuple[str, ...] = ()
-    """Files, folders or test ids that may catch it; by default the mirror of the symbol's file."""
+    """Files, folders or test ids that may catch it; default: the tests of the symbol's file."""
     survives: str = ""
-    """Why this is no bug. Without it a plant that no test catches is a hole in the tests."""
+    """Why a surviving plant is no bug; if empty, survival is a gap in the tests."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a symbol stands: lines `first` to `last`, counted from 1."""
+    """Location of a symbol: lines `first` to `last`, counted from 1."""
 
     file: Path
     first: int
@@ -47,7 +47,7 @@ class Place:
 
 
 def read_plants(file: Path) -> list[Plant]:
-    """The rows of a list. Raises PlantError."""
+    """Rows of a TOML file of plants. Raises PlantError."""
     plants = []
     for row in tomllib.loads(file.read_text())["plant"]:
         try:
@@ -64,12 +64,12 @@ def read_plants(file: Path) -> list[Plant]:
 
 @cache
 def symbols(source: str) -> list[tuple[str, int, int]]:
-    """(dotted name, first line, last line) of whatever a module defines or assigns by name."""
+    """(dotted name, first line, last line) of every class, function and variable of a module."""
     return list(named_in(ast.parse(source).body, ""))
 
 
 def named_in(body: Sequence[ast.AST], prefix: str) -> Iterator[tuple[str, int, int]]:
-    """The names in a body, and in the bodies inside it."""
+    """Names defined in a body, and in nested classes and functions."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -83,7 +83,7 @@ def named_in(body: Sequence[ast.AST], prefix: str) -> Iterator[tuple[str, int, i
 
 
 def find(root: Path, symbol: str) -> Place:
-    """The one place in the package whose dotted name ends in `symbol`. Raises PlantError."""
+    """The unique place in the package whose dotted name ends in `symbol`. Raises PlantError."""
     found: dict[str, list[Place]] = {}
     last_name = symbol.rpartition(".")[2]
     for file in sorted((root / PACKAGE).rglob("*.py")):
@@ -96,7 +96,7 @@ def find(root: Path, symbol: str) -> Place:
                 found.setdefault(f"{module}.{name}", []).append(Place(file, first, last))
     places = [place for of_one_name in found.values() for place in of_one_name]
     if not places:
-        raise PlantError(f"{symbol} is nowhere in {PACKAGE}.")
+        raise PlantError(f"{symbol} is not in {PACKAGE}. Fix the symbol of the row.")
     if len(places) > 1:
         where = ", ".join(f"{name} (line {p.first})" for name, ps in found.items() for p in ps)
         raise PlantError(f"{symbol} is in {len(places)} places: {where}. Give more of its name.")
@@ -104,7 +104,7 @@ def find(root: Path, symbol: str) -> Place:
 
 
 def planted(plant: Plant, place: Place) -> str:
-    """The source of the symbol's file with the bug in it. Raises PlantError."""
+    """Source of the symbol's file with the bug. Raises PlantError."""
     lines = place.file.read_text().splitlines(keepends=True)
     source = "".join(lines[place.first - 1 : place.last])
     if (count := source.count(plant.old)) != 1:
@@ -114,12 +114,12 @@ def planted(plant: Plant, place: Place) -> str:
     try:
         ast.parse(changed)
     except SyntaxError as error:
-        raise PlantError(f"{plant.symbol} does not parse any more: {error}.") from None
+        raise PlantError(f"{plant.symbol} with the bug does not parse: {error}.") from None
     return changed
 
 
 def mirror(root: Path, file: Path) -> str:
-    """The tests of a file of the package: its test file, or else the folder of its package."""
+    """Tests of a source file: its test file, or else the test folder of its package."""
     inner = file.relative_to(root / PACKAGE)
     of_file = Path("tests") / inner.parent / f"test_{inner.stem.strip('_')}.py"
     if (root / of_file).exists():
@@ -129,31 +129,33 @@ def mirror(root: Path, file: Path) -> str:
     return (Path("tests") / inner.parent).as_posix()
 
 
-def room(root: Path, plant: Plant, place: Place, override: Sequence[str] = ()) -> tuple[str, ...]:
-    """The tests to run for a plant, the cheap ones first. Raises PlantError."""
+def pick_tests(
+    root: Path, plant: Plant, place: Place, override: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Tests to run for a plant, fast ones first. Raises PlantError."""
     tests = tuple(override) or plant.tests or (mirror(root, place.file),)
     for test in tests:
         if not (root / test.partition("::")[0]).exists():
-            raise PlantError(f"its tests {test} do not exist.")
-    return cheap_first(tests)
+            raise PlantError(f"test {test} does not exist. Fix the tests of the row.")
+    return fast_first(tests)
 
 
-def cheap_first(tests: Iterable[str]) -> tuple[str, ...]:
-    """Tests that start processes behind the others, otherwise in the given order."""
+def fast_first(tests: Iterable[str]) -> tuple[str, ...]:
+    """Tests that start processes last, otherwise in the given order."""
     ordered = sorted(tests) if isinstance(tests, set) else tests
-    return tuple(sorted(ordered, key=lambda test: test.startswith(DEAR)))
+    return tuple(sorted(ordered, key=lambda test: test.startswith(SLOW)))
 
 
 def prepare(
     root: Path, plants: Sequence[Plant], override: Sequence[str] = ()
 ) -> dict[str, tuple[Path, str, tuple[str, ...]]]:
-    """(file, its source with the bug, tests) by plant. Raises PlantError with all that is wrong."""
+    """(file, source with the bug, tests) by plant. Raises one PlantError with all errors."""
     ready, wrong = {}, []
     for plant in plants:
         try:
             place = find(root, plant.symbol)
             source = planted(plant, place)
-            tests = room(root, plant, place, override)
+            tests = pick_tests(root, plant, place, override)
             ready[plant.name] = place.file.relative_to(root), source, tests
         except PlantError as error:
             wrong.append(f"{plant.name}: {error}")

@@ -1,7 +1,7 @@
-"""Runs pytest again and again, each time in a fork that has its imports already.
+"""Runs pytest many times, each in a fork of a process with the imports done.
 
-Importing torch takes four of the five CPU seconds of a small test file. A process of its own, which
-`Runner` starts: a request a line on stdin, an answer a line on stdout.
+Importing torch takes four of the five CPU seconds of a small test file. `Runner` starts the server
+process; requests and answers are JSON lines on its stdin and stdout.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PRELOADED = (
     "beartype",
     "torchdata.stateful_dataloader",
 )
-"""What the tests import beside the tree they test."""
+"""Third-party modules of the tests, imported once."""
 
 
 class Runner:
-    """One process that forks for every run; runs follow each other."""
+    """Client of one fork server; runs are sequential."""
 
     def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
         self.process = subprocess.Popen(
@@ -42,7 +42,7 @@ class Runner:
         )
 
     def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> tuple[int | None, str]:
-        """Exit code of pytest in a tree (None: it took too long), and its output."""
+        """(exit code of pytest in a tree, its output); the code is None on timeout."""
         assert self.process.stdin
         assert self.process.stdout
         with tempfile.NamedTemporaryFile("r", suffix=".txt") as output:
@@ -53,14 +53,14 @@ class Runner:
             return code, output.read()
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the server."""
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait()
 
 
 def serve() -> None:
-    """Answer requests until stdin ends."""
+    """Server loop: answer requests until stdin closes."""
     for name in sys.argv[1:]:
         __import__(name)
     for line in sys.stdin:
@@ -72,7 +72,7 @@ def serve() -> None:
 
 
 def in_fork(folder: str, output: str, arguments: list[str]) -> None:
-    """Run pytest as `python -m pytest` in a folder would, and end."""
+    """In the fork: run pytest like `python -m pytest` in a folder, and exit."""
     os.setsid()
     for stream, file, flags in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY)):
         os.dup2(os.open(file, flags), stream)
@@ -92,7 +92,7 @@ def in_fork(folder: str, output: str, arguments: list[str]) -> None:
 
 
 def exit_code(child: int, timeout: float) -> int | None:
-    """That of a fork, negative for a signal; None where it was ended for taking too long."""
+    """Exit code of a fork, negative for a signal; None if it was killed on timeout."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         found, status = os.waitpid(child, os.WNOHANG)

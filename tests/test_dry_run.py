@@ -1,4 +1,4 @@
-"""The dry run: against theory, against a real step's storages, and as a user starts it."""
+"""The dry run against theory, against the storages of a real step, and from the command line."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ MODEL = {"hidden": H, "layers": LAYERS, "heads": 8, "latent_size": 32}
 
 @pytest.fixture(scope="module", autouse=True)
 def elsewhere():
-    """A process for rehearsals: the shape checks of the tests do not know of sharded tokens."""
+    """Run in another process: the shape checks of the tests reject sharded tokens."""
     global rehearsed
     with ProcessPoolExecutor(1, forked.context()) as pool:
 
@@ -41,7 +41,7 @@ def elsewhere():
 
 
 def parts_of(config, world):
-    """What a rehearsal is given of a config, on data that fit the model."""
+    """Arguments of a rehearsal from a config, with matching data."""
     facts, fields = config.objective.example(config.model)
     objective = config.objective.build(config.model, facts)
     sections = config.training, config.optimizer, config.ema
@@ -49,14 +49,14 @@ def parts_of(config, world):
 
 
 def small(world=1, batch=B, **sections):
-    """The rehearsal of a DiT that is large beside its edges, in bf16."""
+    """Rehearse a bf16 DiT whose blocks dominate embedding and head."""
     sections["training"] = {"global_batch_size": batch} | sections.get("training", {})
     sections.setdefault("precision", {"dtype": "bf16"})
     return rehearsed(tiny_config(model=MODEL, **sections), world)
 
 
 def sent(rank, axis, *operations):
-    """Bytes of some operations."""
+    """Bytes of some operations on an axis."""
     return sum(rank.traffic.bytes[axis, operation] for operation in operations)
 
 
@@ -68,7 +68,7 @@ def test_state_is_exact_and_activations_are_those_of_the_design():
     # Two moments, and a step count for every parameter.
     assert 8 * whole <= bytes_of[StorageKind.OPTIMIZER] < 8 * whole + 4 * 100
     assert bytes_of[StorageKind.EMA] == 2 * 4 * whole  # two decays
-    # 20.05 h elements of bf16 per token and layer, and what the ends keep.
+    # 20.05 h bf16 elements per token and layer, plus embedding and head.
     theory = 20.05 * H * 2 * B * TOKENS * LAYERS
     assert theory * 0.98 < bytes_of[StorageKind.ACTIVATIONS] < theory * 1.15
 
@@ -78,7 +78,7 @@ def test_fsdp_gathers_twice_and_reduces_once():
     for reshard, gathers in (("always", 2), ("never", 1)):
         result = small(d, batch=d * B, parallel={"reshard_after_forward": reshard})
         [rank], whole = result.ranks, result.num_parameters
-        # Padding: every parameter's rows are made to divide.
+        # FSDP pads the rows of every parameter.
         assert rank.peak.bytes[StorageKind.PARAMETERS] == 4 * rank.parameters
         assert rank.parameters == pytest.approx(whole / d, rel=0.01)
         share = whole * (d - 1) / d
@@ -98,7 +98,7 @@ def test_tensor_parallel_ranks_send_what_megatron_says():
     result = small(t, parallel={"tp": t})
     [rank] = result.ranks
     theory = 8 * (t - 1) / t * tokens * H * 2 * LAYERS
-    # The rest: every sample's modulation, and the tokens at both ends of the network.
+    # The rest: modulation vectors, and tokens of embedding and head.
     measured = sent(rank, "tp", "all-gather", "reduce-scatter")
     assert theory < measured < 1.25 * theory
     one = small().ranks[0].peak.bytes[StorageKind.ACTIVATIONS]
@@ -111,7 +111,7 @@ def test_context_parallel_ranks_send_what_the_papers_say(method, elements):
     [rank] = small(c, parallel={"cp": c, "cp_method": method}).ranks
     tokens = B * TOKENS * H * LAYERS
     if method == "ring":
-        # Of the six, the two gradients are sums over blocks and travel in fp32.
+        # Of the six, the two gradients are sums over ring steps, sent in fp32.
         theory = (c - 1) / c * tokens * (4 * 2 + 2 * 4)
         measured = sent(rank, "cp", "ring")
     else:
@@ -144,7 +144,7 @@ def test_fewer_microbatches_tell_what_all_of_them_take():
     plan = resolve(tiny_config(model=MODEL, **sections), 2)
     assert microbatches_to_run(plan, 100) == (1, 2)
     several = small(2, batch=4, **sections)
-    # With as many microbatches as are run nothing is inferred.
+    # Without extrapolation the traffic is the measured one.
     exact = small(2, batch=2, **sections)
     for some, few in zip(several.ranks, exact.ranks, strict=True):
         assert sent(some, "pp", "send") == 2 * sent(few, "pp", "send")
@@ -172,7 +172,7 @@ def test_every_schedule_is_rehearsed(schedule, run):
 
 
 def real_and_rehearsed(world, sections):
-    """Two steps of real tensors under the log, and the dry run of the same."""
+    """Log two steps on real tensors; return bytes by kind, live bytes and state bytes."""
     config = tiny_config(model=MODEL, **sections)
     plan, objective, fields, *own = parts_of(config, 1)
     mesh = Mesh(plan.sizes, "cpu")
@@ -201,7 +201,7 @@ def test_fake_storages_are_those_of_a_real_step():
     [rank] = small(batch=2, training={"microbatch_size": 1}).ranks
     for kind, size in rank.peak.bytes.items():
         assert size == pytest.approx(real[kind], rel=0.01, abs=2**12), kind
-    # What is left after the step is the state, and what FSDP keeps gathered.
+    # Live after the step: the state, and parameters that FSDP keeps gathered.
     assert live >= state
 
 
@@ -269,7 +269,7 @@ def test_a_7b_is_rehearsed_on_a_laptop(world, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    # Seconds of one core: what the clock says depends on what else the machine does.
+    # CPU seconds, because wall time depends on the load of the machine.
     assert used.ru_utime < 60
     assert used.ru_maxrss < 2**20
     text = done.stdout
@@ -310,7 +310,7 @@ RECIPES += [pytest.param(*recipe, marks=pytest.mark.long) for recipe in LARGE]
 
 @pytest.mark.parametrize(("name", "flags"), RECIPES)
 def test_every_recipe_passes(name, flags):
-    """Its layout as it stands, its network as deep as its stages need: the layers are alike."""
+    """With its own layout and the fewest layers that the stages need; all layers are equal."""
     config = config_file.load(["--config", name, *flags], catalog.variant)
     pp = config.parallel.pp
     per_rank = config.pipeline.virtual_stages

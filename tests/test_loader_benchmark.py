@@ -1,4 +1,4 @@
-"""benchmarks/loader.py, on a dataset that takes no time."""
+"""benchmarks/loader.py on a tiny dataset."""
 
 import itertools
 import sys

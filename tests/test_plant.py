@@ -124,12 +124,12 @@ def test_a_test_that_hangs_is_ended_and_named_as_such(tree):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"symbol": "Span.height"}, "Span.height is nowhere in titan_dit"),
+        ({"symbol": "Span.height"}, "Span.height is not in titan_dit"),
         ({"symbol": "width"}, "width is in 2 places: titan_dit.plan.Span.width (line 12), "),
         ({"old": "self.start"}, "has the text 'self.start' 0 times, not once"),
         ({"old": "self.end"}, "has the text 'self.end' 4 times, not once"),
-        ({"new": "(self.end - self.first, 0"}, "does not parse any more"),
-        ({"tests": ("tests/test_other.py",)}, "tests tests/test_other.py do not exist"),
+        ({"new": "(self.end - self.first, 0"}, "with the bug does not parse"),
+        ({"tests": ("tests/test_other.py",)}, "test tests/test_other.py does not exist"),
     ],
 )
 def test_a_row_that_does_not_fit_is_one_clear_error(tree, capsys, change, words):

@@ -1,4 +1,4 @@
-"""The scripts that find or make the environment."""
+"""Scripts that find or make the Python environment."""
 
 import re
 import subprocess

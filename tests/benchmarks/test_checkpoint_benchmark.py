@@ -17,10 +17,10 @@ def test_the_state_is_all_that_adamw_and_one_average_keep(monkeypatch, tmp_path)
     row = checkpoint.measure("30 MiB", tmp_path, 1, torch.device("cpu"))
     config = DiTConfig(patch=2, latent_size=32, channels=4, num_classes=1000, **small)
     sizes = [p.numel() for p in config.build(4).parameters()]
-    # Weight, two moments and an average in fp32, and a step count, fp32 too.
+    # Weight, two moments, EMA and a step count, all in fp32.
     assert row["tensors"] == 5 * len(sizes)
     assert row["state"] == f"{(16 * sum(sizes) + 4 * len(sizes)) / 2**20:,.0f} MiB"
-    # With one turn the median of the ratios is the ratio, but for rounding.
+    # With one turn the median is the ratio itself, up to rounding.
     wait, copy = float(row["async wait ms"]), float(row["one copy ms"])
     lowest, highest = (wait - 0.05) / (copy + 0.05), (wait + 0.05) / max(copy - 0.05, 1e-3)
     assert lowest - 0.01 <= float(row["wait / copy"]) <= highest + 0.01

@@ -1,4 +1,4 @@
-"""benchmarks/collectives.py: its formulas, and the ratio of what is counted to them.
+"""benchmarks/collectives.py: its formulas, and counted over theoretical traffic.
 
 test_roofline.py counts what tp and cp send, test_dry_run.py what the other axes do.
 """

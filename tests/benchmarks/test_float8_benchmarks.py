@@ -1,4 +1,4 @@
-"""The table that one writes is the table that the trainer reads; the other's errors are errors."""
+"""float8_shapes.py writes the table that the trainer reads; float8_numerics.py finds errors."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def test_a_row_replaces_that_of_its_device_recipe_and_shape_alone(tmp_path):
 
 
 class InTurn(HostMeter):
-    """Runs a step and takes the milliseconds of a list for it; remembers who was next."""
+    """A meter that runs a step, returns the next time of a list and logs the order."""
 
     def __init__(self, spent):
         self.spent, self.order = spent, []

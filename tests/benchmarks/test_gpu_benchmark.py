@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py where there is torch and little else, as on a GPU's own machine."""
+"""benchmarks/gpu.py on a machine with torch and few other packages."""
 
 import importlib.util
 import json
@@ -31,8 +31,8 @@ def test_every_kind_of_row_is_measured_with_torch_torchao_and_two_small_packages
         home = Path([*(spec.submodule_search_locations or []), spec.origin][0])
         for link in (home, *home.parent.glob(f"{home.name}-*.dist-info")):
             (site / link.name).symlink_to(link)
-    # -S: without the folder of the packages that are installed here.
-    # One of each kind: every other one differs from these by a setting.
+    # -S: without site-packages.
+    # One contender of each kind; the others differ by a setting.
     only = ["plain", "ours_compiled", "ours_float8_tensorwise", "ours_compiled_cudnn"]
     python = ["env", f"PYTHONPATH={site}", sys.executable, "-S"]
     done = run([*python, *QUICK, "--only", *only], tmp_path)

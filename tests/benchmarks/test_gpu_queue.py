@@ -1,4 +1,4 @@
-"""The queue of benchmarks/gpu.py: a time budget, and rows in any case."""
+"""The queue of benchmarks/gpu.py: a time budget, and a row for every job."""
 
 import dataclasses
 import sys
@@ -17,12 +17,12 @@ from gpu_queue import Clock, Job, work_off
 
 class Device(meter.HostMeter):
     def release(self):
-        """All of pytest's objects would be searched for garbage."""
+        """Skip garbage collection, which is slow with all of pytest's objects."""
 
 
 @pytest.fixture
 def now(monkeypatch):
-    """Seconds that pass when a job says so."""
+    """A fake clock that jobs advance."""
     seconds = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
     monkeypatch.setattr(gpu_queue.torch.compiler, "reset", lambda: None)

@@ -1,4 +1,4 @@
-"""The rounds of benchmarks/gpu.py: the figures made of timed steps, and what a step is."""
+"""Rounds of benchmarks/gpu.py: figures from timed steps, and the step against the trainer's."""
 
 import sys
 

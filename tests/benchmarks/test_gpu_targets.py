@@ -1,4 +1,4 @@
-"""The ceilings and the targets of benchmarks/gpu.py, on figures that are given."""
+"""Ceilings and targets of benchmarks/gpu.py on given figures."""
 
 import sys
 

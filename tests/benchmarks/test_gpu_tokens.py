@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py's search for the most tokens, and the attention that it tries them with."""
+"""Search for the most tokens in benchmarks/gpu.py, and its attention along rows."""
 
 import sys
 
@@ -28,7 +28,7 @@ def test_every_row_of_the_grid_attends_to_itself():
 
 
 def kept(attend, inputs):
-    """Bytes of the storages that backward waits for, by address, and what keeps them alive."""
+    """Bytes of the storages saved for backward by address, and their owners."""
     found = {}
 
     def pack(tensor):
@@ -47,7 +47,7 @@ def test_attention_along_rows_keeps_as_much_as_the_whole():
     rows, _rows = kept(lambda *qkv: along_rows(*qkv, side=8), inputs)
     # q, k, v, the output, and one number per query and head.
     assert sum(whole.values()) == sum(rows.values()) == 4 * 2 * 64 * (4 * 16 + 1)
-    # No copies: the projection that q, k and v are views of would be kept besides.
+    # No copies: else the projection under the views q, k and v would be kept as well.
     assert {x.untyped_storage().data_ptr() for x in inputs} <= whole.keys() & rows.keys()
 
 

@@ -1,4 +1,4 @@
-"""Time and ceilings; a GPU's own clock only where there is one."""
+"""Meters and ceilings; CUDA events only on a GPU."""
 
 import sys
 

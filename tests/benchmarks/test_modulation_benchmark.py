@@ -1,4 +1,4 @@
-"""benchmarks/modulation.py: the ways that it times do the same."""
+"""benchmarks/modulation.py: all variants give equal results."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""benchmarks/roofline.py: against the FLOPs of the model, counted operators, and by hand."""
+"""benchmarks/roofline.py against model FLOPs, counted operators and hand calculations."""
 
 import json
 import sys
@@ -69,7 +69,7 @@ class Moved(TorchDispatchMode):
 
 
 def elements_in_memory(tensor):
-    """Expanded dims are read again and again from the same place."""
+    """Expanded dims read the same memory and count once."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return torch.Size([size for size, stride in steps if stride]).numel()
 
@@ -94,7 +94,7 @@ def moved_by_a_layer(**changes):
 def test_eager_blocks_move_what_is_counted(ffn):
     (fh, ff), (bh, bf), _ = limits.ELEMENTWISE["eager"]
     forward, both = moved_by_a_layer(mlp_ratio=ffn / 64)
-    # Besides, what is one vector for all tokens of a sample.
+    # Plus vectors with one value per sample.
     assert forward == pytest.approx(fh * 64 + ff * ffn, rel=0.01)
     assert both == pytest.approx((fh + bh) * 64 + (ff + bf) * ffn, rel=0.01)
 
@@ -162,7 +162,7 @@ SENDING = [
 
 @pytest.mark.parametrize(("axis", "remat", "method"), SENDING)
 def test_a_layer_sends_what_the_operators_of_a_step_do(axis, remat, method):
-    """To the byte, what backward sends again included."""
+    """Equal to the byte, including communication repeated by recomputation."""
     sections = {"parallel": {axis: 4, **method}, "remat": {"mode": remat}}
     case = collectives.Case(axis, 4, sections, "", float)
     with unchecked():
@@ -196,7 +196,7 @@ FOUND = {
             ("XL/2", 256, 32, "ours_compiled", "100.0"),
             ("XL/2", 1024, 64, "ours", "out of memory"),
             ("7B/2x8", 16384, 2, "ours_compiled", "99.0"),
-            # Faster, it may be, than a limit of bf16 products.
+            # May be faster than the bf16 limit.
             ("7B/2x8", 4096, 8, "ours_float8_rowwise", "99.0"),
         ]
     ],
@@ -215,7 +215,7 @@ def test_the_limit_of_a_measured_row_is_that_of_its_model_blocks_and_attention(
     expected = [
         (Work(named("XL/2"), 8, 32, is_compiled=False), 400, 1000),
         (Work(named("XL/2"), 8, 32), 400, 100),
-        # Four times as many tokens as attention was measured with: as a product.
+        # Four times the measured tokens: falls back to the GEMM ceiling.
         (Work(replace(config(**seven), num_classes=1000), 8, 2), None, 99),
     ]
     for row, (work, attention, ms) in zip(rows, expected, strict=True):

@@ -1,4 +1,4 @@
-"""benchmarks/step.py: whose turn it is, what is kept, and the ratios made of it."""
+"""benchmarks/step.py: order of turns, warm-up, and ratios."""
 
 import sys
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ import step
 
 
 def test_ratios_are_medians_turn_by_turn_and_the_first_turn_is_not_kept(monkeypatch):
-    """A machine that slows down tenfold on its way: the ratio of the medians would be another."""
+    """On a machine that slows down tenfold, the ratio of medians would be wrong."""
     now, order = [0.0], []
     clock = SimpleNamespace(process_time=lambda: now[0], perf_counter=lambda: 2 * now[0])
     monkeypatch.setattr(step, "time", clock)

@@ -1,4 +1,4 @@
-"""benchmarks/suite.py counts every process, those of a fork server too."""
+"""benchmarks/suite.py counts every process, including those of a fork server."""
 
 import json
 import subprocess

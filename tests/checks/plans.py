@@ -9,12 +9,12 @@ from titan_dit.plan import resolve
 
 
 def planned(sizes=None, following=False, ranks=None, **sections):
-    """The config of a mesh of these sizes (dp_shard 1 if it is not among them), and its plan."""
+    """The config and plan of a mesh of these sizes; dp_shard defaults to 1."""
     sizes = {"dp_shard": 1} | (sizes or {})
     config = tiny_config(**sections | {"parallel": sections.get("parallel", {}) | sizes})
     return config, resolve(config, ranks or math.prod(sizes.values()), following)
 
 
 def check(sizes=None, following=False, **sections):
-    """All that is refused without a device; None where nothing is."""
+    """Run every check that needs no device; raises what they refuse."""
     return validate(*planned(sizes, following, **sections))

@@ -1,4 +1,4 @@
-"""What this machine cannot do is refused before anything is built."""
+"""Settings that this machine does not support are refused before the build."""
 
 from dataclasses import replace
 
@@ -136,7 +136,7 @@ def test_ranks_that_were_not_started_are_refused(ranks, words):
         check_profiled(profile, planned({"dp_shard": ranks})[1])
     check_profiled(profile, planned({"dp_shard": 3})[1])
     check_profiled(ProfileConfig(ranks=(0, 2)), planned({"dp_shard": ranks})[1])
-    # A run that comes back on fewer ranks goes on without the profile.
+    # A run resumed on fewer ranks continues without the profile.
     check_profiled(profile, planned({"dp_shard": ranks}, following=True)[1])
 
 

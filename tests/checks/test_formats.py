@@ -1,4 +1,4 @@
-"""Compilation, recomputation and float8 where they cannot be had: refused before the build."""
+"""Unsupported compilation, recomputation and float8 are refused before the build."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def test_a_split_backward_is_not_compiled(schedule):
     compiled(1)
     if schedule not in SPLIT:
         return compiled(2)
-    words = r"splits the backward pass, which torch cannot do with compiled blocks"
+    words = r"splits the backward pass, which torch does not support for compiled blocks"
     with pytest.raises(UserError, match=rf'\[pipeline\] schedule="{schedule}" {words}'):
         compiled(2)
     return None
@@ -62,7 +62,7 @@ def test_some_modes_are_refused_in_compiled_tensor_parallel_blocks(mode):
 
 
 def test_recomputation_that_a_schedule_cannot_have_is_refused_before_anything_is_built():
-    """And so in a dry run as well."""
+    """A dry run runs the same checks."""
     with pytest.raises(UserError, match=r"\[remat\] mode=.selective."):
         check(
             {"pp": 2},

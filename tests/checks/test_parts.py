@@ -26,7 +26,7 @@ def test_data_without_a_field_that_the_objective_takes_are_refused():
         check_fields(fields, Takes(), "mine:Pictures")
     assert str(caught.value) == (
         '[data] name="mine:Pictures" has the fields latent, caption, but [objective] takes '
-        "latent, label: label is missing. Choose data or an objective that fit each other."
+        "latent, label: label is missing. Choose matching data or another objective."
     )
     check_fields(fields | {"label": Field(torch.int64, ())}, Takes(), "mine:Pictures")
 
@@ -108,9 +108,9 @@ def whole_numbers(batch, rng):
 
 REFUSED = [
     ({"objective": Line(loss=of_samples)}, r"gives float32 \[2\] for 2 samples; it must give one"),
-    ({"objective": Line(loss=raises)}, r"\[objective\] loss raised KeyError on 2 rows of zeros"),
+    ({"objective": Line(loss=raises)}, r"\[objective\] loss raised KeyError on 2 samples of zeros"),
     ({"objective": Line(prepare=raises)}, r"\[objective\] prepare raised KeyError"),
-    ({"objective": Line(describe=raises)}, r"called without fields by the fault log"),
+    ({"objective": Line(describe=raises)}, r"describe is called without fields"),
     (
         {"objective": Line(describe=lambda *_: {"x": torch.zeros(3)})},
         r"describe gives x of another",
@@ -119,9 +119,9 @@ REFUSED = [
     ({"objective": Line(prepare=whole_numbers)}, r"inputs x as int64 \[4\] .* takes float32 \[4\]"),
     (
         {"field": Field(torch.float32, (5,))},
-        r"says it has x float32 \[5\], but reads float32 \[4\]",
+        r"declares x float32 \[5\], but reads float32 \[4\]",
     ),
-    ({"field": Field(torch.int64, (4,))}, r"says it has x int64 \[4\], but reads float32 \[4\]"),
+    ({"field": Field(torch.int64, (4,))}, r"declares x int64 \[4\], but reads float32 \[4\]"),
     ({"source": Numbers(FLOATS, facts=False)}, r"opens a Numbers without facts"),
     ({"source": [1, 2]}, r"opens a list without fields, facts"),
 ]

@@ -8,7 +8,7 @@ from titan_dit.observe.curve import SMOOTH, draw_curve, smooth, ticks
 
 
 def heights_of(path, colour):
-    """Mean height of a colour on the left and on the right of a picture, and its pixels."""
+    """(mean height of a colour in the left half, in the right half, number of its pixels)."""
     pixels = np.asarray(Image.open(path).convert("RGB"))
     rows, columns = np.nonzero((pixels == ImageColor.getrgb(colour)).all(-1))
     middle = pixels.shape[1] // 2

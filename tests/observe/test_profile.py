@@ -1,4 +1,4 @@
-"""[profile] as a user sets it, and what it costs a run that does not."""
+"""[profile] from the command line, and its overhead if disabled."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def test_a_run_writes_the_profiles_of_its_ranks(tmp_path):
     expected += [f"summary-{name}.{end}" for name in names for end in ("png", "txt")]
     folder = tmp_path / "run" / "profile"
     assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
-    assert "a CPU's allocator keeps no history" in done.stdout
+    assert "a CPU's allocator records no history" in done.stdout
     for name in names:
         text = (folder / f"summary-{name}.txt").read_text()
         table = table_of(text)
@@ -58,7 +58,7 @@ def test_a_run_writes_the_profiles_of_its_ranks(tmp_path):
 
 
 def profile_steps(folder, config, steps, work=lambda: None):
-    """What a trainer does with a `Profile`; the profile, and where it was said to be over."""
+    """Drive a `Profile` like the trainer; return it and the steps at which `is_over`."""
     profile, over = Profile(config, folder, 0, CPU), []
     for step in range(11, 11 + steps):
         profile.begin(step)
@@ -71,7 +71,7 @@ def profile_steps(folder, config, steps, work=lambda: None):
 
 
 def wall_and_clock(folder):
-    """The summary of two profiled steps, and how long the host's clock says they took."""
+    """The summary of two profiled steps, and their time on the host's clock."""
     ticks = []
 
     def work():
@@ -84,12 +84,12 @@ def wall_and_clock(folder):
     assert over == [13]
     with gzip.open(folder / "rank-0-steps-12-13.json.gz", "rt") as file:
         summary = summarize(json.load(file)["traceEvents"])
-    # From the second step's beginning to the third's end.
+    # From the start of the second step to the end of the third.
     return summary, 1e3 * (ticks[5] - ticks[2])
 
 
 def test_the_kinds_add_up_to_what_the_clock_of_the_host_says(tmp_path):
-    """The best of several: other processes may stop this one between the two clocks."""
+    """Best of several, because other processes may run between the two clock reads."""
     for attempt in range(4):
         summary, clock_ms = wall_and_clock(tmp_path / str(attempt))
         assert sum(summary.ms.values()) == pytest.approx(summary.wall_ms, rel=1e-6)
@@ -126,7 +126,7 @@ def test_a_launch_that_never_came_to_its_profile_says_so(tmp_path):
     profile, _ = profile_steps(tmp_path / "none", ProfileConfig(enabled=True, start=10), 3)
     assert not profile.is_over(stopped=True)
     assert profile.missed() == (
-        "[profile] start=10: nothing was profiled, this launch took 3 steps"
+        "[profile] start=10: nothing was profiled, this launch took only 3 steps. Lower start."
     )
     assert not (tmp_path / "none").exists()
 

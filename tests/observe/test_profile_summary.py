@@ -1,4 +1,4 @@
-"""Time by kind, of traces made by hand, whose answer can be counted on the fingers."""
+"""Time by kind of hand-made traces."""
 
 import random
 
@@ -82,21 +82,21 @@ def test_operators_of_a_cpu_are_counted_by_their_own_time():
 
 def test_the_longest_are_named_with_their_calls():
     top = {(t.name, t.kind): (t.calls, t.ms) for t in summarize(CPU).top}
-    # Its second part goes on with the same call.
+    # Its second part continues the same call.
     assert top["aten::addmm", TimeKind.GEMM] == (1, pytest.approx(150))
     assert top["aten::mul", TimeKind.ELEMENTWISE] == (2, pytest.approx(200))
     assert top["gloo:all_reduce", TimeKind.COMMUNICATION] == (1, pytest.approx(140))
 
 
 GPU = [
-    # What the device makes of our ranges: no moment of the host's.
+    # GPU copies of our ranges are not host ranges.
     event(MARK + "steps", 30, 94, "gpu_user_annotation", tid=7),
     event(MARK + "data wait", 30, 94, "gpu_user_annotation", tid=7),
     mark("steps", 0, 100),
     mark("data wait", 0, 20),
     event("aten::mm", 20, 25),
     *launched("some_kernel_of_a_new_library", 30, 50, 1, at=22),
-    # The backward pass has a thread of its own.
+    # The backward pass runs on its own thread.
     event("aten::_flash_attention_backward", 26, 28, tid=OTHER),
     *launched("dot_do_o", 50, 60, 2, at=27, tid=OTHER),
     *launched("vectorized_elementwise_kernel", 60, 66, 3, at=29, tid=OTHER),  # by none
@@ -119,7 +119,7 @@ def test_streams_of_a_gpu_hide_what_runs_behind_computing():
         TimeKind.ELEMENTWISE: 6 + 2 + 5,
         TimeKind.OPTIMIZER: 10,
         TimeKind.COMMUNICATION: 5,
-        # The device waits for data from 0 to 20, but for the copy.
+        # The device waits for data from 0 to 20, except during the copy.
         TimeKind.DATA_WAIT: 15,
         TimeKind.IDLE: 100 - (22 + 10 + 13 + 10 + 5 + 15),
     }
@@ -140,7 +140,7 @@ def test_kinds_add_up_to_the_wall_time_whatever_overlaps():
         assert sum(summary.ms.values()) == pytest.approx(summary.wall_ms, rel=1e-9)
         computing = sum(summary.ms[kind] for kind in COMPUTING)
         assert 0 < summary.hidden_ms <= computing
-        # By brute force: the same at many moments.
+        # Brute force: sample many moments.
         spans = [(e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3, e["name"]) for e in kernels]
         busy, both, count = 0, 0, 5000
         for i in range(count):
@@ -153,7 +153,7 @@ def test_kinds_add_up_to_the_wall_time_whatever_overlaps():
 
 
 def test_rounded_times_leave_no_segment_out_of_order():
-    """A child may seem to end after its parent, by what was rounded."""
+    """Rounding may let a child end after its parent."""
     parts = segments([event("outer", 0, 10), event("inner", 5, 10.001), event("next", 10, 12)])
     assert [(p.start / 1e3, p.end / 1e3, p.chain, p.is_first) for p in parts] == [
         (0, 5, ("outer",), True),

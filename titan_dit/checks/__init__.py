@@ -1,8 +1,7 @@
-"""Refusals: what cannot be trained as it is asked for, said before anything is built.
+"""Config checks across sections, ranks and device; they run before anything is built.
 
-A section refuses values of its own, and a family (titan_dit/diffusion/fits.py) the models and data
-that it cannot train. What several sections, the ranks or the device have to do with it is refused
-here. Every message names the section, the values and a fix.
+A section checks its own values, and a family (titan_dit/diffusion/fits.py) its models and data.
+Everything else is checked here. Every message names the section, the values and a fix.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from titan_dit.plan import RunPlan
 
 
 def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -> None:
-    """Raise a UserError for what does not go together; with a device, for what it cannot do.
+    """Raise a UserError for incompatible settings; with a device, also for unsupported ones.
 
-    Every rank calls, and the answer is the same on all. With a device, kernels and the compiler
-    are tried on a sample.
+    Every rank calls it and gets the same result. With a device, kernels and the compiler run once
+    on a sample.
     """
     layout.check_spec(plan)
     layout.check_world(plan)

@@ -1,4 +1,4 @@
-"""Whether this machine can do what is asked of it: packages, ranks, products, kernels, memory."""
+"""Checks against this machine: packages, ranks, matrix products, kernels, memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NEEDED = {
     "te_current": (8, 9),
     "te_mxfp8": (10, 0),
 }
-"""The CUDA compute capability whose tensor cores know the products of a recipe."""
+"""Minimum CUDA compute capability of each float8 recipe."""
 
 
 def check_writers(config: MetricsConfig) -> None:
-    """Refuse a writer whose package is missing, before anything is written."""
+    """Refuse a metrics writer whose package is not installed."""
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "[metrics] wandb=true, but wandb is not installed. Run pip install 'titan_dit[wandb]' "
@@ -40,7 +40,7 @@ def check_writers(config: MetricsConfig) -> None:
 
 
 def check_profiled(config: ProfileConfig, plan: RunPlan) -> None:
-    """A rank may be chosen that there is not; a run that comes back on fewer goes on without it."""
+    """Refuse profiled ranks that do not exist. A run resumed on fewer ranks ignores them."""
     num_ranks = plan.world_size
     if plan.following or not config.enabled or max(config.ranks, default=0) < num_ranks:
         return
@@ -51,10 +51,10 @@ def check_profiled(config: ProfileConfig, plan: RunPlan) -> None:
 
 
 def check_products(precision: PrecisionConfig, async_tp: bool, device: torch.device) -> None:
-    """Refuse what this device cannot multiply."""
+    """Refuse float8 recipes and async_tp that this device does not support."""
     if async_tp and device.type != "cuda":
         raise UserError(
-            f"[parallel] async_tp=true needs CUDA and its symmetric memory, but this is a "
+            f"[parallel] async_tp=true needs CUDA symmetric memory, but the device is a "
             f"{device.type}. Set async_tp = false."
         )
     if precision.float8 == "off" or precision.float8_emulate:
@@ -63,10 +63,10 @@ def check_products(precision: PrecisionConfig, async_tp: bool, device: torch.dev
     wanted = ".".join(map(str, needed))
     if device.type != "cuda":
         emulate = "" if is_transformer_engine(precision.float8) else "float8_emulate = true (slow, "
-        emulate += "for looking at the numbers) or " if emulate else ""
+        emulate += "for studying numerics) or " if emulate else ""
         raise UserError(
-            f"[precision] float8={float8} needs a GPU of compute capability {wanted}, but this is "
-            f'a {device.type}. Set {emulate}float8 = "off".'
+            f"[precision] float8={float8} needs a GPU of compute capability {wanted}, but the "
+            f'device is a {device.type}. Set {emulate}float8 = "off".'
         )
     if (found := torch.cuda.get_device_capability(device)) < needed:
         able = [name for name, least in NEEDED.items() if least <= found]
@@ -79,16 +79,16 @@ def check_products(precision: PrecisionConfig, async_tp: bool, device: torch.dev
 
 
 def state_bytes(num_parameters: int, num_shards: int, num_averages: int) -> int:
-    """Bytes that a rank keeps: weights, gradients, two moments of AdamW, averages, all in fp32.
+    """Bytes of training state per rank: fp32 weights, gradients, two AdamW moments, EMAs.
 
-    The mean over ranks, so the fullest rank holds no less: the ends of a pipeline have more, and
-    tensor parallelism leaves what stands outside the blocks whole.
+    The mean over ranks, so a lower bound for the largest one: pipeline ends hold more, and tensor
+    parallelism shards only the blocks.
     """
     return num_parameters * FP32 * (1 + 1 + 2 + num_averages) // num_shards
 
 
 def check_memory(plan: RunPlan, ema: EMAConfig, device_bytes: int | None, where: str) -> None:
-    """Refuse a run whose state alone is more than a rank's memory (None: not known)."""
+    """Refuse a run whose state alone exceeds `device_bytes` per rank; None (unknown) passes."""
     with torch.device("meta"):
         model = plan.spec.build()
     count = sum(p.numel() for p in model.parameters())
@@ -96,22 +96,22 @@ def check_memory(plan: RunPlan, ema: EMAConfig, device_bytes: int | None, where:
     needed = state_bytes(count, shards, averages)
     if device_bytes is not None and needed > device_bytes:
         raise UserError(
-            f"[model] {count:,} parameters with gradients, AdamW's moments and "
-            f"{averages} average(s), over {shards} shard(s), take "
-            f"{needed / GIB:.1f} GiB per rank, but {where} has {device_bytes / GIB:.1f} GiB for "
-            "each. Launch more ranks (dp_shard, tp, pp or cp shard the state), or see what a run "
-            "would need, without any device: add --dry-run to the command, or --dry-run WORLD."
+            f"[model] {count:,} parameters with gradients, AdamW moments and "
+            f"{averages} EMA(s), over {shards} shard(s), need {needed / GIB:.1f} GiB per rank, but "
+            f"{where} has {device_bytes / GIB:.1f} GiB per rank. Launch more ranks (dp_shard, tp, "
+            "pp or cp shard the state), or estimate the memory of a layout without a device: add "
+            "--dry-run or --dry-run WORLD to the command."
         )
 
 
 def try_out(plan: RunPlan, device: torch.device) -> None:
-    """Run attention's kernel and the compiler on a sample, as the first step would."""
+    """Run the attention kernel and the compiler on a sample, as the first step would."""
     attention.check(plan.precision.attention, attention_shape(plan, device))
     compile.check(plan.compile, device)
 
 
 def attention_shape(plan: RunPlan, device: torch.device) -> attention.AttentionShape:
-    """What attention sees of one sample on one rank."""
+    """Attention shape of one sample on one rank."""
     model_spec, sizes = plan.spec, plan.sizes
     ring = sizes.cp > 1 and plan.parallel.cp_method == "ring"
     exchanged = 1 if ring else sizes.cp
@@ -127,10 +127,10 @@ def attention_shape(plan: RunPlan, device: torch.device) -> attention.AttentionS
 
 
 def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -> str | None:
-    """A line about a head dim that costs more than it gives, on a GPU; None where it does not.
+    """Console line on the cost of a padded head dim; None on a CPU or without padding.
 
-    Attention is 12 n^2 h FLOPs per layer, n tokens and h hidden, forward and backward: a product of
-    queries and keys and one with the values, and twice that in backward.
+    Attention takes 12 n^2 h FLOPs per layer for n tokens and hidden h: two products forward (q k^T,
+    and probabilities times v), four backward.
     """
     model_spec = plan.spec
     if device.type != "cuda":
@@ -145,10 +145,10 @@ def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -
 
 
 def nearest_to(precision: PrecisionConfig, device: torch.device) -> PrecisionConfig:
-    """The precision of a run as this device can play it again, on any number of rows.
+    """The closest precision to a run's that this device can replay.
 
-    Emulated where it cannot multiply in float8; without float8 if it cannot be emulated either.
-    Attention by torch's choice where it lacks the kernel.
+    float8 falls back to emulation, and to no float8 for recipes without emulation. A missing
+    attention kernel falls back to "auto".
     """
     every = replace(precision, float8_layers="all")
     probe = attention.AttentionShape(1, 64, 64, DTYPES[precision.dtype], device)

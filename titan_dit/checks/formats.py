@@ -1,4 +1,4 @@
-"""Whether compilation, recomputation and number formats go with each other and the layout."""
+"""Checks of compilation, recomputation and number formats against each other and the layout."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from titan_dit.plan import RunPlan
 
 
 def check_compile(plan: RunPlan) -> None:
-    """A split backward cannot be compiled; CUDA graphs keep the values of one forward pass."""
+    """Refuse compiled split backwards, and CUDA graphs with several ranks or microbatches."""
     settings, pipeline = plan.compile, plan.pipeline
     if plan.splits_backward and settings.enabled:
         raise UserError(
             f"[pipeline] schedule={show(pipeline.schedule)} splits the backward pass, which torch "
-            "cannot do with compiled blocks. Set [compile] enabled = false, or schedule = "
+            "does not support for compiled blocks. Set [compile] enabled = false, or schedule = "
             '"interleaved_1f1b".'
         )
     if not (settings.enabled and settings.cuda_graphs):
@@ -29,34 +29,34 @@ def check_compile(plan: RunPlan) -> None:
         )
     if passes > 1:
         raise UserError(
-            f"[compile] cuda_graphs=true keeps the values of one forward pass, but a step has "
+            f"[compile] cuda_graphs=true keeps the activations of one microbatch, but a step has "
             f"{passes}. Set cuda_graphs = false, or [training] microbatch_size = "
             f"{plan.global_batch_size}."
         )
 
 
 def check_remat(plan: RunPlan) -> None:
-    """Refuse what torch cannot do, or does many times over."""
+    """Refuse recomputation modes that torch cannot run, or runs several times per block."""
     config, pipeline, sizes = plan.remat, plan.pipeline, plan.sizes
     if plan.splits_backward and config.mode in ("selective", "full"):
-        # selective: "Trying to backward an extra time". full: right, but with every pass over a
-        # part of the graph (one for the inputs, one for each linear layer) comes a whole forward.
+        # selective: "Trying to backward an extra time". full: correct, but each partial backward
+        # (one for the inputs, one per linear layer) recomputes the whole forward.
         raise UserError(
-            f'[remat] mode="{config.mode}" does not go with [pipeline] '
-            f'schedule="{pipeline.schedule}": its backward is split, and torch would compute a '
-            'block again for each part. Set mode = "attention" or schedule = "interleaved_1f1b".'
+            f'[remat] mode="{config.mode}" does not work with [pipeline] '
+            f'schedule="{pipeline.schedule}": its backward is split, and torch would recompute a '
+            'block for each part. Set mode = "attention" or schedule = "interleaved_1f1b".'
         )
     if config.mode in ("attention", "full") and plan.compile.enabled and sizes.tp > 1:
         # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".
         raise UserError(
-            f'[remat] mode="{config.mode}" does not go with [compile] enabled=true and [parallel] '
-            f"tp={sizes.tp}: torch cannot compile the second all-gather of a block. "
+            f'[remat] mode="{config.mode}" does not work with [compile] enabled=true and '
+            f"[parallel] tp={sizes.tp}: torch cannot compile the recomputed all-gather. "
             'Set mode = "selective" or [compile] enabled = false.'
         )
 
 
 def check_float8(plan: RunPlan) -> None:
-    """Refuse what does not go together, whatever the device."""
+    """Refuse float8 and async_tp settings that are incompatible on any device."""
     precision = plan.precision
     if plan.parallel.async_tp:
         check_async_tp(plan)
@@ -69,7 +69,7 @@ def check_float8(plan: RunPlan) -> None:
         )
     if precision.dtype == "fp32" and "rowwise" in precision.float8 and not precision.float8_emulate:
         raise UserError(
-            f"[precision] float8={show(precision.float8)} gives its products in bf16, and dtype is "
+            f"[precision] float8={show(precision.float8)} outputs bf16, but dtype is "
             '"fp32". Set dtype = "bf16" or float8 = "tensorwise".'
         )
     if is_transformer_engine(precision.float8):
@@ -77,18 +77,18 @@ def check_float8(plan: RunPlan) -> None:
 
 
 def check_async_tp(plan: RunPlan) -> None:
-    """The compiler is what joins a product to its collective."""
+    """Refuse async_tp without tp, sequence parallelism or the compiler, which fuses it."""
     if plan.sizes.tp == 1 or not plan.parallel.sequence_parallel or not plan.compile.enabled:
         raise UserError(
-            f"[parallel] async_tp=true joins gathers and scatters of tokens to the products of "
-            f"compiled blocks, but tp={plan.sizes.tp}, sequence_parallel="
+            f"[parallel] async_tp=true overlaps the all-gathers and reduce-scatters of compiled "
+            f"blocks with their matrix products, but tp={plan.sizes.tp}, sequence_parallel="
             f"{show(plan.parallel.sequence_parallel)} and [compile] enabled="
             f"{show(plan.compile.enabled)}. Set async_tp = false, or tp above 1 and both to true."
         )
 
 
 def check_transformer_engine(plan: RunPlan) -> None:
-    """Its layers are no DTensors, no graphs, and remember what they have seen."""
+    """Refuse Transformer Engine with emulation, tp, pp, compilation or recomputation."""
     float8 = show(plan.precision.float8)
     if plan.precision.float8_emulate:
         raise UserError(
@@ -97,20 +97,20 @@ def check_transformer_engine(plan: RunPlan) -> None:
         )
     if plan.sizes.tp > 1 or plan.sizes.pp > 1:
         raise UserError(
-            f"[precision] float8={float8} does not go with [parallel] tp={plan.sizes.tp}, "
-            f"pp={plan.sizes.pp}: Transformer Engine's layers take no DTensors, and exchange their "
-            "largest values with ranks that hold the same layers. "
+            f"[precision] float8={float8} does not work with [parallel] tp={plan.sizes.tp}, "
+            f"pp={plan.sizes.pp}: Transformer Engine's layers take no DTensors, and all-reduce "
+            "their amax over ranks with the same layers. "
             'Set float8 = "tensorwise", or tp = 1 and pp = 1.'
         )
     if plan.compile.enabled:
         raise UserError(
-            f"[precision] float8={float8} does not go with [compile] enabled=true: Transformer "
+            f"[precision] float8={float8} does not work with [compile] enabled=true: Transformer "
             'Engine\'s layers break the graph. Set enabled = false or float8 = "tensorwise".'
         )
     if plan.remat.mode in ("selective", "full"):
         raise UserError(
-            f"[precision] float8={float8} does not go with [remat] mode={show(plan.remat.mode)}:"
-            " a second forward would count every largest value twice. "
+            f"[precision] float8={float8} does not work with [remat] mode={show(plan.remat.mode)}:"
+            " a recomputed forward would record every amax twice. "
             'Set mode = "attention" or "none", or float8 = "tensorwise".'
         )
     if importlib.util.find_spec("transformer_engine") is None:

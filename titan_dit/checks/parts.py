@@ -1,4 +1,4 @@
-"""Whether the objective, the model's spec and the data fit: tried on two rows of zeros."""
+"""Checks that objective, model spec and data fit together, by a run on two samples of zeros."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEMBERS = {
     "prepare": "fields to inputs and targets",
     "loss": "predictions and targets to a loss per token",
 }
-"""What every objective must have."""
+"""Required members of an objective."""
 ROWS = 2
 
 
@@ -38,9 +38,9 @@ def validate_parts(
     *,
     previews: bool = False,
 ) -> None:
-    """Raise a UserError for what does not fit; with a source, one row of it is read.
+    """Raise a UserError if the parts do not fit; with a source, its first row is read.
 
-    `data`: the name of [data]. `previews`: whether the objective has to draw some.
+    `data`: the name of [data]. `previews`: whether the objective must implement `preview`.
     """
     check_members(objective, previews)
     check_fields(fields, objective, data)
@@ -57,66 +57,66 @@ def validate_parts(
 
 
 def check_members(objective: Objective, previews: bool) -> None:
-    """Refuse an objective that lacks what every one must have."""
-    members = MEMBERS | ({"preview": "what [sampling] asks for"} if previews else {})
+    """Refuse an objective without the required members or base class."""
+    members = MEMBERS | ({"preview": "samples for [sampling]"} if previews else {})
     dotted_names.require(type(objective), members, "[objective] name", type(objective).__name__)
     if not isinstance(objective, Objective):
         raise UserError(
             f"[objective] builds a {type(objective).__name__}, which is no "
-            "titan_dit.objectives.base.Objective. Derive it from that class."
+            "titan_dit.objectives.base.Objective. Inherit from that class."
         )
 
 
 def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -> None:
-    """Every field that the objective takes must be there; `data` is the name of [data]."""
+    """Refuse data without a field that the objective takes; `data` is the name of [data]."""
     missing = [name for name in objective.takes if name not in fields]
     if missing:
         raise UserError(
             f"[data] name={show(data)} has the fields {', '.join(fields)}, but [objective] "
-            f"takes {', '.join(objective.takes)}: {', '.join(missing)} is missing. Choose data or "
-            "an objective that fit each other."
+            f"takes {', '.join(objective.takes)}: {', '.join(missing)} is missing. Choose matching "
+            "data or another objective."
         )
 
 
 def check_source(source: Source, data: str) -> None:
-    """What [data] opens must be a source that says what it holds."""
+    """Refuse data that does not open a `Source` with fields and facts."""
     wrong = [name for name in ("fields", "facts") if not hasattr(source, name)]
     if not isinstance(source, Source) or wrong:
         lacks = f" without {', '.join(wrong)}" if wrong else ""
         raise UserError(
-            f"[data] name={show(data)} opens a {type(source).__name__}{lacks}. Give a "
+            f"[data] name={show(data)} opens a {type(source).__name__}{lacks}. Return a "
             "titan_dit.data.base.Source that sets fields and facts."
         )
 
 
 def check_row(source: Source, objective: Objective, data: str) -> None:
-    """The first row must be what the fields say."""
+    """Refuse a source whose first row does not match its declared fields."""
     row = load_samples(source, [(0, 0)], objective.inspect, torch.device("cpu"), 1.0).fields
     for name, field in source.fields.items():
         found = row.get(name)
-        said = f"{name} {field}"
+        declared = f"{name} {field}"
         if found is None:
-            raise UserError(f"[data] name={show(data)} says it has {said}, but reads no {name}.")
+            raise UserError(f"[data] name={show(data)} declares {declared}, but reads no {name}.")
         shape = tuple(found.shape[1:])
-        alike = len(shape) == len(field.shape) and all(
+        matches = len(shape) == len(field.shape) and all(
             wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)
         )
-        if not alike or found.dtype != field.dtype:
+        if not matches or found.dtype != field.dtype:
             raise UserError(
-                f"[data] name={show(data)} says it has {said}, but reads "
-                f"{Field(found.dtype, shape)}. Make its fields say what it reads."
+                f"[data] name={show(data)} declares {declared}, but reads "
+                f"{Field(found.dtype, shape)}. Correct its fields."
             )
 
 
 def check_modules(plan: RunPlan, objective: Objective) -> None:
-    """Torch takes a split backward of a stage's own parameters only."""
+    """Refuse objective parameters under a split backward, and those with values already."""
     modules = objective.modules()
     if modules is None:
         return
     if plan.splits_backward:
         raise UserError(
             f"[pipeline] schedule={show(plan.pipeline.schedule)} splits the backward pass, which "
-            "leaves out the parameters that the objective has of its own. Set "
+            "skips the objective's own parameters. Set "
             'schedule = "interleaved_1f1b".'
         )
     built = [name for name, p in modules.named_parameters() if p.device.type != "meta"]
@@ -128,25 +128,25 @@ def check_modules(plan: RunPlan, objective: Objective) -> None:
 
 
 def check_prepared(prepared: Prepared, model_spec: ModelSpec) -> None:
-    """Names, shapes and dtypes of what a model is given."""
+    """Refuse model inputs of other names, shapes or dtypes than the spec declares."""
     check_names(prepared, model_spec)
     for kind, batched in (("inputs", True), ("context", True), ("static", False)):
         specs: Mapping[str, TensorSpec] = getattr(model_spec, kind)
         for name, tensor in getattr(prepared, kind).items():
             spec, shape = specs[name], tuple(tensor.shape[int(batched) :])
             dtype = spec.dtype or torch.float32
-            alike = tensor.dtype == dtype if spec.dtype else tensor.is_floating_point()
-            if shape != spec.shape or not alike:
+            matches = tensor.dtype == dtype if spec.dtype else tensor.is_floating_point()
+            if shape != spec.shape or not matches:
                 raise UserError(
                     f"[objective] prepares {kind} {name} as {Field(tensor.dtype, shape)} of each "
-                    f"sample, but [model] takes {Field(dtype, spec.shape)}. Set sizes in [data] "
-                    "and [model] that fit each other."
+                    f"sample, but [model] takes {Field(dtype, spec.shape)}. Set matching "
+                    "sizes in [data] and [model]."
                 )
 
 
 def check_loss(objective: Objective, prepared: Prepared, model_spec: ModelSpec) -> None:
-    """One number per token, in fp32 at least."""
-    # Modules have no values yet; shapes are all that is asked.
+    """Refuse a loss that is not one value per token in fp32 or fp64."""
+    # Modules are still on the meta device; only shapes are checked.
     device = "cpu" if objective.modules() is None else "meta"
     predictions = {
         name: torch.zeros(ROWS, *spec.shape, dtype=spec.dtype, device=device)
@@ -163,17 +163,17 @@ def check_loss(objective: Objective, prepared: Prepared, model_spec: ModelSpec) 
 
 
 def check_described(described: Mapping[str, Tensor]) -> None:
-    """What the fault log writes down: one number per sample."""
+    """Refuse entries for the fault log that are not one number per sample."""
     wrong = [name for name, values in described.items() if tuple(values.shape) != (ROWS,)]
     if wrong:
         raise UserError(
-            f"[objective] describe gives {', '.join(wrong)} of another shape than [b]: one number "
-            "per sample is wanted."
+            f"[objective] describe gives {', '.join(wrong)} of another shape than [b]. Return "
+            "one number per sample."
         )
 
 
 def attempt(what: str, action: Callable[[], T]) -> T:
-    """Call a user's method; what it raises becomes one line."""
+    """Call a user's method; turn an exception into a one-line UserError."""
     try:
         return action()
     except UserError:
@@ -182,13 +182,13 @@ def attempt(what: str, action: Callable[[], T]) -> T:
         text = " ".join(str(error).split())
         hint = ""
         if what == "describe":
-            hint = " It is called without fields by the fault log, which reads no data."
+            hint = " The fault log reads no data, so describe is called without fields."
         raise UserError(
-            f"[objective] {what} raised {type(error).__name__} on {ROWS} rows of zeros of the "
-            f"shapes that [data] has: {text}.{hint}"
+            f"[objective] {what} raised {type(error).__name__} on {ROWS} samples of zeros "
+            f"with the shapes of [data]: {text}.{hint}"
         ) from error
 
 
 def rows_of(field: Field) -> Tensor:
-    """Zeros like a field; a size that differs from sample to sample is 1."""
+    """Zeros [ROWS, ...] of a field; a size that varies by sample is 1."""
     return torch.zeros(ROWS, *(size or 1 for size in field.shape), dtype=field.dtype)

@@ -1,1 +1,1 @@
-"""A training step without devices: what every rank would hold, send and compute."""
+"""A training step on fake tensors: memory, traffic and FLOPs of every rank."""

@@ -1,4 +1,4 @@
-"""`titan_dit train --config FILE --dry-run [WORLD]`: one process, whatever the world."""
+"""`titan_dit train --config FILE --dry-run [WORLD]`: one process for any world size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_dit.plan import resolve
 
 
 def dry_run(config: JobConfig, world_size: int | None) -> None:
-    """Take a step without devices and print what every rank holds, sends and computes."""
+    """Run a step on fake tensors and print memory, traffic and FLOPs of every rank."""
     plan = resolve(config, world_size or smallest_world(config.parallel))
     validate(config, plan)
     facts, fields = config.objective.example(config.model) or of_data(config.data)
@@ -35,12 +35,12 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
 
 
 def of_data(data: DataConfig) -> tuple[DataFacts, Mapping[str, Field]]:
-    """Facts and fields of the data itself."""
+    """Facts and fields read from the data source."""
     source = data.open()
     check_source(source, data.name)
     return source.facts, source.fields
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """The ranks that the config's sizes need; dp_shard=-1 needs one."""
+    """Smallest world size that the config allows; dp_shard=-1 counts as 1."""
     return math.prod(max(1, getattr(parallel, axis.name)) for axis in dataclasses.fields(AxisSizes))

@@ -1,4 +1,4 @@
-"""How much memory a rank can have on this machine."""
+"""Memory available to a rank on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def rank_memory() -> tuple[int | None, str]:
-    """The memory that one rank can have here, and what that memory is; None if it is not known."""
+    """Bytes available to one rank, and the name of that memory; None if unknown."""
     if torch.cuda.is_available():
         device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         return torch.cuda.get_device_properties(device).total_memory, "the GPU"
@@ -19,7 +19,7 @@ def rank_memory() -> tuple[int | None, str]:
 
 
 def host_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that can be had without swapping; off Linux, all there are; None if neither is said."""
+    """Bytes available without swapping (Linux), else the physical memory; None if unknown."""
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             name, _, rest = line.partition(":")

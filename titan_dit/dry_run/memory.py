@@ -1,7 +1,7 @@
-"""What a rank's memory is taken by: every storage from its allocation to its end, by kind.
+"""Peak memory of a rank by kind, from a log of every allocation, resize and free.
 
-Works on real tensors and on fake ones, which have sizes but no memory. Sizes are what was asked
-for: a device's allocator rounds up and keeps freed blocks.
+Works on real and on fake tensors. Sizes are the requested bytes: a device's allocator rounds up and
+caches freed blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageKind(StrEnum):
-    """What a storage is for."""
+    """What a storage holds."""
 
     PARAMETERS = "parameters"
     """This rank's shards, fp32."""
@@ -33,19 +33,19 @@ class StorageKind(StrEnum):
     OPTIMIZER = "optimizer"
     EMA = "EMA"
     GATHERED = "gathered"
-    """Parameters as they compute: gathered over dp_shard, in the precision of the products."""
+    """Parameters all-gathered over dp_shard, in the compute dtype."""
     UNREDUCED = "unreduced"
-    """Gradients of gathered parameters, until they are reduced over dp_shard."""
+    """Gradients of gathered parameters before the reduce-scatter over dp_shard."""
     ACTIVATIONS = "activations"
-    """What forward passes make, and what pipeline stages receive."""
+    """Allocated in forward, or received by a pipeline stage."""
     INPUTS = "inputs"
-    """The batch, with its noise and its targets."""
+    """The batch, its noise and its targets."""
     TEMPORARY = "temporary"
-    """What backward passes, recomputation, the optimizer and the EMA make for a while."""
+    """Allocated in backward, recomputation, the optimizer or the EMA."""
 
 
 class Storage:
-    """A storage as the log knows it; its kind may become known after its end."""
+    """A logged storage. Its kind may be set after it is freed."""
 
     __slots__ = ("__weakref__", "kind", "size")
 
@@ -55,22 +55,22 @@ class Storage:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of the most bytes."""
+    """Bytes by kind at the memory peak."""
 
     bytes: Mapping[StorageKind, int]
     phase: str
-    """What was being done."""
+    """Phase of the step at the peak."""
 
     @property
     def total(self) -> int:
-        """All kinds."""
+        """Sum over all kinds."""
         return sum(self.bytes.values())
 
 
 class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the context every new storage, its resizing and its end are written down.
+    """Logs every allocation, resize and free of a storage within the context.
 
-    Kinds are filled in as they become known, and read when `peak` runs through the log.
+    The kind of a storage may be set later than its events; `peak` reads the final kinds.
     """
 
     def __init__(self) -> None:
@@ -80,10 +80,10 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.first = 0
         self.name, self.kind = "", StorageKind.TEMPORARY
         self.phases: list[tuple[int, str]] = []
-        self.known: set[int] = set()
+        self.seen_parameters: set[int] = set()
 
     def __enter__(self) -> MemoryLog:
-        """Watch allocations, resizing and the parameters that modules compute with."""
+        """Start to log allocations, resizes and the parameters that modules use."""
         self.resize = torch.UntypedStorage.resize_
         log, resize = self, self.resize
 
@@ -92,9 +92,9 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             log._resized(storage)
             return result
 
-        # FSDP frees and restores gathered parameters by this; no operator says so.
+        # FSDP frees and reallocates gathered parameters with resize_, which no operator shows.
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        self.hook = register_module_forward_pre_hook(self._computes_with)
+        self.hook = register_module_forward_pre_hook(self._mark_gathered)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -104,14 +104,14 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Watch no more; ends are still written down."""
+        """Stop logging allocations; frees are still logged."""
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self.hook.remove()
         torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
 
     @contextmanager
     def phase(self, name: str, kind: StorageKind) -> Iterator[None]:
-        """Within the block new storages are of this kind, but for those of a backward pass."""
+        """Give new storages this kind within the block; those of a backward pass stay TEMPORARY."""
         before, self.name, self.kind = (self.name, self.kind), name, kind
         self.phases.append((len(self.events), name))
         yield
@@ -119,17 +119,17 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases.append((len(self.events), before[0]))
 
     def begin(self) -> None:
-        """Look for the peak from now on."""
+        """Start the search for the peak here."""
         self.first = len(self.events)
 
     def mark(self, tensors: Iterable[object], kind: StorageKind) -> None:
-        """Say what the storages of these tensors are for."""
+        """Set the kind of these tensors' storages."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._record(local(tensor)).kind = kind
 
     def live(self) -> Counter[StorageKind]:
-        """Bytes by kind at this moment."""
+        """Live bytes by kind."""
         return Counter(
             {
                 kind: sum(record.size for record in self.records.values() if record.kind == kind)
@@ -138,7 +138,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def peak(self) -> Peak:
-        """The moment of the most bytes since `begin`."""
+        """The memory peak since `begin`."""
         total = most = sum(change for _, change in self.events[: self.first])
         moment = self.first
         for number, (_, change) in enumerate(self.events[self.first :], start=self.first + 1):
@@ -158,19 +158,19 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator and write down what it allocates."""
-        # A tensor made of others, such as a DTensor, takes itself apart and comes back.
+        """Run an operator and log its allocations."""
+        # A DTensor or another wrapper unwraps itself and dispatches its local tensor here.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         result = func(*args, **kwargs or {})
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._record(tensor)
-        self._learn(func, args, result)
+        self._infer_kinds(func, args, result)
         return result
 
-    def _learn(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """What an operator says about the storages that it is given."""
+    def _infer_kinds(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Set the kinds that a collective or cast implies for its storages."""
         name = func._schema.name
         if name == "c10d::_allgather_base_":
             self.mark(args[:1], StorageKind.GATHERED)
@@ -179,26 +179,26 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "aten::_to_copy" and self._record(args[0]).kind == StorageKind.UNREDUCED:
             self.mark((result,), StorageKind.UNREDUCED)
 
-    def _computes_with(self, module: nn.Module, _: Any) -> None:
-        """The parameters of a module whose turn has come: gathered ones if they are not ours."""
+    def _mark_gathered(self, module: nn.Module, _: Any) -> None:
+        """Before a module's forward: parameters that are not shards are gathered ones."""
         for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in self.known:
+            if parameter is None or id(parameter) in self.seen_parameters:
                 continue
-            self.known.add(id(parameter))
+            self.seen_parameters.add(id(parameter))
             record = self._record(local(parameter))
             if record.kind != StorageKind.PARAMETERS:
                 record.kind = StorageKind.GATHERED
-                parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
 
-    def _got_gradient(self, parameter: Tensor) -> None:
+    def _mark_gradient(self, parameter: Tensor) -> None:
         self.mark((parameter.grad,), StorageKind.UNREDUCED)
 
     def _record(self, tensor: Tensor) -> Storage:
-        """The record of a tensor's storage, which is new if there is none."""
+        """The record of a tensor's storage; logs an allocation if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.records:
-            # Within a backward pass: what torch's own module tracker asks.
+            # The test for "inside a backward pass" of torch's own module tracker.
             in_backward = torch._C._current_graph_task_id() != -1
             kind = StorageKind.TEMPORARY if in_backward else self.kind
             record = self.records[key] = Storage(kind, storage.nbytes())
@@ -218,6 +218,6 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's shard of a tensor."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

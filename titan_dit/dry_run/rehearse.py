@@ -1,8 +1,8 @@
-"""One training step per pipeline rank: the trainer's own parts on fake tensors, one process.
+"""One training step per pipeline rank: the trainer's parts on fake tensors, in one process.
 
-Ranks that differ only in their place along the data, context and tensor axes do the same, so the
-first of them stands for all; pipeline ranks differ, so each has its turn. torch's fake process
-group answers every collective at once, and fake tensors have shapes but no memory.
+Ranks along the data, context and tensor axes do equal work, so only the first of them is run.
+Pipeline ranks differ and are run one after another. Collectives use torch's fake process group,
+which returns at once; fake tensors have shapes but no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # what collectives give for fake tensors
+import torch.distributed._tools.fake_collectives  # registers collectives on fake tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,33 +46,33 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank would do in a step."""
+    """Memory, traffic and FLOPs of one rank and step."""
 
     rank: int
     layers: tuple[range, ...]
-    """Of each of its stages."""
+    """Layers of each of its stages."""
     parameters: int
     """Elements of its shards."""
     peak: Peak
     traffic: Traffic
     flops: float
-    """Its share of the model's, forward and backward."""
+    """Its share of the model FLOPs, forward and backward."""
     idle: float
-    """Share of the step that it waits for other stages."""
+    """Pipeline bubble: share of the step spent waiting for other stages."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A step of the whole run."""
+    """The dry run of a step."""
 
     plan: RunPlan
     num_parameters: int
     flops_per_sample: int
     num_microbatches: int
-    """Of a rank and step."""
+    """Per rank and step."""
     microbatch_size: int
     num_run: int
-    """Microbatches that were run to find out: more would have held no more at once."""
+    """Microbatches that the dry run executed; more of them are extrapolated."""
     ranks: tuple[RankReport, ...]
     """The first rank of every pipeline stage."""
 
@@ -85,11 +85,11 @@ def rehearse(
     optimizer: OptimizerConfig,
     ema: EMAConfig,
 ) -> Report:
-    """Take the step of every distinct rank; `fields` are those of the data."""
-    # torch.compile needs real tensors. What it would spare is not spared here.
-    asked, sizes = plan, plan.sizes
+    """Run a step of every pipeline rank; `fields` are those of the data."""
+    # torch.compile needs real tensors; its savings are not modelled.
+    requested, sizes = plan, plan.sizes
     plan = replace(plan, compile=replace(plan.compile, enabled=False))
-    # Played on a CPU, which lacks most kernels. Those that are fused all keep the same.
+    # The CPU lacks most attention kernels. All fused ones save the same tensors.
     if plan.precision.attention != "math":
         plan = replace(plan, precision=replace(plan.precision, attention="auto"))
     share, size, count = plan.samples_per_rank, plan.microbatch_size, plan.num_microbatches
@@ -121,7 +121,7 @@ def rehearse(
     with torch.device("meta"):
         model = plan.spec.build()
     return Report(
-        plan=asked,
+        plan=requested,
         num_parameters=sum(p.numel() for p in model.parameters()),
         flops_per_sample=model.flops_per_sample(plan.spec.num_tokens),
         num_microbatches=count,
@@ -133,11 +133,11 @@ def rehearse(
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Be one rank of many, without the others."""
-    # DTensor remembers process groups by meshes that look the same to every rank.
+    """Initialise a fake process group of `size` ranks as `rank`."""
+    # DTensor caches process groups by mesh, and meshes of all ranks compare equal.
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    # What a real run says of its collectives, it says then.
+    # Warnings about collectives belong to the real run.
     logging.disable(logging.WARNING)
     try:
         yield
@@ -147,7 +147,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 class Rehearsal:
-    """One rank: what `Trainer` builds, and its step, with a log of both."""
+    """One rank: builds what `Trainer` builds, runs its step, logs memory and traffic."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Rehearsal:
         self.plan, self.objective, self.fields = plan, objective, fields
         self.mesh, self.mode = mesh, mode
         self.training, self.optimizer_config, ema = sections
-        # A mesh asks real tensors which rank this is, so the network is spread out here.
+        # DeviceMesh needs real tensors to find its rank, so the model is sharded outside fake mode.
         self.parts, _, self.flops_per_sample = spread(plan, mesh)
         self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
         with mode, self.memory, self.memory.phase("set-up", StorageKind.TEMPORARY):
@@ -181,9 +181,9 @@ class Rehearsal:
     def run(
         self, share: int, size: int, fewer: int, enough: int, count: int
     ) -> tuple[Peak, Traffic]:
-        """Two steps, of fewer microbatches and of enough; what `count` of them would take."""
+        """Run steps of `fewer` and of `enough` microbatches; extrapolate traffic to `count`."""
         with self.mode, self.memory, self.traffic:
-            # The first step makes what later ones keep, and tells what a microbatch sends.
+            # Warm-up: allocates the optimizer's state, and gives the first traffic count.
             self.step(share, size, fewer)
             before = self.traffic.restart()
             gc.collect()
@@ -192,7 +192,7 @@ class Rehearsal:
         return self.memory.peak(), self.traffic.traffic.at(count, enough, before, fewer)
 
     def step(self, share: int, size: int, count: int) -> None:
-        """What `Trainer.train_step` does, with `count` of the rank's microbatches."""
+        """`Trainer.train_step` on the first `count` microbatches of the rank."""
         log = self.memory
         with log.phase("inputs", StorageKind.INPUTS):
             prepared = first_rows(self.prepare(share), size * count)
@@ -209,7 +209,7 @@ class Rehearsal:
             self.ema.update(self.ema.config.every, skip=bad)
 
     def prepare(self, share: int) -> Prepared:
-        """A batch of nothing, with its random numbers."""
+        """A prepared batch of zeros."""
         empty = {
             name: torch.zeros(share, *(size or 1 for size in field.shape), dtype=field.dtype)
             for name, field in self.fields.items()
@@ -223,7 +223,7 @@ class Rehearsal:
         return self.objective.prepare(batch, SampleRNG(self.plan.seed, batch.sample_numbers))
 
     def executor(self, rows: int) -> Executor:
-        """The executor of a batch of which this rank has so many rows."""
+        """The executor for a batch with `rows` samples on this rank."""
         plan = replace(self.plan, global_batch_size=rows * self.mesh.sizes.data)
         executor = executor_of(plan, self.objective, self.mesh, self.parts, CPU)
         if pipeline := pipelined(executor):
@@ -232,25 +232,25 @@ class Rehearsal:
 
 
 def first_rows(prepared: Prepared, rows: int) -> Prepared:
-    """The first rows of a batch, as views: the whole batch stays in memory."""
+    """Views of the first samples, so that the whole batch stays in memory."""
     return next(prepared.microbatches(rows))
 
 
 def pipelined(executor: Executor) -> PipelinedExecutor | None:
-    """The pipeline's executor, if there is a pipeline."""
+    """The pipeline executor, or None without a pipeline."""
     inner = executor.inner if isinstance(executor, SlicedExecutor) else executor
     return inner if isinstance(inner, PipelinedExecutor) else None
 
 
 MOST_MICROBATCHES = 16
-"""Run no more of them than this, or four times the stages. Only gpipe holds more at once."""
+"""Run at most this many or four per pipeline rank. Only gpipe has more in flight."""
 
 
 def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
-    """Two numbers of microbatches: as few as can be, and enough to hold as many as `count` do."""
+    """(smallest count that the schedule accepts, smallest that peaks as high as `count`)."""
     pp = plan.sizes.pp
     if pp == 1:
-        # From the second microbatch on, the gradients of those before are there as well.
+        # From the second microbatch on, accumulated gradients are in memory, too.
         return 1, min(count, 2)
     wanted = peak_activations(plan.order(count))
     fewer = None
@@ -260,7 +260,7 @@ def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
         except UserError:
             continue
         enough = peak_activations(order) == wanted or number >= max(MOST_MICROBATCHES, 4 * pp)
-        # Two numbers tell what one more microbatch sends.
+        # Two different counts give the traffic of one more microbatch.
         if enough and fewer is not None:
             return fewer, number
         fewer = number if fewer is None else fewer
@@ -268,7 +268,7 @@ def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
 
 
 def growth_of(plan: RunPlan, run: int, count: int) -> list[float]:
-    """How many times more each pipeline rank holds with `count` microbatches than with `run`."""
+    """Per pipeline rank: peak activations with `count` microbatches over those with `run`."""
     if plan.sizes.pp == 1:
         return [1.0]
     held, of_run = (peak_activations(plan.order(number)) for number in (count, run))
@@ -276,13 +276,13 @@ def growth_of(plan: RunPlan, run: int, count: int) -> list[float]:
 
 
 def with_activations(peak: Peak, times: float) -> Peak:
-    """A peak of that many times the activations."""
+    """A peak with its activations scaled by `times`."""
     more = {StorageKind.ACTIVATIONS: round(peak.bytes[StorageKind.ACTIVATIONS] * times)}
     return replace(peak, bytes={**peak.bytes, **more})
 
 
 def flops_of(model_spec: ModelSpec, held: tuple[range, ...], flops_per_sample: int) -> float:
-    """The share of a sample's FLOPs that these layers, and what stands at the ends, take."""
+    """FLOPs per sample of these layers, with embedding and head on the first and last stage."""
     embed, head = model_spec.embed_cost, model_spec.head_cost
     cost: float = sum(map(len, held))
     cost += embed * any(0 in layers for layers in held)
@@ -291,10 +291,10 @@ def flops_of(model_spec: ModelSpec, held: tuple[range, ...], flops_per_sample: i
 
 
 def idle_of(plan: RunPlan, count: int) -> list[float]:
-    """The share of a step that each pipeline rank waits."""
+    """Pipeline bubble of each rank as a share of the step, from the simulator."""
     if plan.sizes.pp == 1:
         return [0.0]
-    # A layer's forward costs as much as the gradient of its input, or that of its weights.
+    # Forward, input gradient and weight gradient of a layer cost the same.
     layers = [len(part) for part in plan.stage_layers]
     costs = stage_costs(layers, embed=plan.spec.embed_cost, head=plan.spec.head_cost)
     simulation = simulate(plan.order(count), costs)

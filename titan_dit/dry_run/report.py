@@ -1,4 +1,4 @@
-"""What a dry run prints."""
+"""Console output of a dry run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ def lines(report: Report) -> Iterator[str]:
     unit = "MiB" if max(rank.peak.total for rank in report.ranks) < UNITS["GiB"] else "GiB"
     yield from head(report)
     yield ""
-    yield f"memory at the peak, {unit}:"
+    yield f"peak memory, {unit}:"
     yield from memory(report, UNITS[unit])
     yield ""
     yield f"sent by a rank per step, {unit} (calls):"
     yield from traffic(report, UNITS[unit])
     yield ""
     recomputed = report.plan.remat.mode != "none"
-    without = " (without what [remat] computes again)" if recomputed else ""
-    yield f"computed by a rank per step{without}:"
+    without = " (without recomputation)" if recomputed else ""
+    yield f"FLOPs of a rank per step{without}:"
     yield from work(report)
     yield ""
     yield verdict(report, unit)
 
 
 def head(report: Report) -> Iterator[str]:
-    """What was tried."""
+    """Layout, model, batch, FLOPs, pipeline and notes."""
     plan, sizes = report.plan, report.plan.sizes
     world = sizes.data * sizes.model
     where = f"{plural(world, 'rank')} ({sizes})"
@@ -44,8 +44,8 @@ def head(report: Report) -> Iterator[str]:
         f"{plural(report.num_microbatches, 'microbatch', 'es')} of {report.microbatch_size} each"
     )
     yield (
-        f"work    {number(report.flops_per_sample)} a sample, "
-        f"{number(report.flops_per_sample * plan.global_batch_size)} a step of all ranks"
+        f"work    {number(report.flops_per_sample)} per sample, "
+        f"{number(report.flops_per_sample * plan.global_batch_size)} per step of all ranks"
     )
     if sizes.pp > 1:
         idle = sum(rank.idle for rank in report.ranks) / len(report.ranks)
@@ -54,18 +54,18 @@ def head(report: Report) -> Iterator[str]:
             f"{sum(len(rank.layers) for rank in report.ranks)} stages; idle {idle:.1%} of the step"
         )
     if report.num_run < report.num_microbatches:
-        rest = "what more of them hold and send follows"
+        rest = "memory and traffic of the rest are extrapolated"
         if plan.pipeline.schedule != "gpipe" or sizes.pp == 1:
-            rest = "more are not in memory at once, and send as much each"
+            rest = "the rest do not raise the peak; their traffic is extrapolated"
         yield f"note    {report.num_run} microbatches were run: {rest}"
     if sizes.cp > 1 and plan.parallel.cp_method == "ring":
-        yield "note    without the keys and values that are on their way round while a ring works"
+        yield "note    without the keys and values in flight in ring attention"
     if plan.compile.enabled:
-        yield "note    without torch.compile, which keeps less (17 instead of 20 x hidden a token)"
+        yield "note    without torch.compile (keeps 17 instead of 20 x hidden per token and layer)"
 
 
 def memory(report: Report, unit: int) -> Iterator[str]:
-    """One row per pipeline rank, one column per kind that is there."""
+    """One row per pipeline rank, one column per kind in use."""
     kinds = [kind for kind in StorageKind if any(rank.peak.bytes[kind] for rank in report.ranks)]
     rows = [
         [
@@ -94,13 +94,13 @@ def traffic(report: Report, unit: int) -> Iterator[str]:
         for rank in report.ranks
     ]
     if not keys:
-        yield "  nothing: there is one rank"
+        yield "  nothing: world size 1"
         return
     yield from table(["rank", "layers", *(f"{axis} {name}" for axis, name in keys)], rows)
 
 
 def work(report: Report) -> Iterator[str]:
-    """Parameters, FLOPs and waiting of every pipeline rank."""
+    """Parameters, FLOPs and pipeline bubble of every pipeline rank."""
     rows = [
         [*title(rank), f"{rank.parameters:,}", number(rank.flops), f"{rank.idle:.1%}"]
         for rank in report.ranks
@@ -109,11 +109,11 @@ def work(report: Report) -> Iterator[str]:
 
 
 def verdict(report: Report, unit: str) -> str:
-    """What a device must have."""
+    """The memory that a device needs."""
     most = max(report.ranks, key=lambda rank: rank.peak.total)
     return (
         f"a device needs {most.peak.total / UNITS[unit]:.2f} {unit} (rank {most.rank}, "
-        f"{most.peak.phase}), and what its driver, the allocator and the communication take"
+        f"{most.peak.phase}), plus overhead of driver, allocator and communication"
     )
 
 

@@ -1,8 +1,7 @@
-"""The bytes that a rank sends, by mesh axis and operation.
+"""Bytes that a rank sends, by mesh axis and operation.
 
-Counted as the algorithms that move the least do it, on n ranks: an all-gather sends (n - 1) times
-what a rank has, a reduce-scatter (n - 1) / n of it, an all-reduce twice that, an all-to-all
-everything but a rank's own part, a pipeline's message itself.
+Assumes bandwidth-optimal algorithms. On n ranks and x bytes per rank: all-gather (n - 1) x,
+reduce-scatter and all-to-all (n - 1) / n x, all-reduce 2 (n - 1) / n x, send and broadcast x.
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ from titan_dit.kernels.attention_kernels import accumulator
 from titan_dit.parallel.mesh import FILL, Mesh, axes
 
 Message = tuple[str, float]
-"""The operation by its common name, and the bytes that a rank sends."""
+"""(operation, bytes that a rank sends)."""
 Reader = Callable[[Sequence[Any], int], Message]
-"""(arguments of an operator, ranks) -> what a rank sends."""
+"""(operator arguments, group size) -> message."""
 
 
 @dataclass
 class Traffic:
-    """Calls and bytes of (axis, operation)."""
+    """Calls and bytes by (axis, operation)."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def at(self, count: int, own: int, other: Traffic, others: int) -> Traffic:
-        """For `count` microbatches, from this for `own` and `other` for `others` of them.
+        """Traffic of `count` microbatches, from this for `own` and `other` for `others` of them.
 
-        Every microbatch sends the same, and the rest of a step sends the same whatever their
-        number: two numbers of microbatches tell the two apart.
+        Linear in the microbatches: each sends the same, and the rest of a step is constant.
         """
         if own == others:
             return self
@@ -55,7 +53,7 @@ class Traffic:
 
 
 def bytes_of(*values: Any) -> int:
-    """The bytes of all tensors in nested lists."""
+    """Bytes of all tensors in nested values."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(values) if isinstance(x, Tensor))
 
 
@@ -74,7 +72,7 @@ def ring_backward(args: Sequence[Any], size: int) -> Message:
 def operation(
     name: str, given: Callable[[Sequence[Any]], Any], share: Callable[[int], float]
 ) -> Reader:
-    """The reader of an operator: which arguments hold what a rank has, and how much it sends."""
+    """A reader: bytes of the `given` arguments times `share` of the group size."""
 
     def read(args: Sequence[Any], size: int) -> Message:
         return name, bytes_of(given(args)) * share(size)
@@ -83,32 +81,32 @@ def operation(
 
 
 def first(args: Sequence[Any]) -> Any:
-    """The argument of most operators."""
+    """The input of most operators."""
     return args[0]
 
 
 def second(args: Sequence[Any]) -> Any:
-    """The argument of those that are given their output first."""
+    """The input of operators that take their output first."""
     return args[1]
 
 
 def to_others(size: int) -> float:
-    """A rank's own part stays."""
+    """Share sent when a rank keeps its own part."""
     return (size - 1) / size
 
 
 def to_all(size: int) -> float:
-    """Everything to every other rank."""
+    """Share sent when every other rank gets all of it."""
     return size - 1
 
 
 def twice(size: int) -> float:
-    """Reduce-scatter, then all-gather."""
+    """Share sent by a reduce-scatter and an all-gather."""
     return 2 * (size - 1) / size
 
 
 def once(size: int) -> float:
-    """One copy."""
+    """Share of a single copy."""
     return 1
 
 
@@ -127,16 +125,16 @@ READERS: Mapping[str, Reader] = {
     "_c10d_functional::all_reduce_": operation("all-reduce", first, twice),
     "_c10d_functional::all_to_all_single": operation("all-to-all", first, to_others),
     "_c10d_functional::broadcast": operation("broadcast", first, once),
-    # One operator each to torch, see there: what they send inside is not seen from outside.
+    # Custom operators: the sends inside are not dispatched one by one.
     "titan_dit::ring_forward": ring_forward,
     "titan_dit::ring_backward": ring_backward,
 }
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
-"""They send nothing, or nothing that counts."""
+"""Operators that send nothing, or no payload."""
 
 
 class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the context every collective is counted, in `traffic`."""
+    """Counts every collective within the context in `traffic`."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -144,7 +142,7 @@ class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.traffic = Traffic()
 
     def restart(self) -> Traffic:
-        """Count from zero again; what was counted so far."""
+        """Reset the counters and return the traffic so far."""
         counted, self.traffic = self.traffic, Traffic()
         return counted
 
@@ -170,25 +168,25 @@ class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         axis, size = self.axes[group_name(args)]
         if size == 1:
             return
-        said, sent = READERS[name](args, size)
-        self.traffic.calls[axis, said] += 1
-        self.traffic.bytes[axis, said] += round(sent)
+        operation_name, sent = READERS[name](args, size)
+        self.traffic.calls[axis, operation_name] += 1
+        self.traffic.bytes[axis, operation_name] += round(sent)
 
 
 def group_name(args: Sequence[Any]) -> str:
-    """The name of the process group that an operator is given, as a group or as a name."""
+    """Name of the process group in an operator's arguments (an object or a name)."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
                 return str(dist.ProcessGroup.unbox(arg).group_name)
-            except RuntimeError:  # Another object, such as the kind of a reduction.
+            except RuntimeError:  # Another object, such as a reduce op.
                 continue
-    # The name stands behind the kind of a reduction, or of a kernel, which are text too.
+    # The group name is the last string; reduce op or kernel name may come before it.
     return str([arg for arg in args if isinstance(arg, str)][-1])
 
 
 def axes_of(mesh: Mesh) -> dict[str, tuple[str, int]]:
-    """The axis and the size of every process group of a mesh, by the group's name."""
+    """(axis, size) of every process group of a mesh, by group name."""
     parts = {"data": mesh.data, "loss": mesh.loss, "shard": mesh.shard}
     parts |= {axis: mesh.whole[axis] for axis in mesh.whole.mesh_dim_names or ()}
     sharding = [name for name in axes("fsdp") if name == FILL or getattr(mesh.sizes, name) > 1]
@@ -197,7 +195,7 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, int]]:
         str(part.get_group().group_name): (titles.get(name, name), part.size())
         for name, part in parts.items()
     }
-    # The gradient norm goes over all ranks.
+    # The gradient norm is all-reduced over all ranks.
     world = dist.group.WORLD
     assert world is not None
     return {str(world.group_name): ("all", world.size())} | found

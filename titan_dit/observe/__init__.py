@@ -1,1 +1,1 @@
-"""Metrics, pictures and the console. Nothing here changes the state of training."""
+"""Metrics, plots, profiles and console output. Nothing here changes the training state."""

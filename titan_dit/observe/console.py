@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on."""
+"""Console output of a run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from titan_dit.system import streams
 
 LOSS = "validation_loss"
-"""The key of a row of metrics that has been validated."""
+"""Key of the validation loss in a row of metrics."""
 
 
 def say(line: str) -> None:
-    """Print a line at once, also into a file or a pipe: what a command is there for."""
+    """Print a line of a command's result and flush; a closed stdout is an error."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def mention(line: str) -> None:
-    """Print a line of a run, which goes on whether anybody reads it or not."""
+    """Print a line of a run; a closed stdout does not stop the run."""
     streams.tell(sys.stdout, line + "\n")
 
 
 def progress(row: dict[str, Any], steps: int) -> str:
-    """One line for a logged step."""
+    """Console line of a logged step."""
     step = row["step"]
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
@@ -46,12 +46,12 @@ def progress(row: dict[str, Any], steps: int) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number, or what stands for one that is not finite."""
+    """A formatted number; "not finite" for None."""
     return "not finite" if value is None else format(value, form)
 
 
 def count(value: float) -> str:
-    """1234.5 -> "1.2k", 12 -> "12"."""
+    """Short form of a count: 1234.5 -> "1.2k", 12 -> "12"."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{letter}"
@@ -59,7 +59,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3725 -> "1:02:05", 65 -> "1:05"."""
+    """Clock form of seconds: 3725 -> "1:02:05", 65 -> "1:05"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -13,7 +13,7 @@ INK, GRID, RAW, SMOOTH, OTHER = "#222222", "#dddddd", "#b9cbe4", "#1f5aa6", "#c0
 
 
 def smooth(values: Sequence[float], decay: float) -> list[float]:
-    """A running mean whose start is not biased towards 0."""
+    """Exponential moving average with bias correction."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:
         mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
@@ -32,18 +32,18 @@ def draw_curve(
     title: str,
     validation: Curve = ((), ()),
 ) -> None:
-    """The loss over steps: every logged value in light blue, a running mean in dark.
+    """Write the loss curve: logged values in light blue, their moving average in dark blue.
 
-    `validation` in red, with a dot for every value.
+    `validation` is drawn in red, with a dot per value. Fewer than two finite losses write nothing.
     """
     points = [(s, v) for s, v in zip(steps, losses, strict=True) if math.isfinite(v)]
     if len(points) < 2:
         return
     xs, ys = [s for s, _ in points], [v for _, v in points]
-    # The first values tower over the rest; the axis is for the rest.
+    # The first losses are far larger: the y axis ends at the 98th percentile.
     top = sorted(ys)[int(0.98 * (len(ys) - 1))] * 1.1
     bottom = min(0.95 * min(ys), 0.9 * top)
-    if not bottom < top:  # All losses alike: 0, or below.
+    if not bottom < top:  # All losses equal and <= 0.
         bottom, top = min(ys) - 1, max(ys) + 1
     width, height, left, right, above, below = 960, 540, 80, 24, 48, 56
     sheet = Image.new("RGB", (width, height), "white")
@@ -79,7 +79,7 @@ def draw_curve(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About five to ten round numbers from low to high."""
+    """About five to ten round tick values from low to high."""
     span = max(high - low, 1e-12)
     size = 10 ** math.floor(math.log10(span))
     unit = next(size * part for part in (0.1, 0.2, 0.5, 1, 2) if span / (size * part) <= 10)

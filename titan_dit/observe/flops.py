@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the model's FLOPs per second over the device's peak."""
+"""Model FLOPs utilisation (MFU): model FLOP/s over the device's peak."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEAK_BF16_TFLOPS = {
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:
-    """The device's peak for "bf16", or None where it is not known (a CPU, fp32)."""
+    """Peak TFLOP/s of the device in bf16; None if unknown (a CPU, fp32)."""
     if device.type != "cuda" or dtype != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -34,25 +34,25 @@ def peak_tflops(device: torch.device, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step of all ranks does, to say how fast it is done."""
+    """Samples, tokens and FLOPs of a step of all ranks, for throughput and MFU."""
 
     samples: int
     tokens_per_sample: int
     flops_per_sample: int
-    """Forward and backward, nothing computed twice."""
+    """Forward and backward, without recomputation."""
     ranks: int
     peak_tflops: float | None
-    """Of one rank's device; None where it is not known."""
+    """Of one rank's device; None if unknown."""
 
     @classmethod
     def of(
         cls, samples: int, tokens: int, flops: int, ranks: int, device: torch.device, dtype: str
     ) -> Work:
-        """That of a run in a format ([precision] dtype), on a device of each rank."""
+        """Work of a run with `dtype` of [precision] on one `device` per rank."""
         return cls(samples, tokens, flops, ranks, peak_tflops(device, dtype))
 
     def rates(self, step_ms: float) -> dict[str, float | None]:
-        """What a step that takes so long comes to, under the names in metrics.jsonl."""
+        """Throughput and MFU of a step of `step_ms`, by the keys of metrics.jsonl."""
         samples_per_s = self.samples / step_ms * 1e3
         tflops = samples_per_s * self.flops_per_sample / self.ranks / 1e12
         return {

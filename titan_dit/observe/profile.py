@@ -1,4 +1,4 @@
-"""[profile]: what one launch does in a few chosen steps, as a trace, a table and a picture."""
+"""[profile]: a trace, a table and a picture of a few steps of one launch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from titan_dit.observe.profile_summary import MARK, STEPS, summarize
 
 
 class Profile:
-    """Profiles [profile] steps of this launch on this rank. Disabled, it does nothing at all.
+    """Profiles the steps of [profile] on this rank; does nothing if disabled.
 
-    Every rank holds one, chosen or not: `begin` before and `is_over` after every step.
+    Every rank has one: call `begin` before and `is_over` after every step. Only the ranks of
+    [profile] record.
     """
 
     def __init__(
@@ -27,14 +28,14 @@ class Profile:
         self.config, self.folder, self.rank, self.device = config, folder, rank, device
         self.is_chosen = rank in (config.ranks or (0,))
         self.taken = 0
-        """Steps that this launch has begun."""
+        """Steps started in this launch."""
         self.span: tuple[int, int] | None = None
-        """The first and the last step profiled so far."""
+        """First and last step profiled so far."""
         self.profiler: profile | None = None
         self.window: record_function | None = None
 
     def begin(self, step: int) -> None:
-        """Before a step, the wait for its data included."""
+        """Call before a step and its wait for data."""
         if not self.config.enabled:
             return
         self.taken += 1
@@ -43,24 +44,24 @@ class Profile:
             self.span = (self.span[0] if self.span else step, step)
         if not self.is_chosen:
             return
-        # One step early: what the profiler sets up would be seen in the first profiled step.
+        # One step early: the profiler's set-up must not fall into the first profiled step.
         if self.taken == max(1, first - 1):
             self._prepare()
         if self.taken == first:
             self._start()
 
     def mark(self, name: str) -> AbstractContextManager[object]:
-        """Count what the block launches, and waits for, as `name`."""
+        """Attribute the kernels and waits of the block to `name`."""
         return record_function(MARK + name) if self.window else nullcontext()
 
     def is_over(self, *, stopped: bool = False) -> bool:
-        """Whether a profile is there to be written: after its last step, or the launch's last."""
+        """True if a profile is ready to write: after its last step, or the last of the launch."""
         if not self.config.enabled or self.span is None:
             return False
         return stopped or self.taken == self.config.start + self.config.steps - 1
 
     def write(self) -> list[str]:
-        """End the profile and write its files, where this rank was chosen; what there is to say."""
+        """Stop the profile, write its files on the chosen ranks, and return console lines."""
         assert self.span
         (first, last), self.span = self.span, None
         if not self.is_chosen:
@@ -72,7 +73,7 @@ class Profile:
         with gzip.open(trace, "rt") as file:
             summary = summarize(json.load(file)["traceEvents"])
         title = f"rank {self.rank}, steps {first} to {last}"
-        # Not from the numbers: a run that goes back to a checkpoint counts some of them twice.
+        # Not last - first + 1: a rollback repeats step numbers.
         steps = min(self.config.steps, self.taken - self.config.start + 1)
         lines = summary.lines(title, steps)
         (self.folder / f"summary-{name}.txt").write_text("\n".join(lines) + "\n")
@@ -82,12 +83,12 @@ class Profile:
         return [*lines, f"profile in {trace}"]
 
     def missed(self) -> str | None:
-        """After the launch: why nothing was profiled, if it should have been."""
+        """After the launch: a warning if it ended before the first profiled step, else None."""
         if not self.config.enabled or self.taken >= self.config.start:
             return None
         return (
-            f"[profile] start={self.config.start}: nothing was profiled, this launch took "
-            f"{self.taken} steps"
+            f"[profile] start={self.config.start}: nothing was profiled, this launch took only "
+            f"{self.taken} steps. Lower start."
         )
 
     def _prepare(self) -> None:
@@ -109,7 +110,7 @@ class Profile:
     def _stop(self, trace: Path) -> None:
         assert self.profiler
         assert self.window
-        # Before the window is closed: what was launched in it also ends in it.
+        # Before the window closes: kernels launched in it also end in it.
         self._wait_for_device()
         self.window.__exit__(None, None, None)
         self.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""The profile's page as a PNG: a bar of the step's time, cut by kind, and the table under it."""
+"""The profile summary as a PNG: the step time as a stacked bar, and the table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAR_TOP, BAR_HEIGHT = 56, 64
 
 
 def cuts(summary: Summary, width: int) -> list[tuple[TimeKind, int, int]]:
-    """(kind, first pixel, pixel after the last) of a bar; together they fill it."""
+    """(kind, first pixel, pixel after the last) of the stacked bar, which they fill."""
     edges, so_far = [], 0.0
     for kind in TimeKind:
         first, so_far = round(so_far / summary.wall_ms * width), so_far + summary.ms[kind]
@@ -32,7 +32,7 @@ def cuts(summary: Summary, width: int) -> list[tuple[TimeKind, int, int]]:
 
 
 def draw(path: Path, summary: Summary, title: str, steps: int) -> None:
-    """Write the page."""
+    """Write the PNG."""
     rows = list(summary.rows(steps))
     height = BAR_TOP + BAR_HEIGHT + 32 + ROW * (len(rows) + len(summary.top) + 4)
     sheet = Image.new("RGB", (WIDTH, height), "white")
@@ -56,7 +56,7 @@ def draw(path: Path, summary: Summary, title: str, steps: int) -> None:
     y += ROW
     pen.line((LEFT, y, WIDTH - LEFT, y), fill=GRID)
     y += ROW
-    pen.text((LEFT, y), "the longest", fill=INK, font=font, anchor="lm")
+    pen.text((LEFT, y), "longest kernels or operators", fill=INK, font=font, anchor="lm")
     for x, text in ((680, "calls"), (800, "ms per step")):
         pen.text((x, y), text, fill=INK, font=font, anchor="rm")
     for top in summary.top:

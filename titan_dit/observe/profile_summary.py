@@ -1,13 +1,11 @@
-"""From the events of a trace to time by kind: where the wall time of the profiled steps went.
+"""Wall time of the profiled steps by kind, from the events of a trace.
 
-At any moment a GPU computes (on one stream or several), or only communicates, or waits. Each moment
-is given to what is computed, in equal parts if several kernels run; else to communication, which is
-exposed then; else to the wait for data, if the host is in one; else it is idle. So the kinds add up
-to the wall time, and communication behind computation is counted apart, as hidden.
+Every moment has one kind. Compute comes first; kernels on several streams share it equally. Next
+comes communication, which is exposed if nothing computes, then the host's wait for data, then idle.
+So the kinds add up to the wall time. Hidden communication (behind compute) is reported separately.
 
-On a CPU the operators of the main thread stand for the kernels, each with the time that none of
-those inside it takes, gloo's work for communication; what is idle is Python, and torch between
-operators.
+On a CPU the main thread's operators take the place of kernels, each with its self time, and gloo's
+work that of communication. Idle is Python and torch between operators.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ Event: TypeAlias = Mapping[str, Any]
 """One entry of "traceEvents" in a Chrome trace; times in microseconds."""
 
 MARK = "titan_dit: "
-"""Before the names of our own ranges, so that no operator is called the same."""
+"""Prefix of our profiler ranges, so that no operator has the same name."""
 STEPS, DATA_WAIT, OPTIMIZER = "steps", "data wait", "optimizer"
-"""Ranges: all profiled steps; next(batches); clipping, AdamW and averages."""
+"""Ranges: all profiled steps; next(batches); clipping, AdamW and EMA."""
 
 
 class TimeKind(StrEnum):
@@ -35,7 +33,7 @@ class TimeKind(StrEnum):
     GEMM = "GEMM"
     ATTENTION = "attention"
     ELEMENTWISE = "elementwise"
-    """All other computing: norms, modulation, GELU, sums, copies."""
+    """All other compute: norms, modulation, GELU, sums, copies."""
     OPTIMIZER = "optimizer"
     COMMUNICATION = "communication exposed"
     DATA_WAIT = "data wait"
@@ -44,25 +42,25 @@ class TimeKind(StrEnum):
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that takes from `start` to `end`, in microseconds."""
+    """A kernel, operator or wait from `start` to `end`, in microseconds."""
 
     start: float
     end: float
     kind: TimeKind
     name: str
     calls: int = 1
-    """0 where it goes on with a call that another span began."""
+    """0 if it continues a call of an earlier interval."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a thread within the same nested operators, outermost first."""
+    """Part of a thread with one stack of nested operators, outermost first in `chain`."""
 
     start: float
     end: float
     chain: tuple[str, ...]
     is_first: bool
-    """Whether the innermost operator begins with it."""
+    """True if the innermost operator starts here."""
 
 
 @dataclass(frozen=True)
@@ -84,32 +82,32 @@ class Summary:
     ms: Mapping[TimeKind, float]
     """Adds up to `wall_ms`."""
     hidden_ms: float
-    """Communication while something was computed."""
+    """Communication that overlaps compute."""
     top: tuple[Top, ...]
-    """The longest kernels or operators."""
+    """Kernels or operators with the largest total time."""
 
     def rows(self, steps: int) -> Iterator[tuple[str, float, float]]:
-        """(what, milliseconds per step, share of the wall time)."""
+        """(kind, milliseconds per step, share of the wall time) of every table row."""
         for kind in TimeKind:
             yield kind, self.ms[kind] / steps, self.ms[kind] / self.wall_ms
         yield "all", self.wall_ms / steps, 1.0
         yield "communication hidden", self.hidden_ms / steps, self.hidden_ms / self.wall_ms
 
     def lines(self, title: str, steps: int) -> list[str]:
-        """The page as text."""
+        """The summary as text."""
         lines = [f"profile of {title}, {self.device}", f"{'':24}{'ms per step':>12}{'share':>8}"]
         lines += [f"{what:24}{ms:12.3f}{share:8.1%}" for what, ms, share in self.rows(steps)]
-        lines += ["", f"{'the longest':60}{'calls':>7}{'ms per step':>12}  kind"]
+        lines += ["", f"{'longest kernels or operators':60}{'calls':>7}{'ms per step':>12}  kind"]
         for top in self.top:
             name, calls = shortened(top.name, 58), top.calls / steps
-            # Whether a collective is exposed is a question of the moment, not of the kernel.
+            # A collective may be exposed in part: the kernel itself is neither.
             kind = top.kind.removesuffix(" exposed")
             lines.append(f"{name:60}{calls:7.0f}{top.ms / steps:12.3f}  {kind}")
         return lines
 
 
 def shortened(text: str, length: int) -> str:
-    """At most so many letters."""
+    """Text truncated to `length` characters."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -123,7 +121,7 @@ COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|CompiledFxGraph|^
 
 
 def kind_of(kernel: str, chain: Sequence[str]) -> TimeKind:
-    """What a kernel does, by its name and by the operators that launched it, outermost first."""
+    """Kind of a kernel, from its name and its launching operators, outermost first."""
     if kernel.startswith("nccl") or any(is_collective(name) for name in chain):
         return TimeKind.COMMUNICATION
     if MARK + OPTIMIZER in chain:
@@ -136,14 +134,14 @@ def kind_of(kernel: str, chain: Sequence[str]) -> TimeKind:
 
 
 def is_collective(name: str) -> bool:
-    """Whether an operator is one of torch's collectives."""
+    """True for torch's collectives."""
     return name.startswith(("c10d::", "_c10d_functional::"))
 
 
 def summarize(events: Iterable[Event]) -> Summary:
-    """Time by kind within the range called `STEPS`, on the GPU if the trace has kernels."""
+    """Time by kind within the `STEPS` range, on the GPU if the trace has kernels."""
     timed = [event for event in events if event.get("ph") == "X"]
-    # The host's: a GPU's ranges have the same names, and last from kernel to kernel.
+    # The host's ranges: GPU ranges of the same name span only their kernels.
     ranges = [event for event in timed if event.get("cat") == "user_annotation"]
     window = next(event for event in ranges if event["name"] == MARK + STEPS)
     threads = {thread: segments(nested) for thread, nested in host_threads(timed).items()}
@@ -155,7 +153,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     else:
         spans = [*operator_spans(threads.get(main, [])), *gloo_spans(timed)]
     start, end = extent(window)
-    ms, hidden = share_out([*spans, *waits], start, end)
+    ms, hidden = time_by_kind([*spans, *waits], start, end)
     device = "GPU" if kernels else "CPU (operators of the main thread)"
     return Summary(device, (end - start) / 1e3, ms, hidden, longest(spans, start, end))
 
@@ -167,12 +165,12 @@ def extent(event: Event) -> tuple[float, float]:
 
 
 def span_of(event: Event, kind: TimeKind) -> Interval:
-    """An event of a known kind."""
+    """The interval of an event of a known kind."""
     return Interval(*extent(event), kind, event["name"])
 
 
 def host_threads(timed: Iterable[Event]) -> dict[tuple[Any, Any], list[Event]]:
-    """Operators and our own ranges, by thread; other ranges say nothing of what is computed."""
+    """Operators and our own ranges by thread; other ranges do not affect the kind."""
     threads = defaultdict(list)
     for event in timed:
         category, name = event.get("cat"), event["name"]
@@ -182,42 +180,42 @@ def host_threads(timed: Iterable[Event]) -> dict[tuple[Any, Any], list[Event]]:
 
 
 def segments(events: Sequence[Event]) -> list[Segment]:
-    """Nested events of one thread as stretches side by side; outside of all there is none."""
+    """Nested events of one thread as disjoint segments; time outside all events has none."""
     found: list[Segment] = []
-    stack: list[tuple[float, tuple[str, ...]]] = []  # (end, chain) of what is open
-    begun: list[bool] = []  # whether it has a segment already
+    stack: list[tuple[float, tuple[str, ...]]] = []  # (end, chain) of open events
+    has_segment: list[bool] = []  # of each open event
     now = float("-inf")
 
     def add(end: float) -> None:
         nonlocal now
         if stack and end > now:
-            found.append(Segment(now, end, stack[-1][1], not begun[-1]))
-            begun[-1] = True
+            found.append(Segment(now, end, stack[-1][1], not has_segment[-1]))
+            has_segment[-1] = True
         now = max(now, end)
 
     def close_until(moment: float) -> None:
         while stack and stack[-1][0] <= moment:
             add(stack[-1][0])
             stack.pop()
-            begun.pop()
+            has_segment.pop()
         add(moment)
 
     for event in sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0))):
         start, end = extent(event)
         close_until(start)
-        # Rounded times may let an event end after the one around it.
+        # Rounding may let an event end after its parent.
         outer_end, outer = stack[-1] if stack else (end, ())
         stack.append((min(end, outer_end), (*outer, event["name"])))
-        begun.append(False)
+        has_segment.append(False)
     close_until(float("inf"))
     return found
 
 
 def operator_spans(stretches: Iterable[Segment]) -> Iterator[Interval]:
-    """What a CPU computes, or waits for, on its main thread."""
+    """Compute and waits of a CPU's main thread, from its operators."""
     for stretch in stretches:
         name = stretch.chain[-1]
-        # The rest is autograd's machinery and Python's. Waits for data are counted as a whole.
+        # Autograd and Python frames are overhead. Waits for data are counted as a whole.
         works = "::" in name and not name.startswith(("autograd::", "torch::autograd"))
         if (works or COMPILED.search(name)) and MARK + DATA_WAIT not in stretch.chain:
             kind, calls = kind_of(name, stretch.chain), int(stretch.is_first)
@@ -225,7 +223,7 @@ def operator_spans(stretches: Iterable[Segment]) -> Iterator[Interval]:
 
 
 def gloo_spans(timed: Iterable[Event]) -> Iterator[Interval]:
-    """Collectives over gloo, which runs them on threads of its own."""
+    """Collectives of gloo, which runs them on its own threads."""
     for event in timed:
         if event.get("cat") == "user_annotation" and event["name"].startswith("gloo:"):
             yield span_of(event, TimeKind.COMMUNICATION)
@@ -236,7 +234,7 @@ def device_spans(
     timed: Iterable[Event],
     threads: Mapping[tuple[Any, Any], Sequence[Segment]],
 ) -> Iterator[Interval]:
-    """Kernels and copies, each told by the operators on the host that launched it."""
+    """Kernels and copies, classified by the host operators that launched them."""
     launches = {
         event["args"]["correlation"]: event
         for event in timed
@@ -254,10 +252,10 @@ def device_spans(
         yield span_of(event, kind_of(event["name"], chain))
 
 
-def share_out(
+def time_by_kind(
     spans: Iterable[Interval], start: float, end: float
 ) -> tuple[dict[TimeKind, float], float]:
-    """(milliseconds of every kind from `start` to `end`, of communication that is hidden)."""
+    """(milliseconds by kind from `start` to `end`, milliseconds of hidden communication)."""
     edges = []
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)
@@ -268,7 +266,7 @@ def share_out(
     active = dict.fromkeys(TimeKind, 0)
     for moment, change, kind in [*edges, (end, 0, TimeKind.IDLE)]:
         if moment > now:
-            for given, part in parts_of(active).items():
+            for given, part in fractions(active).items():
                 times[given] += part * (moment - now)
                 if active[TimeKind.COMMUNICATION] and given in COMPUTING:
                     hidden += part * (moment - now)
@@ -280,8 +278,8 @@ def share_out(
 COMPUTING = (TimeKind.GEMM, TimeKind.ATTENTION, TimeKind.ELEMENTWISE, TimeKind.OPTIMIZER)
 
 
-def parts_of(active: Mapping[TimeKind, int]) -> dict[TimeKind, float]:
-    """Whose this moment is, in parts that add up to 1."""
+def fractions(active: Mapping[TimeKind, int]) -> dict[TimeKind, float]:
+    """Kinds of a moment as fractions that add up to 1."""
     if computing := sum(active[kind] for kind in COMPUTING):
         return {kind: active[kind] / computing for kind in COMPUTING if active[kind]}
     waiting = (TimeKind.COMMUNICATION, TimeKind.DATA_WAIT)
@@ -291,7 +289,7 @@ def parts_of(active: Mapping[TimeKind, int]) -> dict[TimeKind, float]:
 def longest(
     spans: Iterable[Interval], start: float, end: float, count: int = 10
 ) -> tuple[Top, ...]:
-    """The names that took most, each in its kinds; what overlaps is counted in full."""
+    """The `count` (name, kind) pairs with most time; overlapping calls count in full."""
     calls: Counter[tuple[str, TimeKind]] = Counter()
     times: Counter[tuple[str, TimeKind]] = Counter()
     for span in spans:

@@ -34,7 +34,7 @@ class BadSteps:
         """A line for a run that went back to the checkpoint at `path`."""
         first, end = self.numbers
         return (
-            f"went back from step {self.last} to {path}: samples {first} to {end - 1} are left out"
+            f"rolled back from step {self.last} to {path}: samples {first} to {end - 1} are skipped"
         )
 
     def as_skipped(self) -> Skipped:
