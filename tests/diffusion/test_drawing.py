@@ -226,7 +226,7 @@ def test_a_path_of_a_users_own_has_no_sampler_to_choose():
     class Other(RectifiedFlow):
         name = "mine:Other"
 
-    with pytest.raises(UserError, match=r'sampler="auto": .*name="mine:Other" has no samplers of'):
+    with pytest.raises(UserError, match=r'sampler="auto": .*name="mine:Other" has no default'):
         sampler_of(Other(), "auto")
 
 

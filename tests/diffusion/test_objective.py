@@ -150,8 +150,8 @@ def test_a_std_below_zero_is_a_log_variance(tmp_path):
     with pytest.raises(UserError) as caught:
         batches(source, 1, workers=1)
     message = str(caught.value)
-    assert "8 channels where [model] has channels=4" in message
-    assert "a mean and a log variance?" in message
+    assert "8 channels and [model] channels=4" in message
+    assert "mean and log variance" in message
     check_std(torch.zeros(1, 8, 8, 8), source.facts, 4)  # A std of exactly 0 is one.
     check_std(logvar[None], source.facts, 8)  # A model of 8 channels may have any values.
 
@@ -162,7 +162,7 @@ def test_latents_far_from_unit_std_get_a_hint(tmp_path, std, words):
     write_shards(tmp_path / "a", latents, labels, num_classes=1, source="test")
     source = LatentShards(tmp_path / "a")
     hint = scale_hint(source, source.facts, 4)
-    assert hint.startswith(f"hint    64 samples have a std of {std:.1f}")
+    assert hint.startswith(f"hint    after [data] scale=1, 64 latents have std {std:.1f}")
     assert "0.18215" in hint
     assert words in hint
     write_shards(tmp_path / "b", latents, labels, num_classes=1, source="test", scale=1 / std)

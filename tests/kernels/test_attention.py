@@ -140,7 +140,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     with pytest.raises(RuntimeError, match="it needs the module flash_attn_interface"):
         attention.use_implementation("flash3")
     monkeypatch.delattr(attention.implementations, "list_flash_attention_impls")
-    with pytest.raises(RuntimeError, match="has no switch for it"):
+    with pytest.raises(RuntimeError, match="does not support it"):
         attention.use_implementation("flash4")
     attention.use_implementation("flash")
 

@@ -97,7 +97,7 @@ def test_recompiles_are_those_of_later_steps():
     with recompiles:
         step(torch.zeros(5))
     assert recompiles.count == 1
-    assert "compiled 1 graphs again after the first step" in recompiles.news()
+    assert "recompiled 1 graphs after the first step" in recompiles.news()
     assert recompiles.news() is None
 
 
@@ -109,7 +109,7 @@ def test_counting_loads_no_compiler(monkeypatch):
 
 def test_cuda_graphs_are_refused_without_a_gpu():
     config = CompileConfig(enabled=True, cuda_graphs=True)
-    with pytest.raises(UserError, match="cuda_graphs=true needs a GPU, and this is a cpu"):
+    with pytest.raises(UserError, match="cuda_graphs=true needs a GPU, but the device is a cpu"):
         compile.check(config, torch.device("cpu"))
 
 

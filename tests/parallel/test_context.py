@@ -207,7 +207,7 @@ def test_recomputation_gives_the_same_gradients(method):
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers():
     q = torch.zeros(4, 6, 2, 8)
-    with pytest.raises(UserError, match=r"6 here, among cp=4 ranks. Set cp_method = \"ring\""):
+    with pytest.raises(UserError, match=r"cp=4 does not divide the 6 heads of a rank. Set cp_method = \"ring\""):
         ulysses_attention(q, q, q, SimulatedPeers(4))
 
 

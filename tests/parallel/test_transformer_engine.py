@@ -78,5 +78,5 @@ def test_a_broken_installation_is_a_user_error(monkeypatch):
         raise OSError("libcublas.so.12: cannot open shared object file")
 
     monkeypatch.setattr(transformer_engine.importlib, "import_module", broken)
-    with pytest.raises(UserError, match=r"cannot be loaded here \(OSError: libcublas.*float8 = "):
+    with pytest.raises(UserError, match=r"cannot be imported \(OSError: libcublas.*float8 = "):
         transformer_engine.load("transformer_engine.pytorch", "te_current")
