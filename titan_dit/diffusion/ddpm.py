@@ -108,7 +108,7 @@ class DDPM(DiffusionConfig):
         clean, noise, step = targets["clean"], targets["noise"], targets["step"]
         tables = self.tables(clean.device)
         signal, sigma = (per_sample(t, step, clean) for t in (tables.signal, tables.sigma))
-        # fp32: squares of bf16 differences lose the digits that tell two runs apart.
+        # fp32: bf16 squares lose the digits in which two runs differ.
         values, spread = self.split(at_least_fp32(prediction), clean.shape[-1])
         target = {"eps": noise, "x": clean, "v": signal * noise - sigma * clean}[self.prediction]
         mse = (values - target).square().mean((2, 3)) * self.weight(tables.snr[step])[:, None]

@@ -116,7 +116,7 @@ def generate(
     """Draw one sample per label, as tokens.
 
     The noise of sample i depends on (seed, i) only, not on the batch or the number of ranks.
-    `cfg_channels`: guide only so many leading channels; None guides all. `noise`: initial noise
+    `cfg_channels`: number of leading channels to guide; None guides all. `noise`: initial noise
     instead of the seed's.
     """
     rng, static = SampleRNG(seed, numbers), model.static(labels.device)

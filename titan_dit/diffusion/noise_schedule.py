@@ -25,7 +25,7 @@ class Tables(NamedTuple):
     """Tables of a noise schedule, one fp32 entry per step, on one device."""
 
     timestep: Float[Tensor, " T"]
-    """Timestep that the network is given: k, or k before respacing."""
+    """Timestep input of the network: k, or k before respacing."""
     signal: Float[Tensor, " T"]
     sigma: Float[Tensor, " T"]
     snr: Float[Tensor, " T"]
@@ -57,7 +57,7 @@ class NoiseSchedule:
     alpha_bar: tuple[float, ...]
     """Fraction of the data's variance in x_k: the product of 1 - beta up to step k (eq. 4)."""
     timesteps: tuple[int, ...]
-    """Timestep that the network is given at each step."""
+    """Timestep input of the network at each step."""
 
     def __len__(self) -> int:
         """Number of steps."""

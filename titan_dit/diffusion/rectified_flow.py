@@ -78,7 +78,7 @@ class RectifiedFlow(DiffusionConfig):
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
         """Squared error of the velocity, mean over channels."""
-        # fp32: squares of bf16 differences lose the digits that tell two runs apart.
+        # fp32: bf16 squares lose the digits in which two runs differ.
         return (at_least_fp32(prediction) - targets["velocity"]).square().mean(-1)
 
     def terms(
