@@ -36,7 +36,7 @@ class GPTConfig(Named):
     context: PositiveInt
 
     def spec(self) -> ModelSpec:
-        """Integers in, logits out; every block attends to the tokens before."""
+        """Token ids in, logits out, causal attention."""
         n, h = self.context, self.hidden
         return ModelSpec(
             build=lambda: GPT(self),
@@ -94,7 +94,7 @@ class GPT(Model):
 
 @dataclass(frozen=True, kw_only=True)
 class NextToken(ObjectiveConfig, Objective):
-    """The cross-entropy of every token given those before it."""
+    """Next-token cross-entropy."""
 
     takes = ("text",)
     token_targets = ("next",)
@@ -116,7 +116,7 @@ class NextToken(ObjectiveConfig, Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(DataConfig):
-    """The bytes of a file in windows; one begins with the byte that the one before ends with."""
+    """The bytes of a file in windows that overlap by one byte."""
 
     path: str
     context: PositiveInt
@@ -137,7 +137,7 @@ class Windows(Source):
 
 
 def plan(sequence_parallel: bool) -> TensorPlan:
-    """Megatron's: attention by heads, the MLP by its width, all else whole on every rank."""
+    """Megatron's plan: attention sharded by heads, the MLP by its width, the rest replicated."""
     own = Shard(1) if sequence_parallel else Replicate()
     norm = tp.SequenceParallel() if sequence_parallel else Replicated()
     gather = tp.PrepareModuleInput(input_layouts=own, desired_input_layouts=Replicate())

@@ -1,4 +1,4 @@
-"""A hook: RUN/losses.csv with the losses of every validation, for a spreadsheet.
+"""A hook that writes the losses of every validation to RUN/losses.csv.
 
 [job] hooks = ["examples.hook:LossTable"]
 """
@@ -9,12 +9,12 @@ from titan_dit.hooks import Hook, Run
 
 
 class LossTable(Hook):
-    """Written by the first rank alone."""
+    """Runs on rank 0 only."""
 
     rank0 = True
 
     def validated(self, run: Run) -> None:
-        """One line per validation."""
+        """Append one line per validation."""
         file = run.folder / "losses.csv"
         if not file.is_file():
             file.write_text("step,samples,loss,validation_loss\n")

@@ -202,7 +202,7 @@ REFUSED = [
     (("--model.name", "mine.gpt:Windows"), "Windows in .*gpt.py has no spec \\(the network"),
     (("--data.name", "digits"), "has the fields latent, label, but \\[objective\\] takes text"),
     (("--objective.name", "ddpm"), 'GPTConfig" has no num_classes, sample_shape'),
-    (("--sampling.every", "5"), "has nothing to show. Set every = 0"),
+    (("--sampling.every", "5"), "has no preview. Set every = 0"),
     (("--parallel.cp", "2", "--parallel.cp_method", "ring"), 'Set cp_method = "ulysses"'),
     (("--parallel.tp", "2", "--parallel.tensor_plan", "auto"), "has no plan of how tp cuts it"),
 ]

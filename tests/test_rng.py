@@ -19,7 +19,7 @@ KNOWN = [
 
 
 def kolmogorov(values, cdf):
-    """sqrt(n) times the largest distance to a distribution; 1.95 is passed once in 1000 times."""
+    """sqrt(n) times the largest CDF distance; 1.95 has p = 0.001."""
     values = values.flatten().double().sort().values
     n = len(values)
     expected, steps = cdf(values), torch.arange(n + 1, dtype=torch.float64) / n
@@ -66,7 +66,7 @@ def test_normals_are_normal(stream):
 
 
 def test_one_draw_per_sample_is_normal_too():
-    # Different code meets here: half of each Box-Muller pair is thrown away.
+    # A single draw discards half of its Box-Muller pair.
     assert kolmogorov(SampleRNG(1, torch.arange(20_000)).normal("t"), normal_cdf) < 1.95
 
 
@@ -76,7 +76,7 @@ def test_the_two_normals_of_a_pair_are_independent():
     )
     bound = 4 / math.sqrt(even.numel())
     assert correlation(even, odd) < bound
-    # They share a radius: were it not drawn as it should be, the squares would tell.
+    # They share a radius: a wrong one would correlate the squares.
     assert correlation(even.square(), odd.square()) < bound
 
 
@@ -149,7 +149,7 @@ def test_neighbouring_samples_are_uncorrelated():
 
 
 def test_the_draws_are_those_of_the_first_release():
-    # Frozen: a change here breaks the resuming of every run there is.
+    # Frozen: a change here breaks the resume of every existing run.
     rng = SampleRNG(0, torch.tensor([0, 123_456_789_012]))
     uniform = [
         [0.5579790472984314, 0.5965897440910339, 0.9420718550682068],
@@ -182,6 +182,6 @@ def test_all_orders_are_equally_frequent():
 
 
 def test_the_permutation_is_that_of_the_first_release():
-    # Frozen: a resumed run must go through its data in the order it began with.
+    # Frozen: a resumed run must keep its data order.
     assert permutation(0, 0, 12).tolist() == [5, 8, 10, 2, 0, 1, 3, 9, 11, 4, 7, 6]
     assert permutation(2**62, 3, 12).tolist() == [6, 4, 9, 8, 0, 1, 7, 5, 3, 2, 10, 11]

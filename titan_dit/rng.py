@@ -1,10 +1,10 @@
 """Random numbers as pure functions of (seed, sample number, stream, element).
 
-Every draw of training comes from here. Nothing is stored and nothing advances, so any rank can
-draw any slice of any sample's noise, and the values do not depend on the layout, the worker, the
-microbatch split or the history of the run. The generator is Philox4x32-10 (Salmon et al., SC'11,
-"Parallel random numbers: as easy as 1, 2, 3"), written in integer tensor operations: the bits are
-equal on every device, the normals up to the last bits of log and cos.
+All random numbers of training come from here. There is no state: any rank can draw any slice of
+any sample's noise, and the values do not depend on layout, loader worker, microbatch size or the
+history of the run. The generator is Philox4x32-10 (Salmon et al., SC'11, "Parallel random numbers:
+as easy as 1, 2, 3") in integer tensor operations: the bits are equal on every device, the normals
+up to the last bits of log and cos.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
 
 
 def stream_key(seed: int, stream: str) -> tuple[int, int]:
-    """The 64-bit Philox key of a named stream: unrelated for every (seed, stream)."""
+    """The 64-bit Philox key of a named stream: a hash of (seed, stream)."""
     digest = hashlib.blake2b(f"{seed}/{stream}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
@@ -67,11 +67,11 @@ def to_unit(word: Int64[Tensor, "*n"]) -> Float[Tensor, "*n"]:
 
 @dataclass(frozen=True)
 class SampleRNG:
-    """The draws of a batch of samples, on the device of `sample_numbers`.
+    """Random numbers for a batch of samples, on the device of `sample_numbers`.
 
-    A sample number counts samples from the start of training and is never used twice. `stream`
-    names what is drawn ("t", "noise", ...): equal names give equal draws. `first` is the row-major
-    index of the first element, so that a rank which holds a part of a sample draws just that part.
+    Sample numbers count samples from the start of training; none is used twice. `stream` names the
+    variable ("t", "noise", ...): equal names give equal numbers. `first` is the row-major index of
+    the first element, so that a rank can draw only its part of a sample.
     """
 
     seed: int
@@ -98,10 +98,10 @@ class SampleRNG:
 
 
 def permutation(seed: int, epoch: int, size: int) -> Int64[Tensor, " size"]:
-    """The order of an epoch: a permutation of range(size), the same on every machine.
+    """The order of an epoch: a permutation of range(size), equal on every machine.
 
-    A sort of random 62-bit keys. The order of numpy's or torch's own generators is not promised
-    to stay the same from one release to the next, and a resumed run must repeat it.
+    Sorts random 62-bit keys. numpy and torch do not guarantee their permutations across releases,
+    and a resumed run must repeat its order.
     """
     drawn = words(seed, "permutation", torch.tensor([epoch]), 2 * size).view(size, 2)
     keys = (drawn[:, 0] >> 1) << 31 | drawn[:, 1] >> 1

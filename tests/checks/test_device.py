@@ -106,8 +106,8 @@ def test_a_head_dim_that_is_padded_is_told_with_its_cost():
         | dict.fromkeys(("hidden", "layers", "heads", "patch"))
     )
     line = attention_hint(plan, torch.device("cuda"), 3147191000000)
-    assert "72 channels, no multiple of 32: flash kernels work on 96, 33% more" in line
-    assert "4.3% in the whole model at 1024 tokens" in line
+    assert "72 is not a multiple of 32: flash kernels pad it to 96, +33% FLOPs" in line
+    assert "+4.3% in the model at 1024 tokens" in line
     assert "bench attention --heads 16 --head-dim 72 --tokens 1024" in line
     assert attention_hint(plan, CPU, 3147191000000) is None
 

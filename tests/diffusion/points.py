@@ -1,4 +1,4 @@
-"""Latents of any shape and a model of them that tests can see through."""
+"""Latents of any shape, and a transparent model of them."""
 
 from dataclasses import dataclass
 
@@ -41,12 +41,12 @@ class Points:
 
 
 def tokens_of(numbers, tokens=6, pixels=1, channels=4):
-    """Clean samples that are themselves a function of their number."""
+    """Clean samples as a function of their sample number."""
     return SampleRNG(99, numbers).normal("data", (tokens, pixels * channels)) * 0.5 + 0.2
 
 
 def batch_of(numbers, tokens=6, pixels=1, channels=4, total_weight=None):
-    """`tokens_of` as the loader gives them."""
+    """`tokens_of` as a batch of the loader."""
     clean = tokens_of(numbers, tokens, pixels, channels)
     return Batch(
         fields={
@@ -60,14 +60,14 @@ def batch_of(numbers, tokens=6, pixels=1, channels=4, total_weight=None):
 
 
 def built(path, tokens=6, pixels=1, channels=4):
-    """A path's section as the objective that learns the points."""
+    """The objective of a path over the points."""
     model = Points(tokens, pixels, channels)
     facts = LatentFacts(shape=model.sample_shape, count=1 << 20, num_classes=7)
     return path.build(model, facts)
 
 
 def prepare(path, numbers, seed=0, tokens=6, pixels=1, channels=4, total_weight=None):
-    """Points with the draws of their sample numbers."""
+    """The points prepared with the random numbers of their sample numbers."""
     shape = {"tokens": tokens, "pixels": pixels, "channels": channels}
     batch = batch_of(numbers, **shape, total_weight=total_weight)
     return built(path, **shape).prepare(batch, SampleRNG(seed, numbers))

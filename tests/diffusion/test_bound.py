@@ -32,7 +32,7 @@ def test_the_likelihood_is_that_of_the_bin_under_the_normal_law():
     expected = law.cdf(x + 1 / 255) - law.cdf(x - 1 / 255)
     log_variance = torch.full_like(x, 2 * math.log(std))
     found = log_likelihood(x, torch.full_like(x, 0.1), log_variance).exp()
-    # The tanh form is within 3e-4 of the distribution function; its slope within 2%.
+    # The tanh form is within 3e-4 of the CDF; its slope within 2%.
     torch.testing.assert_close(found, expected, rtol=0.03, atol=1e-5)
 
 
@@ -52,7 +52,7 @@ def test_a_perfect_network_pays_nothing(step):
     clean = torch.randn(2, 3, 4)
     posterior = TABLES.posterior_log_variance[step].expand_as(clean)
     assert at(step, clean, clean, posterior).abs().max() < 1e-6
-    # Any other variance costs, and the cost of beta is known.
+    # Any other variance has a positive KL, which is known for beta.
     beta = TABLES.log_beta[step].expand_as(clean)
     gap = (posterior - beta).double()
     expected = 0.5 * (gap.exp() - 1 - gap) / math.log(2)
@@ -75,7 +75,7 @@ def test_at_step_0_the_bound_is_the_surprise_of_the_data_in_bits():
     log_variance = torch.full_like(clean, -4)
     found = at(0, clean, clean, log_variance)
     torch.testing.assert_close(found, -log_likelihood(clean, clean, log_variance) / math.log(2))
-    # The whole of the probability in one bin costs nothing, a miss costs 1e-12 at the most.
+    # All probability in the right bin has loss 0; in a wrong one it is clamped at 1e-12.
     sharp = at(0, clean, clean, torch.full_like(clean, -20))
     assert sharp.max() < 1e-3
     missed = at(0, clean, clean + 0.5, torch.full_like(clean, -20))

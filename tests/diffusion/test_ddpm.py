@@ -21,7 +21,7 @@ def prepare(path, numbers, seed=0):
 
 
 def exact(objective, targets):
-    """The prediction, by channel, of a network that knows the sample and its noise."""
+    """The exact prediction, by channel, from the sample and its noise."""
     tables, step = objective.tables(CPU), targets["step"]
     signal, sigma = (t[step].view(-1, 1, 1, 1) for t in (tables.signal, tables.sigma))
     return {
@@ -32,7 +32,7 @@ def exact(objective, targets):
 
 
 def with_variance(values, spread):
-    """[b, n, p, c] and a variance as a network would give them: [b, n, p * 2c]."""
+    """Join [b, n, p, c] and a variance in the layout of a network: [b, n, p * 2c]."""
     return torch.cat((values, torch.full_like(values, spread)), -1).flatten(2)
 
 
@@ -58,7 +58,7 @@ def test_every_step_is_drawn_equally_often(steps):
     assert (step.min(), step.max()) == (0, steps - 1)
     found = step.bincount(minlength=50).view(50, -1).sum(1).double()
     chi2 = ((found - count / 50) ** 2 / (count / 50)).sum()
-    assert chi2 < 85.4  # 49 degrees of freedom, passed once in 1000 times.
+    assert chi2 < 85.4  # 49 degrees of freedom, p = 0.001.
 
 
 def test_labels_are_dropped_in_their_share():
@@ -67,7 +67,7 @@ def test_labels_are_dropped_in_their_share():
 
 
 def test_dropping_labels_does_not_depend_on_the_step():
-    """One stream for both would train without labels at some steps only."""
+    """With one stream for both, labels would be dropped at some steps only."""
     prepared = prepare(DDPM(label_dropout=0.5), torch.arange(20_000))
     dropped = prepared.inputs["labels"] == NO_LABEL
     low = prepared.targets["step"] < 500
@@ -113,12 +113,12 @@ def test_an_exact_prediction_has_no_error_and_stands_for_the_sample(kind, schedu
     values = exact(objective, targets)
     terms = objective.terms(with_variance(values, -1.0), targets)
     assert terms["mse"].abs().max() < 1e-12
-    # All that is left of the bound is the surprise of step 0.
+    # Only the negative log-likelihood of step 0 is left of the bound.
     assert terms["vb"][targets["step"] > 0].abs().max() < 1e-4
     step, tables = targets["step"], objective.tables(CPU)
     noisy = prepare(objective, torch.arange(64)).inputs["tokens"]
     found = objective.clean(values, by_channel(noisy, 3), step, tables)
-    # At the noisiest steps the signal is less than 1% of what comes in.
+    # At the noisiest steps the signal is less than 1% of the input.
     kept = tables.signal[step] > 0.05
     torch.testing.assert_close(found[kept], targets["clean"][kept], rtol=0, atol=1e-4)
 

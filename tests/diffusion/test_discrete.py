@@ -12,7 +12,7 @@ MEAN, STD = 0.7, 0.3
 
 
 class Exact:
-    """E[x_0 | x_k] and Var[x_k-1 | x_k] of normal data: no network can know more."""
+    """E[x_0 | x_k] and Var[x_k-1 | x_k] of normal data: the optimal network."""
 
     def __init__(self, schedule):
         self.schedule = schedule
@@ -30,7 +30,7 @@ class Exact:
 
 
 class Arbitrary:
-    """Any estimate at all, with the variance of the posterior."""
+    """An arbitrary estimate, with the variance of the posterior."""
 
     schedule = named("linear", 50)
 
@@ -91,7 +91,7 @@ def test_the_network_is_asked_at_the_timesteps_it_was_trained_with():
 
 
 def original_spacing(total, count):
-    """Adds the stride up, as the original does for its "250"."""
+    """Accumulates the stride, as the original does for its "250"."""
     stride, place, chosen = (total - 1) / (count - 1) if count > 1 else 1, 0.0, []
     for _ in range(count):
         chosen.append(round(place))
@@ -106,7 +106,7 @@ def test_ancestral_steps_are_spaced_as_in_the_original(count):
 
 
 def test_ddim_steps_have_the_stride_of_the_original():
-    """It takes the first stride that gives the count, and refuses where there is none."""
+    """It takes the first stride that gives the count, and raises if there is none."""
     by_count = {}
     for stride in range(1, 1000):
         by_count.setdefault(len(range(0, 1000, stride)), list(range(0, 1000, stride)))

@@ -107,7 +107,7 @@ def test_bf16_predictions_are_guided_and_integrated_in_fp32():
 
 
 def guided_parts(cfg_channels):
-    """Predictions, with and without a label, and what the sampler sees of them, by channel."""
+    """Predictions with and without a label, and the guided one, by channel."""
     seen, torch_rng = [], torch.Generator().manual_seed(0)
     parts = torch.randn(2, 1, 4, 4, 4, generator=torch_rng)  # [label, b, n, pixel, 2c]
 
@@ -226,7 +226,7 @@ def test_a_path_of_a_users_own_has_no_sampler_to_choose():
     class Other(RectifiedFlow):
         name = "mine:Other"
 
-    with pytest.raises(UserError, match=r'sampler="auto": .*name="mine:Other" has no samplers of'):
+    with pytest.raises(UserError, match=r'sampler="auto": .*name="mine:Other" has no default'):
         sampler_of(Other(), "auto")
 
 

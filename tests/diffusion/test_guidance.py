@@ -5,12 +5,12 @@ from titan_dit.diffusion.guidance import guided, scales
 
 
 def every(scale):
-    """One scale for both values of a token."""
+    """One scale for both elements of a token."""
     return torch.full((2,), float(scale))
 
 
 class Predict:
-    """A stand-in for a network: depends on x, t and label, and counts its rows."""
+    """A stub network that depends on x, t and label, and counts samples."""
 
     def __init__(self):
         self.rows = []
@@ -49,7 +49,7 @@ def test_a_sample_does_not_depend_on_the_labels_of_the_others():
 
 
 def test_only_the_guided_channels_of_every_pixel_are_guided():
-    """Two pixels of three channels with a learned variance behind them; two channels guided."""
+    """Two pixels of three channels and a learned variance; two channels guided."""
     found = scales(4.0, guided=2, outputs=6, pixels=2, device=torch.device("cpu"))
     assert found.tolist() == [4, 4, 1, 1, 1, 1] * 2
     conditional, unconditional = torch.randn(2, 1, 3, 12)

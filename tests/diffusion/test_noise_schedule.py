@@ -12,7 +12,7 @@ SCHEDULES = [("linear", 1000), ("linear", 250), ("cosine", 1000), ("cosine", 100
 
 
 def betas(name, steps):
-    """Written from the papers, one number after the other."""
+    """A scalar implementation from the papers."""
     if name == "linear":
         first, last = 0.1 / steps, 20 / steps
         return [first + (last - first) * k / (steps - 1) for k in range(steps)]
@@ -57,7 +57,7 @@ def test_the_cosine_schedule_falls_as_its_curve():
 
 @pytest.mark.parametrize(("name", "steps"), SCHEDULES)
 def test_the_posterior_is_that_of_bayes(name, steps):
-    """q(x_k-1 | x_k, x_0) from the two normal laws that it is the product of."""
+    """q(x_k-1 | x_k, x_0) from the product of two normal densities."""
     schedule, rates = named(name, steps), np.array(betas(name, steps))
     tables = schedule.tables(CPU)
     before = np.array([1.0, *schedule.alpha_bar[:-1]])
@@ -107,7 +107,7 @@ def test_a_single_step_has_finite_tables():
 
 
 def test_tables_belong_to_the_mode_and_device_they_are_asked_for_in():
-    """A table kept from a dry run would be of no use to the next step, and the reverse."""
+    """A table cached by a dry run (fake mode) must not reach a step, nor the reverse."""
     named.cache_clear()
     with FakeTensorMode():
         assert type(named("linear", 50).tables(CPU).signal).__name__ == "FakeTensor"

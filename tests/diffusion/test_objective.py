@@ -1,4 +1,4 @@
-"""Diffusion as an objective: stored latents to prepared batches."""
+"""The diffusion objective: stored latents to prepared batches."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def batches(source, count, rank=0, ranks=1, cursor=0, workers=0):
 
 
 def seen(source, *args, **kwargs):
-    """The clean tokens of some batches."""
+    """The clean tokens of the first batches."""
     objective = DDPM().build(MODEL, source.facts)
     given = [(b.fields, SampleRNG(5, b.sample_numbers)) for b in batches(source, *args, **kwargs)]
     return [objective.clean(*of).tokens for of in given]
@@ -136,7 +136,7 @@ def test_the_draw_is_the_same_on_every_layout_and_fresh_in_every_epoch(tmp_path)
     for step, tokens in enumerate(whole):
         assert torch.equal(torch.cat([share[step] for share in shares]), tokens)
     assert torch.equal(seen(source, 2, cursor=12)[0], whole[2])
-    # All stored latents are alike and 12 make an epoch: what differs is the draw.
+    # All stored latents are equal and an epoch has 12: only the draws differ.
     drawn = torch.cat(whole)
     assert len(drawn.unique(dim=0)) == 24
 
@@ -150,9 +150,9 @@ def test_a_std_below_zero_is_a_log_variance(tmp_path):
     with pytest.raises(UserError) as caught:
         batches(source, 1, workers=1)
     message = str(caught.value)
-    assert "8 channels where [model] has channels=4" in message
-    assert "a mean and a log variance?" in message
-    check_std(torch.zeros(1, 8, 8, 8), source.facts, 4)  # A std of exactly 0 is one.
+    assert "8 channels and [model] channels=4" in message
+    assert "mean and log variance" in message
+    check_std(torch.zeros(1, 8, 8, 8), source.facts, 4)  # A std of 0 is valid.
     check_std(logvar[None], source.facts, 8)  # A model of 8 channels may have any values.
 
 
@@ -162,7 +162,7 @@ def test_latents_far_from_unit_std_get_a_hint(tmp_path, std, words):
     write_shards(tmp_path / "a", latents, labels, num_classes=1, source="test")
     source = LatentShards(tmp_path / "a")
     hint = scale_hint(source, source.facts, 4)
-    assert hint.startswith(f"hint    64 samples have a std of {std:.1f}")
+    assert hint.startswith(f"hint    after [data] scale=1, 64 latents have std {std:.1f}")
     assert "0.18215" in hint
     assert words in hint
     write_shards(tmp_path / "b", latents, labels, num_classes=1, source="test", scale=1 / std)

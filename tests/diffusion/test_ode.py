@@ -8,7 +8,7 @@ from titan_dit.diffusion.samplers.ode import euler, heun
 
 
 class Counted:
-    """A velocity that keeps the times it was asked at."""
+    """A velocity that records its times."""
 
     def __init__(self, velocity):
         self.velocity, self.times = velocity, []

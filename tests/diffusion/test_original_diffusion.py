@@ -1,4 +1,4 @@
-"""Losses and samples are those of the original DiT's diffusion, see tests/fixtures/README.md."""
+"""Parity of losses and samples with the original DiT, see tests/fixtures/README.md."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ NETWORK = load_file(FIXTURES / "dit_reference.safetensors")
 
 
 def stand_in(x, t, channels=8):
-    """A network in latent space that is about right for standard normal data."""
+    """A latent-space network that is roughly right for standard normal data."""
     s = (t / 1000).view(-1, 1, 1, 1)
     a = (1 - torch.exp(-0.1 * s - 10 * s * s)).sqrt()
     eps = a * x + 0.1 * torch.sin(2 * x.roll(1, 1))
@@ -29,7 +29,7 @@ def stand_in(x, t, channels=8):
 
 
 def on_tokens(objective):
-    """The stand-in as a network of tokens with patches of two."""
+    """The stand-in on tokens with patch 2."""
 
     def predict(tokens, timestep):
         return patchify(
@@ -63,7 +63,7 @@ def test_samples_are_those_of_the_original(name, objective, sampler, steps, eta)
 
 
 def terms(objective, latents, noise, t, network):
-    """Every part of the loss and their sum, per sample."""
+    """Every term of the loss and their sum, per sample."""
     labels = torch.zeros(len(t), dtype=torch.int64)
     clean = Clean(patchify(latents, 2), labels, channels=latents.shape[1])
     corrupted = objective.corrupt(clean, t.float(), patchify(noise, 2), labels)

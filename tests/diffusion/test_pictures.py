@@ -25,7 +25,7 @@ def test_latents_are_stretched_channel_by_channel():
     pixels = to_pixels(samples, None)
     assert pixels.amin((0, 1, 2)).tolist() == [0, 0, 0]
     assert pixels.amax((0, 1, 2)).tolist() == [255, 255, 255]
-    assert to_pixels(torch.ones(1, 1, 2, 2), None).max() == 0  # nothing to stretch
+    assert to_pixels(torch.ones(1, 1, 2, 2), None).max() == 0  # a constant channel
 
 
 def test_a_grid_shows_every_sample_in_the_row_of_its_label(tmp_path):
@@ -33,7 +33,7 @@ def test_a_grid_shows_every_sample_in_the_row_of_its_label(tmp_path):
     labels = [2, 0, 2, 0, 2]
     shades = torch.linspace(0.1, 0.9, 5)
     samples = shades[:, None, None, None].expand(5, 1, 8, 8).clone()
-    # Corners that tell up from down and left from right.
+    # Different corners, to detect flips.
     samples[:, 0, :2, :2], samples[:, 0, 6:, :2] = 0, 1
     path = tmp_path / "samples" / "step.png"
     draw_grid(path, samples, labels, (0.0, 1.0))
@@ -49,7 +49,7 @@ def test_a_grid_shows_every_sample_in_the_row_of_its_label(tmp_path):
             assert cell[44:, :4].min() > 229
     # Row 0 has two samples: the third place stays white.
     assert (sheet[:CELL, MARGIN + 2 * CELL :] == 255).all()
-    # A label stands in front of each row.
+    # Each row has its label on the left.
     assert (sheet[:CELL, :MARGIN] < 128).any()
     assert (sheet[CELL:, :MARGIN] < 128).any()
 

@@ -15,7 +15,7 @@ def times(count=20_000, **settings):
 
 
 def kolmogorov(values, cdf):
-    """sqrt(n) times the largest distance to a distribution; 1.95 is passed once in 1000 times."""
+    """sqrt(n) times the largest CDF distance; 1.95 has p = 0.001."""
     values = values.sort().values
     steps = (torch.arange(len(values), dtype=torch.float64) + 0.5) / len(values)
     return math.sqrt(len(values)) * (cdf(values) - steps).abs().max().item()
@@ -103,7 +103,7 @@ def test_time_noise_and_label_dropout_are_independent(timesteps):
     noise = prepared.targets["velocity"] + tokens_of(numbers, tokens=1, channels=1)
     dropped = (prepared.inputs["labels"] == -1).float()
     t, noise = prepared.inputs["timestep"] - 500, noise.flatten()
-    # Their sizes too: a normal shares only its size with the word it is drawn from.
+    # Their magnitudes too: a normal shares its magnitude with the word it is drawn from.
     columns = torch.stack((t, t.abs(), noise, noise.abs(), dropped)).double()
     off_diagonal = torch.corrcoef(columns).tril(-1)
     off_diagonal[1, 0] = off_diagonal[3, 2] = 0
@@ -152,7 +152,7 @@ def test_the_loss_of_a_bf16_prediction_is_taken_in_fp32():
     prediction = targets["velocity"].bfloat16()
     loss = RectifiedFlow().loss(prediction, targets)
     assert loss.dtype == torch.float32
-    # In bf16 the difference to its own rounding would vanish.
+    # In bf16 the difference would be rounded away.
     expected = (prediction.float() - targets["velocity"]).square().mean(-1)
     assert torch.equal(loss, expected)
     assert loss.min() > 0

@@ -14,15 +14,15 @@ from torch.distributed import TCPStore
 
 
 class RankFailed(Exception):
-    """A rank raised, was killed or took too long; the others were ended."""
+    """A rank raised, was killed or timed out; the others were terminated."""
 
 
 def on_ranks(num_ranks, function, *arguments, variables=None, timeout=600):
-    """Call function(world, *arguments) on every rank; return the results in the order of ranks.
+    """Call function(world, *arguments) on every rank; return the results in rank order.
 
     `variables` are added to the environment of the ranks. Raises RankFailed.
     """
-    # The store of the ranks binds a port and says which: no other test can take it in between.
+    # The ranks' store binds a free port itself: no other test can take it in between.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         shared = {
@@ -49,7 +49,7 @@ def on_ranks(num_ranks, function, *arguments, variables=None, timeout=600):
 
 
 def _wait(ranks, timeout):
-    """Until all have ended well, or one has not."""
+    """Wait until all ranks have succeeded or one has failed."""
     deadline = time.monotonic() + timeout
     left = {process.sentinel: rank for rank, process in enumerate(ranks)}
     while left:
@@ -79,5 +79,5 @@ def _rank_main(environment, folder):
         code = 0
     except BaseException:
         traceback.print_exc()
-    # As `failure.guarded` does, and for its reason.
+    # As in `failure.guarded`, for the same reason.
     os._exit(code)

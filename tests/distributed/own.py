@@ -1,7 +1,7 @@
-"""A model, an objective and data of a user's own that ask for all that the spine offers.
+"""A user's own model, objective and data that use every feature of the interfaces.
 
-The model attends within lengths, takes a whole and a sliced context, and gives two predictions; its
-objective weighs every token, knows no total, and learns an uncertainty of its own.
+The model masks by lengths, takes a whole and a sliced context, and returns two predictions. Its
+objective weights every token, knows no total, and has a trainable uncertainty.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class OwnConfig(GPTConfig):
             **vars(whole)
             | {
                 "build": lambda: Own(self),
-                # A second tensor of the stream, in a format of its own and without tokens.
+                # A second stream tensor, with another dtype and without tokens.
                 "stream": {
                     "hidden": TensorSpec((n, h), token_dim=0),
                     "summary": TensorSpec((h,), dtype=torch.float32),
@@ -109,7 +109,7 @@ class OwnObjective(NextToken):
 
 
 class Uncertain(NextToken):
-    """Tokens are weighted at random, and padding not at all."""
+    """Random weights for tokens, 0 for padding."""
 
     takes = ("text", "length")
     token_targets = ("next",)

@@ -1,4 +1,4 @@
-"""Tensor parallelism sends what it has to, and nothing else."""
+"""Tensor parallelism sends the elements that theory predicts, and no more."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ OPS = torch.ops._c10d_functional
 
 
 class Elements(TorchDispatchMode):
-    """Elements that a rank sends in collectives, of large tensors and of others."""
+    """Elements that a rank sends in collectives, of large and of small tensors."""
 
     def __init__(self, large):
         super().__init__()
@@ -41,7 +41,7 @@ BATCH, TOKENS, HIDDEN = 16, 16, 32
 
 
 def sent_per_layer(world, sequence_parallel):
-    """By two depths: what embed and head send falls out."""
+    """From two depths, so that embed and head cancel out."""
     found = []
     for layers in (2, 6):
         config = tiny_config(

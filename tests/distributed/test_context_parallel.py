@@ -1,4 +1,4 @@
-"""Tokens in slices over real ranks: the loss and the gradients of one process."""
+"""Context parallelism on real ranks: the loss and the gradients of one process."""
 
 import itertools
 from functools import partial
@@ -43,7 +43,7 @@ def build():
 
 
 def backward(model, parts):
-    """Loss of the microbatches `parts`, their gradients added up on the parameters."""
+    """Loss of the microbatches `parts`; gradients accumulate on the parameters."""
     total = 0.0
     for inputs, static, targets, total_tokens in parts:
         predictions = {"prediction": model(inputs, static)}
@@ -54,7 +54,7 @@ def backward(model, parts):
 
 
 def take(whole, rows, rank, size):
-    """This rank's slice of the tokens of some rows."""
+    """This rank's token slice of some samples."""
     tensors = [
         {k: v[rows] for k, v in whole.inputs.items()},
         whole.static,
@@ -182,13 +182,13 @@ def test_compiled_blocks_are_one_graph_with_the_collectives_in_it(reference):
 
 
 def only_own_tokens(model):
-    """Attention within the slice: from zero gates nobody would notice."""
+    """Attention within the slice: zero gates would hide this."""
     for block in model.blocks.values():
         block.attn.attend = torch.nn.functional.scaled_dot_product_attention
 
 
 def positions_of_the_first_slice(model):
-    """Tokens are sliced, positions are not sliced alike."""
+    """Tokens are sliced, positions are those of the first slice."""
     original = model.embed.forward
 
     def forward(inputs, static):
@@ -199,7 +199,7 @@ def positions_of_the_first_slice(model):
 
 
 def forgotten_gradients(model):
-    """The gradients of the others' keys are dropped instead of sent home."""
+    """The gradients of other ranks' keys are dropped instead of sent back."""
     from titan_dit.parallel import ring_attention as ring
 
     original = ring.travel_backward
@@ -225,7 +225,7 @@ def test_the_comparison_catches_planted_bugs(reference):
     results = on_ranks(2, planted)[0]
     assert results.keys() == {bug.__name__ for bug in BUGS}
     for name, (loss, found) in results.items():
-        # A loss alone would not show the last one.
+        # The loss alone would not detect the last one.
         hidden = name == "forgotten_gradients"
         assert (loss == pytest.approx(expected_loss, rel=1e-6)) == hidden, name
         with pytest.raises(AssertionError):

@@ -1,12 +1,12 @@
-"""float8, emulated, on every axis: one process's numbers; checkpoints that do not know of it.
+"""Emulated float8 on every axis: losses of one process, and checkpoints without float8.
 
-Bit for bit it cannot be: a value next to the middle of two float8 numbers falls to either side by
-its last fp32 bit, and one scale for a whole tensor is that of the values that a rank holds. So:
+They are not bitwise equal: the last fp32 bit decides how a value halfway between two float8 numbers
+rounds, and a per-tensor scale depends on the values that a rank holds. The tolerances are:
 
-- tensorwise differs where ranks hold different samples or tokens: 1e-3 of the loss, 5% of the
-  gradient's norm, which is what the recipe itself is off from fp32;
-- rowwise does not: 1e-6 and 1e-6 over samples and tokens; 1e-3 of the gradient where sums over tp
-  come in another order.
+- tensorwise, if ranks hold different samples or tokens: 1e-3 of the loss, 5% of the gradient's
+  norm, which is the error of the recipe itself;
+- rowwise: 1e-6 of both over samples and tokens; 1e-3 of the gradient over tp, because of the order
+  of summation.
 """
 
 import itertools
@@ -59,7 +59,7 @@ def all_layouts(world, folder):
 
 
 def first_hook(world):
-    """What runs before a forward of the model, FSDP's own hook included."""
+    """The pre-hooks of a forward of the model, FSDP's included."""
     model = trainer_with(world, "tensorwise", layout={"dp_shard": 2}).executor.model
     return next(iter(model._forward_pre_hooks.values())).__qualname__
 
@@ -102,7 +102,7 @@ def steps(trainer, count):
 
 
 def fresh_scales(world):
-    """Losses of weights that have grown since the last forward, and of the same from the start."""
+    """Losses after weights have grown since the last forward, and with equal, fresh weights."""
     losses = []
     for earlier in (True, False):
         trainer = trainer_with(world, "tensorwise", layout={"dp_shard": 2})

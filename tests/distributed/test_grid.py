@@ -1,5 +1,4 @@
-"""Every axis alone, in pairs and in mixes of three gives the loss, gradients and predictions of one
-process."""
+"""Every axis, and mixes of two or three, give loss, gradients and predictions of one process."""
 
 import itertools
 import json
@@ -86,7 +85,7 @@ IN_FP64 = [TP, CP, PP, TP | CP, CP | PP, HSDP, PP | TP | CP, DP | CP | TP]
 
 
 def case_config(parallel, pipeline, objective, dtype="fp32", mode="none", layers=None):
-    """As small as the layout allows: ranks are many and cores are few."""
+    """As small as the layout allows: there are more ranks than cores."""
     data_ranks = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
     return tiny_config(
         model={"layers": layers or layers_for(parallel, pipeline), "qk_norm": True},
@@ -141,7 +140,7 @@ def reference(world):
 def compare(found, expected):
     """Relative errors: loss, norm, prediction, and the worst gradient with its name.
 
-    A gradient against the largest of its tensor, with a floor: that of the key bias is 0.
+    Gradients relative to the largest of the tensor, with a floor: that of the key bias is 0.
     """
     loss, gradients, norm, prediction = found
     _, whole_gradients, whole_norm, whole_prediction = expected
@@ -216,12 +215,12 @@ def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
     landing, whole_grid = meshes(CASES), meshes(CASES, LONG)
     for axis in axes:
         assert frozenset({axis}) in landing
-    # Copies beside another axis are like shards beside it, and come with the whole grid.
+    # dp_replicate with another axis is like dp_shard with it: only in the whole grid.
     for one, other in itertools.combinations(sorted(axes), 2):
         pair = frozenset({one, other})
         assert pair in (whole_grid if "dp_replicate" in pair else landing), pair
     assert sum(len(mesh) >= 3 for mesh in whole_grid) >= 5
-    # Of two ranks, the one before is the one behind.
+    # With two ranks, the previous rank is the next one.
     fours = [parallel for parallel, *_ in CASES[4]]
     assert {"pp": 4} in fours
     assert {"tp": 4} in fours

@@ -48,7 +48,7 @@ def all_layouts(world):
     for layout in LAYOUTS[world.size]:
         for size in MICROBATCHES if layout == {"dp_shard": 2} else (2,):
             results[json.dumps([layout, size])] = loss_and_gradients(world, layout, size)
-    # A batch across the end of the epoch, its rows from two permutations.
+    # A batch across an epoch boundary, with rows of two permutations.
     results["end"] = loss_and_gradients(world, {}, cursor=1790)
     results["ddpm"] = loss_and_gradients(world, LAYOUTS[world.size][1], 2, objective=DDPM)
     return results
@@ -149,7 +149,7 @@ def test_compiled_blocks_share_one_graph_and_give_the_same_gradients(how, refere
 
 
 def equal_noise_on_all_ranks(trainer):
-    """The bug that peers ship: every rank draws the noise of the first one's samples."""
+    """A common bug: every rank draws the noise of rank 0's samples."""
     original = type(trainer.objective).prepare
 
     def prepare(self, batch, rng):
@@ -160,7 +160,7 @@ def equal_noise_on_all_ranks(trainer):
 
 
 def mean_of_means(trainer):
-    """Each rank divides by its own tokens, as if gradients were averaged afterwards."""
+    """Each rank divides by its own tokens, as for averaged gradients."""
     original = trainer.executor.loss
     trainer.executor.loss = lambda *args: original(*args) * trainer.mesh.sizes.data
 

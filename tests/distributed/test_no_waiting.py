@@ -1,4 +1,4 @@
-"""A step asks no tensor for its value, and leaves none behind.
+"""A step reads no tensor's value on the host, and leaves no tensor in a reference cycle.
 
 On a GPU the host would wait for the value, and the device run dry; and memory that a cycle holds is
 not free before Python's collector has run, which is seldom (see `garbage.py`).
@@ -37,7 +37,7 @@ QUESTIONS = {
 
 
 def asked(trainer, batches):
-    """What one more step asks for."""
+    """The synchronising reads of one more step."""
     trainer.step += 1
     batch = next(batches)
     with Waits() as found:
@@ -46,7 +46,7 @@ def asked(trainer, batches):
 
 
 def in_the_loss(trainer, ask, when="forward"):
-    """Plant a question to the per-token loss, or to its gradient."""
+    """Plant a read of the per-token loss, or of its gradient."""
     original = trainer.executor.loss
 
     def loss(prediction, targets):
@@ -62,7 +62,7 @@ def in_the_loss(trainer, ask, when="forward"):
 
 
 def behind_the_backward(trainer, ask):
-    """Plant a question to the gradient norm."""
+    """Plant a read of the gradient norm."""
     original = trainer.guard.check
 
     def check(step, cursor, loss, grad_norm):

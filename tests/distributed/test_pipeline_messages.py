@@ -1,4 +1,4 @@
-"""What pipeline ranks hold and say: buffers while needed, messages in one order on both sides."""
+"""Buffers and messages of pipeline ranks: freed after use; in one order on both sides."""
 
 from unittest import mock
 
@@ -47,13 +47,13 @@ def most_buffers(world):
 
 def test_a_rank_receives_into_as_many_buffers_as_it_has_microbatches_under_way():
     for most, kept in on_ranks(2, most_buffers):
-        # Microbatch 0's is kept as the pattern; one more is in use, another may be arriving.
+        # Microbatch 0's is the template; one more is in use, another may be arriving.
         assert 2 <= most <= 3
         assert kept == [1, 1]
 
 
 def messages_of_a_prediction(world, cases):
-    """(source, target, bytes) of every message as this rank puts it in line, for each case."""
+    """(source, target, bytes) of every message in the order of this rank, for each case."""
     found = []
     for case in cases:
         trainer, line = trainer_of(world, *case), []
@@ -80,7 +80,7 @@ def messages_of_a_prediction(world, cases):
 
 
 def test_two_ranks_have_the_messages_of_a_prediction_in_the_same_line():
-    """NCCL runs a pair's messages one after another, whichever way they go."""
+    """NCCL runs the messages of two ranks one after another, in both directions."""
     cases = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 1)]
     first, second = on_ranks(2, messages_of_a_prediction, cases)
     for case, one, other in zip(cases, first, second, strict=True):

@@ -1,4 +1,4 @@
-"""Recomputation on every axis: the loss and the gradients of one process that keeps everything."""
+"""Recomputation on every axis: the loss and the gradients of one process without it."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Ranks that do not divide the batch: rows of weight 0 leave loss and gradients as they are."""
+"""Ranks that do not divide the batch: padding of weight 0 does not change loss or gradients."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ CASES = [
 
 
 def uneven(world, folder, layout, size, objective=None):
-    """Rows of all ranks, loss and gradients of a run that has begun elsewhere."""
+    """Rows of all ranks, loss and gradients of a run resumed from another layout."""
     config = tiny_config(
         job={"dir": str(folder)},
         parallel=layout,
@@ -47,7 +47,7 @@ def all_cases(world, folder):
         Trainer(tiny_config(job={"dir": str(folder / "fresh")}), world)
     except UserError as error:
         results["fresh"] = str(error)
-    # The bug: rows that only fill up count as samples. Last, as it stays.
+    # The bug: padding counts as samples. Last, because it stays planted.
     original = loader.Batch
     loader.Batch = lambda *given: replace(original(*given), weight=torch.ones_like(given[2]))
     results["planted"] = uneven(world, folder, {}, None)

@@ -1,4 +1,4 @@
-"""A tiny run whose weights hide nothing: random, non-zero gates included."""
+"""A tiny run with random weights, including non-zero gates."""
 
 import contextlib
 from unittest import mock
@@ -41,7 +41,7 @@ def tiny_config(**sections):
 
 @contextlib.contextmanager
 def graphs_alone():
-    """torch.compile up to the graphs and what they keep for backward, run operator by operator.
+    """torch.compile without code generation: graphs run operator by operator.
 
     The code that Inductor makes of a graph takes g++ most of a minute, and is the same on every
     layout.
@@ -68,7 +68,7 @@ def inputs_of(config):
 
 @torch.no_grad()
 def randomize(parameters):
-    """The same weights on every layout, none of them zero.
+    """Non-zero weights, equal on every layout.
 
     From the initial weights of adaLN-Zero the gates are 0 and would hide a broken attention.
     """

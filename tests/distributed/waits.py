@@ -1,4 +1,4 @@
-"""What the host asks a tensor for: on a CUDA device it would wait for the answer."""
+"""Detects host reads of tensor values, which synchronise on a CUDA device."""
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,14 +21,14 @@ TO_THE_HOST = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.
 
 
 class Dispatched(TorchDispatchMode):
-    """Operators that give the host a value, or a shape that depends on values."""
+    """Operators that return a value to the host, or a shape that depends on values."""
 
     def __init__(self, found):
         super().__init__()
         self.found = found
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        # Of a DTensor: what it does on its local tensors is seen when it is done.
+        # A DTensor's operators are seen on its local tensors.
         if any(getattr(kind, "__torch_dispatch__", None) is not TENSORS for kind in types):
             return NotImplemented
         masks = op.overloadpacket in (ATEN.index, ATEN.index_put, ATEN.index_put_) and any(
@@ -44,7 +44,7 @@ TENSORS = torch.Tensor.__torch_dispatch__
 
 
 class Called(TorchFunctionMode):
-    """On the CPU these read the memory as it is: no operator tells of them."""
+    """On the CPU these read memory directly, without an operator."""
 
     def __init__(self, found):
         super().__init__()
@@ -57,7 +57,7 @@ class Called(TorchFunctionMode):
 
 
 class Waits:
-    """Within the block, `found` fills with what the host asked tensors for."""
+    """Context manager: `found` collects the host reads in the block."""
 
     def __init__(self):
         self.found = []

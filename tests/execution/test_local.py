@@ -9,7 +9,7 @@ from titan_dit.objectives.base import Prepared
 
 
 class Toy(nn.Module):
-    """The smallest network that the executor can drive."""
+    """The smallest network that the executor can run."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def test_a_row_of_weight_zero_counts_for_nothing(size):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_loss_that_is_not_finite_shows_in_the_gradients(bad, size):
-    # Though the gradient of a loss need not: that of |x| is 1 at infinity.
+    # A gradient can be finite where the loss is not: that of |x| is 1 at infinity.
     batch = prepared()
     batch.targets["velocity"][5, 0, 0] = bad
 
@@ -92,7 +92,7 @@ def test_predicting_runs_forward_only_in_fp32():
     prediction = LocalExecutor(model, square, 2).predict(inputs, batch.static)
     assert prediction.dtype == torch.float32
     assert not prediction.requires_grad
-    # No more rows at a time than in training: guidance doubles them.
+    # No more samples at a time than in training, although guidance doubles them.
     assert model.calls == [2, 2, 2]
     model.calls.clear()
     whole = LocalExecutor(model, square, None).predict(inputs, batch.static)

@@ -1,4 +1,4 @@
-"""What we put in the place of torch's own, without ranks."""
+"""Our overrides of torch's pipeline runtime, without ranks."""
 
 import math
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def test_every_microbatch_is_received_into_a_buffer_of_its_own():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_shows_in_the_gradients(bad):
-    # Though the gradient of a loss need not: that of |x| is 1 at infinity.
+    # A gradient can be finite where the loss is not: that of |x| is 1 at infinity.
     executor = object.__new__(PipelinedExecutor)
     executor.loss = lambda prediction, targets: (prediction - targets["velocity"]).abs().mean(-1)
     target = torch.zeros(2, 4, 3)

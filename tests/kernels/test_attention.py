@@ -1,4 +1,4 @@
-"""[precision] attention: the kernel that is asked for runs, or is refused before the first step."""
+"""[precision] attention: the chosen kernel runs, or is refused before the first step."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ def shape(dtype=torch.float32, device=CPU, **values):
 
 
 def gradients(key, mode="none", compiled=False):
-    """Gradients of a model whose attention is chosen, and the operators that ran."""
+    """Gradients of a model with an attention key, and the operators that ran."""
     config = tiny_config().model
     model = config.build(1)
     randomize(dict(model.named_parameters()))
@@ -66,7 +66,7 @@ def test_the_compiler_does_not_put_flash_in_the_place_of_math():
     graphs = []
 
     def keep(graph, inputs, **_):
-        """In place of the code generator: what it is given, run as it is."""
+        """Replaces the code generator: records the graph and runs it eagerly."""
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
@@ -84,12 +84,12 @@ def test_the_compiler_does_not_put_flash_in_the_place_of_math():
     x, weight = torch.randn(2, 16, 32), (torch.randn(96, 32) / 6).requires_grad_()
     expected = torch.autograd.grad(layer(x, weight, attention.attend_by("flash")).sum(), weight)
     assert not any("scaled_dot_product" in name for name in ran(attention.attend_by("math")))
-    # These are the compiler's own passes: written out as products, it does.
+    # The compiler's own passes: plain matmuls are replaced by flash.
     assert any("scaled_dot_product" in name for name in ran(written_out))
 
 
 def test_a_backend_is_a_part_of_what_is_compiled(monkeypatch):
-    """On a CPU the compiler must hear of the refusal: that of the backend that was asked for."""
+    """On a CPU compilation must fail with the refusal of the chosen backend."""
     # AttentionShape checks cannot be compiled.
     monkeypatch.setattr(attention.layers, "attend", inspect.unwrap(attention.layers.attend))
     q = torch.randn(1, 2, 16, 8)
@@ -140,7 +140,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     with pytest.raises(RuntimeError, match="it needs the module flash_attn_interface"):
         attention.use_implementation("flash3")
     monkeypatch.delattr(attention.implementations, "list_flash_attention_impls")
-    with pytest.raises(RuntimeError, match="has no switch for it"):
+    with pytest.raises(RuntimeError, match="does not support it"):
         attention.use_implementation("flash4")
     attention.use_implementation("flash")
 
@@ -160,7 +160,7 @@ def masked_results(attend, dtype=torch.float64, **mask):
 
 
 def by_a_softmax(q, k, v, causal=False, lengths=None):
-    """Written out, key by key."""
+    """Reference attention, written out."""
     place = torch.arange(16)
     seen = torch.ones(1, 1, 16, 16, dtype=torch.bool)
     if causal:
@@ -185,7 +185,7 @@ def test_masked_attention_is_the_softmax_over_what_is_seen(key, mask, dtype):
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for value, exact in zip(found, expected, strict=True):
         assert (value - exact).abs().max() <= tolerance * exact.abs().max()
-    # What the mask hides has no gradient.
+    # Masked keys have no gradient.
     if "lengths" in mask:
         assert found[2][0, :, 1:].abs().max() == found[3][0, :, 1:].abs().max() == 0
 

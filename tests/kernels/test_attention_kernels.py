@@ -77,7 +77,7 @@ def test_blocks_share_the_whole_gradient_when_given_the_whole_statistics(kernel)
 def test_strides_change_nothing(kernel):
     d_out, q, k, v = inputs(torch.float32, m=10)
     expected = run(kernel, *(x.contiguous() for x in (d_out, q, k, v)))
-    # Of a fused projection, channels that are not next to each other, an expanded gradient.
+    # Views of a fused projection, strided channels, an expanded gradient.
     fused = torch.stack((q, k, v), 3).transpose(1, 2).contiguous().transpose(1, 2).unbind(3)
     columns = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (d_out, q, k, v)]
     for arguments in ((d_out, *fused), columns):
@@ -122,7 +122,7 @@ def test_a_gpu_takes_flash_for_half_precision_where_it_is_made_for_it(
 )
 @pytest.mark.parametrize("d", [12, 64])
 def test_this_torch_takes_the_arguments_of_the_gpu_kernels(kernel, dtype, d):
-    # Without a GPU: on the meta device an operator checks its arguments and tells its shapes.
+    # Without a GPU: on the meta device an operator checks arguments and returns shapes.
     d_out, q, k, v = inputs(dtype, "meta", n=33, m=40, d=d)
     out, lse, *gradients = run(kernel, d_out, q, k, v)
     assert out.shape == q.shape
@@ -139,7 +139,7 @@ def test_the_key_of_the_config_names_a_kernel():
     for key in ("flash3", "cudnn", "efficient"):
         with pytest.raises(RuntimeError, match="a CPU has flash and math only"):
             named(key, here)
-    # cuDNN would read fp32 as fp16 without a word.
+    # cuDNN would silently read fp32 as fp16.
     with pytest.raises(RuntimeError, match=r"takes bf16 and fp16, not torch\.float32"):
         CUDNN.forward(there, there, there, 1.0)
 

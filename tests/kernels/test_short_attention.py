@@ -1,4 +1,4 @@
-"""Attention by products: as exact as flash, with as little kept."""
+"""Short attention: as precise as flash, and saves no more for backward."""
 
 import shutil
 
@@ -16,7 +16,7 @@ from titan_dit.trainer import Trainer
 
 
 def inputs(tokens=64, spread=3.0):
-    """Queries, keys and values as a layer makes them, with scores of up to 30; and a gradient."""
+    """q, k and v with the strides of a layer and scores of up to 30; and a gradient."""
     generator = torch.Generator().manual_seed(0)
     projected = spread * torch.randn(2, tokens, 4, 3, 16, generator=generator)
     q, k, v = (x.transpose(1, 2).bfloat16() for x in projected.unbind(3))
@@ -115,7 +115,7 @@ def alone():
 
 
 def assert_close(result, expected):
-    """bf16: three digits, and sums in another order. One graph each."""
+    """bf16: three digits, and another order of summation. One graph each."""
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
     assert result[2] == expected[2] == 1
     assert result[0] == pytest.approx(expected[0], rel=2e-3)

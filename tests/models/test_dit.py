@@ -33,7 +33,7 @@ def initial(config, output_channels, seed=0):
 
 
 def scrambled(config, output_channels):
-    """A network with weights that let every part of it have its say."""
+    """A network with random non-zero weights, so that every part matters."""
     torch.manual_seed(0)
     model = config.build(output_channels)
     for parameter in model.parameters():
@@ -125,7 +125,7 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     deeper = initial(tiny(layers=3), 3)
     for name, values in first.state_dict().items():
         assert torch.equal(values, again.state_dict()[name])
-        # A block more, as on another pipeline stage, leaves the others as they are.
+        # Another block, as on another pipeline stage, does not change the others.
         assert torch.equal(values, deeper.state_dict()[name])
         if values.abs().max() > 0:
             assert not torch.equal(values, other.state_dict()[name])
@@ -162,7 +162,7 @@ def test_timestep_label_and_every_token_reach_every_token():
     latents.requires_grad_()
     predict(model, latents, timestep, labels)[0, :, 0, 0].sum().backward()
     assert (latents.grad[0].abs().sum(0) > 0).all()
-    # Samples of a batch know nothing of each other.
+    # Samples of a batch are independent.
     assert latents.grad[1:].abs().max() == 0
 
 

@@ -44,7 +44,7 @@ def test_unpatchify_undoes_patchify(c, h, w, patch):
 
 def test_positions_come_in_the_order_of_the_tokens():
     rows, columns = 3, 5
-    # Latents that hold their own coordinates say where each token lies.
+    # Latents hold their own coordinates, which show the position of each token.
     y, x = torch.meshgrid(torch.arange(6.0), torch.arange(10.0), indexing="ij")
     corners = patchify(torch.stack((y, x))[None], 2)[0, :, :2] / 2
     assert torch.equal(grid_positions(rows, columns, CPU), corners)
@@ -108,7 +108,7 @@ def test_timesteps_are_embedded_as_in_the_original():
 
 def test_a_bf16_network_still_tells_neighbouring_timesteps_apart():
     torch.manual_seed(0)
-    t = torch.tensor([997.0, 998.0, 999.0, 1000.0])  # one and the same number in bf16
+    t = torch.tensor([997.0, 998.0, 999.0, 1000.0])  # equal in bf16
     exact = TimestepEmbedder(64)
     expected = exact(t)
     embedded = exact.bfloat16()(t).float()
@@ -170,7 +170,7 @@ def test_only_normalised_queries_and_keys_forget_their_length(qk_norm):
 
 
 def test_a_shard_of_the_heads_gives_its_part_of_the_sum():
-    # What tensor parallelism relies on: the number of heads follows from the rows of qkv.
+    # Tensor parallelism relies on this: the number of heads follows from the outputs of qkv.
     torch.manual_seed(0)
     whole = Attention(16, 4, False).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
@@ -251,7 +251,7 @@ def test_the_layer_tells_its_mask_to_what_attends(mask):
     changed = x.clone()
     changed[:, -1] += 1
     moved = (layer(changed, **given) - found).abs().amax(-1) > 1e-6
-    # Which tokens the last one reaches: of its own, everything.
+    # Tokens that the last one attends to: everything in its own.
     expected = {
         "none": [[True] * 6] * 2,
         "causal": [[False] * 5 + [True]] * 2,

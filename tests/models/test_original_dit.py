@@ -1,4 +1,4 @@
-"""Predictions and gradients are those of the original DiT, written here from its description."""
+"""Parity of predictions and gradients with the original DiT, reimplemented from its description."""
 
 import math
 
@@ -46,7 +46,7 @@ def original_modulate(x, shift, scale):
 
 
 class OriginalDiT(nn.Module):
-    """The network as the paper's code lays it out: latents in, latents out."""
+    """The network of the paper's code: latents in, latents out."""
 
     def __init__(self, size, patch, channels, out_channels, hidden, depth, heads, classes):
         super().__init__()

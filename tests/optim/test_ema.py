@@ -43,7 +43,7 @@ def test_averages_follow_a_plain_loop_in_float64(decays, warmup, every):
         for decay, average in expected.items():
             now = min(decay, (1 + update) / (10 + update)) if warmup else decay
             for name, p in parameters.items():
-                # `every` steps at once: the decay of each.
+                # `every` steps at once: the product of their decays.
                 kept = now**every
                 average[name] = kept * average[name] + (1 - kept) * p.detach().double()
     assert list(ema.averages) == [str(decay) for decay in decays]

@@ -95,7 +95,7 @@ def test_after_a_skipped_step_training_goes_on_as_if_it_had_not_been(fused):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("skip", [GO, SKIP])
 def test_gradients_are_gone_after_every_step(fused, skip):
-    # Left behind, those of a bad step would be added to the next one's.
+    # Gradients of a bad step must not accumulate into the next one's.
     parameters, optimizer = build(fused)
     give_gradients(parameters, 1)
     apply_gradients(optimizer, 0.02, skip=skip)

@@ -1,13 +1,13 @@
-"""The c ranks of a ring in one process: rank by rank along the batch dim.
+"""Simulates the c ranks of a ring in one process, concatenated along the batch dim.
 
-Attention works sample by sample, so one call does the work of all ranks at the same time.
+Attention is independent per sample, so one call runs all ranks at once.
 """
 
 import torch
 
 
 def to_ranks(x, size):
-    """[b, heads, n, d] to the slices of the tokens, [size * b, heads, n / size, d]."""
+    """[b, heads, n, d] to token slices [size * b, heads, n / size, d]."""
     return torch.cat(x.chunk(size, 2))
 
 
@@ -17,7 +17,7 @@ def from_ranks(x, size):
 
 
 class SimulatedPeers:
-    """Messages hold the batch, and so the ranks, in dim 1. Strict about the order of calls."""
+    """Messages have the batch, and so the ranks, in dim 1. Asserts the order of calls."""
 
     def __init__(self, size):
         self.size = size

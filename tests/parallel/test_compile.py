@@ -1,4 +1,4 @@
-"""torch.compile: refused in words where it cannot work, and counted where it works too often."""
+"""torch.compile: a clear error if it cannot work, and a count of recompilations."""
 
 import functools
 import os
@@ -32,16 +32,16 @@ def test_a_missing_compiler_is_told_although_the_cache_is_warm():
 
 
 def trial_with(folder, forbidden):
-    """The trial with a compiler that knows no such flag: whether probes were spared, and what for.
+    """The trial with a compiler that lacks a flag: were probes skipped, and with which flags.
 
-    The flags are those of the last library that it made, the addition's.
+    The flags are those of the last library built, the addition's.
     """
     from torch._inductor import cpp_builder, cpu_vec_isa
 
     torch._dynamo.reset()
     classes = [c for c in vars(cpu_vec_isa).values() if isinstance(c, type)]
     for place in (cpp_builder, cpu_vec_isa, *classes):
-        for known in vars(place).values():  # Of the compiler: nothing, as in a fresh process.
+        for known in vars(place).values():  # No compiler state, as in a fresh process.
             if isinstance(known, functools._lru_cache_wrapper):
                 known.cache_clear()
     folder.mkdir()
@@ -63,7 +63,7 @@ def trial_with(folder, forbidden):
 
 
 def both_trials(world, folder):
-    """With a compiler that knows everything, and with one that lacks what the first made use of."""
+    """With a compiler that knows all flags, and with one that lacks those the first used."""
     new = trial_with(Path(folder) / "new", "no-such-flag")
     return new, trial_with(Path(folder) / "old", new[1].split()[0])
 
@@ -97,7 +97,7 @@ def test_recompiles_are_those_of_later_steps():
     with recompiles:
         step(torch.zeros(5))
     assert recompiles.count == 1
-    assert "compiled 1 graphs again after the first step" in recompiles.news()
+    assert "recompiled 1 graphs after the first step" in recompiles.news()
     assert recompiles.news() is None
 
 
@@ -109,12 +109,12 @@ def test_counting_loads_no_compiler(monkeypatch):
 
 def test_cuda_graphs_are_refused_without_a_gpu():
     config = CompileConfig(enabled=True, cuda_graphs=True)
-    with pytest.raises(UserError, match="cuda_graphs=true needs a GPU, and this is a cpu"):
+    with pytest.raises(UserError, match="cuda_graphs=true needs a GPU, but the device is a cpu"):
         compile.check(config, torch.device("cpu"))
 
 
 def test_cuda_graphs_begin_anew_with_every_forward_of_the_model():
-    """torch counts the passes downwards, with a GPU or without."""
+    """torch counts the iterations downwards, with or without a GPU."""
     from torch._inductor.cudagraph_trees import MarkStepBox
 
     config = tiny_config().model

@@ -30,7 +30,7 @@ def inputs(dtype, n=24, heads=12, d=8, sharpness=1.0, device="cpu"):
     generator = torch.Generator().manual_seed(0)
     draw = torch.randn(4, 2, n, heads, d, generator=generator, dtype=torch.float64)
     draw[1] *= sharpness
-    # One slice of keys holds what most queries look for.
+    # Most queries attend to one slice of the keys.
     draw[2, :, : n // 4] += 0.5 * sharpness**0.5
     return [x.transpose(1, 2).to(device, dtype) for x in draw]
 
@@ -43,7 +43,7 @@ def full(d_out, q, k, v, **mask):
 
 
 def in_slices(method, size, d_out, q, k, v, **options):
-    """The same, the tokens shared among `size` ranks."""
+    """The same, with tokens sliced over `size` ranks."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     peers = SimulatedPeers(size)
     out = from_ranks(method(*(to_ranks(x, size) for x in (q, k, v)), peers, **options), size)
@@ -101,7 +101,7 @@ def test_ulysses_gives_masked_attention_to_the_bit_where_the_kernel_does(size, d
     by_key = attend_by(key)
     found, _ = in_slices(ulysses_attention, size, *arguments, attend=by_key, **each)
     expected, _ = in_slices(ulysses_attention, 1, *arguments, attend=by_key, **told)
-    # Products of fewer heads are summed in another order.
+    # Matmuls of fewer heads have another order of summation.
     if key == "auto":
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert max(errors(found, expected)) < {torch.float64: 1e-13, torch.bfloat16: 0.02}[dtype]
@@ -188,7 +188,7 @@ def test_messages_travel_while_the_kernels_work():
     kernel = Kernel(watched(CPU.forward), watched(CPU.backward))
     q = to_ranks(q, 4).requires_grad_()
     ring_attention(q, to_ranks(k, 4), to_ranks(v, 4), peers, kernel).sum().backward()
-    # Four turns forward and four backward, where the gradients follow one turn behind.
+    # Four rotations forward and four backward; the gradients follow one rotation behind.
     assert under_way == [1, 1, 1, 0, 1, 1, 2, 1]
 
 
@@ -207,7 +207,9 @@ def test_recomputation_gives_the_same_gradients(method):
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers():
     q = torch.zeros(4, 6, 2, 8)
-    with pytest.raises(UserError, match=r"6 here, among cp=4 ranks. Set cp_method = \"ring\""):
+    with pytest.raises(
+        UserError, match=r"cp=4 does not divide the 6 heads of a rank. Set cp_method = \"ring\""
+    ):
         ulysses_attention(q, q, q, SimulatedPeers(4))
 
 
@@ -215,7 +217,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers():
 
 
 def stale_keys_in_backward(monkeypatch):
-    """Backward works on this rank's own keys and values at every turn."""
+    """Backward uses this rank's own keys and values in every rotation."""
     original = ring.travel_backward
 
     def backward(d_out, q, k, v, out, lse, peers, kernel):
@@ -242,7 +244,7 @@ def local_statistics(monkeypatch):
 
 
 def gradients_that_stay_away(monkeypatch):
-    """Every rank keeps the gradients that it has computed, for keys of others."""
+    """Every rank keeps the gradients that it computed for other ranks' keys."""
 
     def backward(d_out, q, k, v, out, lse, peers, kernel):
         scale = q.shape[-1] ** -0.5

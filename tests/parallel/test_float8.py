@@ -1,4 +1,4 @@
-"""float8 in one process: which layers, under which names, with what styles; nothing to be seen."""
+"""float8 in one process: converted layers, their names and styles, no warnings."""
 
 import logging
 import re
@@ -60,7 +60,7 @@ def test_a_layer_that_the_tensor_cores_cannot_multiply_stays():
     # 40 is no multiple of 16, 120 neither, 160 is: but every layer has 40 on one side.
     with pytest.raises(UserError, match=r'float8="rowwise".*\(256, 40, 160\).* Set float8 = "off"'):
         converted("rowwise", float8_layers="all", model={"hidden": 40})
-    # Cut by 4, an output of 96 is 24 wide on a rank; the MLP's 128 are 32.
+    # With tp 4 an output of 96 is 24 wide on a rank; the MLP's 128 are 32.
     model, _ = converted("rowwise", float8_layers="all", sizes=AxisSizes(tp=4))
     assert float8_layers(model) == {f"blocks.{i}.mlp.{k}" for i in range(3) for k in ("up", "down")}
 
@@ -69,7 +69,7 @@ def test_auto_leaves_small_layers_and_says_so_if_none_is_left(monkeypatch):
     model, _ = converted("tensorwise")
     assert not float8_layers(model)
     [line] = float8.account([model], PrecisionConfig(float8="tensorwise"))
-    assert re.match(r"float8  tensorwise in 0 of 12 .*no other would be faster", line)
+    assert re.match(r"float8  tensorwise in 0 of 12 .*no layer would be faster", line)
     monkeypatch.setattr(float8, "gains", lambda shape, *_: shape.outputs == 96)
     model, _ = converted("tensorwise")
     assert float8_layers(model) == {f"blocks.{i}.attn.qkv" for i in range(3)}
@@ -109,7 +109,7 @@ def test_layers_are_chosen_for_the_device_they_run_on(monkeypatch, device_type, 
 
 
 class Gathers(TorchDispatchMode):
-    """The formats of what is gathered over the ranks."""
+    """The dtypes of all-gathers."""
 
     def __init__(self):
         super().__init__()
@@ -117,13 +117,13 @@ class Gathers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "all_gather_into_tensor" in str(func):
-            # A float8 tensor of torchao says that it is what it was made of.
+            # torchao's float8 tensors report their original dtype.
             self.formats.append(getattr(args[0], "_data", args[0]).dtype)
         return func(*args, **(kwargs or {}))
 
 
 def gathered_formats(device_type):
-    """Of a forward over two tp ranks; of their collectives only the shapes are right."""
+    """All-gathers of a forward over two tp ranks, whose collectives only have the right shapes."""
     with fake_world(0, 2):
         mesh = Mesh(AxisSizes(tp=2), "cpu")
         model, styles = converted(

@@ -1,4 +1,4 @@
-"""Which layers float8 is for: the measured table, and the roofline where nothing was measured."""
+"""Which layers gain from float8: by the measured table, else by the roofline."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_what_was_measured_overrules_the_roofline():
     assert not gains(large, "rowwise", H100, table)
     assert not gains(small, "rowwise", H100, [])
     assert gains(small, "rowwise", H100, table)
-    # Of another recipe or device nothing is known.
+    # No measurement of another recipe or device.
     assert gains(large, "tensorwise", H100, table)
     assert gains(large, "rowwise", "NVIDIA H200", table)
 

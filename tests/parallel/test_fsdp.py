@@ -1,4 +1,4 @@
-"""What torch's fully_shard is asked for, without ranks."""
+"""The arguments of torch's fully_shard, without ranks."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from titan_dit.parallel import fsdp
 
 
 class Sharded:
-    """Notes what it is told."""
+    """Records method calls."""
 
     def __init__(self):
         self.told = {}
@@ -21,7 +21,7 @@ class Sharded:
 
 
 def asked(monkeypatch, ranks, precision="bf16", **parallel):
-    """The keywords that every part is sharded with, and what it is told afterwards."""
+    """The keywords that every part is sharded with, and the calls that follow."""
     calls, told = [], []
 
     def fully_shard(part, **kwargs):
@@ -47,9 +47,9 @@ def asked(monkeypatch, ranks, precision="bf16", **parallel):
         (2, {}, None),
         (2, {"reshard_after_forward": "always"}, True),
         (2, {"reshard_after_forward": "never"}, False),
-        # Under a split backward torch loses gradients of what is gathered anew.
+        # With a split backward torch loses gradients of parameters that are gathered again.
         (2, {"pp": 2}, False),
-        # Nobody else has a part.
+        # A single shard.
         (1, {}, False),
         (1, {"reshard_after_forward": "always"}, True),
     ],

@@ -1,4 +1,4 @@
-"""Recomputation in one process: the same gradients, less kept."""
+"""Recomputation in one process: equal gradients, less saved."""
 
 import sys
 from types import MethodType
@@ -59,7 +59,7 @@ def forwards(mode):
         for block in model.blocks.values():
             block.mlp.up.register_forward_pre_hook(up)
             block.attn.attend = attend
-        # Again, around the function that counts.
+        # Again, around the counting function.
         if mode == "attention":
             remat.apply(model, RematConfig(mode=mode))
 
@@ -84,7 +84,7 @@ def test_selective_recomputes_no_product_and_no_attention(monkeypatch):
     original = remat.selective_contexts
 
     class Both:
-        """What the cache does not answer goes on to the outer mode."""
+        """Calls that miss the cache reach the outer mode."""
 
         def __init__(self, inner):
             self.modes = Watch(), inner
@@ -109,7 +109,7 @@ def test_selective_recomputes_no_product_and_no_attention(monkeypatch):
 
 
 def other_numbers(model):
-    """The second forward, with gradients, works on other modulations than the first."""
+    """The recomputation uses other modulations than the forward."""
 
     def forward(block, stream, static):
         def run(stream, static):
@@ -132,7 +132,7 @@ def test_the_comparison_catches_a_second_forward_with_other_numbers():
 
 
 def kept(mode, *, qk_norm=False, compiled=False):
-    """At a width where what is kept per sample is little."""
+    """At a width where saved per-sample tensors are negligible."""
     return benchmark.kept(mode, hidden=256, tokens=1024, qk_norm=qk_norm, compiled=compiled)
 
 
@@ -141,7 +141,7 @@ def test_storages_per_token_and_layer_are_within_the_bars():
     assert 19.9 <= found["none"] <= 20.1
     assert 10.9 <= found["selective"] <= 11.2
     assert 1.0 <= found["full"] <= 1.1
-    # A fused kernel keeps q, k, v and out, which the layers around it keep too, and statistics.
+    # A fused kernel saves q, k, v and out, which the layers around it save too, and lse.
     assert found["none"] - 0.1 <= found["attention"] < found["none"]
 
 
@@ -161,7 +161,7 @@ def test_the_measurement_sees_a_tensor_too_many(monkeypatch):
 
 
 def compiled_gradients(world):
-    """By the compiler's graphs, and what it cuts off for backward."""
+    """Gradients by the compiler's graphs, and what they save for backward."""
     from torch._dynamo.utils import counters
 
     results = {}

@@ -1,4 +1,4 @@
-"""Our side of Transformer Engine, with a stand-in in its place: it needs a GPU to be imported."""
+"""Our side of Transformer Engine, with a stub: importing it needs a GPU."""
 
 import contextlib
 import sys
@@ -18,7 +18,7 @@ from titan_dit.parallel.plans.dit import plan
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What the stand-in was asked for."""
+    """The calls that the stub received."""
     log = {"autocast": [], "inside": 0, "calls": 0}
 
     class Linear(nn.Linear):
@@ -69,7 +69,7 @@ def test_block_linears_run_inside_one_autocast_with_the_parameters_they_had(seen
     }
     model(inputs, config.model.static(torch.device("cpu")))
     assert seen["calls"] == 12
-    # Once a forward: the largest values of delayed scaling are exchanged at its end.
+    # Once per forward: the amaxes of delayed scaling are all-reduced at its end.
     assert seen["autocast"] == [True]
 
 
@@ -78,5 +78,5 @@ def test_a_broken_installation_is_a_user_error(monkeypatch):
         raise OSError("libcublas.so.12: cannot open shared object file")
 
     monkeypatch.setattr(transformer_engine.importlib, "import_module", broken)
-    with pytest.raises(UserError, match=r"cannot be loaded here \(OSError: libcublas.*float8 = "):
+    with pytest.raises(UserError, match=r"cannot be imported \(OSError: libcublas.*float8 = "):
         transformer_engine.load("transformer_engine.pytorch", "te_current")

@@ -1,1 +1,1 @@
-"""Diffusion as a family of objectives: paths, losses, guidance, samplers, pictures."""
+"""Diffusion objectives: probability paths, losses, guidance, samplers, previews."""

@@ -1,6 +1,6 @@
-"""What all of diffusion shares: its conventions, and the path from data to noise.
+"""Conventions and interfaces of diffusion.
 
-One convention of time: t = 0 is data, t = 1 is noise. One of labels: negative means "no label".
+Time: t = 0 is data, t = 1 is noise. Labels: negative means "no label".
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from titan_dit.rng import SampleRNG
 
 NO_LABEL = -1
 TIMESTEPS = 1000
-"""The network's unit of time where time is continuous: it is given t * TIMESTEPS, so that its
-sinusoids see the range of the original DiT's steps."""
+"""With continuous time the network's timestep is t * TIMESTEPS, so that its sinusoids cover the
+range of the original DiT's steps."""
 
 Predict: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(noisy tokens [b, n, d], timestep [b] in the network's unit) -> prediction [b, n, d_out]."""
@@ -27,7 +27,7 @@ Predict: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Clean:
-    """Samples as a diffusion sees them: in the model's units, cut into tokens."""
+    """Clean samples in the model's units, patchified."""
 
     tokens: Float[Tensor, "b n d"]
     labels: Int64[Tensor, " b"]
@@ -37,7 +37,7 @@ class Clean:
 
 @dataclass(frozen=True)
 class Corrupted:
-    """Clean samples with noise on them."""
+    """Noisy inputs of the network and the targets of the loss."""
 
     inputs: Mapping[str, Tensor]
     """`tokens`, `timestep` and `labels`."""
@@ -46,7 +46,7 @@ class Corrupted:
 
 @runtime_checkable
 class ProbabilityPath(Protocol):
-    """The maths of one kind of diffusion, in tokens: corruption, loss, and what samplers need."""
+    """One kind of diffusion, on tokens: corruption, loss, and the process that samplers run."""
 
     token_targets: ClassVar[tuple[str, ...]]
 
@@ -57,7 +57,7 @@ class ProbabilityPath(Protocol):
 
     @property
     def label_dropout(self) -> float:
-        """Share of samples trained without their label, for classifier-free guidance."""
+        """Fraction of samples trained without their label, for classifier-free guidance."""
         ...
 
     @property
@@ -67,13 +67,13 @@ class ProbabilityPath(Protocol):
 
     @property
     def most_sampling_steps(self) -> int | None:
-        """The most steps that its samplers can take; None for any number."""
+        """Maximum number of sampling steps; None for no limit."""
         ...
 
     def output_channels(self, channels: int) -> int:
         """Channels that the network predicts for latents of `channels`.
 
-        The first `channels` of them are what guidance strengthens.
+        Guidance applies to the first `channels` of them.
         """
         ...
 
@@ -88,29 +88,29 @@ class ProbabilityPath(Protocol):
         noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
     ) -> Corrupted:
-        """Inputs and targets for given draws; the timestep is in the network's unit."""
+        """Inputs and targets for a given noise and timestep (in the network's unit)."""
         ...
 
     def loss(
         self, prediction: Float[Tensor, "b n _"], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
-        """One fp32 value per token."""
+        """Loss per token, in fp32."""
         ...
 
     def terms(
         self, prediction: Float[Tensor, "b n _"], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
-        """The parts that `loss` is the sum of, by name."""
+        """The terms whose sum is `loss`, by name."""
         ...
 
     def process(self, predict: Predict, channels: int) -> Any:
-        """The network as the samplers of this path use it."""
+        """Wrap the network for the samplers of this path."""
         ...
 
 
 @runtime_checkable
 class LatentModel(Protocol):
-    """A model of latents with labels: what diffusion asks of the [model] section."""
+    """A [model] section that diffusion can train: a model of labelled latents."""
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class LatentModel(Protocol):
 
     @property
     def num_classes(self) -> int:
-        """Number of labels; a negative label stands for none."""
+        """Number of labels; a negative label means none."""
         ...
 
     @property
@@ -133,7 +133,7 @@ class LatentModel(Protocol):
         ...
 
     def spec(self, output_channels: int | None = None) -> ModelSpec:
-        """The network that predicts so many channels; inputs `tokens`, `timestep`, `labels`."""
+        """Describe the network that predicts `output_channels` from tokens, timestep, labels."""
         ...
 
     def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:

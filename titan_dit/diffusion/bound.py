@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_dit.diffusion.noise_schedule import Tables, per_sample
 
 HALF_BIN = 1 / 255
-"""Half the distance of two grey levels of an 8-bit picture in [-1, 1]."""
+"""Half the bin width of an 8-bit picture in [-1, 1]."""
 
 
 def bits_per_value(
@@ -22,10 +22,10 @@ def bits_per_value(
     log_variance: Float[Tensor, "b ..."],
     tables: Tables,
 ) -> Float[Tensor, "b ..."]:
-    """The bound's term of each sample's step, for every value of the sample.
+    """The bound's term at each sample's step, per element, in bits.
 
-    The KL divergence from q(x_k-1 | x_k, x_0) to the network's law, whose mean comes from its
-    `estimate` of x_0; at step 0 the likelihood of the data under the network's law.
+    The KL divergence from q(x_k-1 | x_k, x_0) to the network's distribution, whose mean follows
+    from its `estimate` of x_0. At step 0 it is the negative log-likelihood of the data.
     """
     mean = tables.posterior_mean(estimate, noisy, step)
     divergence = gaussian_kl(
@@ -45,7 +45,7 @@ def gaussian_kl(
     mean_q: Float[Tensor, "*s"],
     log_variance_q: Float[Tensor, "*#s"],
 ) -> Float[Tensor, "*s"]:
-    """KL(p || q) of two normal laws, in nats."""
+    """KL(p || q) of two normal distributions, in nats."""
     gap = log_variance_p - log_variance_q
     distance = (mean_p - mean_q).square() * torch.exp(-log_variance_q)
     return 0.5 * (torch.exp(gap) - gap - 1 + distance)
@@ -54,10 +54,10 @@ def gaussian_kl(
 def log_likelihood(
     x: Float[Tensor, "*s"], mean: Float[Tensor, "*s"], log_variance: Float[Tensor, "*s"]
 ) -> Float[Tensor, "*s"]:
-    """Log probability of the 8-bit bin around x under a normal law (arXiv:2006.11239 eq. 13).
+    """Log probability of the 8-bit bin around x under a normal (arXiv:2006.11239 eq. 13).
 
-    The outermost bins reach to infinity. Latents are no 8-bit pictures, but the original DiT
-    trains with this term as it is.
+    The outermost bins reach to infinity. Latents are not 8-bit, but the original DiT trains with
+    this term too.
     """
     precision = torch.exp(-0.5 * log_variance)
     below_upper_edge = normal_cdf(precision * (x - mean + HALF_BIN))
@@ -68,5 +68,5 @@ def log_likelihood(
 
 
 def normal_cdf(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """The tanh approximation of the standard normal's distribution function, within 3e-4."""
+    """The standard normal CDF by its tanh approximation, within 3e-4."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,8 +1,8 @@
 """Discrete diffusion as the original DiT trains it (arXiv:2006.11239, arXiv:2102.09672).
 
-The network predicts the noise (or x_0, or v) and, behind it, where the variance of the reverse step
-lies between its two bounds. The loss is the squared error of the first plus the variational bound
-of the second, in which the prediction itself is frozen.
+The network predicts the noise (or x_0, or v) and how to interpolate the variance of the reverse
+step between its two bounds. The loss is the squared error of the prediction plus the variational
+bound, which trains the variance only.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class DDPM(DiffusionConfig):
     token_targets = ("clean", "noise")
 
     schedule: ScheduleName = "linear"
-    """linear, or cosine."""
+    """Noise schedule (arXiv:2006.11239 sec. 4, arXiv:2102.09672 eq. 17)."""
     steps: Annotated[int, Bound(least=25, most=100_000)] = 1000
-    """Steps of the diffusion, T; above 20, as the last beta of the linear schedule is 20 / T."""
+    """Diffusion steps T. The last beta of the linear schedule, 20 / T, must be below 1."""
     prediction: Literal["eps", "v", "x"] = "eps"
     """What the network predicts: the noise, v = signal noise - sigma x_0 (arXiv:2202.00512
     app. D), or x_0."""
     learn_sigma: bool = True
     """Learn the variance of the reverse step with the variational bound (arXiv:2102.09672)."""
     min_snr_gamma: PositiveFloat | None = None
-    """Weight the squared error of x_0 by min(SNR, this), of eps and v accordingly
-    (arXiv:2303.09556 sec. 3.4; 5 is usual). Unset: no weight."""
+    """Min-SNR-gamma weighting of the squared error (arXiv:2303.09556 sec. 3.4); usually 5. Unset:
+    no weighting."""
     label_dropout: Fraction = 0.1
-    """Share of samples trained without their label, for classifier-free guidance."""
+    """Fraction of samples trained without their label, for classifier-free guidance."""
 
     @property
     def last_timestep(self) -> int:
@@ -60,19 +60,19 @@ class DDPM(DiffusionConfig):
 
     @property
     def most_sampling_steps(self) -> int:
-        """Each step back once."""
+        """All T steps."""
         return self.steps
 
     def output_channels(self, channels: int) -> int:
-        """The prediction, and behind it the variance if it is learned."""
+        """The prediction's channels, then those of a learned variance."""
         return 2 * channels if self.learn_sigma else channels
 
     def tables(self, device: torch.device) -> Tables:
-        """What follows from the noise schedule, on a device."""
+        """The tables of the noise schedule, on a device."""
         return noise_schedule.named(self.schedule, self.steps).tables(device)
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
-        """Draw a whole step of the diffusion for every sample."""
+        """Draw an integer step for every sample."""
         return (rng.uniform("t") * self.steps).floor()
 
     def corrupt(
@@ -82,7 +82,7 @@ class DDPM(DiffusionConfig):
         noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
     ) -> Corrupted:
-        """Inputs and targets for given draws; a timestep is a whole step of the diffusion."""
+        """Inputs and targets for a given noise and timestep (an integer step)."""
         step, tables = timestep.long(), self.tables(clean.tokens.device)
         signal = per_sample(tables.signal, step, noise)
         noisy = signal * clean.tokens + per_sample(tables.sigma, step, noise) * noise
@@ -98,24 +98,24 @@ class DDPM(DiffusionConfig):
     def loss(
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
-        """Squared error and, for a learned variance, the variational bound in bits."""
+        """Squared error, plus the variational bound in bits if the variance is learned."""
         return torch.stack(tuple(self.terms(prediction, targets).values())).sum(0)
 
     def terms(
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
-        """The parts of the loss, "mse" and "vb", each a mean over the values of a token."""
+        """The terms of the loss, "mse" and "vb", each a mean over the elements of a token."""
         clean, noise, step = targets["clean"], targets["noise"], targets["step"]
         tables = self.tables(clean.device)
         signal, sigma = (per_sample(t, step, clean) for t in (tables.signal, tables.sigma))
-        # fp32: squares of bf16 differences lose the digits that tell two runs apart.
+        # fp32: bf16 squares lose the digits in which two runs differ.
         values, spread = self.split(at_least_fp32(prediction), clean.shape[-1])
         target = {"eps": noise, "x": clean, "v": signal * noise - sigma * clean}[self.prediction]
         mse = (values - target).square().mean((2, 3)) * self.weight(tables.snr[step])[:, None]
         if not self.learn_sigma:
             return {"mse": mse}
         noisy = signal * clean + sigma * noise
-        # Frozen: the bound teaches the variance alone (arXiv:2102.09672 sec. 3.1).
+        # Detached: the bound trains the variance only (arXiv:2102.09672 sec. 3.1).
         estimate = self.clean(values.detach(), noisy, step, tables)
         bits = bits_per_value(
             clean, noisy, step, estimate, self.log_variance(spread, step, tables), tables
@@ -125,14 +125,14 @@ class DDPM(DiffusionConfig):
     def split(
         self, prediction: Float[Tensor, "b n d"], channels: int
     ) -> tuple[Float[Tensor, "b n p c"], Float[Tensor, "b n p _"]]:
-        """A prediction's first `channels` of every latent pixel, and those of the variance."""
+        """Split a prediction into its `channels` per latent pixel and those of the variance."""
         pixels = by_channel(prediction, self.output_channels(channels))
         return pixels[..., :channels], pixels[..., channels:]
 
     def weight(self, snr: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """min(SNR, gamma) for x_0, that over SNR for eps and over SNR + 1 for v.
+        """Min-SNR weight: min(SNR, gamma) for x_0, over SNR for eps, over SNR + 1 for v.
 
-        All three weight the error of x_0 alike (arXiv:2303.09556 sec. 3.4).
+        All three give the error of x_0 the same weight (arXiv:2303.09556 sec. 3.4).
         """
         if self.min_snr_gamma is None:
             return torch.ones_like(snr)
@@ -146,7 +146,7 @@ class DDPM(DiffusionConfig):
         step: Int64[Tensor, " b"],
         tables: Tables,
     ) -> Float[Tensor, "b n p c"]:
-        """The x_0 that a prediction stands for."""
+        """Convert a prediction to x_0."""
         signal, sigma = (per_sample(t, step, noisy) for t in (tables.signal, tables.sigma))
         if self.prediction == "eps":
             return (noisy - sigma * values) / signal
@@ -155,22 +155,22 @@ class DDPM(DiffusionConfig):
     def log_variance(
         self, spread: Float[Tensor, "b n p _"], step: Int64[Tensor, " b"], tables: Tables
     ) -> Float[Tensor, "b n p _"]:
-        """-1 is the variance of the posterior, 1 is beta, between them the logs are mixed.
+        """Interpolate the log variance: -1 is the posterior's, 1 is beta (arXiv:2102.09672 eq. 15).
 
-        arXiv:2102.09672 eq. 15. Without a learned variance it is beta.
+        Without a learned variance it is beta.
         """
         most = per_sample(tables.log_beta, step, spread)
         least = per_sample(tables.posterior_log_variance, step, spread)
         return least + (spread + 1) / 2 * (most - least)
 
     def process(self, predict: Predict, channels: int) -> Reverse:
-        """What the samplers of discrete diffusion are given."""
+        """Wrap the network for the samplers of discrete diffusion."""
         return Reverse(self, predict, channels)
 
 
 @dataclass(frozen=True)
 class Reverse:
-    """A network trained by `DDPM`, as samplers use it: `noise_schedule.Denoiser`."""
+    """The reverse process of a network trained by `DDPM`: a `noise_schedule.Denoiser`."""
 
     objective: DDPM
     predict: Predict
@@ -178,7 +178,7 @@ class Reverse:
 
     @property
     def schedule(self) -> NoiseSchedule:
-        """What the network was trained with."""
+        """The noise schedule of training."""
         return noise_schedule.named(self.objective.schedule, self.objective.steps)
 
     def __call__(
@@ -196,5 +196,5 @@ class Reverse:
 
 
 def by_channel(tokens: Float[Tensor, "b n d"], channels: int) -> Float[Tensor, "b n p c"]:
-    """Tokens with their channels apart: a token holds (p, p, c), the channel fastest."""
+    """Unflatten tokens into pixels and channels; a token holds (p, p, c), channel fastest."""
     return tokens.reshape(*tokens.shape[:-1], -1, channels)

@@ -1,4 +1,4 @@
-"""Samples from a trained network: noise, guidance and a sampler put together."""
+"""Draw samples from a trained network: initial noise, guidance and a sampler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.rng import SampleRNG
 
-# The samplers of each kind of diffusion; the first one is what "auto" takes.
+# The samplers of each kind of diffusion; "auto" takes the first.
 SAMPLERS = {
     "ddpm": {
         "ddim": "titan_dit.diffusion.samplers.discrete:ddim",
@@ -34,26 +34,26 @@ SAMPLERS = {
 
 @runtime_checkable
 class Drawing(Protocol):
-    """How to draw, as [sampling] and the flags of `sample` say it."""
+    """Sampler settings: those of [sampling] and of the flags of `sample`."""
 
     @property
     def sampler(self) -> str:
-        """Its name, "auto", or "package.module:function"."""
+        """Sampler name, "auto", or "package.module:function"."""
         ...
 
     @property
     def steps(self) -> int:
-        """Steps of the sampler."""
+        """Number of sampling steps."""
         ...
 
     @property
     def cfg_channels(self) -> int | None:
-        """Guide the first channels only; None all."""
+        """Guide only the first `cfg_channels` channels; None guides all."""
         ...
 
 
 def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sampler") -> Sampler:
-    """The sampler called `name` ("auto" chooses) for networks that learned a path."""
+    """The sampler `name` of a path ("auto": its first); UserError if it does not fit."""
     table = SAMPLERS.get(path.name, {})
     if name not in table and any(name in others for others in SAMPLERS.values()):
         raise UserError(
@@ -62,27 +62,27 @@ def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sample
         )
     if name == "auto" and not table:
         raise UserError(
-            f'{where}="auto": [objective] name={show(path.name)} has no samplers of its own. Give '
-            'one: "package.module:function".'
+            f'{where}="auto": [objective] name={show(path.name)} has no default sampler. Set one: '
+            '"package.module:function".'
         )
     found: Sampler = look_up(table, where, next(iter(table)) if name == "auto" else name)
     return found
 
 
 def spread_labels(num: int, classes: list[int]) -> Int64[Tensor, " num"]:
-    """`num` labels that go through `classes` in order, in shares that differ by one at most."""
+    """`num` labels, spread evenly over `classes` in their order."""
     index = torch.arange(num) * len(classes) // num
     return torch.tensor(classes)[index]
 
 
 def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
-    """Labels for a small grid: at most ten classes, so that each is seen several times."""
+    """Labels for a small grid: at most ten classes, so that each has several samples."""
     shown = max(1, min(10, num_classes, num // 4))
     return spread_labels(num, list(range(shown)))
 
 
 def check(path: ProbabilityPath, model: LatentModel, drawing: Drawing, where: str) -> None:
-    """Refuse what no sample can be drawn with; `where` is how keys are written, "[sampling] {}"."""
+    """Raise UserError on settings that cannot work; `where` formats a key, "[sampling] {}"."""
     sampler_of(path, drawing.sampler, where.format("sampler"))
     most, channels = path.most_sampling_steps, model.sample_shape[0]
     if most is not None and drawing.steps > most:
@@ -113,11 +113,11 @@ def generate(
     cfg_channels: int | None = None,
     noise: Float[Tensor, "b n d"] | None = None,
 ) -> Float[Tensor, "b n d"]:
-    """Tokens of one sample per label.
+    """Draw one sample per label, as tokens.
 
-    The noise of sample number i depends on (seed, i) alone: neither the batch it is drawn in nor
-    the number of ranks changes a sample. `cfg_channels` guides the first channels only; None all.
-    `noise` is where to start from in place of the seed's.
+    The noise of sample i depends on (seed, i) only, not on the batch or the number of ranks.
+    `cfg_channels`: number of leading channels to guide; None guides all. `noise`: initial noise
+    instead of the seed's.
     """
     rng, static = SampleRNG(seed, numbers), model.static(labels.device)
     channels, (_, values) = model.sample_shape[0], model.token_shape
@@ -148,7 +148,7 @@ def preview(
     seed: int,
     share: DataShare,
 ) -> Preview:
-    """What [sampling] asks for, as one picture; each data rank draws its share, all have all."""
+    """Draw the samples of [sampling] as one picture; data ranks draw shares, then all-gather."""
     rows, device = -(-sampling.num // share.num_ranks), share.device
     numbers = torch.arange(rows * share.num_ranks, device=device)
     labels = preview_labels(sampling.num, model.num_classes).to(device)
@@ -157,7 +157,7 @@ def preview(
         forward,
         path,
         model,
-        labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: rows to be cut off.
+        labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: padding, cut off below.
         mine,
         seed=seed,
         sampler=sampler_of(path, sampling.sampler),
@@ -170,7 +170,7 @@ def preview(
     samples = facts.to_stored_units(latents)
 
     def write(file: pathlib.Path) -> None:
-        # Not before: the benchmarks train on machines without Pillow.
+        # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.diffusion import pictures
 
         pictures.draw_grid(file, samples, labels.tolist(), facts.value_range)

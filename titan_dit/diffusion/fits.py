@@ -1,4 +1,4 @@
-"""Whether a model, a dataset and a kind of diffusion fit each other."""
+"""Checks that a model, a dataset and a diffusion objective fit each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_dit.models.base import ModelConfig
 
 
 def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
-    """The model, if it is one of latents; UserError that names what it lacks."""
+    """Return the model as a `LatentModel`; UserError names missing members."""
     if isinstance(model, LatentModel):
         return model
     raise UserError(
@@ -21,27 +21,27 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
 
 
 def as_path(section: object, objective: str) -> ProbabilityPath:
-    """The [objective] section, if it is a path; UserError that names what it lacks."""
+    """Return the [objective] section as a path; UserError names missing members."""
     if isinstance(section, ProbabilityPath):
         return section
     raise UserError(
-        f"[objective] name={show(objective)} is a diffusion without "
-        f"{lacking(section, ProbabilityPath)} "
-        "(titan_dit/diffusion/base.py: ProbabilityPath). Add them."
+        f"[objective] name={show(objective)} derives from DiffusionConfig, but has no "
+        f"{lacking(section, ProbabilityPath)}. Add them "
+        "(titan_dit/diffusion/base.py: ProbabilityPath)."
     )
 
 
 def lacking(thing: object, protocol: type) -> str:
-    """The members of a protocol that something does not have."""
+    """The missing members of a protocol, comma-separated."""
     wanted = [name for name in vars(protocol) if not name.startswith("_")]
     wanted += [name for name in protocol.__annotations__ if name not in wanted]
     return ", ".join(name for name in wanted if not hasattr(thing, name))
 
 
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
-    """Refuse a dataset whose samples or labels are not those of the model.
+    """Raise UserError if samples or labels of a dataset do not fit the model.
 
-    Twice the model's channels are a mean and a std of each.
+    Twice the model's channels are accepted: a mean and a std per channel.
     """
     if not isinstance(facts, LatentFacts):
         raise UserError(
@@ -63,7 +63,7 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
         if num_classes > facts.num_classes:
             names = " --classes FILE" if facts.class_names else ""
             fix += (
-                " If the data is a part of a larger set, pack it with "
+                " If the data is a subset of a larger dataset, pack it with "
                 f"`python -m titan_dit data pack --num-classes {num_classes}{names}`."
             )
         raise UserError(

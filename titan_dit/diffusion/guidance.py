@@ -15,10 +15,10 @@ Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]
 def scales(
     scale: float, guided: int, outputs: int, pixels: int, device: torch.device
 ) -> Float[Tensor, " d_out"]:
-    """The guidance of every entry of a token, (pixels, outputs) with the output fastest.
+    """Guidance scale of every element of a token, (pixels, outputs) with the output fastest.
 
-    The first `guided` outputs of a pixel are guided; the others, such as a learned variance, are
-    taken as predicted with the label.
+    Only the first `guided` outputs of a pixel are guided. The others, such as a learned variance,
+    have scale 1: the prediction with the label.
     """
     per_pixel = torch.ones(outputs, device=device)
     per_pixel[:guided] = scale
@@ -28,9 +28,9 @@ def scales(
 def guided(
     predict: Conditional, labels: Int64[Tensor, " b"], scale: Float[Tensor, " d_out"]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Guide by u + scale * (c - u), u without and c with the label, both in one forward pass.
+    """Guidance u + scale * (c - u), c with and u without the label, both in one forward pass.
 
-    A scale of 1 is the conditional prediction, at half the cost. Label -1 means no label.
+    With scale 1 only c is computed, at half the cost. Label -1 means no label.
     """
     if bool((scale == 1).all()):
         return lambda x, timestep: predict(x, timestep, labels)

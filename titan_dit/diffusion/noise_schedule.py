@@ -1,4 +1,4 @@
-"""The noise schedule of discrete diffusion and the Gaussian laws that follow from it.
+"""The noise schedule of discrete diffusion and the Gaussian distributions that it defines.
 
 x_k = signal_k x_0 + sigma_k noise for the steps k = 0 ... T - 1, with signal^2 = alpha_bar and
 signal^2 + sigma^2 = 1. Objectives train with it and samplers run it backwards. Equation numbers are
@@ -22,22 +22,22 @@ ScheduleName = Literal["linear", "cosine"]
 
 
 class Tables(NamedTuple):
-    """What follows from a schedule, one fp32 entry per step, on one device."""
+    """Tables of a noise schedule, one fp32 entry per step, on one device."""
 
     timestep: Float[Tensor, " T"]
-    """The network's timestep of each step: k itself, or k before respacing."""
+    """Timestep input of the network: k, or k before respacing."""
     signal: Float[Tensor, " T"]
     sigma: Float[Tensor, " T"]
     snr: Float[Tensor, " T"]
     """(signal / sigma)^2."""
     log_beta: Float[Tensor, " T"]
-    """Log of the variance of q(x_k | x_k-1): the upper end of the learned variance."""
+    """Log variance of q(x_k | x_k-1): the upper bound of the learned variance."""
     posterior_from_clean: Float[Tensor, " T"]
     """Factor of x_0 in the mean of q(x_k-1 | x_k, x_0) (eq. 7)."""
     posterior_from_noisy: Float[Tensor, " T"]
     """Factor of x_k in that mean."""
     posterior_log_variance: Float[Tensor, " T"]
-    """Log of that law's variance; at step 0, where it is 0, the value of step 1."""
+    """Log variance of that posterior; at step 0, where the variance is 0, the value of step 1."""
 
     def posterior_mean(
         self,
@@ -55,34 +55,33 @@ class NoiseSchedule:
     """The noise levels of T steps, in fp64 on the host."""
 
     alpha_bar: tuple[float, ...]
-    """Share of the data's variance in x_k: the product of 1 - beta up to step k (eq. 4)."""
+    """Fraction of the data's variance in x_k: the product of 1 - beta up to step k (eq. 4)."""
     timesteps: tuple[int, ...]
-    """The network's timestep of each step."""
+    """Timestep input of the network at each step."""
 
     def __len__(self) -> int:
         """Number of steps."""
         return len(self.timesteps)
 
     def respaced(self, steps: Sequence[int]) -> NoiseSchedule:
-        """The schedule of the chosen steps alone: the same alpha_bar at each of them."""
+        """The noise schedule of a subset of steps, with the same alpha_bar at each."""
         return NoiseSchedule(
             tuple(self.alpha_bar[k] for k in steps), tuple(self.timesteps[k] for k in steps)
         )
 
     def tables(self, device: torch.device) -> Tables:
-        """The tables on a device: one small copy, which waits for nothing."""
+        """The tables on a device: one small non-blocking copy."""
         return Tables(*torch.from_numpy(self._rows).to(device, non_blocking=True).unbind())
 
     @cached_property
     def _rows(self) -> np.ndarray:
-        # An array, not a tensor: a tensor would belong to the mode (fake, meta) that it was first
-        # asked for in.
+        # numpy, not torch: a cached tensor would keep the mode (fake, meta) of the first call.
         alpha_bar = np.array(self.alpha_bar)
         before = np.concatenate(([1.0], alpha_bar[:-1]))
         alpha = alpha_bar / before
         beta = 1 - alpha
         variance = beta * (1 - before) / (1 - alpha_bar)
-        # The last step back adds no noise; its variance is 0, but its log is asked for.
+        # The last reverse step has variance 0; its log must be finite.
         variance[0] = variance[1] if len(variance) > 1 else beta[0]
         rows = {
             "timestep": np.array(self.timesteps, dtype=np.float64),
@@ -100,7 +99,7 @@ class NoiseSchedule:
 def per_sample(
     table: Float[Tensor, " T"], step: Int64[Tensor, " b"], like: Float[Tensor, "b ..."]
 ) -> Float[Tensor, "b ..."]:
-    """Each sample's entry of a table, in a shape that multiplies `like`."""
+    """Each sample's entry of a table, shaped to broadcast against `like`."""
     return table[step].view(-1, *[1] * (like.ndim - 1))
 
 
@@ -108,7 +107,7 @@ def per_sample(
 def named(name: ScheduleName, steps: int) -> NoiseSchedule:
     """The linear (arXiv:2006.11239 sec. 4) or the cosine schedule (arXiv:2102.09672 eq. 17)."""
     if name == "linear":
-        # Ends for 1000 steps; another number of them covers the same range of noise.
+        # The endpoints are for 1000 steps; scaling keeps the noise range for other counts.
         scale = 1000 / steps
         beta = np.linspace(scale * 1e-4, scale * 0.02, steps)
     else:
@@ -119,21 +118,21 @@ def named(name: ScheduleName, steps: int) -> NoiseSchedule:
 
 
 class Denoised(NamedTuple):
-    """What a network says of x_k."""
+    """A network's output at x_k."""
 
     clean: Float[Tensor, "b n d"]
-    """Its estimate of x_0."""
+    """Estimate of x_0."""
     log_variance: Float[Tensor, "b n d"]
-    """Log of the variance of its law of x_k-1."""
+    """Log variance of the predicted distribution of x_k-1."""
 
 
 @runtime_checkable
 class Denoiser(Protocol):
-    """What an objective of discrete diffusion makes of a network, and its samplers are given."""
+    """A network as the samplers of discrete diffusion call it."""
 
     @property
     def schedule(self) -> NoiseSchedule:
-        """What the network was trained with."""
+        """The noise schedule of training."""
         ...
 
     def __call__(self, x: Tensor, step: Int64[Tensor, " b"], tables: Tables) -> Denoised:

@@ -1,4 +1,4 @@
-"""Diffusion as an objective: stored latents to what a path corrupts, and pictures of samples."""
+"""The diffusion objective: stored latents to noisy tokens, validation and previews."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from titan_dit.objectives.base import (
 from titan_dit.rng import SampleRNG
 
 VALIDATION_BINS = 8
-"""Validation takes the loss at the middle of so many equal parts of the range of timesteps."""
+"""Equal bins of the timestep range; validation evaluates the loss at the middle of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(ObjectiveConfig):
-    """What the sections of all kinds of diffusion have; each of them is a `ProbabilityPath`."""
+    """Base class of the diffusion sections; each subclass is a `ProbabilityPath`."""
 
     previews = True
 
@@ -45,12 +45,12 @@ class DiffusionConfig(ObjectiveConfig):
         return as_path(self, self.name)
 
     def model_spec(self, model: ModelConfig) -> ModelSpec:
-        """The network with the output channels that the path wants."""
+        """The model's spec with the output channels of the path."""
         latent = as_latent_model(model, self.name)
         return latent.spec(self.path.output_channels(latent.sample_shape[0]))
 
     def facts(self, values: Mapping[str, Any]) -> LatentFacts:
-        """Those of labelled latents."""
+        """Facts of labelled latents, from a checkpoint's record."""
         return LatentFacts.from_json(values)
 
     def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
@@ -61,18 +61,18 @@ class DiffusionConfig(ObjectiveConfig):
         return facts, facts.fields(torch.float32)
 
     def build(self, model: ModelConfig, facts: DataFacts) -> Diffusion:
-        """Refuses data that are not the model's."""
+        """Build the objective; UserError if the data do not fit the model."""
         latent = as_latent_model(model, self.name)
         return Diffusion(self.path, latent, check_data(facts, latent, self.name))
 
     def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
-        """Steps, channels and the sampler itself."""
+        """Check the sampler, its steps and the guided channels."""
         drawing.check(self.path, as_latent_model(model, self.name), sampling, "[sampling] {}")
 
 
 @dataclass(frozen=True)
 class Diffusion(Objective):
-    """A path, the model that learns it, and the latents that it is learned from."""
+    """Trains a model of latents along a path."""
 
     takes = ("latent", "label")
 
@@ -82,11 +82,11 @@ class Diffusion(Objective):
     made: dict[torch.device, dict[str, Tensor]] = dataclasses.field(
         default_factory=dict, repr=False
     )
-    """The model's static inputs, which are the same in every step."""
+    """Cache of the model's static inputs, which are equal in every step."""
 
     @property
     def token_targets(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the path."""
+        """The token targets of the path."""
         return self.path.token_targets
 
     def clean(self, fields: Fields, rng: SampleRNG) -> Clean:
@@ -111,7 +111,7 @@ class Diffusion(Objective):
         noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
     ) -> Prepared:
-        """With given draws."""
+        """Prepare a batch with given timestep, noise and labels."""
         corrupted = self.path.corrupt(clean, timestep, noise, labels)
         return Prepared(
             inputs=corrupted.inputs,
@@ -140,16 +140,16 @@ class Diffusion(Objective):
         return self.path.terms(predictions["prediction"], targets)
 
     def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
-        """The timestep, in the network's unit, and the label where it was read."""
+        """The timestep in the network's unit and, if fields were read, the label."""
         labels = {"label": fields["label"]} if fields else {}
         return {**labels, "timestep": self.path.timesteps_of(rng)}
 
     def inspect(self, fields: Fields) -> None:
-        """No std may be below 0."""
+        """Refuse a std below 0."""
         check_std(fields["latent"], self.data, self.model.sample_shape[0])
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
-        """Every sample, with its label, at the middle timestep of every bin."""
+        """The batch, without label dropout, at the middle timestep of every bin."""
         clean, found = self.clean(batch.fields, rng), {}
         noise = rng.normal("noise", tuple(clean.tokens.shape[1:]))
         width = (self.path.last_timestep + 1) / VALIDATION_BINS
@@ -160,7 +160,7 @@ class Diffusion(Objective):
         return found
 
     def hints(self, source: Source) -> Sequence[str]:
-        """Latents of an unusual size."""
+        """Warn about latents of an unusual scale."""
         line = scale_hint(source, self.data, self.model.sample_shape[0])
         return () if line is None else (line,)
 
@@ -173,17 +173,17 @@ class Diffusion(Objective):
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
     ) -> Preview:
-        """Samples of every class, one picture of all."""
+        """One picture with samples of up to ten classes."""
         return drawing.preview(forward, self.path, self.model, self.data, sampling, seed, share)
 
 
 def to_model_units(
     stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: int, rng: SampleRNG
 ) -> Float[Tensor, "b c h w"]:
-    """(stored - shift) * scale in fp32; of a mean and a std, a latent is drawn first.
+    """(stored - shift) * scale in fp32; with a stored mean and std, the latent is drawn first.
 
-    The draw belongs to the sample number, as all noise does: a fresh one in every epoch, the same
-    on every layout. Scaled after it is drawn, so that the std is scaled as the mean is.
+    The draw depends on the sample number: new in every epoch, equal on every layout. Scaling
+    follows the draw, so that it applies to the std too.
     """
     latents = stored.float()
     if is_mean_and_std(facts, channels):
@@ -195,24 +195,24 @@ def to_model_units(
 
 
 def is_mean_and_std(facts: LatentFacts, channels: int) -> bool:
-    """Whether a sample holds a mean and a std for each of the model's channels."""
+    """True if a sample stores a mean and a std for each of the model's channels."""
     return facts.shape[0] == 2 * channels
 
 
 def check_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: int) -> None:
-    """Refuse a std below 0. On the CPU, where looking at values waits for no device."""
+    """Raise UserError on a std below 0. Call it on CPU tensors: it reads values."""
     if is_mean_and_std(facts, channels) and stored[:, channels:].min() < 0:
         raise UserError(
-            f"[data] holds {2 * channels} channels where [model] has channels={channels}: a mean "
-            "and a std of each. But there is a std below 0: are these a mean and a log variance? "
-            f"Store exp(0.5 * logvar), or set [model] channels = {2 * channels}."
+            f"[data] holds {2 * channels} channels and [model] channels={channels}: they are read "
+            "as mean and std, but a std is below 0. If they are mean and log variance, store "
+            f"exp(0.5 * logvar); otherwise set [model] channels = {2 * channels}."
         )
 
 
 def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64) -> str | None:
-    """A line for the user if what the model will see is far from a std of 1, else None.
+    """A console warning if the std of the model's inputs is far from 1, else None.
 
-    Noise has a std of 1: data of another size is hidden by it too late or too early.
+    Noise has std 1: for data of another scale the noise levels are too low or too high.
     """
     num = min(num, len(source))
     stored = source.read([i * len(source) // num for i in range(num)])["latent"]
@@ -223,6 +223,6 @@ def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64)
         return None
     cause = "is it missing?" if std > 1 else "are the latents scaled twice?"
     return (
-        f"hint    {num} samples have a std of {std:.2g} where the model sees them, with [data] "
-        f"scale={facts.scale:g} (Stable Diffusion's is 0.18215): {cause}"
+        f"hint    after [data] scale={facts.scale:g}, {num} latents have std {std:.2g} instead of "
+        f"about 1 (Stable Diffusion: scale 0.18215): {cause}"
     )

@@ -16,9 +16,9 @@ INK = "#222222"
 def to_pixels(
     samples: Float[Tensor, "n c h w"], value_range: tuple[float, float] | None
 ) -> UInt8[Tensor, "n h w 3"]:
-    """Samples as RGB: one channel as grey, more by their first three.
+    """Samples as RGB: grey below three channels, else the first three.
 
-    Without a range of values (latents) each channel is stretched from its lowest to its highest.
+    Without a `value_range` (latents) each channel is stretched to its own minimum and maximum.
     """
     shown = samples[:, : 3 if samples.shape[1] >= 3 else 1].float()
     if value_range is None:
@@ -36,7 +36,7 @@ def draw_grid(
     value_range: tuple[float, float] | None,
     max_columns: int = 20,
 ) -> None:
-    """One row (or more) per label, the label in front, each sample enlarged to be seen."""
+    """Draw a grid of enlarged samples: one or more rows per label, the label on the left."""
     pixels = to_pixels(samples, value_range)
     zoom = max(1, 48 // pixels.shape[1])
     cell_h, cell_w, margin = pixels.shape[1] * zoom + 2, pixels.shape[2] * zoom + 2, 44

@@ -38,7 +38,7 @@ class RectifiedFlow(DiffusionConfig):
     shift: PositiveFloat = 1.0
     """t -> shift t / (1 + (shift - 1) t): above 1, more noise (arXiv:2403.03206 eq. 23)."""
     label_dropout: Fraction = 0.1
-    """Share of samples trained without their label, for classifier-free guidance."""
+    """Fraction of samples trained without their label, for classifier-free guidance."""
 
     def output_channels(self, channels: int) -> int:
         """A velocity for every channel."""
@@ -63,7 +63,7 @@ class RectifiedFlow(DiffusionConfig):
         noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
     ) -> Corrupted:
-        """Inputs and targets for given draws."""
+        """Inputs and targets for a given noise and timestep."""
         t = (timestep / TIMESTEPS)[:, None, None]
         return Corrupted(
             inputs={
@@ -78,15 +78,15 @@ class RectifiedFlow(DiffusionConfig):
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
         """Squared error of the velocity, mean over channels."""
-        # fp32: squares of bf16 differences lose the digits that tell two runs apart.
+        # fp32: bf16 squares lose the digits in which two runs differ.
         return (at_least_fp32(prediction) - targets["velocity"]).square().mean(-1)
 
     def terms(
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
-        """The loss has one part."""
+        """The single term of the loss."""
         return {"mse": self.loss(prediction, targets)}
 
     def process(self, predict: Predict, channels: int) -> Predict:
-        """The velocity at (x, t), which is what the solvers of `samplers.ode` are given."""
+        """The velocity at (x, t), for the solvers of `samplers.ode`."""
         return lambda x, t: predict(x, t * TIMESTEPS)

@@ -1,1 +1,1 @@
-"""Executors: a batch to a loss with gradients, whatever the layout."""
+"""Executors: forward and backward of a batch, on any layout."""

@@ -1,4 +1,4 @@
-"""What the trainer asks of an executor, pipelined or not."""
+"""The interface of an executor, pipelined or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_dit.models.base import ModelSpec, Stream
 from titan_dit.objectives.base import Prepared
 
 Output: TypeAlias = Tensor | Stream
-"""What a model's head gives: a prediction, or several."""
+"""The output of a model's head: one prediction, or several."""
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 TokenLoss: TypeAlias = Callable[[Output, Mapping[str, Tensor]], Tensor]
 """(output of the head, targets) -> loss per token [b, n]: `Objective.loss`."""
@@ -24,12 +24,12 @@ TokenLoss: TypeAlias = Callable[[Output, Mapping[str, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Shapes:
-    """What one microbatch looks like between stages: tensors on the meta device."""
+    """The tensors of one microbatch between pipeline stages, on the meta device."""
 
     first_input: str
-    """The name of `given`; torch hands the other inputs on by name."""
+    """The name of `given`; torch passes the other inputs by keyword."""
     given: Tensor
-    """What the first stage is given."""
+    """The positional input of the first stage."""
     stream: tuple[Tensor, ...]
     predictions: tuple[Tensor, ...]
     losses: Tensor
@@ -37,7 +37,7 @@ class Shapes:
 
 
 def nothing_to_add(value: Tensor) -> Tensor:
-    """The sum over one data-parallel rank."""
+    """The sum over a single data-parallel rank."""
     return value
 
 
@@ -46,21 +46,21 @@ def by_name(
     names: tuple[str, ...],
     tokens: int,
 ) -> TokenLoss:
-    """An objective's loss, of predictions that have these names, for so many tokens a sample."""
+    """Adapt an objective's loss to a head's output; checks their shapes and the names."""
 
     def named(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
         several = (output,) if isinstance(output, Tensor) else output
         if len(several) != len(names):
             raise UserError(
-                f"[model] head gives {len(several)} predictions, but the spec names "
+                f"[model] head returns {len(several)} predictions, but the spec names "
                 f"{', '.join(names)}."
             )
         per_token = loss(dict(zip(names, several, strict=True)), targets)
         wanted = several[0].shape[0], tokens
-        # Of another shape it would be broadcast against the weights, and train on something else.
+        # Another shape would broadcast against the weights: a wrong loss without an error.
         if per_token.shape != wanted:
             raise UserError(
-                f"[objective] loss gives {list(per_token.shape)}; it must give one value per "
+                f"[objective] loss returns {list(per_token.shape)}; it must return one value per "
                 f"token, {list(wanted)}."
             )
         return per_token
@@ -72,29 +72,28 @@ class Executor(ABC):
     """Runs a rank's share of a batch through the model, in microbatches."""
 
     spec: ModelSpec | None = None
-    """What the batches are held against; None: nothing."""
+    """Batches are checked against it; None for no check."""
 
     sum_over_data: Callable[[Tensor], Tensor] = staticmethod(nothing_to_add)
-    """A value of this data-parallel rank to the sum over all of them."""
+    """Sum a value over the data-parallel ranks."""
 
     def step(self, prepared: Prepared) -> Tensor:
-        """Forward and backward over the rank's whole share; gradients stay on the parameters.
+        """Forward and backward over this rank's samples; gradients stay on the parameters.
 
-        Returns this rank's share of the loss, a scalar; the loss is their sum over all ranks that
-        hold different samples, different tokens of a sample, or different stages.
+        Returns this rank's share of the loss, a scalar. The loss is the sum of the shares over the
+        dp, cp and pp axes.
         """
         if self.spec is not None:
             check_names(prepared, self.spec)
         if prepared.total_tokens is None:
-            # A tensor, not a number: reading it would wait for the device. In fp64: fp32 loses
-            # ones beyond 16.7 million.
+            # A tensor: reading it would synchronise. In fp64: fp32 counts only to 16.7 million.
             total = self.sum_over_data(prepared.weight.sum(dtype=torch.float64))
             prepared = replace(prepared, total_tokens=total)
         return self.run(prepared)
 
     @abstractmethod
     def run(self, prepared: Prepared) -> Tensor:
-        """See `step`; the total of the weights is known."""
+        """See `step`; `total_tokens` is known."""
 
     @abstractmethod
     def predict(
@@ -103,40 +102,40 @@ class Executor(ABC):
         static: Mapping[str, Tensor],
         context: Mapping[str, Tensor] = NOTHING,
     ) -> Tensor:
-        """Forward only; the (first) prediction in fp32, on every rank that shares the rows.
+        """Forward only; the (first) prediction in fp32, on every rank that has the samples.
 
         `context`: as `Prepared.context`.
         """
 
     @abstractmethod
     def evaluate(self, prepared: Prepared) -> Tensor:
-        """Forward only; the loss per token [b, n], whole, on every rank that shares the rows.
+        """Forward only; the whole loss per token [b, n], on every rank that has the samples.
 
-        The same on every layout; weights are left to the caller.
+        Equal on every layout, and not weighted.
         """
 
 
 def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
-    """Refuse what a model does not take, or lacks; UserError with both lists."""
+    """Raise UserError if the prepared names are not those of the model's spec."""
     for kind in ("inputs", "context", "static"):
         given, taken = getattr(prepared, kind), getattr(model_spec, kind)
         if given.keys() != taken.keys():
             raise UserError(
                 f"[objective] prepares the {kind} {', '.join(given) or 'none'}, but [model] takes "
-                f"{', '.join(taken) or 'none'}. Name the same in `prepare` and in the model's spec."
+                f"{', '.join(taken) or 'none'}. Use the same names in `prepare` and in the spec."
             )
     if prepared.total_tokens is None and prepared.weight.ndim == 1:
         raise UserError(
-            "[objective] prepares total_tokens=None with a weight per sample: the weights of all "
-            "ranks can be added up per token only. Give weights of [b, n], or the total."
+            "[objective] prepares total_tokens=None with a weight per sample: only weights per "
+            "token can be summed over all ranks. Return weights of [b, n], or set total_tokens."
         )
 
 
 def share_of(per_token: Tensor, part: Prepared) -> Tensor:
-    """The share of the step's loss that some samples have."""
+    """The share of a microbatch in the step's loss."""
     assert part.total_tokens is not None
     total = part.total_tokens
-    # Not fp64: it would make the loss fp64.
+    # An fp64 divisor would make the loss fp64.
     divisor = total.to(per_token.dtype) if isinstance(total, Tensor) else total
     return (per_token * part.token_weight).sum() / divisor
 

@@ -1,4 +1,4 @@
-"""A model on the meta device to an executor: cut, spread over the mesh, given its weights."""
+"""Build an executor: cut a model into stages, parallelize them, initialise the weights."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from titan_dit.plan import RunPlan
 
 @dataclass(frozen=True)
 class Built:
-    """A network in place, ready to run."""
+    """A network that is ready to run."""
 
     executor: Executor
     parameters: dict[str, nn.Parameter]
-    """This rank's, under the names of the whole network."""
+    """This rank's parameters, under the names of the whole network."""
     num_parameters: int
-    """Of the whole network."""
+    """Parameters of the whole network."""
     flops_per_sample: int
-    """Of the whole network, forward and backward."""
+    """FLOPs of forward and backward of the whole network."""
     notes: Sequence[str]
-    """What a user had better know of how it was built."""
+    """Console lines about the build."""
 
 
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
-    """The part of the network that this rank holds, spread over the mesh, with initial weights."""
+    """Build this rank's part of the network, parallelized, with initial weights."""
     parts, count, flops = spread(plan, mesh)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
         initialize(part, part.initializers(), plan.seed, device)
     parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
-    if plan.num_stages - 1 in parts:  # Where the loss is taken.
+    if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
     notes = float8.account(parts.values(), plan.precision)
@@ -55,9 +55,9 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
 
 
 def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
-    """The stages of this rank on the meta device, spread over the mesh.
+    """This rank's stages on the meta device, parallelized.
 
-    Beside them the parameters and FLOPs of the whole network, as in `Built`.
+    Also returns the parameters and FLOPs of the whole network, as in `Built`.
     """
     last = plan.num_stages - 1
     parts: dict[int, Model] = {}
@@ -83,7 +83,7 @@ def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
 
 
 def check_model(model: Model, model_spec: ModelSpec) -> None:
-    """Refuse a model that is not what its spec says; UserError."""
+    """Raise UserError if a model contradicts its spec."""
     wanted = [str(layer) for layer in range(model_spec.num_layers)]
     blocks = getattr(model, "blocks", None)
     if not isinstance(model, Model) or not isinstance(blocks, nn.ModuleDict):
@@ -109,7 +109,7 @@ def check_model(model: Model, model_spec: ModelSpec) -> None:
 def place_modules(
     plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device
 ) -> dict[str, nn.Parameter]:
-    """The parameters of the objective's own modules, whole along tp and sharded as the model's."""
+    """The parameters of the objective's modules, replicated over tp, sharded like the model's."""
     modules = objective.modules()
     if modules is None:
         return {}
@@ -117,7 +117,7 @@ def place_modules(
         if mesh.sizes.tp > 1:
             tensor.replicate(module, mesh.axis("tp"))
         fsdp.shard_module(module, mesh.fsdp, plan.precision)
-    # Under one more name, so that they are nobody else's.
+    # A prefix, so that their names differ from the model's.
     holder = nn.ModuleDict({"objective": modules})
     tensors = itertools.chain(holder.named_parameters(), holder.named_buffers())
     initializers = {name: default_initializer(name, tensor) for name, tensor in tensors}
@@ -135,7 +135,7 @@ def executor_of(
     parts: dict[int, Model],
     device: torch.device,
 ) -> Executor:
-    """What runs the parts, on all tokens or on a slice of them."""
+    """The executor of the parts, on all tokens or on a cp rank's slice of them."""
     executor = whole_token_executor(
         plan,
         mesh,
@@ -153,7 +153,7 @@ def executor_of(
 def whole_token_executor(
     plan: RunPlan, mesh: Mesh, parts: dict[int, Model], loss: TokenLoss, device: torch.device
 ) -> Executor:
-    """A pipeline, or the one part as it is."""
+    """The pipelined executor, or the local one without pp."""
     if mesh.sizes.pp == 1:
         return LocalExecutor(parts[0], loss, plan.microbatch_size)
     return PipelinedExecutor(
@@ -170,7 +170,7 @@ def whole_token_executor(
 
 
 def shapes_of(plan: RunPlan) -> Shapes:
-    """What a microbatch looks like on this rank between stages."""
+    """The shapes of a microbatch between the stages of this rank."""
     model_spec, size = plan.spec, plan.microbatch_size
 
     def local(spec: TensorSpec) -> tuple[int, ...]:

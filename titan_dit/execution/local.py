@@ -30,8 +30,8 @@ class LocalExecutor(Executor):
             output = self.model(part.inputs, part.side_inputs)
             loss = share_of(self.loss(output, part.targets), part)
             total += loss.detach()
-            # A loss can overflow where its gradients do not. The factor 1 becomes NaN with it,
-            # so the gradient norm alone tells every rank that the step is bad.
+            # A loss can overflow while its gradients do not. The factor 1 then becomes NaN, so that
+            # the gradient norm alone shows a bad step to every rank.
             torch.autograd.backward(loss, 1 + 0 * loss.detach())
         return total
 
@@ -49,7 +49,7 @@ class LocalExecutor(Executor):
         for first in range(0, rows, size):
             part = {name: value[first : first + size] for name, value in inputs.items()}
             own = {name: value[first : first + size] for name, value in context.items()}
-            # A copy: what CUDA graphs give is overwritten by the next part.
+            # A copy: the next microbatch overwrites the outputs of CUDA graphs.
             output = first_of(self.model(part, {**static, **own}))
             parts.append(output.to(torch.float32, copy=True))
         fsdp.reshard(self.model)

@@ -26,7 +26,7 @@ from titan_dit.parallel import fsdp
 
 
 class PipelinedExecutor(Executor):
-    """The stages of this rank among those of the ranks along `mesh`."""
+    """Runs this rank's stages of the pipeline along `mesh`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PipelinedExecutor(Executor):
         return loss * (1 + 0 * loss.detach())
 
     def run(self, prepared: Prepared) -> Tensor:
-        """See `Executor.step`. Only the ranks of the last stage have a loss; the others have 0."""
+        """See `Executor.step`. Ranks without the last stage return 0."""
         self.prepared = list(prepared.microbatches(self.microbatch_size))
         return self.runtime.step_microbatches(
             [part.inputs for part in self.prepared], [part.side_inputs for part in self.prepared]
@@ -80,7 +80,7 @@ class PipelinedExecutor(Executor):
         static: Mapping[str, Tensor],
         context: Mapping[str, Tensor] = NOTHING,
     ) -> Tensor:
-        """See `Executor.predict`: microbatches follow each other through the stages."""
+        """See `Executor.predict`. Microbatches are pipelined through the stages."""
         rows = next(iter(inputs.values())).shape[0]
         microbatches = [{k: v[part] for k, v in inputs.items()} for part in self.filled(rows)]
         side_inputs = [
@@ -102,7 +102,7 @@ class PipelinedExecutor(Executor):
         return self.flow(inputs, side_inputs, losses_of, self.shapes.losses)[: prepared.num_samples]
 
     def filled(self, rows: int) -> tuple[Tensor, ...]:
-        """The rows of every microbatch; the last one is filled up to the size of all."""
+        """Sample indices of every microbatch; the last one is padded with the last sample."""
         size = self.microbatch_size
         index = torch.arange(-(-rows // size) * size, device=self.device).clamp(max=rows - 1)
         return torch.split(index, size)
@@ -114,9 +114,9 @@ class PipelinedExecutor(Executor):
         finish: Callable[[Output, int], Tensor],
         like: Tensor,
     ) -> Tensor:
-        """Forward only: what `finish` makes of every microbatch's output, on every rank.
+        """Forward only; `finish` of every microbatch's output, concatenated, on every rank.
 
-        `like`: one microbatch of it, on the meta device.
+        `like`: the result of one microbatch, on the meta device.
         """
         outputs: list[Tensor] = []
         streams: dict[tuple[int, int], tuple[Stream, list[dist.Work]]] = {}
@@ -143,24 +143,24 @@ class PipelinedExecutor(Executor):
         return self.share(outputs, len(inputs), like)
 
     def global_rank(self, stage: int) -> int:
-        """The rank, among all, that holds a stage of this pipeline."""
+        """The global rank of a stage of this pipeline."""
         return dist.get_global_rank(self.mesh.get_group(), self.stage_ranks[stage])
 
     def send(self, tensor: Tensor, stage: int) -> dist.Work:
-        """Begin to send to the rank of a stage."""
+        """Start sending to the rank of a stage."""
         work = dist.isend(tensor.contiguous(), self.global_rank(stage), self.mesh.get_group())
         assert work is not None
         return work
 
     def receive(self, stage: int) -> tuple[Stream, list[dist.Work]]:
-        """Begin to receive the stream that comes out of a stage on another rank."""
+        """Start receiving the output stream of a stage on another rank."""
         stream = tuple(torch.empty_like(t, device=self.device) for t in self.shapes.stream)
         source, group = self.global_rank(stage), self.mesh.get_group()
         works = [dist.irecv(tensor, source, group) for tensor in stream]
         return stream, [work for work in works if work is not None]
 
     def share(self, outputs: list[Tensor], count: int, like: Tensor) -> Tensor:
-        """What the last stage has, on every rank of the pipeline."""
+        """Broadcast the last stage's outputs to every rank of the pipeline."""
         shape = (count * like.shape[0], *like.shape[1:])
         whole = (
             torch.cat(outputs)
@@ -172,20 +172,19 @@ class PipelinedExecutor(Executor):
 
 
 def forward_order(stage_ranks: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
-    """(stage, microbatch), for all ranks: the order in which outputs are made, sent and received.
+    """The order of (stage, microbatch) in which all ranks compute, send and receive outputs.
 
-    NCCL runs the messages of two ranks one after another, whichever way they go. Each rank follows
-    this one order, so both ends of a pair have their messages in the same one and none waits for a
-    message that lies behind another's.
+    NCCL runs the messages between two ranks one after another, in both directions. One global order
+    makes both ranks post them in the same order, which prevents deadlocks.
     """
     num_ranks = len(set(stage_ranks))
     stages = range(len(stage_ranks))
     every = [(stage, number) for stage in stages for number in range(num_microbatches)]
-    # The first stage of every rank, then the second: all ranks are at work.
+    # The first stage of every rank, then the second: no rank is idle.
     return sorted(every, key=lambda item: (item[0] // num_ranks, item[1], item[0]))
 
 
 def wait_for(works: Iterable[dist.Work]) -> None:
-    """Wait for messages on their way."""
+    """Wait for messages in flight."""
     for work in works:
         work.wait()

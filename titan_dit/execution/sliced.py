@@ -18,7 +18,7 @@ from titan_dit.parallel.context import slice_tokens
 
 @dataclass(frozen=True)
 class TokenDims:
-    """Which dim counts tokens, for every tensor that has one, batch dim included."""
+    """The token dim of every tensor that has one, counting the batch dim."""
 
     inputs: Mapping[str, int]
     context: Mapping[str, int]
@@ -27,7 +27,7 @@ class TokenDims:
 
     @classmethod
     def of(cls, model_spec: ModelSpec, token_targets: tuple[str, ...]) -> TokenDims:
-        """Those of a model and an objective."""
+        """The token dims of a model and an objective."""
         return cls(
             inputs=dims_of(model_spec.inputs, batch=1),
             context=dims_of(model_spec.context, batch=1),
@@ -37,14 +37,14 @@ class TokenDims:
 
 
 def dims_of(specs: Mapping[str, TensorSpec], batch: int) -> dict[str, int]:
-    """The token dims of some tensors with so many dims before those of a sample."""
+    """The token dims of tensors with `batch` leading dims."""
     return {
         name: spec.token_dim + batch for name, spec in specs.items() if spec.token_dim is not None
     }
 
 
 class SlicedExecutor(Executor):
-    """Runs another executor on the tokens that this rank of `mesh` holds."""
+    """Runs another executor on the token slice of this rank of `mesh`."""
 
     def __init__(self, inner: Executor, mesh: DeviceMesh, dims: TokenDims) -> None:
         self.inner = inner
@@ -61,7 +61,7 @@ class SlicedExecutor(Executor):
         static: Mapping[str, Tensor],
         context: Mapping[str, Tensor] = NOTHING,
     ) -> Tensor:
-        """See `Executor.predict`: every rank gets the tokens of all."""
+        """See `Executor.predict`. Predictions are all-gathered over cp."""
         dims = self.dims
         mine = self.slice(inputs, dims.inputs), self.slice(static, dims.static)
         return self.joined(self.inner.predict(*mine, self.slice(context, dims.context)))
@@ -71,7 +71,7 @@ class SlicedExecutor(Executor):
         return self.joined(self.inner.evaluate(self.sliced(prepared)))
 
     def sliced(self, prepared: Prepared) -> Prepared:
-        """The tokens of this rank."""
+        """A batch reduced to the tokens of this rank."""
         weight = prepared.weight
         if weight.ndim == 2:
             weight = self.slice({"weight": weight}, {"weight": 1})["weight"]
@@ -85,12 +85,12 @@ class SlicedExecutor(Executor):
         )
 
     def slice(self, tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, Tensor]:
-        """The tokens of this rank, of every tensor that has tokens."""
-        there = {name: dim for name, dim in dims.items() if name in tensors}
-        return slice_tokens(tensors, there, self.mesh.get_local_rank(), self.mesh.size())
+        """Slice every tensor that has a token dim."""
+        present = {name: dim for name, dim in dims.items() if name in tensors}
+        return slice_tokens(tensors, present, self.mesh.get_local_rank(), self.mesh.size())
 
     def joined(self, mine: Tensor) -> Tensor:
-        """The tokens of all ranks, [b, n, ...]."""
+        """All-gather token slices to [b, n, ...]."""
         mine = mine.contiguous()
         slices = [torch.empty_like(mine) for _ in range(self.mesh.size())]
         dist.all_gather(slices, mine, group=self.mesh.get_group())

@@ -1,4 +1,4 @@
-"""torch's pipeline runtime, given our orders. The only file that touches its private parts."""
+"""Run our pipeline orders on torch's runtime. Only this file uses its private API."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _Pipelin
 from titan_dit.models.base import Model
 
 KEYWORD = "static."
-"""Before the names of static inputs, which every stage is given beside the stream."""
+"""Prefix of the side inputs' names, which torch passes as keywords."""
 
 
 class Buffers(dict[int, tuple[Any, ...]]):
-    """What a stage receives into, by microbatch: made when asked for, like microbatch 0's."""
+    """Receive buffers by microbatch, allocated on first use like microbatch 0's."""
 
     def __missing__(self, microbatch: int) -> tuple[Any, ...]:
         if microbatch == 0:
@@ -30,7 +30,7 @@ class Buffers(dict[int, tuple[Any, ...]]):
 
     @staticmethod
     def another(info: Any) -> Any:
-        """The record that torch keeps of one tensor, with a buffer of its own where it has one."""
+        """Copy torch's record of one tensor; if it has a buffer, the copy gets its own."""
         made = copy.copy(info)
         buffer = getattr(info, "buffer", None)
         if buffer is not None:
@@ -38,20 +38,20 @@ class Buffers(dict[int, tuple[Any, ...]]):
         return made
 
     def release(self, microbatch: int) -> None:
-        """Forget what has been used; microbatch 0's stays as the pattern."""
+        """Free a buffer after use; microbatch 0's stays as the template."""
         if microbatch:
             self.pop(microbatch, None)
 
 
 class Stage(PipelineStage):
-    """torch's stage around a part of our model, which speaks of inputs, streams and static.
+    """torch's pipeline stage around one part of a `Model`.
 
     `first_input` (set by the runtime) names the input that torch passes by position.
 
-    torch keeps a buffer for every microbatch from the first step to the last, and what was sent to
-    the end of the step. Here both live as long as they are needed: a pipeline's memory grows with
-    its depth, not with its microbatches. (gloo says of no message that it has arrived: on a CPU,
-    what was sent is kept to the end.)
+    torch keeps a receive buffer per microbatch for the whole run, and sent tensors until the end of
+    a step. Here both are freed after use: memory grows with the depth of the pipeline, not with the
+    number of microbatches. gloo never reports a send as complete: on a CPU, sent tensors stay until
+    the end of the step.
     """
 
     submod: Model
@@ -93,30 +93,30 @@ class Stage(PipelineStage):
         return self.send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Begin to send here, leave torch nothing to send, let go of what has arrived."""
+        """Start sending here, so that completed sends can be freed; torch gets nothing to send."""
         self.sends = [work for work in self.sends if not work.is_completed()]
-        # As torch would: both ends of a message must take the same way.
+        # As torch would: both ends of a message must use the same call.
         self.sends += _batch_p2p(ops)
         return []
 
     def finish_sends(self) -> None:
-        """Wait for what is still on its way."""
+        """Wait for the sends in flight."""
         while self.sends:
             self.sends.pop().wait()
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """Called by torch with the first stage's input, or a stream, and our keywords."""
+        """Called by torch with the first stage's input or a stream, and with our keywords."""
         static = {k.removeprefix(KEYWORD): v for k, v in kwargs.items() if k.startswith(KEYWORD)}
         inputs = {k: v for k, v in kwargs.items() if not k.startswith(KEYWORD)}
         out = self.submod({self.first_input: args[0], **inputs} if self.is_first else args, static)
         if self.is_last:
             return out
-        # What a stage only passes on is a view of its input, which torch cannot detach in place.
+        # A tensor that passes through is a view of its input, which torch cannot detach in place.
         return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
 
 
 class Runtime(_PipelineScheduleRuntime):
-    """Executes an order on this rank's stages: computes, sends, receives, reduces gradients."""
+    """Runs a pipeline order on this rank's stages: computes, sends, receives, reduces gradients."""
 
     def __init__(
         self,
@@ -139,9 +139,9 @@ class Runtime(_PipelineScheduleRuntime):
     def step_microbatches(
         self, inputs: Sequence[Mapping[str, Tensor]], side_inputs: Sequence[Mapping[str, Tensor]]
     ) -> Tensor:
-        """Forward and backward of every microbatch; their losses' sum, 0 off the last stage.
+        """Forward and backward of every microbatch; the sum of losses, 0 without the last stage.
 
-        `side_inputs`: what every stage is given of each microbatch beside the stream.
+        `side_inputs`: one `models.base.SideInputs` per microbatch.
         """
         self.losses.clear()
         for stage in self._stages:
@@ -164,11 +164,11 @@ class Runtime(_PipelineScheduleRuntime):
         return sum((loss.detach() for loss in self.losses.values()), zero)
 
     def trust_shapes(self) -> None:
-        """Take the stages' shapes as given, for ranks that cannot speak with the others."""
+        """Skip the exchange of shapes between stages, for a dry run without other ranks."""
         self.shapes_are_known = True
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-        """In torch 2.13 the ranks vote here on whether all of them know their shapes."""
+        """In torch 2.13 the ranks agree here that all know their shapes."""
         if not self.shapes_are_known:
             super()._warmup_p2p(stages, has_backward, p2p_done)
             return
@@ -176,8 +176,8 @@ class Runtime(_PipelineScheduleRuntime):
         for stage in stages:
             stage._inference_mode = mode.STATIC
 
-    # torch keeps losses in a list and finds them by position: wrong as soon as microbatches do not
-    # finish in order. Kept by number instead.
+    # torch indexes a list of losses by position, which is wrong if microbatches finish out of
+    # order. Here the index is the microbatch's number.
 
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
@@ -189,4 +189,4 @@ class Runtime(_PipelineScheduleRuntime):
         return self.losses[mb_index] if stage.is_last else None
 
     def _update_losses(self, stages: Any, losses: Any) -> None:
-        """Nothing: `losses` has them."""
+        """Do nothing: `losses` has them."""

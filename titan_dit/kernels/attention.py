@@ -1,9 +1,9 @@
-"""Which of torch's kernels computes attention: [precision] attention. "auto" leaves it to torch.
+"""The attention kernel chosen by [precision] attention; "auto" leaves it to torch.
 
-For few tokens in compiled bf16 on a CPU "auto" is short_attention.py. The choice holds for the
-model's own layers and nothing else in the process, and becomes a part of what is compiled. The ring
-of context parallelism calls kernels by name (attention_kernels.py), by the same key. The only file
-that calls torch.nn.attention, which may still change.
+Exception: "auto" is short_attention.py for few tokens in compiled bf16 on a CPU. The choice affects
+only the model's own layers, and is part of the compiled graph. Ring attention calls kernels by name
+(attention_kernels.py), with the same key. Only this file calls torch.nn.attention, whose API may
+still change.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 KEYS = (*BACKENDS, "math")
-"""All but auto."""
+"""All keys but auto."""
 IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
-"""What torch calls kernels of other packages that take the place of its own flash kernels."""
+"""torch's names for other packages' flash kernels."""
 PACKAGES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
 """The modules that torch imports them from."""
 CHANNELS = 32
-"""Flash kernels are made for head dims that are multiples of this one."""
+"""Flash kernels pad the head dim to a multiple of this."""
 PROBE_TOKENS = 256
-NO_MASK = "a ring attends all to all: its kernels know no mask"
+NO_MASK = "ring attention supports no mask"
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one rank's attention works on."""
+    """The shape of one rank's attention."""
 
     heads: int
     tokens: int
@@ -58,11 +58,11 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     ring: bool = False
-    """By the ring's kernels, on a slice of the tokens."""
+    """True for ring attention on a slice of the tokens."""
     mask: Mask = "none"
 
     def __str__(self) -> str:
-        """As error messages name it."""
+        """The description in error messages."""
         name = str(self.dtype).removeprefix("torch.")
         masked = "" if self.mask == "none" else f", masked by {self.mask},"
         heads = f"{self.heads} heads of {self.head_dim} channels"
@@ -70,14 +70,14 @@ class AttentionShape:
 
 
 def apply(model: nn.Module, attend: Attend) -> None:
-    """Let every attention of the model use a kernel; before context parallelism and remat."""
+    """Set the kernel of every attention layer; before context parallelism and remat."""
     for layer in model.modules():
         if isinstance(layer, Attention):
             layer.attend = attend
 
 
 def attend_by(key: str) -> Attend:
-    """q, k, v [b, heads, n, head_dim] to the same shape, by the kernel of a key."""
+    """The attention function of a key: q, k, v [b, heads, n, head_dim] to the same shape."""
     if key == "auto":
         return layers.attend
     if key == "math":
@@ -94,7 +94,7 @@ def attend(
     *,
     backend: SDPBackend,
 ) -> Tensor:
-    """By this backend; a RuntimeError where it cannot."""
+    """Attention by one of torch's backends; RuntimeError if it cannot run it."""
     with sdpa_kernel(backend):
         return layers.attend(q, k, v, causal, lengths)
 
@@ -102,9 +102,9 @@ def attend(
 def by_products(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, lengths: Tensor | None = None
 ) -> Tensor:
-    """Plain matrix products, the n x n scores in memory in fp32.
+    """Attention by plain matmuls, with the n x n scores in memory in fp32.
 
-    Not torch's own: torch.compile finds the softmax between two products and puts flash there.
+    Not torch's math backend: torch.compile replaces that pattern by flash.
     """
     scale, n = 1 / math.sqrt(q.shape[-1]), k.shape[2]
     if not causal and lengths is None:
@@ -116,10 +116,10 @@ def by_products(
 
 
 def use_implementation(key: str) -> None:
-    """Put another package's flash kernels in the place of torch's, or torch's own back in theirs.
+    """Replace torch's flash kernels by another package's, or restore them.
 
-    For this whole process: torch knows no other way. Raises RuntimeError where torch has no such
-    switch or the package is missing.
+    torch can only do this for the whole process. Raises RuntimeError if torch does not support the
+    package or it is missing.
     """
     current = getattr(implementations, "current_flash_attention_impl", lambda: None)()
     wanted = IMPLEMENTATIONS.get(key)
@@ -128,7 +128,7 @@ def use_implementation(key: str) -> None:
     if wanted is None:
         implementations.restore_flash_attention_impl()
     elif wanted not in getattr(implementations, "list_flash_attention_impls", list)():
-        raise RuntimeError(f"torch {torch.__version__} has no switch for it")
+        raise RuntimeError(f"torch {torch.__version__} does not support it")
     else:
         try:
             implementations.activate_flash_attention_impl(wanted)
@@ -139,7 +139,7 @@ def use_implementation(key: str) -> None:
 def check(key: str, shape: AttentionShape) -> None:
     """Run the chosen kernel once, forward and backward, on a sample of this rank's shape.
 
-    Raises a UserError that gives torch's reason, and names those that would do. "auto" always does.
+    Raises UserError with torch's reason and the kernels that can. "auto" always can.
     """
     if key == "auto":
         use_implementation(key)
@@ -161,16 +161,16 @@ def check(key: str, shape: AttentionShape) -> None:
 
 
 def refusal(key: str, shape: AttentionShape) -> str | None:
-    """Why a backend cannot run one sample of such a shape forward and backward; None if it can.
+    """The reason why a kernel cannot run one sample forward and backward; None if it can.
 
-    Leaves the flash kernels of that backend in place (see `use_implementation`).
+    Side effect: the key's flash implementation stays active (see `use_implementation`).
     """
     if shape.device.type == "cpu" and key not in ("auto", "flash", "math"):
         return "a CPU has flash and math only"
-    # Few, but as uneven as they are: kernels differ in the lengths they take.
+    # Fewer tokens, with the same remainder: kernels differ in the lengths they accept.
     tokens = min(shape.tokens, PROBE_TOKENS + shape.tokens % PROBE_TOKENS)
     size = (1, tokens, shape.heads, shape.head_dim)
-    # As views, as the layers make them.
+    # Strided views, as in the layers.
     q, k, v = (
         torch.zeros(size, dtype=shape.dtype, device=shape.device).transpose(1, 2).requires_grad_()
         for _ in range(3)
@@ -179,7 +179,7 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
     if shape.mask == "lengths":
         masked = {"lengths": torch.full((1,), tokens, device=shape.device)}
     with warnings.catch_warnings(record=True) as said:
-        # torch gives its reasons as warnings, and then an error without any.
+        # torch warns with the reasons, then raises an error without them.
         warnings.simplefilter("always")
         try:
             use_implementation(key)
@@ -191,46 +191,46 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
                 torch.autograd.grad(attend_by(key)(q, k, v, **masked).sum(), (q, k, v))
             if shape.device.type == "cuda":
                 torch.cuda.synchronize(shape.device)
-        except Exception as error:  # Other packages' kernels raise what they like.
+        except Exception as error:  # Other packages' kernels raise exceptions of any type.
             return reason_of([str(warning.message) for warning in said], str(error))
     return None
 
 
 def reason_of(said: list[str], error: str) -> str:
-    """Torch's own reason in one line, without the place in its source.
+    """The reason that torch gives, in one line, without its source location.
 
-    It warns of every backend, "Flash attention kernel not used because:" and then why; of those
-    that are switched off, too.
+    For every backend torch warns "Flash attention kernel not used because:" and then the reason.
+    Disabled backends are left out.
     """
-    lines = [in_a_line(text) for text in said]
+    lines = [first_line(text) for text in said]
     reasons = [x for x in lines if not x.endswith("because:") and "disabled" not in x]
-    return "; ".join(reasons) or in_a_line(error)
+    return "; ".join(reasons) or first_line(error)
 
 
 def run_kernel(key: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Forward and backward of the ring's kernel."""
+    """Forward and backward of a ring kernel."""
     kernel, scale = named(key, q), 1 / math.sqrt(q.shape[-1])
     out, lse = kernel.forward(q, k, v, scale)
     kernel.backward(out, q, k, v, out, lse, scale)
 
 
-def in_a_line(text: str) -> str:
-    """The first line of what torch says, without the place in its source."""
+def first_line(text: str) -> str:
+    """The first line of a message of torch, without its source location."""
     lines = text.strip().splitlines() or ["no reason given"]
     return lines[0].partition(" (Triggered internally")[0].strip().rstrip(".")
 
 
 def padding(head_dim: int, tokens: int, share: float) -> str | None:
-    """What a head dim costs that flash kernels are not made for, in words; None if they are.
+    """Console warning about the cost of a head dim that flash kernels pad; None if they do not.
 
-    `share`: of the model's FLOPs that is attention's.
+    `share`: fraction of the model's FLOPs in attention.
     """
     whole = -(-head_dim // CHANNELS) * CHANNELS
     if whole == head_dim:
         return None
     more = whole / head_dim - 1
     return (
-        f"[model] a head has {head_dim} channels, no multiple of {CHANNELS}: flash kernels work on "
-        f"{whole}, {more:.0%} more arithmetic in attention and {more * share:.1%} in the whole "
-        f"model at {tokens} tokens"
+        f"[model] head dim {head_dim} is not a multiple of {CHANNELS}: flash kernels pad it to "
+        f"{whole}, +{more:.0%} FLOPs in attention, +{more * share:.1%} in the model at {tokens} "
+        "tokens"
     )

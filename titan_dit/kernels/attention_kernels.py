@@ -1,14 +1,14 @@
-"""Attention of queries over one block of keys, with what is needed to join blocks.
+"""Attention over one block of keys, such that blocks can be merged, as in ring attention.
 
-Forward gives the softmax's log-sum-exp beside the output. Backward takes the output and the
+Forward returns the output and the softmax's log-sum-exp. Backward takes the output and the
 log-sum-exp of ALL blocks: a block's dQ, dK and dV are then its exact share of the whole gradient
 (FlashAttention-2, arXiv:2307.08691, sec. 3.1.2 and algorithm 2):
 
     P = exp(scale Q K^T - lse),  dV = P^T dO,  dS = P * (dO V^T - rowsum(dO * O)),
     dQ = scale dS K,  dK = scale dS^T Q
 
-The only file that calls torch's attention kernels by name, which are not public. The schemas of
-those used here are the same in torch 2.11 and 2.13. Shapes: [b, heads, n, d]; lse [b, heads, n].
+Only this file calls torch's private attention operators; their schemas are the same in torch 2.11
+and 2.13. Shapes: [b, heads, n, d]; lse [b, heads, n].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Backward: TypeAlias = Callable[
 
 @dataclass(frozen=True)
 class Kernel:
-    """A forward and the backward that belongs to it."""
+    """A forward and its backward."""
 
     forward: Forward
     backward: Backward
@@ -43,7 +43,7 @@ def suitable(q: Tensor) -> Kernel:
         return CPU
     if q.device.type != "cuda" or q.dtype == torch.float64:
         return MATH
-    # The flash kernels are made for half precision, for Ampere and later.
+    # The flash kernels need half precision, and Ampere or later.
     if q.dtype != torch.float32 and q.shape[-1] <= 256:
         major, _ = torch.cuda.get_device_capability(q.device)
         return FLASH if major >= 8 else EFFICIENT
@@ -51,7 +51,7 @@ def suitable(q: Tensor) -> Kernel:
 
 
 def named(name: str, q: Tensor) -> Kernel:
-    """The kernel that [precision] attention asks for; RuntimeError where there is none."""
+    """The kernel of a [precision] attention key; RuntimeError if the device has none."""
     if name == "auto":
         return suitable(q)
     if name == "math":
@@ -64,7 +64,7 @@ def named(name: str, q: Tensor) -> Kernel:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums over blocks are kept in."""
+    """The dtype in which blocks are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -77,7 +77,7 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
 
 
 def masked_products(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> Tensor:
-    """Plain products over the keys that are `seen`, [b, 1, 1, n] or [n, n]; differentiable."""
+    """Attention by plain matmuls, masked by `seen`, [b, 1, 1, n] or [n, n]; differentiable."""
     exact = accumulator(q.dtype)
     scores = scale * (q.to(exact) @ k.to(exact).transpose(-1, -2))
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
@@ -143,7 +143,7 @@ def _flash_backward(
 
 
 LSE_ALIGNMENT = 32
-"""The efficient kernels keep the log-sum-exp of a whole number of such rows."""
+"""The efficient kernels pad the rows of the log-sum-exp to a multiple of this."""
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ def _cudnn_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Returns (dq, dk, dv). Without bias and cum_seq the batch is dense and unmasked; the seeds are
-    # read with dropout only. Wants lse as forward gives it, and its four dims packed.
+    # read with dropout only. Expects lse contiguous, [b, heads, n, 1].
     d, n, m = q.shape[-1], q.shape[2], k.shape[2]
     d_out, q, k, v, out = _padded(d_out, q, k, v, out)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -202,18 +202,18 @@ def _cudnn_backward(
 
 
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """With the channels next to each other: the kernels take any other strides."""
+    """Make the channel dim contiguous: the kernels accept any other strides."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def _padded(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """`_rows` with zero channels up to a multiple of 8; they change no product."""
+    """`_rows`, zero-padded to a multiple of 8 channels; zeros change no product."""
     missing = -tensors[0].shape[-1] % 8
     return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else _rows(*tensors)
 
 
 MATH = Kernel(_math_forward, _math_backward)
-"""Plain matrix products with the n x n scores in memory: for fp64 on a GPU and as a check."""
+"""Plain matmuls with the n x n scores in memory: for fp64 on a GPU, and as a reference."""
 CPU = Kernel(_cpu_forward, _cpu_backward)
 FLASH = Kernel(_flash_forward, _flash_backward)
 EFFICIENT = Kernel(_efficient_forward, _efficient_backward)

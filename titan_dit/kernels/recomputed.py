@@ -1,4 +1,4 @@
-"""A function whose inputs are kept, and which backward calls again: torch's checkpoint."""
+"""Activation recomputation of one function: torch's non-reentrant checkpoint."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import functools
 
 from torch.utils.checkpoint import checkpoint
 
-# The models draw no random numbers, so there is no generator state to keep for the second forward.
+# The models draw no random numbers: there is no RNG state to save.
 recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

@@ -1,8 +1,8 @@
 """Attention over few tokens, for bf16 on a CPU, where torch's flash kernel is slow.
 
-Up to MAX_TOKENS tokens it reaches a quarter of the speed of a matrix product there. This is plain
-products and a softmax instead, which torch.compile joins into few kernels, computed again in
-backward: what it keeps is what flash keeps. `benchmarks/step.py --bf16` measures it.
+Up to MAX_TOKENS tokens flash reaches a quarter of a matmul's speed there. This uses plain matmuls
+and a softmax, which torch.compile fuses into few kernels. Backward recomputes them, so it saves no
+more than flash does. `benchmarks/step.py --bf16` measures it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def suits(
     recompute: RematConfig,
     compilation: CompileConfig,
 ) -> bool:
-    """Whether "auto" takes it: uncompiled it is no faster, and remat has its own way with flash."""
+    """True if "auto" is this kernel: eager it is no faster, and remat expects flash."""
     return (
         (device_type, precision.dtype, precision.attention) == ("cpu", "bf16", "auto")
         and compilation.enabled
@@ -42,9 +42,9 @@ def attend(
     causal: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b heads n d"]:
-    """Softmax attention, scaled by 1 / sqrt(d); the n x n scores live while it is computed.
+    """Softmax attention, scaled by 1 / sqrt(d), with the n x n scores in memory.
 
-    With a mask (see `layers.attend`) torch's own.
+    Falls back to `layers.attend` with a mask or above MAX_TOKENS.
     """
     if causal or lengths is not None or q.shape[2] > MAX_TOKENS:
         return layers.attend(q, k, v, causal, lengths)
@@ -53,14 +53,14 @@ def attend(
 
 
 def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention with scores as exact as flash has them, whose sums stay in fp32.
+    """Attention with scores as precise as flash's, which accumulates them in fp32.
 
-    A product gives bf16, and rounding a score of 8 moves its weight by 3%. So a second one gives
-    what the first has lost: q k^T - rounded(q k^T), summed in fp32 and then rounded in turn.
+    A bf16 matmul rounds its output, and rounding a score of 8 changes its weight by 3%. A second
+    matmul computes the rounding error, q k^T - rounded(q k^T), in fp32, and rounds only that.
     """
     q3, k3, v3 = (x.flatten(0, 1) for x in (q, k, v))
     rounded = torch.bmm(q3, k3.transpose(1, 2))
-    # No gradient: that of the sum is the first product's.
+    # Detached: the first matmul has the gradient of the sum.
     lost = torch.baddbmm(rounded, q3, k3.transpose(1, 2), beta=-1).detach()
     weights = ((rounded.float() + lost.float()) / math.sqrt(q.shape[-1])).softmax(-1)
     return torch.bmm(weights.to(v.dtype), v3).view(q.shape)

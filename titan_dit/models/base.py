@@ -1,4 +1,4 @@
-"""What the trainer, the layouts and the pipeline need to know of a model, and no more."""
+"""The interface between a model and the trainer, the layouts and the pipeline."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from titan_dit.models import initializers
 from titan_dit.models.initializers import Initializer
 
 Stream: TypeAlias = tuple[Tensor, ...]
-"""What flows from embed through the blocks to head: tensors that need gradients, batch first.
-It alone travels through a pipeline."""
+"""Activations from embed through the blocks to head: tensors with gradients, batch first.
+Pipeline stages send each other nothing else."""
 
 SideInputs: TypeAlias = Mapping[str, Tensor]
-"""What every part is given beside the stream, without gradients: `ModelSpec.context` (batch first)
-and `ModelSpec.static` (no batch dim) in one mapping."""
+"""Inputs of every part beside the stream, without gradients: `ModelSpec.context` (batch first) and
+`ModelSpec.static` (no batch dim) in one mapping."""
 
 Mask: TypeAlias = Literal["none", "causal", "lengths"]
-"""Which keys a query sees: all; those up to its own position; the first of each sample's."""
+"""Keys that a query attends to: all; up to its own position; up to its sample's length."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor that a model takes or gives."""
+    """Shape and dtype of one input or output of a model."""
 
     shape: tuple[int, ...]
     """Without the batch dim."""
     token_dim: int | None = None
-    """Which dim of `shape` counts tokens, and is sliced over cp; None: the tensor stays whole."""
+    """The dim of `shape` that counts tokens and is sliced over cp; None if there is none."""
     dtype: torch.dtype | None = None
-    """None: that of [precision] dtype."""
+    """None uses [precision] dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A network before it is built: what it takes and gives, and what the layouts cut."""
+    """A network before it is built: its tensors, and the sizes that layouts divide."""
 
     build: Callable[[], Model]
-    """The network, on the current default device."""
+    """Builds the network on the current default device."""
     inputs: Mapping[str, TensorSpec]
-    """What `embed` is given; batch first."""
+    """Inputs of `embed`; batch first."""
     stream: Mapping[str, TensorSpec]
-    """What flows between the blocks, in this order; batch first."""
+    """Tensors between blocks, in this order; batch first."""
     predictions: Mapping[str, TensorSpec]
-    """What `head` gives, in this order; batch first."""
+    """Outputs of `head`, in this order; batch first."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """What every pipeline stage is given of each sample, without gradients; batch first."""
+    """Per-sample inputs of every pipeline stage, without gradients; batch first."""
     static: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """What every stage is given, the same for all samples; no batch dim."""
+    """Inputs of every pipeline stage that are equal for all samples; no batch dim."""
     num_layers: int
     """Number of blocks."""
     num_heads: int
-    """Attention heads of a block."""
+    """Attention heads per block."""
     head_dim: int
     """Channels of an attention head."""
     ffn: int
@@ -64,18 +64,18 @@ class ModelSpec:
     num_tokens: int
     """Tokens of a sample."""
     mask: Mask = "none"
-    """What the attention of its blocks is masked by."""
+    """Attention mask of the blocks."""
     embed_cost: float = 0.0
-    """What embed costs, in blocks: for balancing pipeline stages."""
+    """Cost of embed relative to a block, for balancing pipeline stages."""
     head_cost: float = 0.0
-    """What head costs, in blocks."""
+    """Cost of head relative to a block."""
 
 
 class Model(nn.Module):
-    """A network cut where the layouts cut it.
+    """A network in three parts: `embed`, `blocks`, `head`.
 
-    `embed` is None off the first pipeline stage and `head` off the last; `blocks` keeps the global
-    layer index as its key after the cut.
+    `embed` is None except on the first pipeline stage, `head` except on the last. The keys of
+    `blocks` are global layer indices on every stage.
     """
 
     embed: nn.Module | None
@@ -83,14 +83,13 @@ class Model(nn.Module):
     blocks: nn.ModuleDict
     """Each (stream, side) -> stream."""
     head: nn.Module | None
-    """(stream, side) -> the predictions in the order of `ModelSpec.predictions`; one alone may
-    come without its tuple."""
+    """(stream, side) -> predictions in the order of `ModelSpec.predictions`; a single one may be a
+    bare tensor."""
 
     def forward(self, given: Mapping[str, Tensor] | Stream, side: SideInputs) -> Tensor | Stream:
-        """Inputs of `embed` to a prediction for every token.
+        """Run the parts that this pipeline stage holds.
 
-        A pipeline stage is given the stream where it has no `embed`, and gives it on where it has
-        no `head`.
+        Without `embed` the input is a stream, without `head` the output is one.
         """
         stream: Any = given if self.embed is None else self.embed(given, side)
         for block in self.blocks.values():
@@ -99,7 +98,7 @@ class Model(nn.Module):
         return out
 
     def cut(self, layers: range, *, is_first: bool, is_last: bool) -> None:
-        """Keep the part of one pipeline stage; names stay those of the whole network."""
+        """Keep only the part of one pipeline stage; parameter names do not change."""
         kept = {key: block for key, block in self.blocks.items() if int(key) in layers}
         self.blocks = nn.ModuleDict(kept)
         self.embed = self.embed if is_first else None
@@ -116,14 +115,14 @@ class Model(nn.Module):
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward, without recomputation.
 
-        By default 6 per token and element of a matrix: without attention's own products, and with
-        embeddings as if they were multiplied (arXiv:2001.08361 sec. 2.1).
+        The default is 6 per token and matrix element (arXiv:2001.08361 sec. 2.1): it counts
+        embeddings as matmuls and leaves out the products inside attention.
         """
         return 6 * tokens * sum(p.numel() for p in self.parameters() if p.ndim > 1)
 
 
 def default_initializer(name: str, tensor: Tensor) -> Initializer:
-    """See `Model.initializers`."""
+    """The default of `Model.initializers` for one tensor."""
     if name.endswith("bias"):
         return initializers.zeros
     return initializers.normal(0.02) if tensor.ndim > 1 else initializers.ones
@@ -131,7 +130,7 @@ def default_initializer(name: str, tensor: Tensor) -> Initializer:
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """The [model] section: a frozen dataclass that knows its network."""
+    """The [model] section: a frozen dataclass that describes its network."""
 
     @property
     def name(self) -> str:
@@ -139,5 +138,5 @@ class ModelConfig(Protocol):
         ...
 
     def spec(self) -> ModelSpec:
-        """The network that these numbers stand for."""
+        """Describe the network."""
         ...

@@ -1,6 +1,6 @@
 """DiT with adaLN-Zero: Scalable Diffusion Models with Transformers (arXiv:2212.09748).
 
-The model speaks tokens: [b, n, p*p*c] in, [b, n, p*p*c_out] out, see `layers.patchify`.
+Inputs are tokens [b, n, p*p*c], predictions [b, n, p*p*c_out], see `layers.patchify`.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class DiTConfig(Section):
     patch: PositiveInt | None = None
     """Latent pixels per token side."""
     mlp_ratio: PositiveFloat = 4.0
-    """Width of the MLP over `hidden`."""
+    """MLP width / `hidden`."""
     latent_size: PositiveInt
     """Height and width of a latent."""
     channels: PositiveInt
     """Channels of a latent."""
     num_classes: PositiveInt
-    """Number of labels; the null class for guidance comes on top."""
+    """Number of labels, not counting the null class for guidance."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head (arXiv:2302.05442)."""
 
     def __post_init__(self) -> None:
-        """Fill in the named size, then check that the numbers fit each other."""
+        """Fill in the named size, then check divisibility."""
         super().__post_init__()
         explicit = {k: getattr(self, k) for k in ("hidden", "layers", "heads", "patch")}
         if self.size is not None:
@@ -89,7 +89,7 @@ class DiTConfig(Section):
         self._check_divisibility()
 
     def _named(self, key: str) -> int:
-        """What the named size says of `key`."""
+        """The value of `key` in the named size."""
         match = re.fullmatch(r"(\w+)/(\d+)", self.size or "")
         if not match or match[1] not in SIZES or int(match[2]) not in PATCHES:
             raise UserError(
@@ -105,17 +105,17 @@ class DiTConfig(Section):
             fit = [h for h in range(1, hidden + 1) if hidden % h == 0]
             best, unit = min(fit, key=lambda h: abs(h - heads)), math.lcm(heads, 4)
             raise UserError(
-                f"[model] hidden={hidden} does not divide into heads={heads}. "
+                f"[model] hidden={hidden} is not divisible by heads={heads}. "
                 f"Set heads = {best} or hidden = {max(1, round(hidden / unit)) * unit}."
             )
         if hidden % 4:
             raise UserError(
-                f"[model] hidden={hidden} must be a multiple of 4: sin and cos of row and column "
-                f"share it. Set hidden = {(hidden + 3) // 4 * 4}."
+                f"[model] hidden={hidden} must be a multiple of 4 for the sin-cos positions. "
+                f"Set hidden = {(hidden + 3) // 4 * 4}."
             )
         if self.latent_size % patch:
             raise UserError(
-                f"[model] latent_size={self.latent_size} does not divide into patch={patch}. "
+                f"[model] latent_size={self.latent_size} is not divisible by patch={patch}. "
                 f"Set latent_size = {(self.latent_size + patch - 1) // patch * patch} "
                 "or another patch."
             )
@@ -144,7 +144,7 @@ class DiTConfig(Section):
         return (self.latent_size // patch) ** 2, patch * patch * self.channels
 
     def spec(self, output_channels: int | None = None) -> ModelSpec:
-        """The network; None predicts as many channels as a latent has."""
+        """Describe the network; `output_channels` defaults to the channels of a latent."""
         outputs = output_channels or self.channels
         hidden, layers, heads, patch = self.shape
         n, values = self.token_shape
@@ -172,7 +172,7 @@ class DiTConfig(Section):
         )
 
     def edge_costs(self, output_channels: int) -> tuple[float, float]:
-        """By the FLOPs of a sample, see `DiT.flops_per_sample`."""
+        """Cost of embed and head relative to a block, by FLOPs; see `DiT.flops_per_sample`."""
         h, _, _, patch = self.shape
         n, ffn = self.token_shape[0], self.ffn
         block = 24 * n * h * h + 12 * n * n * h + 12 * n * h * ffn + 36 * h * h
@@ -181,7 +181,7 @@ class DiTConfig(Section):
         return embed / block, head / block
 
     def build(self, output_channels: int) -> DiT:
-        """The network; the objective says how many channels it predicts."""
+        """Build the network; the objective determines `output_channels`."""
         return DiT(self, output_channels)
 
     def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
@@ -189,11 +189,11 @@ class DiTConfig(Section):
         return patchify(latents, self.shape[3])
 
     def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c h w"]:
-        """Tokens to latents; a learned sigma comes as channels behind the first `channels`."""
+        """Tokens to latents; a learned sigma adds channels after the first `channels`."""
         return unpatchify(tokens, self.shape[3], self.latent_size)
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
-        """The positions of the square grid of tokens."""
+        """The (row, column) positions of the square token grid."""
         side = self.latent_size // self.shape[3]
         return {"positions": grid_positions(side, side, device)}
 
@@ -213,12 +213,12 @@ class Embed(nn.Module):
         tokens = self.patch(inputs["tokens"].to(self.patch.weight.dtype))
         positions = sincos_positions(side["positions"], tokens.shape[-1])
         condition = self.timestep(inputs["timestep"]) + self.label(inputs["labels"])
-        # Every block starts with the SiLU of the condition: take it once.
+        # Every block applies SiLU to the condition first: compute it once.
         return tokens + positions.to(tokens.dtype), F.silu(condition)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each modulated before and gated after by the condition."""
+    """Attention and MLP, each modulated and gated by the condition."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Block(nn.Module):
         self.mlp = MLP(hidden, config.ffn)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
-        """Tokens change, the condition passes through."""
+        """Update the tokens; the condition passes through."""
         x, condition = stream
         parts = self.modulation(condition)[:, None].chunk(6, -1)  # each [b, 1, d]
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
@@ -289,10 +289,10 @@ class DiT(Model):
         return table
 
     def flops_per_sample(self, tokens: int) -> int:
-        """FLOPs of one training step per sample: every matmul, twice the products, no recompute.
+        """FLOPs of forward and backward per sample: 2 per multiply-add of a matmul, no recompute.
 
-        Megatron's DiT formula corrected where it is 0.5% high: the last modulation works per
-        sample, the patch embedding has no input gradient, the timestep MLP counts in full.
+        Megatron's DiT formula is 0.5% too high. Here the last modulation is per sample, the patch
+        embedding has no input gradient, and the timestep MLP counts in full.
         """
         h, layers, _, patch = self.config.shape
         n, ffn = tokens, self.config.ffn

@@ -1,4 +1,4 @@
-"""Initial weights: (full shape, generator) -> values. Drawn whole, then sharded."""
+"""Initial distributions of parameters. A tensor is drawn whole, then sharded."""
 
 from __future__ import annotations
 

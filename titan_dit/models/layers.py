@@ -1,4 +1,4 @@
-"""Parts that transformers share. Shapes: b samples, n tokens, d channels."""
+"""Layers of transformers. Shapes: b samples, n tokens, d channels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_dit.models.base import Mask
 def patchify(latents: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n d"]:
     """Latents to tokens, row by row; a token holds its patch as (p, p, c), channel fastest."""
     b, c, h, w = latents.shape
-    # Two copies with long inner loops: a single one, element by element, takes a CPU twice as long.
+    # On a CPU two copies with long inner loops are twice as fast as one element-wise copy.
     channel_last = latents.flatten(2).transpose(1, 2).contiguous()
     grid = channel_last.view(b, h // patch, patch, w // patch, patch * c)
     return grid.transpose(2, 3).reshape(b, -1, patch * patch * c)
@@ -84,10 +84,10 @@ class _ScaledAdd(torch.autograd.Function):
 def scaled_add(
     base: Float[Tensor, "b _ d"], scale: Float[Tensor, "b 1 d"], x: Float[Tensor, "b n d"]
 ) -> Float[Tensor, "b n d"]:
-    """Compute `base + scale * x`, where `scale`, and `base` too if it has one token, is per sample.
+    """Compute `base + scale * x`; `scale`, and a `base` of one token, broadcast over the tokens.
 
-    The plain expression takes two passes over the tokens forward; torch's addcmul takes one, but in
-    its backward one more than needed. This takes one, and none too many.
+    The plain expression takes two passes over the tokens in forward. torch.addcmul takes one, but
+    an extra one in backward. This takes neither.
     """
     result: Tensor = _ScaledAdd.apply(base, scale, x)  # type: ignore[no-untyped-call]
     return result
@@ -97,7 +97,7 @@ def gelu(x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
     """GELU in its tanh form (arXiv:1606.08415): x (1 + tanh u) / 2 = x sigmoid(2 u)."""
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
-    # A compiler makes one kernel of either; an exponential is dear, a tanh two to three times so.
+    # Compiled, both forms are one kernel, but a tanh costs two to three exponentials.
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     doubled = math.sqrt(8 / math.pi) * (exact + 0.044715 * exact**3)
     return (exact * torch.sigmoid(doubled)).to(x.dtype)
@@ -123,7 +123,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """A table of classes with one row more, the last, for "no label" (any negative label)."""
+    """Class embeddings; the last row is the null class, selected by any negative label."""
 
     def __init__(self, num_classes: int, hidden: int) -> None:
         super().__init__()
@@ -143,16 +143,16 @@ def attend(
     causal: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b heads n d"]:
-    """softmax(q k^T / sqrt(d)) v over the keys that each query sees.
+    """softmax(q k^T / sqrt(d)) v over the unmasked keys.
 
-    `causal`: those up to its own position. `lengths`: the first so many of its sample.
+    `causal` masks keys after the query, `lengths` keys beyond the sample's length.
     """
     seen = None if lengths is None else within(lengths, k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal)
 
 
 def within(lengths: Int[Tensor, " b"], tokens: int) -> Bool[Tensor, "b 1 1 n"]:
-    """Which of so many keys belong to a sample."""
+    """Key padding mask: True for the first lengths[i] keys of sample i."""
     return (torch.arange(tokens, device=lengths.device) < lengths[:, None])[:, None, None]
 
 
@@ -168,14 +168,14 @@ class TokenLinear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Self-attention; the heads are inferred, so that a shard of them works too.
+    """Self-attention; the number of heads is inferred, so that it also runs on a shard of heads.
 
-    The rows of `qkv` are [heads, 3, head_dim]: a column shard holds whole heads.
+    The output dim of `qkv` is [heads, 3, head_dim]: a column-parallel shard holds whole heads.
     """
 
     attend: Callable[..., Tensor]
-    """q, k, v [b, heads, n, head_dim] to the same shape, see `attend` for what else it is told. A
-    layout in which a rank holds only some of the tokens puts its own in place."""
+    """q, k, v [b, heads, n, head_dim] to the same shape; masks as in the function `attend`.
+    Context parallelism replaces it."""
 
     def __init__(self, hidden: int, heads: int, qk_norm: bool = False, mask: Mask = "none") -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "b n d"], lengths: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b n d"]:
         """Attend over the n tokens; `lengths` (by keyword) where the mask is by lengths."""
-        # Split before transposing: the three gradients then join in the order of `qkv` in one copy.
+        # Split before transposing: backward then joins the three gradients in one copy.
         split = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
         q, k, v = (part.transpose(1, 2) for part in split)  # each [b, heads, n, head_dim]
         q, k = self.q_norm(q), self.k_norm(k)
@@ -215,6 +215,6 @@ class MLP(nn.Module):
         self.down = TokenLinear(ffn, hidden)
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
-        """Token by token."""
+        """Apply the MLP to every token."""
         y: Tensor = self.down(gelu(self.up(x)))
         return y

@@ -1,1 +1,1 @@
-"""What is learned: a batch and its random numbers to inputs, targets and a loss per token."""
+"""Objectives: a batch and its random numbers to inputs, targets and a loss per token."""

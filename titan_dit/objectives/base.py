@@ -1,4 +1,4 @@
-"""What an objective is given and what it gives back."""
+"""The interface of an objective, and the types that it takes and returns."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ Forward: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tens
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch with its random numbers drawn: ready for an executor."""
+    """A batch ready for an executor: all random numbers are drawn."""
 
     inputs: Mapping[str, Tensor]
-    """What the model's embed is given; batch first."""
+    """Inputs of the model's embed; batch first."""
     targets: Mapping[str, Tensor]
-    """What the loss is given beside the predictions; batch first."""
+    """Inputs of the loss beside the predictions; batch first."""
     weight: Float[Tensor, "b *n"]
-    """Of every sample, [b], or of every token, [b, n]."""
+    """Loss weight per sample, [b], or per token, [b, n]."""
     total_tokens: float | Tensor | None
-    """Weighted tokens of the step over all ranks: the loss is a sum divided by it. None, where one
-    rank cannot know it: the executor adds up the weights of all."""
+    """Divisor of the loss: weighted tokens of the step over all ranks. None if a rank cannot know
+    it; the executor then all-reduces the token weights."""
     static: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    """What every part of the model is given; no batch dim."""
+    """Inputs of every part of the model that are equal for all samples; no batch dim."""
     context: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    """What every part of the model is given of each sample; batch first."""
+    """Per-sample inputs of every part of the model; batch first."""
 
     @property
     def side_inputs(self) -> dict[str, Tensor]:
-        """What the parts of a model are given beside the stream."""
+        """`static` and `context` in one mapping, see `models.base.SideInputs`."""
         return {**self.static, **self.context}
 
     @property
     def token_weight(self) -> Float[Tensor, "b _"]:
-        """Of every token, [b, n], or of a sample's tokens, [b, 1]."""
+        """The weight as [b, n], or as [b, 1] if it is per sample."""
         return self.weight if self.weight.ndim == 2 else self.weight[:, None]
 
     @property
     def num_samples(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return self.weight.shape[0]
 
     def select(self, part: slice | Tensor) -> Prepared:
-        """Some of the samples."""
+        """Select samples by slice or by index."""
         return replace(
             self,
             inputs={k: v[part] for k, v in self.inputs.items()},
@@ -68,97 +68,95 @@ class Prepared:
         )
 
     def microbatches(self, size: int | None) -> Iterator[Prepared]:
-        """Consecutive parts of at most `size` samples; None takes the whole."""
+        """Consecutive microbatches of at most `size` samples; None yields the whole batch."""
         for first in range(0, self.num_samples, size or self.num_samples):
             yield self.select(slice(first, first + (size or self.num_samples)))
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What a run shows of itself, drawn or written by its family."""
+    """A preview of a training run, such as a picture of samples, to be written to a file."""
 
     suffix: str
-    """Of the file, such as ".png"."""
+    """File suffix, such as ".png"."""
     write: Callable[[Path], None]
 
 
 @dataclass(frozen=True)
 class DataShare:
-    """Which part of some rows a rank works on, and how all ranks get all of them."""
+    """A rank's share of the preview's samples, and the all-gather that joins the shares."""
 
     device: torch.device
     rank: int = 0
     num_ranks: int = 1
     gather: Callable[[Tensor], Tensor] = lambda rows: rows
-    """Every rank's rows (equally many), in the order of ranks, on every rank."""
+    """All-gather along dim 0, in rank order; every rank passes the same number of samples."""
 
 
 class Objective:
-    """What is learned: a batch to inputs, targets and a loss per token.
+    """A training objective: a batch to inputs, targets and a loss per token.
 
-    All randomness comes from the rng, a pure function of seed and sample number. Every objective
-    has `takes`, `prepare` and `loss`; the other members do nothing unless they are overridden.
+    All randomness comes from the rng, a pure function of seed and sample number. `takes`,
+    `prepare` and `loss` are required; the other members have defaults.
     """
 
     takes: ClassVar[tuple[str, ...]]
-    """The fields of a sample that it reads."""
+    """Fields of a sample that it reads."""
     token_targets: ClassVar[tuple[str, ...]] = ()
-    """The targets that hold a value for every token, in dim 1."""
+    """Targets with one value per token, in dim 1; they are sliced over cp."""
 
     @abstractmethod
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
-        """Fields to inputs and targets: units, tokens, draws."""
+        """Turn stored fields into inputs and targets; all random numbers come from `rng`."""
         raise NotImplementedError
 
     @abstractmethod
     def loss(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
-        """One fp32 value per token, so that any slicing of the tokens gives the same sum."""
+        """Loss per token in fp32, not averaged: every layout then sums the same values."""
         raise NotImplementedError
 
     def terms(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
-        """The parts that `loss` is the sum of, by name."""
+        """The terms whose sum is `loss`, by name."""
         return {"loss": self.loss(predictions, targets)}
 
     def describe(self, fields: Fields, rng: SampleRNG) -> Mapping[str, Tensor]:
-        """What faults.jsonl and `replay` show of every sample, [b] each.
+        """Values per sample, [b] each, for faults.jsonl and `replay`.
 
-        Of what is drawn, by the rng; of what is stored, as far as there are `fields`: the fault log
-        reads no data.
+        The fault log reads no data and passes empty `fields`: then only values drawn from `rng`.
         """
         return {}
 
     def inspect(self, fields: Fields) -> None:
-        """Look at what was read, on the CPU, in the process that read it; UserError refuses it."""
+        """Check stored fields, on the CPU in the loader's process; UserError refuses them."""
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> Mapping[str, Prepared]:
-        """What validation takes the loss of, by name; the mean over all is the validation loss."""
+        """Prepared batches to validate on, by name; the validation loss is their mean."""
         return {"": self.prepare(batch, rng)}
 
     def hints(self, source: Source) -> Sequence[str]:
-        """Lines about data that can be trained on, but hardly as it was meant. Reads samples."""
+        """Console warnings about data that is valid but looks wrong. Reads samples."""
         return ()
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
-        """What else was imported for it, by section: the console says from which file."""
+        """Other objects in use, by config section; the console prints the files of a user's own."""
         return {}
 
     def modules(self) -> nn.ModuleDict | None:
-        """Modules with parameters that `loss` calls; always the same ones.
+        """Trainable modules that `loss` calls; always the same ModuleDict.
 
-        They are sharded, averaged, clipped and saved as the model's, as objective.NAME. Built on
-        the meta device, inside `ObjectiveConfig.build`; called as modules, with tensors as
-        positional arguments.
+        They are sharded, averaged, clipped and saved like the model's, as objective.NAME. Build
+        them on the meta device in `ObjectiveConfig.build`; call them with positional tensors.
         """
         return None
 
     def initializers(self) -> dict[str, Initializer]:
-        """The initial distribution of parameters and buffers of `modules`, by their names there.
+        """Initial distributions of parameters and buffers of `modules`, by name.
 
-        Those that are not named have the default of `Model.initializers`.
+        Missing names use the default of `Model.initializers`.
         """
         return {}
 
@@ -166,7 +164,7 @@ class Objective:
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
     ) -> Preview:
-        """What [sampling] asks for. Every rank calls; `previews` says whether there is any."""
+        """Draw the preview that [sampling] configures. Every rank calls it, if `previews`."""
         raise NotImplementedError
 
 
@@ -174,48 +172,48 @@ class Objective:
 class ObjectiveConfig(Named):
     """The [objective] section.
 
-    One that needs to know neither model nor data can be the objective itself:
+    A section that needs neither model nor data to build can be the objective itself:
     `class NextToken(ObjectiveConfig, Objective)`.
     """
 
     section = "objective"
     previews: ClassVar[bool] = False
-    """Whether it has anything to show."""
+    """True if the objective has a `preview`."""
 
     def model_spec(self, model: ModelConfig) -> ModelSpec:
-        """The network that the objective wants of a model; UserError where they do not fit."""
+        """The model's spec with the outputs that the objective needs; UserError on a misfit."""
         return model.spec()
 
     def facts(self, values: Mapping[str, Any]) -> DataFacts:
-        """The facts of a dataset, from a checkpoint's record."""
+        """Facts of a dataset, from a checkpoint's record."""
         return DataFacts.from_json(values)
 
     def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]] | None:
-        """Facts and fields of data that would fit the model: a dry run then needs no data.
+        """Facts and fields of data that fit the model, so that a dry run opens no data.
 
-        None: they are not known without it.
+        None if they depend on the data.
         """
         return None
 
     def build(self, model: ModelConfig, facts: DataFacts) -> Objective:
-        """The objective for a model and a dataset; UserError where they do not fit."""
+        """Build the objective for a model and a dataset; UserError if they do not fit."""
         if not isinstance(self, Objective):
             raise UserError(
                 f"[objective] name={show(self.name)}: {type(self).__name__} has no build(model, "
-                "facts), and is no titan_dit.objectives.base.Objective itself. Derive it from that "
-                "class too, or give it a build."
+                "facts) and is not a titan_dit.objectives.base.Objective. Define build, or derive "
+                "from Objective too."
             )
         return self
 
     def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
-        """Refuse what [sampling] asks for and cannot be had."""
+        """Raise UserError if the [sampling] settings cannot work."""
         if sampling.every and not self.previews:
             raise UserError(
-                f"[sampling] every={sampling.every}: the objective {self.name} has nothing to "
-                "show. Set every = 0."
+                f"[sampling] every={sampling.every}: the objective {self.name} has no preview. "
+                "Set every = 0."
             )
 
 
 def at_least_fp32(prediction: Tensor) -> Tensor:
-    """A prediction in the format that its loss is taken in."""
+    """Cast a prediction to the loss's dtype: fp32, or fp64 for fp64."""
     return prediction.to(torch.promote_types(prediction.dtype, torch.float32))

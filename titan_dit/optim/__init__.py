@@ -1,1 +1,1 @@
-"""The optimizer and what follows a step of it: clipping, learning rate, averages of the weights."""
+"""Optimizer, gradient clipping, learning-rate schedule and weight averages (EMA)."""

@@ -1,4 +1,4 @@
-"""Exponential moving averages of (sharded) weights, in fp32, on the shards themselves."""
+"""Exponential moving averages of (sharded) weights, in fp32, shard by shard."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from titan_dit.config.training import EMAConfig
 class EMA:
     """One average per decay.
 
-    An update moves 12 bytes a parameter and computes next to nothing: on a GPU it can go beside the
-    next forward (`run_beside`).
+    An update is memory-bound (12 bytes per parameter): on a GPU it can overlap the next forward
+    (`run_beside`).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: EMAConfig) -> None:
@@ -30,23 +30,23 @@ class EMA:
 
     @property
     def averages(self) -> dict[str, dict[str, Tensor]]:
-        """The decay, written out, to name -> tensor; what is under way comes first."""
+        """str(decay) -> name -> tensor, after any update in flight."""
         self.settle()
         return self._averages
 
     def run_beside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update beside what the device does next; the optimizer's steps wait for it."""
+        """Run updates on a side stream; optimizer steps wait for them."""
         if self._averages and any(p.is_cuda for p in self.parameters.values()):
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             optimizer.register_step_pre_hook(lambda *_: self.settle())
 
     def settle(self) -> None:
-        """Let the device finish the last update before what it is given from now on."""
+        """Make the current stream wait for the last update."""
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
 
     def decay(self, decay: float, step: int) -> float:
-        """The decay of the update after step `step` (1-based); during the warm-up it is less."""
+        """The decay of the update after step `step` (1-based); smaller during warm-up."""
         if self.config.warmup:
             update = step // self.config.every
             decay = min(decay, (1 + update) / (10 + update))
@@ -54,21 +54,21 @@ class EMA:
 
     @torch.no_grad()
     def restart(self, except_for: Collection[str]) -> None:
-        """Set every average to the weights, but for those named by their decay."""
+        """Reset every average to the weights, except the decays `except_for`."""
         for decay, average in self.averages.items():
             if decay not in except_for:
                 torch._foreach_copy_(local(average), local(self.parameters))
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Set every average to the first one."""
+        """Copy the first average to all others."""
         averages = [local(average) for average in self.averages.values()]
         for average in averages[1:]:
             torch._foreach_copy_(average, averages[0])
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
-        """Move every average towards the weights; where `skip` is true, not at all."""
+        """Update every average, unless `skip` (a scalar on the device) is true."""
         if step % self.config.every:
             return
         if self._beside is None:
@@ -82,16 +82,16 @@ class EMA:
     def _update(self, step: int, skip: Tensor) -> None:
         weights = local(self.parameters)
         for decay, average in zip(self.config.decays, self._averages.values(), strict=True):
-            # A tensor, not a number: whether to skip is known on the device only.
+            # A tensor: reading `skip` on the host would synchronise.
             share = (1 - self.decay(decay, step)) * (1 - skip.float())
             torch._foreach_lerp_(local(average), weights, [share] * len(weights))
 
     @contextmanager
     @torch.no_grad()
     def swapped_in(self, decay: str | None = None) -> Iterator[None]:
-        """Within the block the model's weights are an average; without EMA, its own.
+        """Swap an average into the model's weights inside the block; a no-op without EMA.
 
-        `decay`: which one, as `averages` names it; None takes the first.
+        `decay`: a key of `averages`; None takes the first.
         """
         averages = self.averages
         if not averages:
@@ -108,7 +108,7 @@ class EMA:
 
 
 def local(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """This rank's shards: the average of a shard needs no other rank."""
+    """This rank's local shards: averaging needs no communication."""
     return [
         t.to_local().detach() if isinstance(t, DTensor) else t.detach() for t in tensors.values()
     ]

@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients to a global L2 norm of at most `max_norm` (0: leave them) and return it.
+    """Clip gradients to a global L2 norm of `max_norm` (0: no clipping); return the norm before.
 
-    The norm before clipping, a plain scalar equal on all ranks: NaN or infinite as soon as one
-    element of one gradient is. One all-reduce over all ranks; nothing waits for the device.
+    A scalar tensor, equal on all ranks; NaN or infinite if any gradient element is. One all-reduce
+    over all ranks, no device synchronisation.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    # What several ranks hold alike counts once; no two pipeline stages hold the same parameter.
+    # Replicated gradients count once; no two pipeline stages hold the same parameter.
     by_replicas: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
         by_replicas.setdefault(replicas(gradient), []).append(norm)
@@ -35,7 +35,7 @@ def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 
 
 def replicas(gradient: Tensor) -> int:
-    """Ranks that hold this very part of a gradient."""
+    """Number of ranks that hold the same shard of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
     assert not any(placement.is_partial() for placement in gradient.placements)

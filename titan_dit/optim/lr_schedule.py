@@ -8,9 +8,9 @@ from titan_dit.config.training import LRScheduleConfig
 
 
 def learning_rate(config: LRScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """The rate of step `step` (1-based) of `steps`: linear warm-up, then the decay.
+    """The learning rate of step `step` (1-based) of `steps`: linear warm-up, then decay.
 
-    The first step takes peak / warmup_steps, the last one peak * min_lr_ratio.
+    The first step has peak / warmup_steps, the last one peak * min_lr_ratio.
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps

@@ -1,4 +1,4 @@
-"""AdamW that can leave a bad step out."""
+"""AdamW that can skip a bad step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def build_optimizer(
 
 
 def apply_gradients(optimizer: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
-    """One step at rate `lr`; where `skip` (a scalar on the device) is true, nothing changes.
+    """Take one optimizer step at `lr`, unless `skip` (a scalar on the device) is true.
 
-    The fused kernel reads `skip` on the device. The other implementations cannot, so there the
-    host has to wait for it.
+    The fused kernel reads `skip` on the device. The other implementations synchronise.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -44,10 +43,9 @@ def apply_gradients(optimizer: torch.optim.Optimizer, lr: float, skip: Tensor) -
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """AdamW's moments and step counts under the names of their parameters, to save or to fill.
+    """AdamW's moments and step counts by parameter name, to save or to load in place.
 
-    The tensors are the optimizer's own: a checkpoint loads into them in place. Before the first
-    step they do not exist yet and are made as AdamW would make them.
+    Before the first step they do not exist yet and are created as AdamW would.
     """
     for parameter in parameters.values():
         state = optimizer.state[parameter]

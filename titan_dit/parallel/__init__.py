@@ -1,1 +1,1 @@
-"""How a model is spread over ranks, applied from outside by the names of its submodules."""
+"""Parallelism, applied to a model from outside by submodule name."""

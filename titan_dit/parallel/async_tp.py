@@ -1,7 +1,6 @@
-"""Async tensor parallelism: the compiler cuts a product and its collective, and overlaps the parts.
+"""Async tensor parallelism: the compiler splits a matmul and its collective to overlap the parts.
 
-The only file that touches torch's switches for it, which are not public. CUDA only: the parts go
-through symmetric memory, which every rank of the group can read.
+Only this file sets torch's private switches for it. CUDA only: it needs symmetric memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def apply(mesh: DeviceMesh | None) -> None:
-    """Switch it on for the compiled blocks of this process and the 1D mesh `tp`; off without."""
+    """Enable it for compiled blocks over the 1D mesh `tp`; None disables it."""
     if mesh is None:
         if "torch._inductor.config" in sys.modules:
             sys.modules["torch._inductor.config"]._micro_pipeline_tp = False  # type: ignore[attr-defined]
@@ -23,7 +22,7 @@ def apply(mesh: DeviceMesh | None) -> None:
 
     inductor._micro_pipeline_tp = True
     if not torch.cuda.is_available():
-        return  # A rehearsal without devices.
+        return  # A dry run without devices.
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():

@@ -1,7 +1,6 @@
 """torch.compile, block by block: all blocks share one graph, so it is compiled once.
 
-The only file that reads torch._dynamo's counters and asks torch._inductor for its compiler: neither
-is public.
+Only this file uses the private counters of torch._dynamo and compiler lookup of torch._inductor.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from titan_dit.config.section import UserError
 
 
 def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
-    """Compile in place, before fully_shard; the names of parameters stay."""
+    """Compile in place, before fully_shard; parameter names do not change."""
     if not config.enabled:
         return
     parts = list(model.get_submodule("blocks").children())
@@ -27,57 +26,57 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
     options = None
     if config.cuda_graphs:
         options = {"triton.cudagraphs": True}
-        # What the last pass left in the graphs' memory is needed no more.
+        # Outputs of the last pass may be overwritten.
         model.register_forward_pre_hook(begin_pass)
     for part in parts:
         part.compile(fullgraph=True, options=options)
 
 
 def begin_pass(*_: object) -> None:
-    """Before a forward pass of the model."""
+    """Forward pre-hook: a new iteration of the CUDA graphs begins."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 def check(config: CompileConfig, device: torch.device) -> None:
-    """Compile one addition for the device, as a step will be.
+    """Compile one addition for the device.
 
-    Raises a UserError where that fails: no C++ compiler (a CPU), no C compiler or no Triton (a
-    GPU), a cache folder that cannot be written to.
+    Raises UserError if that fails: no C++ compiler (CPU), no C compiler or no Triton (GPU), or a
+    cache folder that is not writable.
     """
     if not config.enabled:
         return
     if config.cuda_graphs and device.type != "cuda":
         raise UserError(
-            f"[compile] cuda_graphs=true needs a GPU, and this is a {device.type}. "
+            f"[compile] cuda_graphs=true needs a GPU, but the device is a {device.type}. "
             "Set cuda_graphs = false."
         )
     try:
         if device.type == "cpu":
-            spare_probes()
+            skip_probes()
         torch.compile(increment, fullgraph=True)(torch.zeros(8, device=device))
-    except Exception as error:  # torch has no class for all of it
-        compiler = "a C++ compiler (g++, or what CXX names)"
+    except Exception as error:  # torch has no common class for these
+        compiler = "a C++ compiler (g++ or $CXX)"
         if device.type == "cuda":
-            compiler = "Triton and a C compiler (gcc, or what CC names)"
+            compiler = "Triton and a C compiler (gcc or $CC)"
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             "[compile] enabled=true, but torch.compile fails on this machine: "
-            f"{reason[:300]}. It needs {compiler} and a cache folder it can write to "
+            f"{reason[:300]}. It needs {compiler} and a writable cache folder "
             f"(TORCHINDUCTOR_CACHE_DIR={os.environ.get('TORCHINDUCTOR_CACHE_DIR', 'not set')}). "
-            "Set [compile] enabled = false, or install what is missing."
+            "Set [compile] enabled = false, or install the missing part."
         ) from error
 
 
-def spare_probes() -> None:
-    """Let torch take the vector instructions that the CPU says it has, if the compiler knows them.
+def skip_probes() -> None:
+    """Skip inductor's probes for vector instructions if the compiler accepts all of the CPU's.
 
-    With an empty cache it would compile and load a probe for each kind of them, 3 s each. That the
-    best kind works, the addition shows.
+    With an empty cache each probe is compiled and loaded, 3 s each. The addition in `check` tests
+    the widest instructions anyway.
     """
     import torch._inductor.config as inductor
     from torch._inductor import cpp_builder, cpu_vec_isa
 
-    # The addition may be in the cache already, the blocks not.
+    # Raises without a compiler, even if the addition is in the cache: the blocks may not be.
     compiler = cpp_builder.get_cpp_compiler()
     if inductor.cpp.vec_isa_ok is not None:
         return
@@ -92,47 +91,47 @@ def spare_probes() -> None:
 
 
 def increment(x: torch.Tensor) -> torch.Tensor:
-    """What is compiled to see whether it can be."""
+    """The function that `check` compiles."""
     return x + 1
 
 
 def num_graphs() -> int:
-    """Graphs compiled by this process so far."""
+    """Number of graphs compiled by this process so far."""
     if "torch._dynamo.utils" not in sys.modules:
-        return 0  # Nothing has been compiled; loading it takes a second.
+        return 0  # Nothing has been compiled, and the import takes a second.
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 class Recompiles:
-    """Counts graphs that training steps compile after the first one, which compiles them all.
+    """Counts recompilations: graphs that training steps compile after the first step.
 
-    What is compiled between steps, such as for drawing samples, is not counted.
+    Graphs compiled between steps, such as for drawing samples, do not count.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._told = 0
+        self._reported = 0
         self._is_first = True
         self._before = 0
 
     def __enter__(self) -> None:
-        """Before a step."""
+        """Start of a step."""
         self._before = num_graphs()
 
     def __exit__(self, *_: object) -> None:
-        """After a step."""
+        """End of a step."""
         if not self._is_first:
             self.count += num_graphs() - self._before
         self._is_first = False
 
     def news(self) -> str | None:
-        """A line for the console when there were more since the last time."""
-        if self.count == self._told:
+        """A console line if there were recompilations since the last call, else None."""
+        if self.count == self._reported:
             return None
-        self._told = self.count
+        self._reported = self.count
         return (
-            f"compiled {self.count} graphs again after the first step: shapes or settings change "
-            "from step to step. TORCH_LOGS=recompiles says why"
+            f"recompiled {self.count} graphs after the first step: shapes or settings change "
+            "between steps. Set TORCH_LOGS=recompiles to see why"
         )

@@ -1,6 +1,6 @@
 """Context parallelism: every sample's tokens in c contiguous slices, one per cp rank.
 
-All layers but attention work token by token; only attention needs the others' tokens.
+Only attention needs the tokens of other ranks; all other layers work token by token.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Method = Literal["ring", "ulysses"]
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, method: Method, attention: str = "auto") -> None:
-    """Let every attention of the model reach the tokens of all ranks of the 1D mesh `cp`.
+    """Make every attention layer of the model attend over all ranks of the 1D mesh `cp`.
 
-    `attention`: the kernel, as [precision] attention names it.
+    `attention`: a key of [precision] attention.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if not layers:
         raise UserError(
-            f"[parallel] cp={mesh.size()}: no block of [model] has a titan_dit.models.layers."
-            "Attention, so its tokens would not see those of other ranks. Use it, or set cp = 1."
+            f"[parallel] cp={mesh.size()}: [model] has no titan_dit.models.layers.Attention, so "
+            "tokens could not attend to those of other ranks. Use that layer, or set cp = 1."
         )
     peers = Exchange.over(mesh.get_group())
     for layer in layers:
@@ -43,10 +43,10 @@ def apply(model: nn.Module, mesh: DeviceMesh, method: Method, attention: str = "
 def slice_tokens(
     tensors: Mapping[str, Tensor], token_dims: Mapping[str, int], rank: int, size: int
 ) -> dict[str, Tensor]:
-    """Rank's slice of each tensor along the dim that counts its tokens.
+    """Slice each tensor along its token dim for one rank of `size`.
 
-    Tensors that `token_dims` does not name have no token dim (timesteps, labels) and stay whole.
-    Slices are copies, so that the whole can be freed.
+    Tensors without an entry in `token_dims` (timesteps, labels) stay whole. Slices are copies, so
+    that the whole tensors can be freed.
     """
     sliced = dict(tensors)
     for name, dim in token_dims.items():

@@ -1,8 +1,8 @@
-"""Tensors sent between the ranks of one group.
+"""Ring and all-to-all communication of one process group.
 
-Functional collectives, whose results are waited for apart and which torch.compile can trace. The
-only file that calls them (torch.ops._c10d_functional), which are not public. They take the group's
-name in torch 2.11 and 2.13 alike.
+It uses functional collectives, which are asynchronous and can be traced by torch.compile. Only this
+file calls these private operators (torch.ops._c10d_functional), which take the group's name in
+torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # what compiling needs to know of the operators
+import torch.distributed._functional_collectives  # registers the operators for torch.compile
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 
 class Peers(Protocol):
-    """Ranks in a ring, as context parallelism needs them. Messages hold the batch in dim 1."""
+    """The communication that context parallelism needs. Messages have the batch in dim 1."""
 
     @property
     def size(self) -> int:
@@ -26,14 +26,14 @@ class Peers(Protocol):
         ...
 
     def send(self, message: Tensor) -> Tensor:
-        """Start sending to the next rank; what comes from the previous one, for `arrive`.
+        """Start sending to the next rank; returns the previous rank's message for `arrive`.
 
-        The message must not be written to before that.
+        The message must not be modified before `arrive`.
         """
         ...
 
     def arrive(self, incoming: Tensor) -> Tensor:
-        """Wait for what `send` has announced. On a GPU the stream waits, not the host."""
+        """Wait for the message that `send` returned. On a GPU the stream waits, not the host."""
         ...
 
     def all_to_all(self, parts: Tensor) -> Tensor:
@@ -43,10 +43,10 @@ class Peers(Protocol):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Peers that are the ranks of a process group."""
+    """`Peers` of a process group."""
 
     group: str
-    """Its name: unlike the group itself it can be copied and compiled."""
+    """The group's name, which unlike the group can be copied and compiled."""
     rank: int
     size: int
 
@@ -56,9 +56,9 @@ class Exchange:
         return cls(str(group.group_name), dist.get_rank(group), group.size())
 
     def send(self, message: Tensor) -> Tensor:
-        """See `Peers.send`. An all-to-all in which everyone has something for the next rank only.
+        """See `Peers.send`. An all-to-all with data for the next rank only.
 
-        Sends and receives are then posted together, whatever the backend.
+        Every backend then posts sends and receives together.
         """
         to, of = [0] * self.size, [0] * self.size
         to[(self.rank + 1) % self.size] = of[(self.rank - 1) % self.size] = message.shape[0]

@@ -1,7 +1,7 @@
-"""float8 products in the blocks' linears. The only file that touches torchao, when it is wanted.
+"""float8 matmuls in the blocks' linears. Only this file imports torchao, and only if needed.
 
-Weights, gradients and optimizer stay as they are, under their names: a checkpoint does not know of
-float8. Only what a product reads is rounded, just before it, by a scale taken from its own values.
+Weights, gradients and optimizer states keep their dtypes and names, so checkpoints do not depend on
+float8. Only the operands of a matmul are cast, just before it, with dynamic scales.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def apply(
     rows: int,
     device_type: str,
 ) -> TensorPlan:
-    """Convert a model on the meta device, before it is cut; returns the plan to cut it by.
+    """Convert a model on the meta device, before tensor parallelism; returns the adapted plan.
 
-    `rows`: tokens of a microbatch on this rank. Raises UserError where no layer can be converted;
-    where none would be faster none is, see `account`.
+    `rows`: tokens of a microbatch on this rank. Raises UserError if no layer fits float8. Layers
+    that float8 would not make faster are not converted, see `account`.
     """
     layers = linears(model, plan, sizes, rows)
     chosen = {name: shape for name, shape in layers.items() if suits(shape, precision, device_type)}
     if layers and not any(shape.fits for shape in layers.values()):
         shapes = sorted({(s.rows, s.inputs, s.outputs) for s in layers.values()})
         raise UserError(
-            f"[precision] float8={show(precision.float8)} takes products of multiples of {UNIT}, "
-            "but (tokens of a microbatch, inputs, outputs) on a rank are "
+            f"[precision] float8={show(precision.float8)} needs dimensions that are multiples of "
+            f"{UNIT}, but (tokens of a microbatch, inputs, outputs) on a rank are "
             f"{', '.join(map(str, shapes))}. Set float8 = "
             '"off", or another [training] microbatch_size.'
         )
@@ -61,14 +61,14 @@ def apply(
         transformer_engine.convert(model, chosen.keys(), precision.float8)
         return plan
     convert(model, chosen, precision, sizes.dp_shard * sizes.cp)
-    # Over gloo nothing travels in float8 but bytes: a gather of tokens keeps its format there.
+    # gloo cannot send float8: without CUDA, tokens are gathered in their own dtype.
     if sizes.tp > 1 and precision.float8 == "tensorwise" and device_type == "cuda":
         return replace(plan, block=float8_styles(plan.block, model))
     return plan
 
 
 def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict[str, LinearShape]:
-    """The linears that work on every token of a block, and their shapes on one rank."""
+    """The blocks' linears over tokens, by name, with their shapes on one rank."""
     found = {}
     for key, block in model.blocks.items():
         for name, layer in block.named_modules():
@@ -81,7 +81,7 @@ def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict
 
 
 def suits(shape: LinearShape, precision: PrecisionConfig, device_type: str) -> bool:
-    """Whether a layer is converted."""
+    """True if a layer is to be converted."""
     if precision.float8_layers == "all":
         return shape.fits
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
@@ -92,10 +92,10 @@ def suits(shape: LinearShape, precision: PrecisionConfig, device_type: str) -> b
 def convert(
     model: Model, chosen: Mapping[str, LinearShape], precision: PrecisionConfig, shards: int | None
 ) -> None:
-    """Replace the chosen linears by torchao's, which take over their parameters.
+    """Replace the chosen linears by torchao's, which keep their parameters.
 
-    tensorwise over `shards` ranks: the weights know how FSDP gathers them, as float8 with one scale
-    for all shards. None: no FSDP will shard the model.
+    With tensorwise, FSDP all-gathers weights in float8, with one scale for all `shards`; None
+    means no FSDP.
     """
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
@@ -104,7 +104,7 @@ def convert(
     if precision.float8 == "tensorwise" and shards:
         gathered = replace(plain, enable_fsdp_float8_all_gather=True)
 
-    # FSDP has no way to gather such a weight from shards of unequal size.
+    # FSDP2 cannot all-gather float8 weights from shards of unequal size.
     even = {name for name, shape in chosen.items() if shards and shape.outputs % shards == 0}
     for config, names in (
         (gathered, even),
@@ -112,16 +112,16 @@ def convert(
     ):
         torchao.convert_to_float8_training(model, module_filter_fn=named(names), config=config)
     if gathered is not plain:
-        # Of a mesh with tp, torch says that it reduces the largest values over two axes in turn.
-        logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_no_word_of_max)
+        # With tp, torch logs that it reduces each amax over two axes in turn.
+        logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_not_about_amax)
 
 
 def scale_before_gathers(model: nn.Module) -> None:
-    """Compute the scales of what FSDP gathers in float8 anew before every forward; after FSDP.
+    """Recompute the scales of float8 all-gathers before every forward; call it after FSDP.
 
-    Weights change between forward passes in many ways: a step, a checkpoint, an average that is
-    swapped in. A scale from before would cut off what has grown since. First of all hooks: FSDP's
-    own lets its stream, on which weights are cast, wait for what was launched by then.
+    Weights change between forwards: by a step, a checkpoint, a swapped-in average. A stale scale
+    would clip values that have grown. The hook precedes FSDP's, whose stream casts the weights and
+    waits only for work launched before it.
     """
     torchao, kind = load_torchao(), float8_linear()
     if any(
@@ -135,31 +135,31 @@ def scale_before_gathers(model: nn.Module) -> None:
 
 
 def account(parts: Iterable[nn.Module], precision: PrecisionConfig) -> list[str]:
-    """A line about how many layers of these multiply in torchao's float8, if that is asked for."""
+    """Console line with the number of torchao's float8 layers; empty if it is not in use."""
     if precision.float8 == "off" or is_transformer_engine(precision.float8):
         return []
     kind = float8_linear()
     layers = [layer for part in parts for layer in part.modules()]
     number = sum(isinstance(layer, kind) for layer in layers)
     total = number + sum(isinstance(layer, TokenLinear) for layer in layers)
-    why = "" if number else ': no other would be faster (float8_layers = "all" takes all that fit)'
+    why = "" if number else ': no layer would be faster (float8_layers = "all" takes all that fit)'
     return [f"float8  {precision.float8} in {number} of {total} block linears of this rank{why}"]
 
 
-def is_no_word_of_max(record: logging.LogRecord) -> bool:
-    """Whether to show a line of torch's log."""
+def is_not_about_amax(record: logging.LogRecord) -> bool:
+    """Log filter: False for torch's lines about reducing an amax."""
     return "Partial(max)" not in record.getMessage()
 
 
 def named(names: set[str]) -> Callable[[nn.Module, str], bool]:
-    """The filter of the modules with these names."""
+    """A filter for the modules with these names."""
     return lambda _, name: name in names
 
 
 def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str, ParallelStyle]:
-    """A block's styles with tokens gathered in float8: a quarter of fp32's bytes, half of bf16's.
+    """A block's styles with tokens all-gathered in float8: half of bf16's bytes.
 
-    A gather is replaced where every column-parallel layer behind it is a float8 one.
+    An all-gather is replaced if every column-parallel layer that reads it is float8.
     """
     kind = float8_linear()
     from torchao.float8 import float8_tensor_parallel
@@ -185,13 +185,13 @@ def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str
 
 
 def gathered_from(style: PrepareModuleInput) -> Any:
-    """How the first input lies before it is gathered."""
+    """Placement of the first input before the all-gather."""
     layouts = style.input_layouts
     return layouts[0] if isinstance(layouts, tuple) else layouts
 
 
 def float8_linear() -> Any:
-    """The class of torchao's layers."""
+    """The class of float8 layers in torchao."""
     load_torchao()
     from torchao.float8.float8_linear import Float8Linear
 
@@ -199,7 +199,7 @@ def float8_linear() -> Any:
 
 
 def load_torchao() -> ModuleType:
-    """Import torchao.float8 without what it says of CUDA libraries that a CPU lacks."""
+    """Import torchao.float8 without its warnings about missing CUDA libraries."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

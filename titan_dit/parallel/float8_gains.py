@@ -1,14 +1,14 @@
-"""Which linear layers gain from float8: measured where they were, by the roofline elsewhere.
+"""Which linear layers gain from float8: by measurement if there is one, else by the roofline.
 
-A layer's training step is three products of M rows, K inputs and N outputs, 2 M K N FLOPs each, of
-which float8 halves the time of two or three. It pays for that with passes over the memory of
-input, weight and output gradient: their largest values, and their casts in the layouts that the
-products want. So float8 gains where
+A layer's training step is three matmuls of M rows, K inputs and N outputs, 2 M K N FLOPs each.
+float8 halves the time of two or three of them. The overhead is passes over the memory of input,
+weight and output gradient: for the amax, and for the casts in the layouts that the matmuls need. So
+float8 gains if
 
     products x M K N / (bytes of input, weight and gradient) > FLOPs per byte of the device.
 
-That leaves out launches and what a kernel misses of its peak, on either side of the comparison:
-`python benchmarks/float8_shapes.py` measures, and writes the table that is asked first.
+The roofline ignores launches and kernels below their peak. `python benchmarks/float8_shapes.py`
+measures, and writes the table that takes precedence.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("float8_shapes.json")
-"""What the benchmark has measured: {"rows": [{device, recipe, M, K, N, bf16_ms, float8_ms}]}.
+"""Measurements: {"rows": [{device, recipe, M, K, N, bf16_ms, float8_ms}]}.
 
-A row also says when and where it was measured (date, commit, torch, torchao): for people only.
+A row also records date, commit, torch and torchao, which are not read.
 """
 
 UNIT = 16
-"""The tensor cores' float8 products want every dimension in multiples of this."""
+"""Every dimension of a float8 matmul must be a multiple of this."""
 
 BALANCE = {
     "L40S": 362 / 0.864,
@@ -40,12 +40,12 @@ BALANCE = {
 """Dense bf16 FLOPs per byte of memory traffic: TFLOP/s and TB/s of the vendors' data sheets."""
 
 UNKNOWN_BALANCE = BALANCE["H100"]
-"""Of a device that is not in BALANCE."""
+"""Assumed for a device that is not in BALANCE."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a recipe moves, in bytes per element, for how many products at twice the speed."""
+    """A recipe's overhead in bytes per element, and its number of matmuls in float8."""
 
     input: int
     weight: int
@@ -54,16 +54,16 @@ class Cost:
 
 
 ONE_SCALE = Cost(input=6, weight=6, gradient=6, products=3)
-"""bf16 read for the largest value (2), read for the cast (2), written in two layouts (1 + 1)."""
+"""bf16 read for the amax (2), read for the cast (2), written in two layouts (1 + 1)."""
 TWO_SCALES = Cost(input=10, weight=10, gradient=10, products=3)
 """Rows and columns have scales of their own: read (2), cast (2 + 1), for each."""
 FUSED = Cost(input=4, weight=4, gradient=4, products=3)
-"""Read once (2), written in two layouts (1 + 1): the scale is known, or that of a small block."""
+"""Read once (2), written in two layouts (1 + 1): the scale is known before, or per small block."""
 
 COSTS = {
     "tensorwise": ONE_SCALE,
     "rowwise": TWO_SCALES,
-    # The weight's gradient stays in bf16: the input and the gradient are cast one way only.
+    # The weight gradient stays in bf16: input and output gradient are cast in one layout only.
     "rowwise_with_gw_hp": Cost(input=5, weight=10, gradient=5, products=2),
     "te_delayed": FUSED,
     "te_current": ONE_SCALE,
@@ -82,13 +82,13 @@ class LinearShape:
 
     @property
     def fits(self) -> bool:
-        """Whether a device can multiply it at all."""
+        """True if float8 matmuls support the shape."""
         return not any(size % UNIT for size in (self.rows, self.inputs, self.outputs))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Forward and backward of one layer."""
+    """Measured forward and backward of one layer."""
 
     device: str
     recipe: str
@@ -98,7 +98,7 @@ class Measured:
 
 
 def read_table(path: Path = TABLE) -> list[Measured]:
-    """What was measured, on all devices."""
+    """All measurements, of all devices."""
     rows = json.loads(path.read_text())["rows"]
     return [
         Measured(
@@ -113,7 +113,7 @@ def read_table(path: Path = TABLE) -> list[Measured]:
 
 
 def gains(shape: LinearShape, recipe: str, device: str, table: Sequence[Measured]) -> bool:
-    """Whether float8 makes the layer faster on the device of that name ("" if there is none)."""
+    """True if float8 makes the layer faster on the named device ("" without a GPU)."""
     if not shape.fits:
         return False
     near = nearest(shape, [m for m in table if (m.device, m.recipe) == (device, recipe)])
@@ -123,7 +123,7 @@ def gains(shape: LinearShape, recipe: str, device: str, table: Sequence[Measured
 
 
 def nearest(shape: LinearShape, measured: Sequence[Measured]) -> Measured | None:
-    """The shape most like this one, if none of its dimensions is off by more than a factor of 2."""
+    """The measurement with the nearest shape; None if a dimension differs by more than 2x."""
 
     def octaves(one: Measured) -> list[float]:
         pairs = zip(vars(one.shape).values(), vars(shape).values(), strict=True)
@@ -134,16 +134,16 @@ def nearest(shape: LinearShape, measured: Sequence[Measured]) -> Measured | None
 
 
 def intensity(shape: LinearShape, recipe: str) -> float:
-    """FLOPs saved per byte moved for it."""
+    """FLOPs saved per byte of overhead."""
     cost, (m, k, n) = COSTS[recipe], (shape.rows, shape.inputs, shape.outputs)
     moved = cost.input * m * k + cost.weight * k * n + cost.gradient * m * n
     return cost.products * m * k * n / moved
 
 
 def balance(device: str) -> float:
-    """BALANCE by whole words of the device's name, the longest match first; else UNKNOWN_BALANCE.
+    """BALANCE by whole words of the device's name, longest match; else UNKNOWN_BALANCE.
 
-    Whole words: a GH200 has other memory than an H200, and an H20 is another GPU.
+    Whole words, because a GH200 or an H20 is not an H200.
     """
     name = f" {device} "
     known = [model for model in BALANCE if f" {model} " in name]

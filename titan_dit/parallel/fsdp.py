@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over dp_shard (arXiv:2304.11277).
 
-The only file that calls torch's fully_shard and the methods it adds.
+Only this file calls torch's fully_shard and the methods that it adds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ RESHARD: dict[str, bool | None] = {"auto": None, "always": True, "never": False}
 def shard(
     model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> None:
-    """Shard block by block, so that a block's parameters are gathered just before its turn."""
-    # A block passes its condition through as a view. FSDP warns of in-place operations on such a
-    # view; the models have none.
+    """Shard block by block, so that parameters are all-gathered one block at a time."""
+    # A block returns its condition as a view. FSDP2 warns about in-place operations on views; the
+    # models have none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[precision.dtype],
@@ -31,9 +31,8 @@ def shard(
         # The timestep must stay fp32; the model casts its tokens itself.
         cast_forward_inputs=False,
     )
-    # Between stages many microbatches are under way: gathering for each would cost too much, and
-    # under a split backward torch loses gradients.
-    # A shard of its own is gathered from nobody: the same copy would be made twice.
+    # Pipelines keep parameters gathered: an all-gather per microbatch costs too much, and with a
+    # split backward torch loses gradients. A single shard would only be copied twice.
     alone = mesh.size(mesh.ndim - 1) == 1
     keeps = parallel.pp > 1 or (alone and parallel.reshard_after_forward == "auto")
     reshard = False if keeps else RESHARD[parallel.reshard_after_forward]
@@ -46,24 +45,24 @@ def shard(
             # The loss is already divided by the global token count: gradients are summed.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
-    gather_ahead([*blocks.children()], parallel.prefetch)
+    set_prefetch([*blocks.children()], parallel.prefetch)
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig) -> None:
-    """Shard a module that stands beside the model, in fp32 (with fp64, in fp64)."""
+    """Shard a module of the objective in fp32, or in fp64 with [precision] dtype = "fp64"."""
     if precision.dtype == "fp64":
         module.double()
-    # Gathered for a forward without a backward too: nothing may stay that a later one would use.
+    # After a forward without a backward, a later forward must not reuse the gathered parameters.
     sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
     if mesh.size() > 1:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
 
-def gather_ahead(blocks: list[nn.Module], count: int) -> None:
-    """Let every block ask for the parameters of the next `count`, forward and backward.
+def set_prefetch(blocks: list[nn.Module], count: int) -> None:
+    """Explicit prefetch: every block all-gathers the next `count`, in forward and backward.
 
-    A host that is slower than the device comes to a block too late to hide its gather.
+    FSDP2's implicit prefetch starts too late if the host is slower than the device.
     """
     if not count:
         return
@@ -75,16 +74,16 @@ def gather_ahead(blocks: list[nn.Module], count: int) -> None:
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Reduce gradients in the coming backward (the last microbatch), or keep adding them up."""
+    """Reduce gradients in the next backward (the last microbatch), or only accumulate them."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
         model.set_is_last_backward(enabled)
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop gathered parameters that a forward without a backward leaves behind.
+    """Free the all-gathered parameters after a forward without a backward.
 
-    They are copies: a later forward would use them although the weights have changed since.
+    A later forward would reuse these copies although the weights have changed.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

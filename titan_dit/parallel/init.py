@@ -1,4 +1,4 @@
-"""The same initial weights on every layout."""
+"""Initial weights, equal on every layout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from titan_dit.models.initializers import Initializer
 def initialize(
     model: nn.Module, table: Mapping[str, Initializer], seed: int, device: torch.device
 ) -> None:
-    """Give a model on the meta device its memory and its weights.
+    """Allocate a model that is on the meta device, and initialise its weights.
 
-    Each tensor has a generator of its own, seeded by (seed, name), is drawn whole on the device,
-    and all but this rank's shard is freed: one tensor of extra memory at most.
+    Each tensor has its own generator, seeded by (seed, name). It is drawn whole on the device, then
+    reduced to this rank's shard: the extra memory is at most one whole tensor.
     """
     model.to_empty(device=device)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -37,6 +37,6 @@ def tensor_seed(seed: int, name: str) -> int:
 def put(target: Tensor, full: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded."""
     if isinstance(target, DTensor):
-        # Every rank holds the same whole tensor, so nothing needs to be sent.
+        # Every rank holds the same whole tensor: no communication.
         full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(full)

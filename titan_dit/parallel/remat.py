@@ -1,8 +1,7 @@
-"""Compute activations again in backward instead of keeping them, block by block.
+"""Activation recomputation, block by block. docs/remat.md lists what each mode saves and costs.
 
-torch's functional checkpoint, applied from outside and inside of what is compiled: blocks keep
-their names, all share one graph, and the compiler can join the second forward with backward.
-docs/remat.md says what each mode keeps and costs.
+torch's functional checkpoint runs inside the compiled region: module names do not change, all
+blocks share one graph, and the compiler can fuse the recomputation with backward.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import titan_dit.parallel.ring_attention  # noqa: F401 (its operator is one of those kept)
+import titan_dit.parallel.ring_attention  # noqa: F401 (registers an operator of KEPT)
 from titan_dit.config.layout import RematConfig
 from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models.base import Model, SideInputs, Stream
 from titan_dit.models.layers import Attention
 
 KEPT = (
-    # Matrix products. Not bmm: attention without a fused kernel would keep its n x n scores.
+    # Matmuls. Not bmm: attention without a fused kernel would save its n x n scores.
     "aten::mm",
     "aten::addmm",
     "aten::_scaled_mm",
@@ -39,44 +38,44 @@ KEPT = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "titan_dit::ring_forward",
-    # What is received and no larger than what a rank holds anyway. Not all_gather: sequence
-    # parallelism would keep t times the tokens of a rank, so it gathers them again, as Megatron's.
+    # Collectives whose outputs are no larger than a rank's tokens. Not all_gather: sequence
+    # parallelism would save t times a rank's tokens, so it gathers again, as Megatron does.
     "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_reduce",
     "_c10d_functional::all_to_all_single",
 )
-"""Operators whose outputs `selective` keeps."""
+"""Operators whose outputs `selective` saves."""
 
 
 def apply(model: Model, config: RematConfig) -> None:
-    """Let the blocks recompute; before they are compiled and sharded, after attention is chosen."""
+    """Set up recomputation: after attention is chosen, before blocks are compiled and sharded."""
     blocks = model.blocks.values()
     if config.mode == "attention":
         for layer in (part for block in blocks for part in block.modules()):
             if isinstance(layer, Attention):
                 layer.attend = functools.partial(recomputed, layer.attend)
     elif config.mode != "none":
-        # torch warns of in-place operations in what is compiled; the models have none.
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_no_warning_of_in_place)
+        # torch warns about in-place operations in compiled graphs; the models have none.
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_not_about_in_place)
         forward = keep_products if config.mode == "selective" else keep_input
         for block in blocks:
-            # One function for all blocks: torch.compile makes one graph of it.
+            # One function for all blocks, so that torch.compile makes one graph.
             block.forward = MethodType(forward, block)
 
 
-def is_no_warning_of_in_place(record: logging.LogRecord) -> bool:
-    """Whether to show a line of torch's log."""
+def is_not_about_in_place(record: logging.LogRecord) -> bool:
+    """Log filter: False for torch's warning about in-place operations."""
     return "context_fn is passed" not in record.getMessage()
 
 
 def keep_input(block: nn.Module, stream: Stream, side: SideInputs) -> Stream:
-    """The block's own forward, of which nothing but its input is kept."""
+    """The block's forward, saving only its input."""
     result: Stream = recomputed(type(block).forward, block, stream, side)
     return result
 
 
 def keep_products(block: nn.Module, stream: Stream, side: SideInputs) -> Stream:
-    """The block's own forward, of which its input and the outputs of KEPT are kept."""
+    """The block's forward, saving its input and the outputs of KEPT."""
     result: Stream = recomputed(
         type(block).forward, block, stream, side, context_fn=selective_contexts
     )
@@ -84,17 +83,17 @@ def keep_products(block: nn.Module, stream: Stream, side: SideInputs) -> Stream:
 
 
 def selective_contexts() -> Any:
-    """What runs around the first and around the second forward."""
+    """The contexts of the forward and of its recomputation."""
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 def policy(
     context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
 ) -> CheckpointPolicy:
-    """Keep what is dear to compute or to send."""
+    """Save the outputs of KEPT; recompute the rest."""
     out = context.op_output
-    # The product of a rank's rows is a part of a sum: it has all ranks' tokens. Its reduction,
-    # which is kept, has this rank's. The compiler then leaves the product away.
+    # A row-parallel matmul is a partial sum over all ranks' tokens. Its reduction is saved instead,
+    # with this rank's tokens only; the compiler then does not recompute the matmul.
     part_of_sum = isinstance(out, DTensor) and any(p.is_partial() for p in out.placements)
     if operator in kept_operators() and not part_of_sum:
         return CheckpointPolicy.MUST_SAVE
@@ -103,7 +102,7 @@ def policy(
 
 @functools.cache
 def kept_operators() -> frozenset[Any]:
-    """KEPT, as far as this build of torch has it."""
+    """The operators of KEPT that this build of torch has."""
     found = []
     for name in KEPT:
         namespace, _, operator = name.partition("::")

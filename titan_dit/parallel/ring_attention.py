@@ -1,7 +1,7 @@
-"""Ring attention: every rank keeps its queries, keys and values travel (arXiv:2310.01889).
+"""Ring attention: queries stay, keys and values rotate around the ranks (arXiv:2310.01889).
 
-Bidirectional, so that all ranks have equal work whatever the slicing, and no mask is needed.
-Shapes: [b, heads, n/c, d] on each of c ranks.
+It supports no mask, so that all ranks have equal work. Shapes: [b, heads, n/c, d] on each of c
+ranks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks, scaled by 1 / sqrt(d).
 
-    `kernel`: what computes a block, or its name in [precision] attention.
+    `kernel`: the kernel of a block, or its key in [precision] attention.
 
-    Each rank sends 2 (c-1)/c of b n h elements forward and as many backward, where b n h counts
-    all tokens; and backward as many again in fp32, the gradients of keys and values.
+    Each rank sends 2 (c-1)/c b n h elements in forward, with b n h over all tokens. Backward sends
+    as many, and as many again in fp32 for the gradients of keys and values.
     """
     result: Tensor = _RingAttention.apply(q, k, v, peers, kernel)  # type: ignore[no-untyped-call]
     return result
 
 
 class _RingAttention(torch.autograd.Function):
-    """Saves no more than attention on one rank does: q, k, v, out and the log-sum-exp."""
+    """Saves the same as attention on one rank: q, k, v, out and the log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -60,7 +60,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def found(kernel: Kernel | str, q: Tensor) -> Kernel:
-    """The kernel itself."""
+    """Resolve a kernel's name."""
     return named(kernel, q) if isinstance(kernel, str) else kernel
 
 
@@ -75,17 +75,17 @@ def travel_forward(
     out = out.to(accumulator(q.dtype))
     for hop in range(1, peers.size):
         moving = peers.arrive(incoming)
-        # Keys and values for the next turn travel while the kernel works on these.
+        # The next keys and values are sent while the kernel runs.
         incoming = peers.send(moving) if hop < peers.size - 1 else moving
         out, lse = merge(out, lse, *kernel.forward(q, moving[0], moving[1], scale))
     return out.to(q.dtype), lse
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from attention over each.
+    """Merge attention over two sets of keys.
 
     Each is weighted by its share of the softmax's sum, exp(lse - both) <= 1: no overflow. In fp32,
-    since rounding to bf16 at each of c blocks would add up.
+    because bf16 rounding would accumulate over c blocks.
     """
     both = torch.logaddexp(lse, new_lse)
     out = out * (lse - both).exp()[..., None] + new_out * (new_lse - both).exp()[..., None]
@@ -102,11 +102,11 @@ def travel_backward(
     peers: Peers,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor]:
-    """Give dq and, stacked, dk and dv; `out` and `lse` are those over ALL keys.
+    """Return dq, and dk and dv stacked; `out` and `lse` are those over ALL keys.
 
-    Keys and values go round once more, c - 1 rotations; their gradients follow one turn behind
-    and take the last rotation home. This rank's own share of them never leaves it, so that they
-    too need c - 1 rotations, not c.
+    Keys and values rotate c - 1 times again. Their gradients follow one rotation behind, and the
+    last rotation returns them to their rank. A rank's own contribution is never sent, so that
+    gradients need c - 1 rotations too, not c.
     """
     scale = 1 / math.sqrt(q.shape[-1])
     exact = accumulator(q.dtype)
@@ -132,9 +132,9 @@ def travel_backward(
     return dq.to(q.dtype), home.to(q.dtype)
 
 
-# To torch.compile the rings of real ranks are one operator each. Were they traced, it would find
-# that backward sends the same keys and values round again, keep those of all ranks from forward
-# instead (c times the memory), and move the sends behind the kernels that they should overlap.
+# Opaque operators for torch.compile. Traced, backward's rotation of keys and values would be merged
+# with forward's: all ranks' keys would be saved (c times the memory). The sends would also move
+# behind the kernels that they should overlap.
 
 
 @torch.library.custom_op("titan_dit::ring_forward", mutates_args=())
@@ -166,7 +166,7 @@ def ring_backward(
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Laid out as [b, n, heads, d], as the layers around attention read and write it."""
+    """Memory layout [b, n, heads, d], as in the layers around attention."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

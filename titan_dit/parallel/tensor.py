@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: a plan of styles by submodule name, applied from outside.
 
-Between blocks the stream stays plain local tensors, but for the condition: it is wrapped once as a
-replicated DTensor, so that the gradients of all blocks add up before they are reduced once.
+Between blocks the stream is plain local tensors, except the condition: a replicated DTensor, so
+that the gradients of all blocks accumulate before one all-reduce.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ Styles = Mapping[str, ParallelStyle]
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is cut along the tensor-parallel axis."""
+    """How a model is sharded over tp."""
 
     stream: tuple[Shard | Replicate | None, ...]
-    """How each tensor of the stream lies between blocks: a local part of it, whole as a DTensor
-    whose gradients add up before they are reduced, or (None) whole as it is."""
+    """Placement of each stream tensor between blocks. Shard: a local shard. Replicate: a DTensor
+    whose gradients accumulate before one all-reduce. None: a whole plain tensor."""
     embed: Styles
     block: Styles
     head: Styles
 
 
 def shard_dim(placement: Shard | Replicate | None) -> int | None:
-    """The dim that is cut over the ranks, batch dim included; None where none is."""
+    """The sharded dim, counting the batch dim; None if not sharded."""
     return placement.dim if isinstance(placement, Shard) else None
 
 
 def uncut(num_streams: int) -> TensorPlan:
-    """The plan of a model that nothing cuts."""
+    """The plan of a model without tensor parallelism."""
     return TensorPlan(stream=(None,) * num_streams, embed={}, block={}, head={})
 
 
 def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    """Cut a model on the meta device; `enter` and `leave` then go round what runs its blocks."""
+    """Shard a model on the meta device; hooks call `enter` before and `leave` after its blocks."""
     parts = [(model.embed, plan.embed), (model.head, plan.head)]
     parts += [(block, plan.block) for block in model.blocks.values()]
     for part, styles in parts:
@@ -58,15 +58,15 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
             names = dict(part.named_modules())
             if unknown := [name for name in styles if name not in names]:
                 raise UserError(
-                    f"[parallel] tensor_plan cuts {unknown[0]}, which {type(part).__name__} has "
-                    f"not.{nearest(unknown[0], [name for name in names if name])}"
+                    f"[parallel] tensor_plan: {type(part).__name__} has no submodule "
+                    f"{unknown[0]}.{nearest(unknown[0], [name for name in names if name])}"
                 )
-            # A style for a submodule that this configuration lacks, such as a norm, is left out.
+            # Without parameters: an optional submodule that is disabled, such as a norm.
             present = {k: v for k, v in styles.items() if any(True for _ in names[k].parameters())}
             parallelize_module(part, mesh, present)
     if model.embed is not None:
         model.embed.register_forward_hook(lambda _, __, out: enter(out, mesh, plan))
-    else:  # A later pipeline stage: what the stage before sends is local already.
+    else:  # A later pipeline stage receives local tensors.
         model.register_forward_pre_hook(lambda _, args: (wrap(args[0], mesh, plan), *args[1:]))
     if model.head is not None:
         model.head.register_forward_pre_hook(
@@ -77,14 +77,14 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a module that every rank gives the same inputs know of the others: see `Replicated`."""
+    """Replicate a module whose inputs are equal on every rank, see `Replicated`."""
     parallelize_module(module, mesh, Replicated())
 
 
 def local_shapes(
     shapes: tuple[tuple[int, ...], ...], plan: TensorPlan, num_ranks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one rank's stream, from those of the whole."""
+    """The shapes of one rank's stream, from the global shapes."""
     return tuple(
         tuple(size // num_ranks if dim == placement.dim else size for dim, size in enumerate(shape))
         if isinstance(placement, Shard)
@@ -94,7 +94,7 @@ def local_shapes(
 
 
 def enter(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
-    """Whole plain tensors to what flows between blocks."""
+    """Whole plain tensors to the sharded stream between blocks."""
     local = tuple(
         split(tensor, mesh, placement.dim) if isinstance(placement, Shard) else tensor
         for tensor, placement in zip(stream, plan.stream, strict=True)
@@ -111,7 +111,7 @@ def leave(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
 
 
 def wrap(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
-    """Make DTensors of what is whole, so that its gradients add up before they are reduced."""
+    """Wrap `Replicate` tensors as DTensors, so that gradients accumulate before the all-reduce."""
     return tuple(
         DTensor.from_local(tensor, mesh, [placement], run_check=False)
         if isinstance(placement, Replicate)
@@ -121,27 +121,27 @@ def wrap(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
 
 
 def unwrap(stream: Stream) -> Stream:
-    """Plain tensors again."""
+    """The inverse of `wrap`."""
     return tuple(t.to_local() if isinstance(t, DTensor) else t for t in stream)
 
 
 def split(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's part of a whole tensor; backward gathers the parts' gradients."""
+    """This rank's shard of a whole tensor; backward all-gathers the gradient."""
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(dim)]).to_local()
 
 
 def join(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The whole tensor of every rank's part; backward keeps this rank's part of the gradient."""
+    """All-gather a tensor's shards; backward keeps this rank's shard of the gradient."""
     part = DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False)
-    # Every rank goes on with the same tensor and comes back with the same gradient.
+    # Every rank computes the same from here on, so the gradients are equal.
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
 class ModulationColwise(ColwiseParallel):
-    """A column-parallel linear whose whole output every rank applies to its own tokens.
+    """A column-parallel linear whose output is all-gathered and applied to the rank's tokens.
 
-    With sharded tokens a rank's gradient is that of its tokens alone: a part of a sum.
+    With sharded tokens a rank's gradient covers only its tokens: a partial sum.
     """
 
     def __init__(self, sequence_parallel: bool) -> None:
@@ -156,7 +156,7 @@ class ModulationColwise(ColwiseParallel):
 
 
 class Replicated(ParallelStyle):
-    """Parameters whole on every rank, as DTensors; inputs and outputs are plain and equal."""
+    """Replicated parameters (DTensors); inputs and outputs are plain and equal on all ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def distribute(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -171,9 +171,9 @@ class Replicated(ParallelStyle):
 
 
 class HeadNorm(ParallelStyle):
-    """A norm with one weight for all heads, of which a rank holds some: [b, heads, n, head_dim].
+    """A norm with one weight shared by all heads, on sharded heads: [b, heads, n, head_dim].
 
-    A rank's gradient is that of its heads, a part of a sum: FSDP adds the parts up.
+    A rank's gradient covers only its heads: a partial sum, which FSDP reduces.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

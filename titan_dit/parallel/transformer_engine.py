@@ -1,10 +1,10 @@
-"""NVIDIA's Transformer Engine in place of the blocks' linears. The only file that touches it.
+"""NVIDIA's Transformer Engine in place of the blocks' linears. Only this file imports it.
 
-Its layers keep nn.Linear's `weight` and `bias`, in fp32, so names, checkpoints and the optimizer
-are those of every other run. What delayed scaling remembers (the largest values of the last 1024
-calls) is not saved: after a resume it is gathered anew, from the first call on.
+Its layers keep nn.Linear's `weight` and `bias`, in fp32, so names, checkpoints and the optimizer do
+not change. The amax history of delayed scaling (1024 calls) is not saved: it is empty after a
+resume.
 
-Not run on a GPU so far: the tests put a stand-in in its place.
+Not yet run on a GPU: the tests use a stub.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titan_dit.config.section import UserError, show
 
 
 def is_transformer_engine(float8: str) -> bool:
-    """Whether NVIDIA's Transformer Engine runs the recipe; torchao runs the others."""
+    """True if Transformer Engine runs the recipe; torchao runs the others."""
     return float8.startswith("te_")
 
 
@@ -35,19 +35,19 @@ def convert(model: nn.Module, names: Collection[str], float8: str) -> None:
 
 
 def load(module: str, float8: str) -> Any:
-    """Import a part of Transformer Engine; without its libraries that fails in many ways."""
+    """Import a module of Transformer Engine; UserError if that fails."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise UserError(
-            f"[precision] float8={show(float8)}: Transformer Engine cannot be loaded here "
-            f"({type(error).__name__}: {error}). Install it again for this CUDA and torch: "
+            f"[precision] float8={show(float8)}: Transformer Engine cannot be imported "
+            f"({type(error).__name__}: {error}). Reinstall it for this CUDA and torch: "
             "pip install 'titan_dit[te]' --no-build-isolation, or set float8 = \"tensorwise\"."
         ) from error
 
 
 def recipe_of(recipes: Any, float8: str) -> Any:
-    """E4M3 forward and E5M2 backward, scaled by the past or the present; or blocks of 32 values."""
+    """E4M3 forward and E5M2 backward with delayed or current scaling; or MXFP8."""
     if float8 == "te_delayed":
         return recipes.DelayedScaling(
             fp8_format=recipes.Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
@@ -58,7 +58,7 @@ def recipe_of(recipes: Any, float8: str) -> Any:
 
 
 def replaced(te: Any, linear: nn.Module) -> nn.Module:
-    """The same layer, with the same parameters."""
+    """The layer of Transformer Engine with the same parameters."""
     assert isinstance(linear, nn.Linear)
     made: nn.Module = te.Linear(
         linear.in_features,
@@ -74,9 +74,9 @@ def replaced(te: Any, linear: nn.Module) -> nn.Module:
 
 
 def under(te: Any, recipe: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The whole forward under the recipe: the largest values are exchanged once, at its end."""
+    """Run the whole forward in the recipe's autocast; amaxes are all-reduced once, at its end."""
     autocast = getattr(te, "autocast", None)
-    # Before 2.9 it had another name, and so had its argument.
+    # Before 2.9 the function and its argument had other names.
     context = (
         functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=recipe)
         if autocast is None

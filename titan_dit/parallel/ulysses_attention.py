@@ -1,4 +1,4 @@
-"""Ulysses: from a slice of the tokens to a slice of the heads and back (arXiv:2309.14509)."""
+"""Ulysses attention: all-to-all from token shards to head shards and back (arXiv:2309.14509)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ def ulysses_attention(
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks; [b, heads, n/c, d].
 
-    `attend`: what computes it once all tokens are here, with the mask that it is told then.
+    `attend`: computes attention over all tokens for heads/c heads, with the mask.
 
-    One all-to-all before and one after an attention that sees all tokens, for heads/c of the
-    heads: the bits are those of one rank. Each rank sends 8 (c-1)/c^2 of b n h elements forward
-    and backward together, where b n h counts all tokens.
+    One all-to-all comes before it and one after it; the bits are those of one rank. Each rank sends
+    8 (c-1)/c^2 b n h elements in forward and backward together, with b n h over all tokens.
     """
     c, heads = peers.size, q.shape[1]
     if heads % c:
         raise UserError(
-            f'[parallel] cp_method="ulysses" shares the heads of a rank, {heads} here, among '
-            f'cp={c} ranks. Set cp_method = "ring" or a cp that divides {heads}.'
+            f'[parallel] cp_method="ulysses": cp={c} does not divide the {heads} heads of a rank. '
+            f'Set cp_method = "ring" or a cp that divides {heads}.'
         )
     # Heads by the rank that gets them: [c, b, 3, heads/c, n/c, d].
     parts = torch.stack([torch.unflatten(x, 1, (c, -1)).movedim(1, 0) for x in (q, k, v)], dim=2)

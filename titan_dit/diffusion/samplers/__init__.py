@@ -1,1 +1,1 @@
-"""From noise to samples, given a callable; no model is known here."""
+"""Samplers: noise to samples by a callable; they know no model."""

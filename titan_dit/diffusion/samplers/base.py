@@ -1,4 +1,4 @@
-"""What every sampler is given beside the network."""
+"""The signature and the settings of a sampler."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from titan_dit.config.section import UserError
 
 @dataclass(frozen=True)
 class Settings:
-    """How a sampler goes from noise to data."""
+    """Settings of a sampler."""
 
     steps: int
     eta: float = 0.0
-    """DDIM only: 0 adds no noise on the way, 1 as much as ancestral sampling."""
+    """DDIM only: 0 is deterministic, 1 adds as much noise as ancestral sampling."""
     fresh: Callable[[int], Tensor] | None = None
-    """Index of a step -> standard normal noise like x, for the samplers that add noise."""
+    """(step index) -> standard normal noise like x, for stochastic samplers."""
 
     def noise(self, step: int) -> Tensor:
         """Fresh noise for a step."""
@@ -29,5 +29,5 @@ class Settings:
 
 
 Sampler: TypeAlias = Callable[[Any, Tensor, Settings], Tensor]
-"""(process, noise [b, n, d], settings) -> samples [b, n, d]; the process is what the objective
-makes of the network (`Objective.process`)."""
+"""(process, noise [b, n, d], settings) -> samples [b, n, d]; the process is the network as wrapped
+by `ProbabilityPath.process`."""

@@ -1,4 +1,4 @@
-"""Discrete diffusion run backwards, on all of its steps or on a few of them."""
+"""Samplers of discrete diffusion, on all steps or on a respaced subset."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from titan_dit.diffusion.samplers.base import Settings
 def ddpm(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
     """Ancestral sampling with the network's own variance (arXiv:2006.11239 alg. 2).
 
-    Fewer steps than the network was trained with are spread evenly from the first to the last, and
-    the variances follow (arXiv:2102.09672 sec. 4).
+    With fewer steps than in training, the steps are evenly spaced from the first to the last and
+    the variances are those of the respaced schedule (arXiv:2102.09672 sec. 4).
     """
     steps = spread_with_ends(settings.steps, len(network.schedule))
     schedule = network.schedule.respaced(steps)
@@ -32,7 +32,7 @@ def ddpm(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -
 
 
 def ddim(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
-    """DDIM (arXiv:2010.02502 eq. 12 and 16): with eta 0 no noise is added on the way."""
+    """DDIM (arXiv:2010.02502 eq. 12 and 16): deterministic with eta 0."""
     steps = spread_from_start(settings.steps, len(network.schedule))
     schedule = network.schedule.respaced(steps)
     tables, x = schedule.tables(noise.device), noise
@@ -49,19 +49,19 @@ def ddim(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Settings) -
 
 
 def spread_with_ends(count: int, total: int) -> list[int]:
-    """`count` of `total` steps, evenly spaced, the first and the last among them."""
+    """`count` of `total` steps, evenly spaced, including the first and the last."""
     check_count(count, total)
     stride = (total - 1) / max(1, count - 1)
-    # Summed up, not multiplied: a place half-way between two steps then falls as in the original.
+    # Accumulated, not multiplied: ties then round as in the original.
     places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)
     return [round(place) for place in places]
 
 
 def spread_from_start(count: int, total: int) -> list[int]:
-    """`count` of `total` steps at a fixed distance, from the first on: 0, 100, ... 900.
+    """`count` of `total` steps at a fixed stride from 0, such as 0, 100, ... 900.
 
-    The smallest distance that gives `count`, as the original's "ddim10"; where none does, the
-    distances differ by one.
+    The smallest stride that gives `count` steps, as in the original's "ddim10". If none does, the
+    strides differ by at most one.
     """
     check_count(count, total)
     for stride in range(1, total + 1):
@@ -71,7 +71,7 @@ def spread_from_start(count: int, total: int) -> list[int]:
 
 
 def check_count(count: int, total: int) -> None:
-    """No more steps back than there are."""
+    """Raise UserError if there are fewer than `count` steps."""
     if count > total:
         raise UserError(
             f"steps={count}: the network is trained with {total} steps. Set at most {total}."

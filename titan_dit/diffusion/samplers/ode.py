@@ -23,7 +23,7 @@ def times(noise: Float[Tensor, "b n d"], steps: int) -> list[Float[Tensor, " b"]
 
 
 def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
-    """First order, one evaluation a step; exact on straight paths."""
+    """First order, one evaluation per step; exact on straight paths."""
     x, line = noise, times(noise, settings.steps)
     for t, t_next in itertools.pairwise(line):
         x = x + (t_next - t)[:, None, None] * velocity(x, t)
@@ -31,7 +31,7 @@ def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings)
 
 
 def heun(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
-    """Second order, two evaluations a step (arXiv:2206.00364 alg. 1, without churn)."""
+    """Second order, two evaluations per step (arXiv:2206.00364 alg. 1, without churn)."""
     x, line = noise, times(noise, settings.steps)
     for t, t_next in itertools.pairwise(line):
         step = (t_next - t)[:, None, None]

@@ -1,1 +1,1 @@
-"""How each model is cut along the tensor-parallel axis: data, one file per model."""
+"""Tensor plans: how each model is sharded over tp, one file per model."""

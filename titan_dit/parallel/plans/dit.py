@@ -1,7 +1,7 @@
 """The tensor-parallel plan of DiT (Megatron's, arXiv:1909.08053 and arXiv:2205.05198, with adaLN).
 
-Attention by heads and the MLP by its hidden width; the modulation, a third of all parameters, by
-its rows. Everything outside the blocks is small and stays whole on every rank.
+Attention is sharded by heads, the MLP by its hidden width, the modulation (a third of all
+parameters) by outputs. Everything outside the blocks is small and replicated.
 """
 
 from __future__ import annotations
