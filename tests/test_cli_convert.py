@@ -112,13 +112,13 @@ def converted_again(cwd, name, **flags):
 
 
 def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
-    flags = {"heads": 4, "prediction": "v", "schedule": "cosine"}
+    flags = {"heads": 4, "prediction": "v", "noise-schedule": "cosine"}
     source = str(converted / "original.safetensors")
     convert.main(convert.Options(source=source, to=str(converted / "v"), **flags))
     assert "the original's sample.py expects" not in capsys.readouterr().out
     objective = converted_again(converted, "v")
     assert "trained for ddpm cosine v: the original's sample.py expects" in capsys.readouterr().out
-    assert (objective.prediction, objective.schedule) == ("v", "cosine")
+    assert (objective.prediction, objective.noise_schedule) == ("v", "cosine")
     assert converted_again(converted, "v_back", prediction="x").prediction == "x"
 
 

@@ -108,7 +108,7 @@ def test_a_draw_depends_on_seed_and_sample_number_alone():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_an_exact_prediction_has_no_error_and_stands_for_the_sample(kind, schedule):
-    objective = DDPM(prediction=kind, schedule=schedule)
+    objective = DDPM(prediction=kind, noise_schedule=schedule)
     targets = prepare(objective, torch.arange(64)).targets
     values = exact(objective, targets)
     terms = objective.terms(with_variance(values, -1.0), targets)

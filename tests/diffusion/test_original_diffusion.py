@@ -50,7 +50,7 @@ def draw(objective, sampler, steps, eta=0.0):
     [
         ("ancestral_25", DDPM(), ddpm, 25, 0),
         ("ancestral_7", DDPM(), ddpm, 7, 0),
-        ("cosine_ancestral_25", DDPM(schedule="cosine"), ddpm, 25, 0),
+        ("cosine_ancestral_25", DDPM(noise_schedule="cosine"), ddpm, 25, 0),
         ("x_ancestral_25", DDPM(prediction="x"), ddpm, 25, 0),
         ("fixed_ancestral_25", DDPM(learn_sigma=False), ddpm, 25, 0),
         ("ddim_25", DDPM(), ddim, 25, 0),
@@ -75,7 +75,7 @@ def terms(objective, latents, noise, t, network):
 
 @pytest.mark.parametrize(
     ("name", "objective"),
-    [("linear", DDPM()), ("cosine", DDPM(schedule="cosine")), ("x", DDPM(prediction="x"))],
+    [("linear", DDPM()), ("cosine", DDPM(noise_schedule="cosine")), ("x", DDPM(prediction="x"))],
 )
 def test_the_loss_and_its_parts_are_those_of_the_original(name, objective):
     found = terms(objective, SPACE["x0"], SPACE["noise"], SPACE["t"], on_tokens(objective))

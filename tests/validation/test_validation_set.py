@@ -9,6 +9,8 @@ import torch.distributed as dist
 from tiny import randomize, state, tiny_config
 
 from titan_dit.config import config_file
+from titan_dit.config.catalog import variant
+from titan_dit.config.config_file import build_sections
 from titan_dit.config.section import UserError
 from titan_dit.config.training import ValidationConfig
 from titan_dit.data.base import Source
@@ -205,7 +207,11 @@ def test_what_cannot_be_validated_on_is_refused(tmp_path):
 
 
 def test_a_key_of_an_older_format_is_read_under_its_name_of_today(monkeypatch):
-    monkeypatch.setitem(config_file.RENAMED, "training.accumulate", "training.microbatch_size")
+    monkeypatch.setitem(config_file.RENAMED, "training.accumulate", "microbatch_size")
     assert tiny_config(training={"accumulate": 4}).training.microbatch_size == 4
+    written = {"objective": {"name": "ddpm", "schedule": "cosine"}}
+    assert build_sections(written, variant)["objective"].noise_schedule == "cosine"
+    flags = ["--config", "digits", "--objective.name", "ddpm", "--objective.schedule", "cosine"]
+    assert config_file.load(flags, variant).objective.noise_schedule == "cosine"
     with pytest.raises(UserError, match="none that this titan_dit reads"):
         config_file.of_record({"config": {}, "config_format": config_file.FORMAT + 1})

@@ -17,7 +17,15 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import URL, Place, place
 from titan_dit.commands.restore import find, restore
 from titan_dit.config import catalog, config_file
-from titan_dit.config.section import Bound, Finite, PositiveInt, Section, UserError, conform
+from titan_dit.config.section import (
+    Bound,
+    Finite,
+    PositiveInt,
+    Section,
+    UserError,
+    conform,
+    hints_of,
+)
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.interop import original_dit, weight_file
@@ -49,7 +57,7 @@ class Options(Section):
     """Import: scaling factor of the autoencoder's latents. Unset: 0.18215."""
     prediction: Literal["eps", "v", "x"] | None = None
     """Import: what the network predicts. Unset: eps (the noise), as the original."""
-    schedule: Literal["linear", "cosine"] | None = None
+    noise_schedule: Literal["linear", "cosine"] | None = None
     """Import: the noise schedule. Unset: linear, as the original."""
     weights: Literal["ema", "model"] | None = None
     """Export: EMA or model (non-averaged) weights. Unset: EMA."""
@@ -59,7 +67,7 @@ class Options(Section):
     """Export: step of the run's checkpoint. Unset: the newest."""
 
 
-READING, WRITING = ("heads", "scale", "prediction", "schedule"), ("weights", "decay", "step")
+READING, WRITING = ("heads", "scale", "prediction", "noise_schedule"), ("weights", "decay", "step")
 
 
 def main(options: Options) -> None:
@@ -140,17 +148,24 @@ def objective_of(
     try:
         stored: dict[str, Any] = json.loads(weights.metadata.get(OBJECTIVE, "{}"))
         if stored:
-            catalog.variant("objective", conform(stored.get("name"), str, "name"))
+            kind = catalog.variant("objective", conform(stored.get("name"), str, "name"))
+            stored = config_file.renamed_keys("objective", stored, hints_of(kind))
     except (json.JSONDecodeError, AttributeError, UserError) as error:
         raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
-    table: dict[str, Any] = {"name": "ddpm", "schedule": "linear", "prediction": "eps"} | stored
-    for name in ("schedule", "prediction"):
+    table: dict[str, Any] = {
+        "name": "ddpm",
+        "noise_schedule": "linear",
+        "prediction": "eps",
+    } | stored
+    for name in ("noise_schedule", "prediction"):
         if (value := getattr(options, name)) is not None:
             table[name] = value
     if table["name"] == "ddpm":
         table["learn_sigma"] = original.learn_sigma
         return table
-    return {key: value for key, value in table.items() if key not in ("schedule", "prediction")}
+    return {
+        key: value for key, value in table.items() if key not in ("noise_schedule", "prediction")
+    }
 
 
 def record_of(original: Original, objective: dict[str, Any], scale: float) -> dict[str, Any]:
@@ -210,7 +225,10 @@ def write_original(source: Place, target: Path, options: Options) -> None:
     write_tensors(target, original.to_original(ours), metadata)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
     console.say(f"wrote   {target}: {describe(original, ours)}")
-    trained_for = (objective.name, *(asdict(objective).get(k) for k in ("schedule", "prediction")))
+    trained_for = (
+        objective.name,
+        *(asdict(objective).get(k) for k in ("noise_schedule", "prediction")),
+    )
     if trained_for != ("ddpm", "linear", "eps"):
         words = " ".join(str(part) for part in trained_for if part)
         console.say(

@@ -30,10 +30,10 @@ PACKAGE = Path(__file__).resolve().parent.parent
 INSTALLED = PACKAGE / "train_configs"
 CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
 CHOSEN_BY_NAME = ("model", "objective", "data")
-FORMAT = 2
+FORMAT = 3
 """Of a run's config.toml and of the config in a checkpoint; the first format had no number."""
-RENAMED: dict[str, str] = {}
-"""Every key that was once called otherwise: "section.key" of then -> "section.key" of now."""
+RENAMED = {"objective.schedule": "noise_schedule"}
+"""Keys that had another name in an older format: "section.old" -> new."""
 PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig")
 
 
@@ -47,8 +47,9 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
             tables[section] = renamed(section, tables.get(section, {}), " ".join(chosen), variant)
     for key, texts in flags.items():
         section, name = key.split(".", 1)
-        value = flag_value(section, name, texts, tables, variant)
-        tables.setdefault(section, {})[name] = value
+        hints = hints_of(section_type(section, tables, variant))
+        (name,) = renamed_keys(section, {name: None}, hints)
+        tables.setdefault(section, {})[name] = flag_value(texts, hints.get(name, str))
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
     return build(tables, variant)
 
@@ -152,21 +153,20 @@ def of_record(record: Mapping[str, Any]) -> Tables:
     return tables
 
 
-def renamed_keys(tables: Mapping[str, Mapping[str, Any]]) -> Tables:
-    """The tables with the keys of older formats under their names of today."""
-    found: Tables = {section: dict(table) for section, table in tables.items()}
+def renamed_keys(
+    section: str, table: Mapping[str, Any], hints: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A section's table, its keys of older formats under today's names; `hints`: today's keys."""
+    found = dict(table)
     for old, new in RENAMED.items():
-        section, key = old.split(".")
-        if key in found.get(section, {}):
-            value = found[section].pop(key)
-            section, key = new.split(".")
-            found.setdefault(section, {}).setdefault(key, value)
+        where, _, key = old.partition(".")
+        if where == section and key in found and key not in hints:
+            found.setdefault(new, found.pop(key))
     return found
 
 
-def flag_value(section: str, key: str, texts: list[str], tables: Tables, variant: Variant) -> Any:
+def flag_value(texts: list[str], hint: Any) -> Any:
     """A flag's value, read as TOML would read it; the field's type decides text from number."""
-    hint = hints_of(section_type(section, tables, variant)).get(key, str)
     if len(texts) > 1:
         return [literal(text) for text in texts]
     value = literal(texts[0])
@@ -212,7 +212,7 @@ def plain_sections() -> dict[str, type[Section]]:
 
 def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig:
     """Strictly: every key must exist, every value must fit."""
-    plain = renamed_keys(tables)
+    plain = {section: dict(table) for section, table in tables.items()}
     for name in (*CHOSEN_BY_NAME, "training"):
         plain.setdefault(name, {})
     return JobConfig(**build_sections(plain, variant))
@@ -222,13 +222,14 @@ def build_sections(
     tables: Mapping[str, Mapping[str, Any]], variant: Variant, only: Collection[str] = ()
 ) -> dict[str, Any]:
     """The sections of some tables; with `only`, nothing else is looked at or imported."""
-    plain = renamed_keys(tables)
+    plain = {section: dict(table) for section, table in tables.items()}
     built: dict[str, Any] = {}
-    for name, table in plain.items():
+    for name, written in plain.items():
         if only and name not in only:
             continue
         kind = section_type(name, plain, variant)
         hints = hints_of(kind)
+        table = renamed_keys(name, written, hints)
         for key in table:
             if key not in hints and not (key == "name" and name in CHOSEN_BY_NAME):
                 raise UserError(f"[{name}] {key}: unknown key.{nearest(key, hints)}")

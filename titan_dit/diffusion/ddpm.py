@@ -16,7 +16,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit.config.section import Bound, Fraction, PositiveFloat
-from titan_dit.diffusion import noise_schedule
 from titan_dit.diffusion.base import Clean, Corrupted, Predict
 from titan_dit.diffusion.bound import bits_per_value
 from titan_dit.diffusion.noise_schedule import (
@@ -24,6 +23,7 @@ from titan_dit.diffusion.noise_schedule import (
     NoiseSchedule,
     ScheduleName,
     Tables,
+    named,
     per_sample,
 )
 from titan_dit.diffusion.objective import DiffusionConfig
@@ -38,7 +38,7 @@ class DDPM(DiffusionConfig):
     name = "ddpm"
     token_targets = ("clean", "noise")
 
-    schedule: ScheduleName = "linear"
+    noise_schedule: ScheduleName = "linear"
     """Noise schedule (arXiv:2006.11239 sec. 4, arXiv:2102.09672 eq. 17)."""
     steps: Annotated[int, Bound(least=25, most=100_000)] = 1000
     """Diffusion steps T. The last beta of the linear schedule, 20 / T, must be below 1."""
@@ -69,7 +69,7 @@ class DDPM(DiffusionConfig):
 
     def tables(self, device: torch.device) -> Tables:
         """The tables of the noise schedule, on a device."""
-        return noise_schedule.named(self.schedule, self.steps).tables(device)
+        return named(self.noise_schedule, self.steps).tables(device)
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """Draw an integer step for every sample."""
@@ -179,7 +179,7 @@ class Reverse:
     @property
     def schedule(self) -> NoiseSchedule:
         """The noise schedule of training."""
-        return noise_schedule.named(self.objective.schedule, self.objective.steps)
+        return named(self.objective.noise_schedule, self.objective.steps)
 
     def __call__(
         self, x: Float[Tensor, "b n d"], step: Int64[Tensor, " b"], tables: Tables

@@ -33,7 +33,7 @@ from titan_dit.launcher.failure import is_started_anew
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
 
-WHAT_WEIGHTS_ARE = ("name", "prediction", "schedule", "steps", "learn_sigma")
+WHAT_WEIGHTS_ARE = ("name", "prediction", "noise_schedule", "steps", "learn_sigma")
 """Keys of [objective] that say what a network predicts."""
 
 
