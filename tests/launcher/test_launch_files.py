@@ -210,7 +210,7 @@ def test_the_jobset_agrees_with_itself_and_with_the_launcher(jobset):
         for code in rule.get("onExitCodes", {"values": []})["values"]
     }
     assert actions == {int(variables["STOPPED_CODE"]): "Ignore", 2: "FailJob"}
-    readers = (ROOT / "titan_dit" / name for name in ("commands/train.py", "launch.py"))
+    readers = (ROOT / "titan_dit" / name for name in ("commands/train.py", "launcher/launch.py"))
     code = "".join(path.read_text() for path in readers)
     assert all(f'"{variable}"' in code for variable in variables)
     mounts = {mount["name"] for mount in container["volumeMounts"]}

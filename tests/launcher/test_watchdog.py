@@ -53,7 +53,7 @@ def test_a_hanging_rank_is_dumped_with_the_others_and_the_run_goes_on(tmp_path):
 def in_a_process(body, timeout=30):
     program = (
         "import ctypes, time\nfrom pathlib import Path\n"
-        f"from titan_dit.faults import watchdog\n{body}"
+        f"from titan_dit.launcher import watchdog\n{body}"
     )
     return subprocess.run(
         [sys.executable, "-c", program],
