@@ -115,11 +115,11 @@ BAD_RESUMES = {
     "never": (("--checkpoint.resume", "never"), ('resume="never"', "up to step 6", "--job.name")),
     "no checkpoint": (
         ("--job.name", "new", "--checkpoint.resume", "outputs"),
-        ("outputs is no checkpoint",),
+        ("outputs is not a checkpoint",),
     ),
     "another shape, insisting": (
         ("--model.hidden", 64, "--checkpoint.allow_changes", "true"),
-        ("it is of another model",),
+        ("it is another model's",),
     ),
 }
 

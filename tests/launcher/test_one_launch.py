@@ -1,4 +1,4 @@
-"""A launch that nobody reads, and a second one into its run directory."""
+"""A launch without a console reader, and a second launch into its run directory."""
 
 import json
 import os
@@ -45,11 +45,11 @@ def test_a_launch_goes_on_unread_and_a_second_one_into_its_run_is_refused(tmp_pa
         (rank,) = first.children()
         assert holder.pid == rank
         assert holder.launch
-        os.kill(rank, signal.SIGSTOP)  # Its steps would take the second one's core.
+        os.kill(rank, signal.SIGSTOP)  # Leave the core to the second launch.
         message = only_error(run(alone(*ENDLESS), tmp_path))
         os.kill(rank, signal.SIGCONT)
         assert message == (
-            f"error: [job] outputs/digits: running here since {holder.since} by {holder}. "
+            f"error: [job] outputs/digits: in use by {holder} since {holder.since}. "
             "Wait for it, stop it, or choose another --job.name.\n"
         )
         taken = len(rows())

@@ -234,7 +234,7 @@ def test_a_checkpoint_of_a_newer_format_is_not_called_damaged(tmp_path):
     del record["digest"]
     record["digest"] = checkpoint.digest_of(record)
     manifest.write_text(json.dumps(record))
-    with pytest.raises(UserError, match="not of the format"):
+    with pytest.raises(UserError, match="does not have the format"):
         starting_point(checkpoints, "auto")
 
 
