@@ -65,7 +65,7 @@ def test_launchers_that_meet_give_their_ranks_one_name_and_others_another():
     def names(store, run_id="a"):
         handler = SimpleNamespace(_store=store, get_run_id=lambda: run_id)
         group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler))
-        return [Agent.name_of_job(None, group) for _ in range(2)]
+        return [Agent.launch_name(None, group) for _ in range(2)]
 
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True) for _ in range(2)]
     (first, again), (other, _) = map(names, stores)
