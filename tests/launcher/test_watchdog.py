@@ -40,9 +40,9 @@ def test_a_hanging_rank_is_dumped_with_the_others_and_the_run_goes_on(tmp_path):
     stacks = [
         (folder / "hangs" / f"step-00000003-rank-{rank}.txt").read_text() for rank in range(2)
     ]
-    assert 'hanging.py", line 7 in train_step' in stacks[1]
+    assert 'hanging.py", line 8 in train_step' in stacks[1]
     assert "hanging.py" in stacks[0], "the rank that waits for it has dumped, too"
-    assert 'hanging.py", line 7 ' not in stacks[0]
+    assert 'hanging.py", line 8 ' not in stacks[0]
     for rank, text in enumerate(stacks):
         assert "last collectives, gloo:" in text
         assert "gloo:all_reduce" in text
