@@ -27,11 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture(autouse=True)
 def _no_wait_is_worth_telling(monkeypatch):
     """The waiting time on a busy machine is not tested here."""
-    monkeypatch.setattr(saving, "LONG_S", 1e9)
+    monkeypatch.setattr(saving, "LONG_WAIT_S", 1e9)
 
 
 def test_a_long_wait_for_the_one_before_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "LONG_S", 0.0)
+    monkeypatch.setattr(saving, "LONG_WAIT_S", 0.0)
     checkpoints = series(tmp_path)
     checkpoints.save(10, state(), {"step": 10})
     checkpoints.save(20, state(), {"step": 20})

@@ -21,7 +21,7 @@ from titan_dit.system import process_identity
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
     """Short timeouts; no launch name."""
-    monkeypatch.setattr(run_lock, "ENDING_S", 0.1)
+    monkeypatch.setattr(run_lock, "EXIT_WAIT_S", 0.1)
     monkeypatch.setattr(run_lock, "POLL_S", 0.01)
     monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
     monkeypatch.setattr(run_lock, "SETTLE_S", 0.01)
@@ -154,7 +154,7 @@ def test_a_process_that_nobody_has_asked_for_its_exit_code_has_ended(run):
 
 
 def test_a_process_that_is_ending_is_waited_for(run, monkeypatch):
-    monkeypatch.setattr(run_lock, "ENDING_S", 10)
+    monkeypatch.setattr(run_lock, "EXIT_WAIT_S", 10)
     ending = subprocess.Popen(["sleep", "0.2"])
     threading.Thread(target=ending.wait).start()
     leave(run, holder(run, pid=ending.pid, started=process_identity.start_of(ending.pid)))

@@ -32,7 +32,7 @@ def elastic(folder, body, nodes, restarts=0):
     script = folder / "script.py"
     script.write_text(
         "import os, signal, time\nfrom titan_dit.launcher import failure\n"
-        f"print('begun anew:', failure.is_started_anew(), flush=True)\n{body}"
+        f"print('is restart:', failure.is_restarted(), flush=True)\n{body}"
     )
     endpoint = f"127.0.0.1:{free_port()}"
     command = launcher(script, ranks=1, restarts=restarts)
@@ -70,17 +70,17 @@ def test_a_rank_that_fails_to_save_for_another_node_is_told_and_counts(restarts,
     command, endpoint = elastic(tmp_path, FAILING, "1:2", restarts)
     with Running(command, tmp_path, "first") as first:
         first.wait_until(lambda: is_open(endpoint))
-        first.wait_for("begun anew: False")
+        first.wait_for("is restart: False")
         with Running(command, tmp_path, "second") as second:
             first.wait_for("RuntimeError: planted")
             if not restarts:
                 assert first.end() == 1
                 return
             first.wait_for("2 ranks on 2 nodes")
-            first.wait_for("begun anew: True")
+            first.wait_for("is restart: True")
             # A node that joins late knows it, too.
-            second.wait_for("begun anew: True")
-            assert "begun anew: False" not in second.said
+            second.wait_for("is restart: True")
+            assert "is restart: False" not in second.said
     assert first.said.count("Traceback") == 1
     assert "restart 1, 0 left" in first.said
 
@@ -91,7 +91,7 @@ def test_a_stop_while_the_ranks_save_for_another_node_is_a_stop_on_all_nodes(tmp
         first.wait_until(lambda: is_open(endpoint))
         with Running(command, tmp_path, "second", STOPPED_CODE=75) as second:
             first.wait_for("2 ranks on 2 nodes")
-            second.wait_for("begun anew")
+            second.wait_for("is restart")
             with Running(command, tmp_path, "third"):
                 first.wait_for("saving")
                 second.wait_for("saving")

@@ -139,7 +139,7 @@ from titan_dit.trainer import Trainer
 step = Trainer.train_step
 
 def fails_once(trainer, batch):
-    if trainer.step == 5 and not failure.is_started_anew():
+    if trainer.step == 5 and not failure.is_restarted():
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "a/shard")
     return step(trainer, batch)
 

@@ -142,7 +142,7 @@ def test_datasets_that_were_compared_are_not_compared_again(tmp_path, monkeypatc
     }
     with trainer_of(tmp_path / "run", **settings) as trainer:
         trainer.fit()
-    monkeypatch.setattr(validation_set, "check_apart", None)
+    monkeypatch.setattr(validation_set, "check_overlap", None)
     with trainer_of(tmp_path / "run", training={"steps": 5}, **settings) as trainer:
         trainer.fit()
     # A truncated file is ignored: the rows are compared again.

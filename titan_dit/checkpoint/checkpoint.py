@@ -49,26 +49,26 @@ def write(
     """
     ranks = ranks or Ranks()
     try:
-        begun = ranks.together(lambda: begin_on(final, ranks, begin))
-        aside = begun[0]
+        folders = ranks.run_on_all(lambda: begin_save(final, ranks, begin))
+        aside = folders[0]
         on_cpu = all(tensor.device.type == "cpu" for tensor in leaves(tensors))
         # A separate collective: if a rank cannot reach the store, the others must not enter DCP.
         writers: list[Writer] = []
-        ranks.together(lambda: writers.append(Writer(aside, on_cpu=on_cpu)))
-        written = merge(ranks.together(lambda: write_tensors(writers[0], tensors, ranks)))
+        ranks.run_on_all(lambda: writers.append(Writer(aside, on_cpu=on_cpu)))
+        written = merge(ranks.run_on_all(lambda: write_tensors(writers[0], tensors, ranks)))
         last = partial(commit, aside, final, record, written)
-        ranks.together(last if ranks.is_first else nothing)
+        ranks.run_on_all(last if ranks.is_first else do_nothing)
     except Failed:
         # Collective, so that no rank reports the failure before the clean-up is done.
-        ranks.together(partial(clean_up, final) if ranks.is_first else nothing)
+        ranks.run_on_all(partial(clean_up, final) if ranks.is_first else do_nothing)
         raise
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Do nothing: the other ranks' part of an action of rank 0."""
 
 
-def begin_on(final: Place, ranks: Ranks, begin: Callable[[], None] | None) -> Any:
+def begin_save(final: Place, ranks: Ranks, begin: Callable[[], None] | None) -> Any:
     """Run `begin`; rank 0 creates and returns the folder to write to, others return None."""
     if begin:
         begin()
@@ -94,7 +94,7 @@ def commit(
 ) -> None:
     """Write the manifest, then rename the folder to `final`."""
     store = store_of(aside)
-    check_all_are_here(store, aside, written)
+    check_shared(store, aside, written)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = {"format": FORMAT, **record, "written_at": now, "files": dict(written)}
     manifest["digest"] = digest_of(manifest)
@@ -111,7 +111,7 @@ def clean_up(final: Place) -> None:
             store.remove(aside)
 
 
-def check_all_are_here(store: Store, folder: Place, written: Mapping[str, Any]) -> None:
+def check_shared(store: Store, folder: Place, written: Mapping[str, Any]) -> None:
     """Raise UserError unless rank 0 sees every rank's files: the folder must be shared."""
     for name, expected in written.items():
         if not store.has(folder / name) or store.size(folder / name) != expected["bytes"]:

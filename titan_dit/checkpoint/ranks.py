@@ -30,7 +30,7 @@ class Ranks:
         self.count = dist.get_world_size() if dist.is_initialized() else 1
 
     @classmethod
-    def of_their_own(cls) -> Ranks:
+    def with_own_group(cls) -> Ranks:
         """Create with a dedicated gloo group, for a background thread. Collective.
 
         Two threads on one process group would interleave their collectives.
@@ -51,7 +51,7 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def together(self, action: Callable[[], T]) -> list[T]:
+    def run_on_all(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and all-gather the results.
 
         If any rank raises, Failed is raised on every rank with the lowest failed rank's message.

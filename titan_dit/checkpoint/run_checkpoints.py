@@ -24,7 +24,7 @@ from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import Disruption
 
 NAME = re.compile(r"step-(\d{8,})")
-LONG_S = 1.0
+LONG_WAIT_S = 1.0
 """Waits for the previous save longer than this are reported."""
 
 
@@ -37,7 +37,7 @@ class Checkpoints:
         self.staging = Staging()
         self.ranks: Ranks | None = None
         self.thread: threading.Thread | None = None
-        self.said: deque[str] = deque()
+        self.messages: deque[str] = deque()
         self.failures: list[str] = []
         """Causes of the failed saves since the last good one."""
 
@@ -63,8 +63,8 @@ class Checkpoints:
         `max_failures` consecutive failed saves.
         """
         self.wait()
-        self.give_up()
-        self.ranks = self.ranks or Ranks.of_their_own()
+        self.check_failures()
+        self.ranks = self.ranks or Ranks.with_own_group()
         path = self.folder / f"step-{step:08d}"
         if not self.settings.async_save:
             self.write(step, path, tensors, record)
@@ -73,20 +73,20 @@ class Checkpoints:
         try:
             tensors = self.staging.copy(tensors)
         except (RuntimeError, MemoryError) as error:  # Raised later, on all ranks.
-            begin = raising(error)
+            begin = raise_later(error)
         arguments = (step, path, tensors, record, begin)
         # A daemon thread: the process can exit on an error without waiting for the save.
-        self.thread = threading.Thread(target=self.write_beside, args=arguments, daemon=True)
+        self.thread = threading.Thread(target=self.write_in_background, args=arguments, daemon=True)
         self.thread.start()
         return path
 
-    def write_beside(self, step: int, *arguments: Any) -> None:
+    def write_in_background(self, step: int, *arguments: Any) -> None:
         """Run `write` in the thread; record errors instead of raising them."""
         try:
             self.write(step, *arguments)
         except Exception as error:  # A rank died: the next step reports it.
             assert self.ranks
-            self.failed(step, self.ranks.describe(error))
+            self.record_failure(step, self.ranks.describe(error))
 
     def write(
         self,
@@ -101,27 +101,27 @@ class Checkpoints:
         try:
             write(path, tensors, record, self.ranks, begin)
         except Failed as error:
-            self.failed(step, str(error))
+            self.record_failure(step, str(error))
             return
         self.failures.clear()
-        self.said.append(f"saved {path}")
+        self.messages.append(f"saved {path}")
         if self.ranks.is_first:
             with contextlib.suppress(Exception):
                 self.prune(record)
 
-    def failed(self, step: int, cause: str) -> None:
+    def record_failure(self, step: int, cause: str) -> None:
         """Record a failed save."""
         every = self.settings.every
         at = f" at step {(step // every + 1) * every}" if every else ""
         self.failures.append(cause)
-        self.said.append(
+        self.messages.append(
             f"step {step} was not saved in {self.folder}: {cause}. Training continues; the next "
             f"attempt is{at or ' at the next save'}"
         )
 
     def poll(self) -> list[str]:
         """Messages about saves that finished since the last call. Does not block."""
-        return [self.said.popleft() for _ in range(len(self.said))]
+        return [self.messages.popleft() for _ in range(len(self.messages))]
 
     def wait(self) -> None:
         """Block until no save is in progress."""
@@ -130,13 +130,13 @@ class Checkpoints:
         began = time.monotonic()
         self.thread.join()
         self.thread = None
-        if (waited := time.monotonic() - began) > LONG_S:
-            self.said.append(
+        if (waited := time.monotonic() - began) > LONG_WAIT_S:
+            self.messages.append(
                 f"waited {waited:.1f} s for the previous checkpoint to be written; a larger "
                 "[checkpoint] every avoids the wait"
             )
 
-    def give_up(self) -> None:
+    def check_failures(self) -> None:
         """Raise UserError after `max_failures` consecutive failed saves."""
         limit = self.settings.max_failures
         if limit and len(self.failures) >= limit:
@@ -190,7 +190,7 @@ def step_of(path: Place) -> int:
     return int(match[1])
 
 
-def raising(error: Exception) -> Callable[[], None]:
+def raise_later(error: Exception) -> Callable[[], None]:
     """Return a `begin` for `write` that raises `error`."""
 
     def begin() -> None:

@@ -35,13 +35,13 @@ BEAT_S = 15.0
 """Interval between renewals."""
 STALE_S = 120.0
 """Age after which another machine's lock is stale."""
-ENDING_S = 5.0
+EXIT_WAIT_S = 5.0
 """Wait for a holder on this machine to exit: a killed process takes time to free its memory."""
 WATCH_S = 2 * BEAT_S
 """Watch another machine's lock this long before trusting its age: clocks may differ."""
 POLL_S = 0.5
 """Polling interval of a lock that may become free."""
-GUARD_S = 5.0
+FLOCK_WAIT_S = 5.0
 """Timeout for flock; on NFS a dead node may still hold it."""
 SETTLE_S = 1.0
 """Object stores have no flock: after this long both launches read the last writer's lock."""
@@ -116,7 +116,7 @@ class Watched:
         if own.is_near(self.holder):
             if not process_identity.is_alive(self.holder.pid, self.holder.started):
                 return True
-            return None if self.watched_s < ENDING_S else False
+            return None if self.watched_s < EXIT_WAIT_S else False
         if stamp != self.stamp:
             return False if self.was_renewed else None
         is_stale = self.silent_s + self.watched_s >= STALE_S and self.watched_s >= WATCH_S
@@ -253,7 +253,7 @@ class Lock:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Serialise access across processes, where the file system supports flock."""
-        descriptor, deadline = None, time.monotonic() + GUARD_S
+        descriptor, deadline = None, time.monotonic() + FLOCK_WAIT_S
         while isinstance(self.file, Path) and descriptor is None and time.monotonic() < deadline:
             try:
                 descriptor = open_locked(self.file)

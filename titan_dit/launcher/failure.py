@@ -113,7 +113,7 @@ def is_launched() -> bool:
     return bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
 
 
-def is_started_anew() -> bool:
+def is_restarted() -> bool:
     """Return True if the launch had ranks before this one (a restart)."""
     return bool(os.environ.get(STARTED))
 

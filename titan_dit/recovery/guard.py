@@ -19,12 +19,12 @@ from titan_dit.config.operation import FaultsConfig
 
 DECAY = 0.99
 """Decay of the gradient norm's running average, after the first 1 / (1 - DECAY) good steps."""
-UNREAD = 100
+MAX_UNREAD = 100
 """Maximum number of unread verdicts on the device if max_consecutive_bad_steps is 0."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class UnreadStep:
     """A step whose verdict is still on the device."""
 
     step: int
@@ -65,8 +65,8 @@ class Guard:
         # Over the good steps; updated only if spike_ratio is set.
         self.average = torch.zeros((), device=device)
         self.num_good = torch.zeros((), device=device)
-        self.never = torch.zeros((), dtype=torch.bool, device=device)
-        self.taken: list[Taken] = []
+        self.no_spike = torch.zeros((), dtype=torch.bool, device=device)
+        self.taken: list[UnreadStep] = []
         # As of the last read.
         self.nan_steps = self.spike_steps = self.in_a_row = 0
         self.streak: tuple[int, int] | None = None
@@ -77,11 +77,11 @@ class Guard:
     @property
     def every(self) -> int:
         """Maximum steps between reads, so that a streak is detected in time."""
-        return self.config.max_consecutive_bad_steps or UNREAD
+        return self.config.max_consecutive_bad_steps or MAX_UNREAD
 
     def check(self, step: int, cursor: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return True if the step is bad, as a scalar on the device; no synchronisation."""
-        is_spike = self.never
+        is_spike = self.no_spike
         if self.config.spike_ratio:
             known = self.num_good >= self.config.spike_after
             limit = self.config.spike_ratio * self.average
@@ -93,7 +93,7 @@ class Guard:
             share = (1 / self.num_good.clamp(min=1)).clamp(min=1 - DECAY)
             moved = torch.lerp(self.average, grad_norm, share)
             self.average = torch.where(bad, self.average, moved)
-        self.taken.append(Taken(step, cursor, loss.detach(), grad_norm, is_spike))
+        self.taken.append(UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike))
         return bad
 
     def read(self, sum_loss: Callable[[Tensor], Tensor]) -> Reading:
@@ -122,7 +122,7 @@ class Guard:
         ]
         return Reading(loss, norms[-1], tuple(found))
 
-    def count(self, step: Taken, kind: str) -> None:
+    def count(self, step: UnreadStep, kind: str) -> None:
         """Update counters and streak with a step's verdict."""
         if kind == "good":
             self.in_a_row, self.streak = 0, None

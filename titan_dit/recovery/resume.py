@@ -21,7 +21,7 @@ from titan_dit.config.config_file import Tables, changes, read_toml
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import is_started_anew
+from titan_dit.launcher.failure import is_restarted
 from titan_dit.optim.ema import EMA
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "schedule", "steps", "learn_sigma")
@@ -57,7 +57,7 @@ def wanted(resume: str) -> str:
 
     `never` is for the first ranks of a job; the launcher's restarts resume from its checkpoints.
     """
-    return "auto" if resume == "never" and is_started_anew() else resume
+    return "auto" if resume == "never" and is_restarted() else resume
 
 
 @dataclass(frozen=True)

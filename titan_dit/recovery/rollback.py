@@ -46,7 +46,7 @@ class Rollbacks:
     reached: int = 0
     """The last bad step of any rollback."""
 
-    def again(self, bad: BadSteps) -> Rollbacks:
+    def with_rollback(self, bad: BadSteps) -> Rollbacks:
         """Return the rollbacks with one more."""
         in_vain = self.in_vain + 1 if bad.first <= self.reached else 1
         return Rollbacks((*self.skipped, bad.as_skipped()), in_vain, max(self.reached, bad.last))
@@ -80,21 +80,21 @@ def go_back(
     Raises UserError and changes nothing if rollback is disabled, no checkpoint precedes the bad
     steps, or `max_rollbacks` brought no progress.
     """
-    rollbacks = read(folder).again(bad)
+    rollbacks = read(folder).with_rollback(bad)
     if config.max_rollbacks == 0:
-        raise UserError(why_not(folder, config, bad, "max_rollbacks=0"))
+        raise UserError(refusal(folder, config, bad, "max_rollbacks=0"))
     if start.path is None:
-        raise UserError(why_not(folder, config, bad, f"no checkpoint from before step {bad.first}"))
+        raise UserError(refusal(folder, config, bad, f"no checkpoint from before step {bad.first}"))
     if rollbacks.in_vain > config.max_rollbacks:
         reason = f"max_rollbacks={config.max_rollbacks} brought no progress"
-        raise UserError(why_not(folder, config, bad, reason))
+        raise UserError(refusal(folder, config, bad, reason))
     # Rename first: after a kill in between, the run repeats the bad steps and rolls back again.
     set_aside_newer(checkpoints, start)
     rollbacks.write(folder)
     return rollbacks
 
 
-def why_not(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str) -> str:
+def refusal(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str) -> str:
     """The error message of a run that cannot roll back."""
     return (
         f"[faults] max_consecutive_bad_steps={config.max_consecutive_bad_steps}: the last "

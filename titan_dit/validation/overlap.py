@@ -15,10 +15,10 @@ from titan_dit.parallel.process_group import World
 from titan_dit.system import streams
 
 BATCH = 256
-SPEAK_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 
 
-def check_apart(
+def check_overlap(
     path: str, validation: Source, rows: Sequence[int], training: Source, world: World
 ) -> None:
     """Raise UserError on every rank if validation rows are in the training set.
@@ -33,7 +33,7 @@ def check_apart(
     for done, digest in enumerate(digests(training, mine), start=1):
         if digest in wanted:
             found.add(digest)
-        if world.is_main and time.monotonic() - said > SPEAK_EVERY_S:
+        if world.is_main and time.monotonic() - said > REPORT_EVERY_S:
             said = time.monotonic()
             left = (said - began) / done * (len(mine) - done)
             text = f"[validation] compared {done * world.size:,} of {len(training):,} rows of "

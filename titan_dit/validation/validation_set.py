@@ -22,7 +22,7 @@ from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
 from titan_dit.parallel.process_group import World
 from titan_dit.rng import SampleRNG
-from titan_dit.validation.overlap import check_apart
+from titan_dit.validation.overlap import check_overlap
 
 COMPARED = "validation.json"
 
@@ -120,7 +120,7 @@ def open_apart(
     is_known = file.is_file() and file.read_text() == text_of(compared)
     # Rank 0's view decides: a shared disk may show a file to some ranks only.
     if not world.gather(is_known)[0]:
-        check_apart(config.path, found.source, found.rows, source, world)
+        check_overlap(config.path, found.source, found.rows, source, world)
     return replace(found, compared=compared)
 
 
