@@ -233,7 +233,7 @@ class Lock:
                 folder.rmdir()
 
     def read(self) -> Holder | None:
-        """Return the holder; None if the file is missing. Raises OSError if unreadable."""
+        """Return the holder; None if the file is missing or truncated. May raise OSError."""
         try:
             return Holder.of(read_text(self.file))
         except (FileNotFoundError, UnicodeDecodeError):

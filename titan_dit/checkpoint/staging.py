@@ -34,9 +34,7 @@ class Staging:
                 for shard in shards
             ]
             self.tree = rebuilt(tensors, map(like, originals, self.buffers))
-            self.layout = (
-                layout  # Last: after an out-of-memory error the next call allocates again.
-            )
+            self.layout = layout  # Last: after an out-of-memory error it is still the old one.
         torch._foreach_copy_(self.buffers, shards, non_blocking=True)
         if any(shard.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()

@@ -129,7 +129,7 @@ class Agent(LocalElasticAgent):
                 is_regrouping, wait_s = True, self.grace_s
             if is_regrouping:
                 result = self.regroup(worker_group, why, wait_s)
-        return self.handle_result(worker_group, result, is_regrouping)
+        return self.handle(worker_group, result, is_regrouping)
 
     def regroup(self, worker_group: WorkerGroup, why: str, wait_s: float) -> RunResult:
         """Ask the ranks to save and end before a new rendezvous; return their last state.
@@ -145,9 +145,7 @@ class Agent(LocalElasticAgent):
                 return result
             time.sleep(0.05)
 
-    def handle_result(
-        self, group: WorkerGroup, result: RunResult, is_regrouping: bool
-    ) -> RunResult:
+    def handle(self, group: WorkerGroup, result: RunResult, is_regrouping: bool) -> RunResult:
         """Return the result for torchrun: success, failure, or HEALTHY after a restart."""
         if result.state == WorkerState.SUCCEEDED:
             self.note = self.read_note()

@@ -227,7 +227,7 @@ def check_same_mathematics(
             )
     if changed:
         raise UserError(
-            f"[checkpoint] {path} was written by a different run:\n  "
+            f"[checkpoint] {path} does not match this run:\n  "
             + "\n  ".join(changed)
             + "\nUndo the change, start a new run with --job.name, or allow it with "
             "--checkpoint.allow_changes true."
