@@ -114,6 +114,7 @@ def test_ranks_that_wait_for_a_lost_node_begin_again_without_it(tmp_path):
             second.wait_for("2 ranks on 2 nodes")
         first.wait_for("a node was lost")
         first.wait_for("restarted: 1 ranks on one node")
+        first.wait_for("is restart: True")  # A forked rank ignores signals until it runs.
         first.send(signal.SIGUSR1)
         assert first.end(20) == 0
 
