@@ -112,7 +112,7 @@ def converted_again(cwd, name, **flags):
 
 
 def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
-    flags = {"heads": 4, "prediction": "v", "noise-schedule": "cosine"}
+    flags = {"heads": 4, "prediction": "v", "noise_schedule": "cosine"}
     source = str(converted / "original.safetensors")
     convert.main(convert.Options(source=source, to=str(converted / "v"), **flags))
     assert "the original's sample.py expects" not in capsys.readouterr().out
@@ -158,9 +158,9 @@ def test_nothing_hidden_in_a_checkpoint_is_executed(converted, monkeypatch):
     record = {"format": checkpoint.FORMAT, **record}
     record["digest"] = checkpoint.digest_of(record)
     (converted / "evil" / "manifest.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"it asks for posix\.mkdir. Nothing of it was loaded"):
+    with pytest.raises(UserError, match=r"it imports posix\.mkdir. Nothing was loaded"):
         convert.main(convert.Options(source="evil", to="evil.pt"))
-    with pytest.raises(UserError, match="no plain metadata"):
+    with pytest.raises(UserError, match="not plain DCP metadata"):
         checkpoint.holds(Path("evil"), "model")
     assert not (converted / "executed").exists()
     assert not (converted / "evil.pt").exists()

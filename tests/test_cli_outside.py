@@ -166,7 +166,7 @@ def test_rows_once_held_out_stay_held_out(finished, folder):
         *SMALL, "--validation.samples", 12, "--training.steps", 9, cwd=folder,
         config="run/config.toml",
     )  # fmt: skip
-    assert "[validation] samples (rows that leave [data]): 10 -> 12" in only_error(done)
+    assert "[validation] samples (held-out rows of [data]): 10 -> 12" in only_error(done)
 
 
 def test_the_gpt_is_rehearsed_on_ranks_that_are_not_there(folder):

@@ -115,11 +115,11 @@ BAD_RESUMES = {
     "never": (("--checkpoint.resume", "never"), ('resume="never"', "up to step 6", "--job.name")),
     "no checkpoint": (
         ("--job.name", "new", "--checkpoint.resume", "outputs"),
-        ("outputs is no checkpoint",),
+        ("outputs is not a checkpoint",),
     ),
     "another shape, insisting": (
         ("--model.hidden", 64, "--checkpoint.allow_changes", "true"),
-        ("it is of another model",),
+        ("it is another model's",),
     ),
 }
 
@@ -149,7 +149,7 @@ def test_a_run_on_another_dataset_is_refused(finished_run):
     folder = finished_run / "outputs"
     before = changes_in(folder)
     message = only_error(train(*SHORT, *SMALL, *flags, cwd=finished_run))
-    assert "[data]: its contents are not those that the checkpoint was trained on" in message
+    assert "[data]: the contents differ from those the checkpoint was trained on" in message
     assert changes_in(folder) == before
 
 
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(finished_run, t
     done = train(*SHORT, *SMALL, *flags, cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     where = "outputs/digits/checkpoints"
-    assert f"{where}/step-00000006 is damaged: __0_0.distcp; going on from" in done.stdout
+    assert f"{where}/step-00000006 is damaged: __0_0.distcp; falling back to" in done.stdout
     assert f"resumed from {where}/step-00000003" in done.stdout
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["step-00000003", "step-00000006", "step-00000006.damaged-1"]

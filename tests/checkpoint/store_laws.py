@@ -1,4 +1,4 @@
-"""What holds of checkpoints wherever they lie; the tests of each store call it."""
+"""Checks of checkpoints in any store; the tests of each store call them."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def value_of(path):
 
 
 def check_store(url, monkeypatch, capsys):
-    """A run's life in an object store: saved, kept, damaged, passed over, interrupted."""
+    """A run in an object store: save, prune, interrupt, damage, skip the damaged one."""
     checkpoints = Checkpoints(place(url), CheckpointConfig(every=10, keep=2))
     assert isinstance(checkpoints.folder, URL)
     assert checkpoints.whole() == []
@@ -46,10 +46,10 @@ def check_store(url, monkeypatch, capsys):
     # Another run starts from it by its URL, in the same store or elsewhere.
     other = Checkpoints(place(f"{url}-other"), CheckpointConfig())
     assert resume.starting_point(other, str(path)).path == path
-    with pytest.raises(UserError, match="nowhere is no checkpoint"):
+    with pytest.raises(UserError, match="nowhere is not a checkpoint"):
         resume.starting_point(other, f"{url}/nowhere")
 
-    # The store fails while tensors are written: a folder without a manifest is no checkpoint.
+    # The store fails while tensors are written: a folder without a manifest is not a checkpoint.
     with monkeypatch.context() as patched:
         patched.setattr(torch_files.Digesting, "write", refuse)
         checkpoints.save(40, state(40.0), record_of(40))
@@ -57,7 +57,7 @@ def check_store(url, monkeypatch, capsys):
     assert any("step 40 was not saved" in line for line in checkpoints.poll())
     assert resume.starting_point(checkpoints, "auto").path == path
 
-    # Killed in the middle: what is left is neither loaded nor in the way.
+    # Killed during a save: the leftovers are not loaded and do not block the next save.
     store = store_of(path)
     store.begin(checkpoints.folder / "step-00000050")
     store.write(checkpoints.folder / "step-00000050" / "__3_0.distcp", "of a rank that is no more")
@@ -67,7 +67,7 @@ def check_store(url, monkeypatch, capsys):
     assert "__3_0.distcp" not in store.names(again)
     assert [step_of(found) for found in checkpoints.whole()] == [30, 50]
 
-    # A file that is not what it was.
+    # A flipped bit.
     file = again / "__0_0.distcp"
     with store.open(file) as stream:
         data = bytearray(stream.read())

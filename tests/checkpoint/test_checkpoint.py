@@ -15,7 +15,7 @@ RECORD = {"step": 7, "cursor": 896, "config": {"optimizer": {"lr": 1e-3}}}
 
 
 def tensors(seed=0):
-    """As the trainer gives them: nested, with dots in names and decays, scalars among them."""
+    """As from the trainer: nested dicts, dots in names and decays, some scalars."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -32,7 +32,7 @@ def tensors(seed=0):
 
 
 def at_once(folder, **settings):
-    """The checkpoints of a run that waits for each."""
+    """A run's checkpoints, saved synchronously."""
     return Checkpoints(folder, CheckpointConfig(async_save=False, **settings))
 
 
@@ -145,12 +145,12 @@ def test_a_damaged_manifest_is_named(saved, text):
 @pytest.mark.parametrize("text", ["[]", "{}", '{"format": "titan_dit.checkpoint/0"}'])
 def test_a_manifest_of_another_format_is_refused(saved, text):
     (saved / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match=r"not of the format titan_dit\.checkpoint/1"):
+    with pytest.raises(UserError, match=r"does not have the format titan_dit\.checkpoint/1"):
         read_record(saved)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is no checkpoint"):
+    with pytest.raises(UserError, match="is not a checkpoint"):
         load(tmp_path, tensors())
 
 
@@ -160,7 +160,7 @@ def test_checkpoints_are_listed_by_step(folder):
     assert checkpoints.newest() is None
     for step in (30, 7, 100_000_000, 99_999_999):
         checkpoints.save(step, {"model": {"w": torch.ones(1)}}, {"step": step})
-    # The last has a digit more, so that it would come first as text.
+    # The last has one more digit: sorted as text it would come first.
     steps = [step_of(path) for path in checkpoints.whole()]
     assert steps == [7, 30, 99_999_999, 100_000_000]
     assert checkpoints.newest().name == "step-100000000"
@@ -194,7 +194,7 @@ def test_an_interrupted_save_is_invisible_and_is_cleaned_by_the_next(
     rename = Path.rename
 
     def kill_at_the_end(path, target):
-        # DCP renames files of its own before.
+        # DCP renames its own files first.
         return kill() if Path(path).name.endswith(".partial") else rename(path, target)
 
     where = {
@@ -241,7 +241,7 @@ def test_the_newest_are_kept(folder, keep, left):
     for step in (1, 2, 3, 4):
         checkpoints.save(step, {"model": {"w": torch.full((2,), float(step))}}, {"step": step})
     assert [step_of(path) for path in checkpoints.whole()] == left
-    # What a person may still want is not ours to delete.
+    # Renamed checkpoints are never deleted.
     assert (folder / "step-00000001.set-aside").is_dir()
     for path in checkpoints.whole():
         target = {"model": {"w": torch.zeros(2)}}
@@ -266,7 +266,7 @@ def test_a_changed_digit_in_the_manifest_is_noticed(saved):
 
 
 def test_only_tensors_of_a_device_are_copied_ahead(tmp_path):
-    """On a CPU torch would open the first GPU for it."""
+    """On a CPU torch would initialise the first GPU for it."""
     assert torch_files.Writer(tmp_path, on_cpu=True).per_thread_copy_ahead == 0
     assert (
         torch_files.Writer(tmp_path, on_cpu=False).per_thread_copy_ahead == torch_files.COPIED_AHEAD

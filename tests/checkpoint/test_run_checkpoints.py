@@ -1,4 +1,4 @@
-"""Saves beside training: what they hold, what they cost, and what becomes of those that fail."""
+"""Asynchronous saves: contents, time that a step waits, failures, retention."""
 
 import errno
 import os
@@ -26,18 +26,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(autouse=True)
 def _no_wait_is_worth_telling(monkeypatch):
-    """How long a busy machine makes one wait is no part of these tests."""
-    monkeypatch.setattr(saving, "LONG_S", 1e9)
+    """The waiting time on a busy machine is not tested here."""
+    monkeypatch.setattr(saving, "LONG_WAIT_S", 1e9)
 
 
 def test_a_long_wait_for_the_one_before_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "LONG_S", 0.0)
+    monkeypatch.setattr(saving, "LONG_WAIT_S", 0.0)
     checkpoints = series(tmp_path)
     checkpoints.save(10, state(), {"step": 10})
     checkpoints.save(20, state(), {"step": 20})
     said = [line for line in checkpoints.poll() if line.startswith("waited ")]
     assert len(said) == 1
-    assert "a larger [checkpoint] every" in said[0]
+    assert "a larger [checkpoint] every avoids the wait" in said[0]
     checkpoints.finish()
 
 
@@ -171,7 +171,7 @@ def test_a_disk_that_fails_is_survived_and_the_next_save_tries_again(
     assert said.startswith(f"step 20 was not saved in {tmp_path}: ")
     assert os.strerror(ERRORS[error]) in said
     assert "/the/disk" in said
-    assert said.endswith("Training goes on; the next attempt is at step 30")
+    assert said.endswith("Training continues; the next attempt is at step 30")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert values(first) == {1.0}
     third = checkpoints.save(30, state(3.0), {"step": 30})
@@ -206,7 +206,7 @@ def fail_once(checkpoints, step, monkeypatch):
 def test_so_many_failures_in_a_row_end_the_run(tmp_path, monkeypatch):
     checkpoints = series(tmp_path, max_failures=2)
     fail_once(checkpoints, 10, monkeypatch)
-    checkpoints.save(20, state(), {"step": 20})  # A good one: counted anew.
+    checkpoints.save(20, state(), {"step": 20})  # A good one resets the count.
     fail_once(checkpoints, 30, monkeypatch)
     fail_once(checkpoints, 40, monkeypatch)
     with pytest.raises(UserError) as caught:
@@ -228,13 +228,13 @@ def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch):
     checkpoints = series(tmp_path, max_failures=0)
     path = checkpoints.save(10, state(), {"step": 10})
     fail_once(checkpoints, 20, monkeypatch)
-    with pytest.raises(Disruption, match=f"No space left.* it goes on from {path}"):
+    with pytest.raises(Disruption, match=f"No space left.* it resumes from {path}"):
         checkpoints.finish()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_the_kernel_refuses_to_write_is_told_in_its_words(tmp_path, asynchronous):
-    """A real limit on the size of files, which torch.save would call an enforce failure."""
+    """A real file size limit, which torch.save reports as an enforce failure."""
     checkpoints = series(tmp_path, async_save=asynchronous)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))

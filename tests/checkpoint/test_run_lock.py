@@ -1,4 +1,4 @@
-"""One launch at a time in a run directory: whose lock is whose, and when it is another's."""
+"""The run lock: one launch at a time in a run directory; stale locks are taken over."""
 
 import contextlib
 import dataclasses
@@ -20,8 +20,8 @@ from titan_dit.system import process_identity
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    """What takes minutes takes a tenth of a second; no launcher's name."""
-    monkeypatch.setattr(run_lock, "ENDING_S", 0.1)
+    """Short timeouts; no launch name."""
+    monkeypatch.setattr(run_lock, "EXIT_WAIT_S", 0.1)
     monkeypatch.setattr(run_lock, "POLL_S", 0.01)
     monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
     monkeypatch.setattr(run_lock, "SETTLE_S", 0.01)
@@ -34,17 +34,17 @@ def run(tmp_path):
 
 
 def holder(run, **changes):
-    """This process as the holder of a lock, but for the changes."""
+    """This process as the holder, with changes."""
     return dataclasses.replace(Holder.this(run), **changes)
 
 
 def far(run, **changes):
-    """A holder on another machine, with a process number that lives here."""
+    """A holder on another machine, with a pid that is alive here."""
     return holder(run, host="node7", machine="node7 another boot", pid=os.getpid(), **changes)
 
 
 def leave(folder, whose, age_s=0.0):
-    """A lock that was renewed so long ago."""
+    """Write a lock of this age."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / run_lock.FILE
     file.write_text(json.dumps(dataclasses.asdict(whose)))
@@ -56,7 +56,7 @@ def whose(folder):
 
 
 def begin(run, checkpoints=None):
-    """Take and give back the locks; what was said of it."""
+    """Acquire and release the locks; return the console lines."""
     said = []
     with held(run, checkpoints or run / "checkpoints", said.append):
         assert whose(run).pid == os.getpid()
@@ -66,7 +66,7 @@ def begin(run, checkpoints=None):
 
 @contextlib.contextmanager
 def renewed(folder, times):
-    """Within the block the lock of a folder is renewed so often, every 0.2 s."""
+    """Within the block, renew the lock of a folder `times` times, every 0.2 s."""
 
     def renew():
         for _ in range(times):
@@ -112,7 +112,7 @@ def test_a_second_launch_on_this_machine_is_refused_in_a_line_and_the_first_keep
         assert whose(run) == first
         assert sorted(run.rglob("*")) == files
     assert str(caught.value) == (
-        f"[job] {run}: running here since {first.since} by pid {os.getpid()} on {first.host}. "
+        f"[job] {run}: in use by pid {os.getpid()} on {first.host} since {first.since}. "
         "Wait for it, stop it, or choose another --job.name."
     )
 
@@ -124,19 +124,20 @@ def test_two_runs_do_not_save_in_one_folder(url, run, tmp_path):
         with pytest.raises(UserError, match=r"--checkpoint\.dir") as caught:
             begin(other, checkpoints)
         assert not other.exists()
-    assert f"[checkpoint] {checkpoints}: the run {run} saves here since 2" in str(caught.value)
+    message = str(caught.value)
+    assert f"[checkpoint] {checkpoints}: in use by the run {run}, pid {os.getpid()}" in message
     assert begin(other, checkpoints) == []
 
 
 def test_another_run_does_not_save_among_the_checkpoints_of_one(run, tmp_path):
-    with held(run, run / "checkpoints", print), pytest.raises(UserError, match="saves here"):
+    with held(run, run / "checkpoints", print), pytest.raises(UserError, match="in use by the run"):
         begin(tmp_path / "other", run / "checkpoints")
 
 
 def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(run):
     for ended in (
         holder(run, pid=dead_pid()),
-        holder(run, started="1"),  # Its number is another process's by now.
+        holder(run, started="1"),  # Its pid was reused.
     ):
         leave(run, ended)
         assert begin(run) == []
@@ -153,7 +154,7 @@ def test_a_process_that_nobody_has_asked_for_its_exit_code_has_ended(run):
 
 
 def test_a_process_that_is_ending_is_waited_for(run, monkeypatch):
-    monkeypatch.setattr(run_lock, "ENDING_S", 10)
+    monkeypatch.setattr(run_lock, "EXIT_WAIT_S", 10)
     ending = subprocess.Popen(["sleep", "0.2"])
     threading.Thread(target=ending.wait).start()
     leave(run, holder(run, pid=ending.pid, started=process_identity.start_of(ending.pid)))
@@ -169,36 +170,36 @@ def test_ranks_of_one_launch_take_the_lock_from_each_other_on_any_machine(run, m
         leave(run, dataclasses.replace(before, launch="one"))
         assert begin(run) == []
     leave(run, holder(run, launch="another"))
-    with pytest.raises(UserError, match="running here"):
+    with pytest.raises(UserError, match="in use by pid"):
         begin(run)
 
 
 def test_another_machines_lock_that_is_renewed_is_respected(run):
     leave(run, far(run), age_s=60)
 
-    refused = pytest.raises(UserError, match=rf"by pid {os.getpid()} on node7\. Wait for it")
+    refused = pytest.raises(UserError, match=rf"by pid {os.getpid()} on node7 since .*Wait for it")
     with renewed(run, times=2), refused:
         begin(run)
     assert whose(run).host == "node7"
 
 
 def test_another_machines_holder_that_ends_after_it_was_seen_is_waited_for(run, monkeypatch):
-    """A job that Slurm begins anew elsewhere meets the lock of the one that is just ending."""
+    """A job that Slurm requeues elsewhere finds the lock of the one that is just ending."""
     monkeypatch.setattr(run_lock, "STALE_S", 0.5)
     leave(run, far(run))
     began = time.monotonic()
     with renewed(run, times=1):
         _, line = begin(run)
     assert 0.7 <= time.monotonic() - began < 5
-    assert "has left its run.lock" in line
+    assert "taking over the stale run.lock" in line
 
 
 def test_another_machines_lock_that_is_not_renewed_is_taken_over_and_said(run, monkeypatch):
     leave(run, far(run), age_s=run_lock.STALE_S + 5)
     began = time.monotonic()
     _, line = begin(run)
-    assert time.monotonic() - began > run_lock.WATCH_S  # Its age may be by another clock.
-    assert line == f"{run}: pid {os.getpid()} on node7 has left its run.lock; it is taken over"
+    assert time.monotonic() - began > run_lock.WATCH_S  # Clocks may differ.
+    assert line == f"{run}: taking over the stale run.lock of pid {os.getpid()} on node7"
 
     monkeypatch.setattr(run_lock, "STALE_S", 60.3)
     leave(run, far(run), age_s=60)
@@ -206,12 +207,12 @@ def test_another_machines_lock_that_is_not_renewed_is_taken_over_and_said(run, m
     waiting, line = begin(run)
     assert 0.1 < time.monotonic() - began < 5
     assert "run.lock of pid" in waiting
-    assert "was renewed 60 s ago; it is taken over if that does not happen" in waiting
-    assert "has left its run.lock" in line
+    assert "was renewed 60 s ago; it is taken over unless it is renewed" in waiting
+    assert "taking over the stale run.lock" in line
 
 
 def test_a_machine_of_the_same_name_is_not_this_one(run):
-    """Containers share names and process numbers; a machine that was booted anew has another."""
+    """Containers share host names and pids; a reboot changes the boot id."""
     leave(run, holder(run, machine=f"{Holder.this(run).host} another boot", pid=dead_pid()))
     watched = Lock(run, Holder.this(run), print).attempt(None)
     assert watched.is_free(Holder.this(run), watched.stamp) is None
@@ -260,7 +261,7 @@ def test_a_renewal_that_hangs_holds_up_neither_the_other_lock_nor_the_end(run, m
     with held(run, run / "checkpoints", print):
         assert went_on.wait(5)
     assert time.monotonic() - began < 5
-    assert whose(run).pid == os.getpid()  # A late renewal would write over the next launch's.
+    assert whose(run).pid == os.getpid()  # A late renewal would overwrite the next launch's.
     assert not (run / "checkpoints" / run_lock.FILE).exists()
     answered.set()
 
@@ -279,15 +280,15 @@ def test_who_was_taken_for_dead_ends_and_leaves_the_run_to_the_other(run, monkey
     leave(run, far(run))
     monkeypatch.setattr(run_lock, "BEAT_S", 0.0)
     with pytest.raises(SystemExit):
-        run_lock.keep(lock, threading.Event())
+        run_lock.renew_until(lock, threading.Event())
     assert ended == [failure.USER_ERROR]
     said = capsys.readouterr().err
-    # Nodes of its own launch that met again without it go on: nothing is reported that ends them.
+    # Its own launch continues without this node: a reported error would end the launch.
     lock.own = dataclasses.replace(lock.own, launch="one")
     with pytest.raises(SystemExit):
-        run_lock.leave(lock, far(run, launch="one"))
+        run_lock.end_replaced(lock, far(run, launch="one"))
     assert (ended[1:], capsys.readouterr().err) == ([failure.LEFT], "")
-    assert said.startswith(f"error: [job] {run}: pid {os.getpid()} on node7 has taken the run over")
+    assert said.startswith(f"error: [job] {run}: pid {os.getpid()} on node7 has taken over")
     lock.release()
     assert whose(run).host == "node7"
 
@@ -322,13 +323,13 @@ def test_a_lock_that_cannot_be_read_now_is_not_taken_for_a_free_one(run, monkeyp
 def test_who_may_write_a_lock_the_umask_decides_and_one_that_may_not_be_is_respected(
     run, monkeypatch
 ):
-    """The colleagues of a group's directory may go on with each other's runs."""
+    """Members of a group may resume each other's runs."""
     before = os.umask(0o002)
     try:
         with held(run, None, print):
             assert (run / run_lock.FILE).stat().st_mode & 0o777 == 0o664
             monkeypatch.setattr(run_lock, "open_locked", refused)
-            with pytest.raises(UserError, match="running here"):
+            with pytest.raises(UserError, match="in use by pid"):
                 begin(run)
             monkeypatch.undo()
     finally:
@@ -336,7 +337,7 @@ def test_who_may_write_a_lock_the_umask_decides_and_one_that_may_not_be_is_respe
 
 
 def refused(path):
-    """As the system where a file is another user's."""
+    """As for another user's file."""
     raise PermissionError(13, "Permission denied", str(path))
 
 

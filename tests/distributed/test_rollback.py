@@ -247,7 +247,7 @@ def was_killed(results, folder):
 
 def gave_up(message, other, folder):
     assert message == other
-    assert "the run cannot go back: max_rollbacks=2 did not get it any further" in message
+    assert "the run cannot roll back: max_rollbacks=2 brought no progress" in message
     kinds = [line["kind"] for line in lines(folder / "up" / "faults.jsonl")]
     assert kinds == [*["nonfinite"] * 3, "rollback"] * 2 + ["nonfinite"] * 3
     # Each time the samples behind, from the same step on.

@@ -1,4 +1,4 @@
-"""A run that goes on while a test sends signals to it."""
+"""A run in the background, to which a test sends signals."""
 
 import re
 import socket
@@ -14,7 +14,7 @@ QUICK += ("--model.hidden", 16, "--model.layers", 1, "--training.global_batch_si
 
 
 class Running:
-    """The process in a session of its own, what it says in one file, killed with its ranks."""
+    """A process in its own session, its output in one file; killed with its ranks on exit."""
 
     def __init__(self, command, cwd, name="said", **variables):
         self.file = cwd / name
@@ -35,7 +35,7 @@ class Running:
 
     @property
     def step(self):
-        """The newest step that it has told."""
+        """The last step on its console."""
         steps = re.findall(r"^step +(\d+)/", self.said, re.MULTILINE)
         return int(steps[-1]) if steps else 0
 
@@ -43,7 +43,7 @@ class Running:
         return forked.children(self.process.pid)
 
     def wait_until(self, done, seconds=90):
-        """Until `done()`; what was said is shown where that never comes."""
+        """Wait until `done()`; on a timeout fail with the output."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if done():
@@ -62,25 +62,25 @@ class Running:
         self.process.send_signal(number)
 
     def end(self, seconds=60):
-        """The exit code, when it has ended by itself."""
+        """Wait for the exit code."""
         return self.process.wait(seconds)
 
 
 def free_port():
-    """One that nothing listens on."""
+    """A TCP port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def is_running(pid):
-    """Whether a process lives; a dead one may lie there until someone asks for its code."""
+    """True if a process is alive and no zombie."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 def have_ended(pids, seconds=10):
-    """Whether processes are gone within some seconds; the kernel takes a moment to end one."""
+    """True if all processes end within `seconds`."""
     deadline = time.monotonic() + seconds
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -88,13 +88,13 @@ def have_ended(pids, seconds=10):
 
 
 def launcher(*words, ranks=2, restarts=0):
-    """A command line of ours around a script or `-m module`."""
+    """The launcher's command line around a script or `-m module`."""
     options = ["--standalone", "--nproc-per-node", ranks, "--max-restarts", restarts]
     return [sys.executable, "-m", "titan_dit.launcher.launch", *options, *words]
 
 
 def trainer(*flags, ranks=2, restarts=0, start=("-m", "titan_dit.train")):
-    """The trainer as run_train.sh starts it; `start` may be a script that changes it first."""
+    """The trainer as run_train.sh starts it; `start` may be a script that patches it."""
     run = [*start, "--config", "digits", *QUICK, *flags]
     return launcher(*run, ranks=ranks, restarts=restarts)
 
@@ -105,6 +105,6 @@ def alone(*flags):
 
 
 def checkpoints(cwd, name="digits"):
-    """The steps that are saved."""
+    """The steps of the saved checkpoints."""
     found = (cwd / "outputs" / name / "checkpoints").glob("step-*/manifest.json")
     return sorted(int(path.parent.name[5:]) for path in found)

@@ -1,4 +1,4 @@
-"""Two launchers, as on two nodes: one is lost, comes back, and both stop together."""
+"""Two launchers, as on two nodes: one is lost, rejoins, and both stop together."""
 
 import os
 import re
@@ -23,16 +23,16 @@ def is_open(endpoint):
 
 
 def as_nodes(nodes):
-    """What `titan_dit train` reads: one rank a node."""
+    """What `titan_dit train` reads: one rank per node."""
     return {"NNODES": nodes, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "NGPU": 1}
 
 
 def elastic(folder, body, nodes, restarts=0):
-    """A launcher around a script of one rank, and where it meets others."""
+    """A launcher command around a script of one rank, and its rendezvous endpoint."""
     script = folder / "script.py"
     script.write_text(
         "import os, signal, time\nfrom titan_dit.launcher import failure\n"
-        f"print('begun anew:', failure.is_started_anew(), flush=True)\n{body}"
+        f"print('is restart:', failure.is_restarted(), flush=True)\n{body}"
     )
     endpoint = f"127.0.0.1:{free_port()}"
     command = launcher(script, ranks=1, restarts=restarts)
@@ -43,7 +43,7 @@ def elastic(folder, body, nodes, restarts=0):
     return command, endpoint
 
 
-# What ranks do that are asked to make room for another node.
+# Scripts of ranks that are asked to restart with another node.
 SAVING = """
 def save(number, frame):
     print('saving', flush=True)
@@ -70,19 +70,19 @@ def test_a_rank_that_fails_to_save_for_another_node_is_told_and_counts(restarts,
     command, endpoint = elastic(tmp_path, FAILING, "1:2", restarts)
     with Running(command, tmp_path, "first") as first:
         first.wait_until(lambda: is_open(endpoint))
-        first.wait_for("begun anew: False")
+        first.wait_for("is restart: False")
         with Running(command, tmp_path, "second") as second:
             first.wait_for("RuntimeError: planted")
             if not restarts:
                 assert first.end() == 1
                 return
             first.wait_for("2 ranks on 2 nodes")
-            first.wait_for("begun anew: True")
-            # A node that comes late knows it, too.
-            second.wait_for("begun anew: True")
-            assert "begun anew: False" not in second.said
+            first.wait_for("is restart: True")
+            # A node that joins late knows it, too.
+            second.wait_for("is restart: True")
+            assert "is restart: False" not in second.said
     assert first.said.count("Traceback") == 1
-    assert "restart 1, 0 more to come" in first.said
+    assert "restart 1, 0 left" in first.said
 
 
 def test_a_stop_while_the_ranks_save_for_another_node_is_a_stop_on_all_nodes(tmp_path):
@@ -91,7 +91,7 @@ def test_a_stop_while_the_ranks_save_for_another_node_is_a_stop_on_all_nodes(tmp
         first.wait_until(lambda: is_open(endpoint))
         with Running(command, tmp_path, "second", STOPPED_CODE=75) as second:
             first.wait_for("2 ranks on 2 nodes")
-            second.wait_for("begun anew")
+            second.wait_for("is restart")
             with Running(command, tmp_path, "third"):
                 first.wait_for("saving")
                 second.wait_for("saving")
@@ -101,19 +101,20 @@ def test_a_stop_while_the_ranks_save_for_another_node_is_a_stop_on_all_nodes(tmp
                 assert first.end() == 75, first.said
                 assert second.end() == 75, second.said
     assert "another node has ended the job" in second.said
-    assert "begun again" not in first.said + second.said
+    assert "restarted" not in first.said + second.said
 
 
 def test_ranks_that_wait_for_a_lost_node_begin_again_without_it(tmp_path):
-    """As NCCL's may: these do not notice at all."""
+    """Like ranks blocked in an NCCL collective: they do not notice the loss."""
     command, endpoint = elastic(tmp_path, "time.sleep(600)\n", "1:2")
     with Running(command, tmp_path, "first") as first:
         first.wait_until(lambda: is_open(endpoint))
         with Running(command, tmp_path, "second") as second:
             first.wait_for("2 ranks on 2 nodes")
             second.wait_for("2 ranks on 2 nodes")
-        first.wait_for("a node has gone")
-        first.wait_for("begun again: 1 ranks on one node")
+        first.wait_for("a node was lost")
+        first.wait_for("restarted: 1 ranks on one node")
+        first.wait_for("is restart: True")  # A forked rank ignores signals until it runs.
         first.send(signal.SIGUSR1)
         assert first.end(20) == 0
 
@@ -121,7 +122,7 @@ def test_ranks_that_wait_for_a_lost_node_begin_again_without_it(tmp_path):
 def test_a_lost_node_is_done_without_and_taken_back_and_all_stop_together(tmp_path):
     where = as_nodes("1:2")
     with Running(COMMAND, tmp_path, "first", **where) as first:
-        # Whoever comes first keeps the meeting point, and must not be lost.
+        # The first node hosts the rendezvous and must not be lost.
         first.wait_until(lambda: is_open(where["RDZV_ENDPOINT"]))
         with Running(COMMAND, tmp_path, "second", **where) as second:
             first.wait_for("dp_shard 2 on cpu")
@@ -129,14 +130,14 @@ def test_a_lost_node_is_done_without_and_taken_back_and_all_stop_together(tmp_pa
             for pid in (*second.children(), second.process.pid):
                 os.kill(pid, signal.SIGKILL)
         first.wait_for("1 ranks on one node")
-        assert "another rank has gone" in first.said
+        assert "another rank was lost" in first.said
         assert "Traceback" not in first.said
         first.wait_for("one rank on cpu")
         alone_from = first.step
         first.wait_until(lambda: first.step > alone_from + 2)
 
         with Running(COMMAND, tmp_path, "third", **where) as third:
-            first.wait_for("another node waits")
+            first.wait_for("another node is waiting")
             first.wait_for("2 ranks on 2 nodes", times=2)
             first.wait_for("dp_shard 2 on cpu", times=2)
             told = first.said.count("\nstep ")
@@ -144,7 +145,7 @@ def test_a_lost_node_is_done_without_and_taken_back_and_all_stop_together(tmp_pa
             third.send(signal.SIGTERM)
             assert third.end() == 0, third.said
             assert first.end() == 0, first.said
-    # Nothing was lost when the node came: the run went on after the last step that was taken.
+    # No step was lost when the node joined: the run continued after the last step.
     resumed = int(first.said.rpartition("resumed from outputs/digits/checkpoints/step-")[2][:8])
     *_, stopped, _ = re.findall(r"stopped after step (\d+);", first.said)
     assert int(stopped) == resumed

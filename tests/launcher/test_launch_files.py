@@ -1,4 +1,4 @@
-"""launch/: the Slurm script runs here with a stand-in for Slurm; the JobSet obeys its schemas."""
+"""launch/: the Slurm script runs with a fake Slurm; the JobSet is checked against its schemas."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from running import QUICK, Running, checkpoints, free_port
 SBATCH = ROOT / "launch" / "slurm.sbatch"
 JOBSET = ROOT / "launch" / "kubernetes" / "jobset.yaml"
 
-# sbatch's own long options, as its manual lists them (of those that a script of ours may use).
+# Long options of sbatch, from its manual (those a launch script may use).
 SBATCH_OPTIONS = {
     *("account", "array", "begin", "chdir", "comment", "constraint", "cpus-per-gpu"),
     *("cpus-per-task", "dependency", "error", "exclude", "exclusive", "gpu-bind", "gpus"),
@@ -33,8 +33,8 @@ SBATCH_OPTIONS = {
     *("priority", "qos", "requeue", "reservation", "signal", "switches", "time", "time-min"),
 }
 
-# What Slurm's commands do for one job on two nodes: run the command once per node, hand SIGUSR1 on,
-# return the highest exit code.
+# Fake srun for two nodes: runs the command once per node, forwards SIGUSR1, returns the highest
+# exit code.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 pids=()
@@ -57,7 +57,7 @@ if [ "$1 $2" = "show hostnames" ]; then printf '127.0.0.1\\nother\\n'; fi
 
 
 def slurm(folder):
-    """The environment of a job, with the stand-ins first on PATH."""
+    """The environment of a job, with the fake commands first on PATH."""
     bin_folder = folder / "bin"
     bin_folder.mkdir(exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -71,7 +71,7 @@ def slurm(folder):
 
 @pytest.fixture
 def batch(tmp_path):
-    """Starts the script as Slurm would, with some flags of the trainer."""
+    """Start the script as Slurm would, with flags of the trainer."""
 
     def start(*flags):
         command = ["bash", SBATCH, "--config", "digits", *QUICK, "--checkpoint.every", 1000, *flags]
@@ -93,7 +93,7 @@ def test_the_slurm_script_saves_before_the_limit_and_goes_back_into_the_queue(ba
     assert "scontrol requeue 4711" in calls
 
 
-# A run that is told to stop ends with STOPPED_CODE, else after a moment with the code it is given.
+# Fake run: ends with STOPPED_CODE when asked to stop, otherwise with the given code.
 STAND_IN = """#!/usr/bin/env bash
 trap 'exit $STOPPED_CODE' USR1
 echo begun
@@ -111,7 +111,7 @@ for i in {1..50}; do [ -f go_on ] && exit $1; sleep 0.1; done
     ],
 )
 def test_a_job_is_requeued_only_at_its_limit(number, own_code, code, requeued, tmp_path):
-    """Not when it is done, cancelled, or has failed; preempted jobs Slurm requeues by itself."""
+    """Not when finished, cancelled or failed. Slurm itself requeues preempted jobs."""
     clone = tmp_path / "clone"
     (clone / "scripts").mkdir(parents=True)
     (clone / "scripts" / "environment.sh").write_text("use_environment() { :; }\n")
@@ -139,7 +139,7 @@ def test_the_slurm_script_is_bash_and_its_directives_are_slurms():
     assert directives["ntasks-per-node"] == "1", "one launcher per node"
     assert re.fullmatch(r"B:USR1@\d+", directives["signal"])
     assert {"requeue", "open-mode"} <= directives.keys()
-    # Without a node that does not return the others would wait for it.
+    # With --no-kill the other nodes would wait for a lost one.
     assert "no-kill" not in directives
 
 
@@ -202,7 +202,7 @@ def test_the_jobset_agrees_with_itself_and_with_the_launcher(jobset):
     assert int(variables["NNODES"]) == spec["parallelism"] == spec["completions"]
     assert variables["NGPU"] == container["resources"]["limits"]["nvidia.com/gpu"]
     assert float(variables["GRACE"]) < pod["terminationGracePeriodSeconds"]
-    # podFailurePolicy asks for it.
+    # Required by podFailurePolicy.
     assert pod["restartPolicy"] == "Never"
     actions = {
         code: rule["action"]

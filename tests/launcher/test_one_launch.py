@@ -1,4 +1,4 @@
-"""A launch that nobody reads, and a second one into its run directory."""
+"""A launch without a console reader, and a second launch into its run directory."""
 
 import json
 import os
@@ -45,11 +45,11 @@ def test_a_launch_goes_on_unread_and_a_second_one_into_its_run_is_refused(tmp_pa
         (rank,) = first.children()
         assert holder.pid == rank
         assert holder.launch
-        os.kill(rank, signal.SIGSTOP)  # Its steps would take the second one's core.
+        os.kill(rank, signal.SIGSTOP)  # Leave the core to the second launch.
         message = only_error(run(alone(*ENDLESS), tmp_path))
         os.kill(rank, signal.SIGCONT)
         assert message == (
-            f"error: [job] outputs/digits: running here since {holder.since} by {holder}. "
+            f"error: [job] outputs/digits: in use by {holder} since {holder.since}. "
             "Wait for it, stop it, or choose another --job.name.\n"
         )
         taken = len(rows())
@@ -65,7 +65,7 @@ def test_launchers_that_meet_give_their_ranks_one_name_and_others_another():
     def names(store, run_id="a"):
         handler = SimpleNamespace(_store=store, get_run_id=lambda: run_id)
         group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler))
-        return [Agent.name_of_job(None, group) for _ in range(2)]
+        return [Agent.launch_name(None, group) for _ in range(2)]
 
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True) for _ in range(2)]
     (first, again), (other, _) = map(names, stores)

@@ -1,4 +1,4 @@
-"""All ranks stop after the same step, whoever was asked."""
+"""A signal to any rank stops all ranks after the same step."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def steps_until_agreed(world, asked_at, number):
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step():
-    """The second case is another reason, the third one no signal at all."""
+    """The second case has another reason, the third has no signal."""
     assert on_ranks(2, all_cases) == [[expected for *_, expected in CASES]] * 2
 
 
@@ -105,7 +105,7 @@ def test_outside_the_main_thread_signals_are_left_alone():
 
 
 def test_a_signal_that_was_ignored_stays_so():
-    """A run under nohup goes on when the terminal is closed."""
+    """A run under nohup continues when the terminal is closed."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest(1) as stop:

@@ -25,7 +25,7 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
     assert f"stopped after step {stopped_at}; the same command goes on from it" in run.said
     assert "Traceback" not in run.said
 
-    # A rank is killed; the run goes on from the newest checkpoint; Ctrl-C twice ends it at once.
+    # A rank is killed; the run resumes from the newest checkpoint; Ctrl-C twice kills it.
     with Running(trainer(*ENDLESS, restarts=1), tmp_path) as run:
         run.wait_for(f"checkpoints/step-{stopped_at:08d}")
         run.wait_for_step(stopped_at + 2)
@@ -34,7 +34,7 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
         told = len(run.said.splitlines())
         run.wait_until(lambda: len(run.said.splitlines()) > told + 7)
         assert "SIGKILL" in run.said
-        assert "restart 1, 0 more to come" in run.said
+        assert "restart 1, 0 left" in run.said
         ranks = run.children()
         run.send(signal.SIGINT)
         run.wait_for("Ctrl-C again")
@@ -48,7 +48,7 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_single_process_finishes_the_step_and_saves(number, code, tmp_path):
-    """Terminals and Slurm signal the loader's workers as well."""
+    """Terminals and Slurm also signal the loader's workers."""
     with Running(alone(*ENDLESS, "--data.workers", 1), tmp_path) as run:
         run.wait_for_step(3)
         (worker,) = run.children()
@@ -90,7 +90,7 @@ def test_a_signal_while_nodes_still_meet_ends_the_launch_at_once(tmp_path):
         time.sleep(6)
         run.send(signal.SIGINT)
         assert run.end(5) == 130
-    assert run.said == "titan_dit: stopped by SIGINT before the ranks had begun\n"
+    assert run.said == "titan_dit: stopped by SIGINT before the ranks started\n"
 
 
 def test_what_a_user_has_to_put_right_is_not_tried_again(tmp_path):
@@ -139,7 +139,7 @@ from titan_dit.trainer import Trainer
 step = Trainer.train_step
 
 def fails_once(trainer, batch):
-    if trainer.step == 5 and not failure.is_started_anew():
+    if trainer.step == 5 and not failure.is_restarted():
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "a/shard")
     return step(trainer, batch)
 
@@ -159,7 +159,7 @@ def test_a_disk_that_fails_in_training_is_tried_again_and_never_is_for_the_first
     assert "resumed from outputs/digits/checkpoints/step-00000004" in run.said
     assert checkpoints(tmp_path)[-1] == 8
 
-    # The same command, by hand, is refused; also where it would be tried again.
+    # The same command, started by hand, is refused, and not retried.
     with Running(trainer(*flags, ranks=1, restarts=1), tmp_path) as run:
         assert run.end(60) == 2, run.said
     assert run.said.count('error: [checkpoint] resume="never"') == 1
@@ -175,9 +175,9 @@ def test_a_rank_that_raises_is_told_once_per_attempt_before_the_next(tmp_path):
     with Running(launcher(script(tmp_path, body), ranks=1, restarts=1), tmp_path) as run:
         assert run.end() == 1
     assert run.said.count("RuntimeError: planted") == run.said.count("Traceback") == 2
-    first, second = run.said.split("begun again")
-    assert "RuntimeError: planted\nrank 0 failed (above). restart 1, 0 more to come." in first
-    assert "goes on from the newest checkpoint" in second
+    first, second = run.said.split("restarted:")
+    assert "RuntimeError: planted\nrank 0 failed (above). restart 1, 0 left." in first
+    assert "resumes from the newest checkpoint" in second
 
 
 def test_ranks_that_ignore_the_request_are_killed_after_the_grace(tmp_path):

@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py, a few kills of it: nothing is lost, and a run that loses samples is told."""
+"""benchmarks/chaos.py with a few kills: no sample is lost; a lost sample is detected."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ def test_kills_lose_nothing_and_change_no_bit(chaos, tmp_path):
     assert (row["samples"], row["lost"], row["twice"], row["strange"]) == (120 * 24, 0, 0, 0)
     assert row["as undisturbed"], row["compared"]
 
-    # What it counts are the ranks' own lines: with one gone, samples are missing.
+    # It counts the ranks' log lines: without one, samples are missing.
     run = tmp_path / "kills" / "outputs" / "digits"
     file = max((run / "samples-seen").glob("attempt-*/rank-00001.jsonl"))
     lines = file.read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""A disk that is full while checkpoints are written: a small tmpfs of the test's own."""
+"""A disk that is full while checkpoints are written: a small tmpfs."""
 
 import shutil
 import subprocess
@@ -22,11 +22,11 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if not can_mount(disk):
-        pytest.skip("no mount of one's own here")
+        pytest.skip("cannot mount a tmpfs here")
     words = [sys.executable, "-m", "titan_dit.train", "--config", "digits", *map(str, QUICK)]
     words += ["--training.steps", "400", "--checkpoint.every", "100", "--checkpoint.keep", "1"]
     words += ["--job.dir", str(disk), "--checkpoint.max_failures", "0"]
-    # Something fills the disk to the brim while steps are taken, until a save has failed.
+    # Fill the disk during training, until a save has failed.
     script = (
         "mount -t tmpfs -o size=2m none disk && "
         '{ "$@"; echo "exit code $?"; } 2>&1 | while IFS= read -r line; do echo "$line"; '
@@ -46,7 +46,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
     assert f"step 100 was not saved in {disk}/checkpoints: No space left on device" in said, (
         said + done.stderr
     )
-    assert "Training goes on; the next attempt is at step 200" in said
+    assert "Training continues; the next attempt is at step 200" in said
     assert f"saved {disk}/checkpoints/step-00000200" in said
     assert "metrics could not be written: [Errno 28] No space left on device" in said
     assert said.count("could not be written") <= 3  # Once for each thing, not for each step.

@@ -23,7 +23,7 @@ def alone(loss):
 
 
 def verdicts(norms, every=1, guard=None, first=1, **keys):
-    """Which steps of a run with these gradient norms are bad, and the guard behind them."""
+    """The bad steps of a run with these gradient norms, and its guard."""
     guard = guard or Guard(FaultsConfig(**keys), CPU)
     bad, on_device = [], []
     for step, norm in enumerate(norms, start=first):
@@ -61,7 +61,7 @@ def test_a_row_of_bad_steps_ends_with_a_good_one():
 
 @pytest.mark.parametrize("looked_at", [6, 7, 9, 12])
 def test_it_does_not_matter_when_a_row_that_is_too_long_is_looked_at(looked_at):
-    """A run would end elsewhere if it depended on when its metrics are written."""
+    """Otherwise the rollback would depend on the metrics interval."""
     guard = Guard(FaultsConfig(max_consecutive_bad_steps=3), CPU)
     for step in range(1, looked_at + 1):
         norm = torch.tensor(math.nan if step in (4, 5, 6, 11) else 1.0)
@@ -72,7 +72,7 @@ def test_it_does_not_matter_when_a_row_that_is_too_long_is_looked_at(looked_at):
 
 
 def by_hand(norms, ratio, after):
-    """Which are spikes, in Python's own floats."""
+    """Reference in Python floats: the steps that are spikes."""
     average, good, spikes = 0.0, 0, []
     for i, norm in enumerate(norms):
         if good >= after and norm > ratio * average:

@@ -39,7 +39,7 @@ def test_steps_in_a_row_take_one_entry_and_others_one_each():
     for step in (3, 4, 5, 9):
         ledger = ledger.leave_out(step, range(8 * step, 8 * step + 8))
     assert ledger.untrained == (Untrained(24, 48, 3, 5), Untrained(72, 80, 9, 9))
-    # A batch round a gap: two parts, both of the step.
+    # A batch around a gap: two ranges of one step.
     ledger = ledger.leave_out(10, [80, 81, 90, 91])
     assert ledger.untrained[1:] == (Untrained(72, 82, 9, 10), Untrained(90, 92, 10, 10))
 
@@ -60,7 +60,7 @@ def checkpoints_in(folder, *steps):
 
 
 def go_back(folder, checkpoints, config, steps):
-    """As the trainer does, but that it has looked at every file."""
+    """As the trainer, but without verifying the files."""
     older = [path for path in checkpoints.whole() if step_of(path) < steps.first]
     start = Start(older[-1], {"step": step_of(older[-1])}) if older else Start()
     return start.path, rollback.go_back(folder, checkpoints, config, steps, start)
@@ -74,7 +74,7 @@ def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path)
     checkpoints = checkpoints_in(tmp_path, 2, 4, 6, 8)
     start, rollbacks = go_back(tmp_path, checkpoints, FaultsConfig(), bad(6, 9))
     assert start.name == "step-00000004"
-    # Those of the bad steps belong to a future that will not be.
+    # The checkpoints of the bad steps are set aside.
     assert [path.name for path in checkpoints.whole()] == ["step-00000002", "step-00000004"]
     assert rollbacks.skipped == (Skipped(50, 90, "steps 6 to 9 were bad"),)
     assert rollback.read(tmp_path) == rollbacks
@@ -85,9 +85,9 @@ def test_a_run_that_comes_no_further_goes_back_so_often_and_no_more(tmp_path):
     checkpoints, config = checkpoints_in(tmp_path, 2), FaultsConfig(max_rollbacks=2)
     for last in (5, 8):
         go_back(tmp_path, checkpoints, config, bad(3, last))
-    with pytest.raises(UserError, match="max_rollbacks=2 did not get it any further"):
+    with pytest.raises(UserError, match="max_rollbacks=2 brought no progress"):
         go_back(tmp_path, checkpoints, config, bad(7, 9))
-    # It did come further: step 9 was good, and this is another place.
+    # Progress: step 9 was good, so the count restarts.
     _, rollbacks = go_back(tmp_path, checkpoints, config, bad(10, 12))
     assert rollbacks.in_vain == 1
     assert len(rollback.read(tmp_path).skipped) == 3
@@ -115,14 +115,14 @@ def test_a_run_that_cannot_go_back_says_why_and_leaves_everything_as_it_is(
 
 
 def batch_of(numbers):
-    """Samples, and a row that only fills the batch up."""
+    """A batch of these samples and one padding sample."""
     numbers = torch.tensor([*numbers, 0])
     weight = torch.ones(len(numbers)).scatter(0, torch.tensor([len(numbers) - 1]), 0.0)
     return SimpleNamespace(sample_numbers=numbers, weight=weight)
 
 
 def log(run, attempt, ranks, steps, batch=6, cut=()):
-    """An attempt's log; of the steps in `cut` the last rank's line is missing."""
+    """Write an attempt's log, without the last rank's lines of the steps in `cut`."""
     for rank in range(ranks):
         written = SampleLog(run, attempt, rank, ranks)
         share = batch // ranks

@@ -57,7 +57,7 @@ def test_never_starts_afresh_and_is_refused_where_checkpoints_are(tmp_path):
 
 
 def test_never_is_for_the_first_ranks_of_a_job(tmp_path, monkeypatch):
-    """Those that a launcher starts again go on: the checkpoints are of this job."""
+    """Restarted ranks resume: the checkpoints belong to their own job."""
     ours = run_with(tmp_path, 5, 10)
     run, settings = RunConfig(dir=str(tmp_path)), CheckpointConfig(resume="never")
     with pytest.raises(UserError, match='resume="never"'):
@@ -72,7 +72,7 @@ def test_never_is_for_the_first_ranks_of_a_job(tmp_path, monkeypatch):
 def test_a_path_into_another_run_starts_only_a_run_without_checkpoints(tmp_path):
     other = run_with(tmp_path / "other", 3).newest()
     assert starting_point(run_with(tmp_path / "ours"), str(other)) == other
-    # The same command again goes on with what the run has become.
+    # The same command then resumes from the run's own checkpoint.
     ours = run_with(tmp_path / "ours", 5)
     assert starting_point(ours, str(other)) == ours.newest()
 
@@ -147,7 +147,7 @@ def test_starting_from_another_run_sets_nothing_aside(tmp_path):
 
 
 def damage_files(path, file, how):
-    """A bit flips, bytes are lost, or all of it."""
+    """Flip a bit, truncate, empty or delete a file."""
     target = path / file
     data = bytearray(target.read_bytes())
     if how == "flip":
@@ -168,9 +168,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path, 
     assert start.record["step"] == 10
     [said] = start.told()
     what = f"{file} is missing" if (file, how) == ("manifest.json", "delete") else file
-    assert said == f"{newest} is damaged: {what}; going on from the one before it: {start.path}"
+    assert said == f"{newest} is damaged: {what}; falling back to the previous one: {start.path}"
 
-    # Once the run goes on, it saves that step again, and the damaged one is still there.
+    # The resumed run saves that step again, and the damaged one is kept.
     resuming.set_aside_newer(checkpoints, start)
     run_with(tmp_path, 15)
     assert [path.name[-2:] for path in checkpoints.whole()] == ["05", "10", "15"]
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_a_newer_format_is_not_called_damaged(tmp_path):
     del record["digest"]
     record["digest"] = checkpoint.digest_of(record)
     manifest.write_text(json.dumps(record))
-    with pytest.raises(UserError, match="not of the format"):
+    with pytest.raises(UserError, match="does not have the format"):
         starting_point(checkpoints, "auto")
 
 
@@ -274,7 +274,7 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
 
 
 def test_other_data_is_refused_wherever_it_lies(tmp_path):
-    with pytest.raises(UserError, match=r"\[data\]: its contents"):
+    with pytest.raises(UserError, match=r"\[data\]: the contents differ"):
         check(tmp_path, TABLES, digest="xyz")
 
 
@@ -303,6 +303,6 @@ def test_an_average_that_a_checkpoint_lacks_begins_at_the_weights_that_it_holds(
     ema, tensors = averaged((0.9, 0.99), -1.0)
     resuming.load(path, record, tensors, ema)
     assert tensors["model"]["w"].tolist() == [5.0] * 3
-    # The one that was saved goes on; the new one forgets the initial weights.
+    # The saved average is loaded; the new one starts at the loaded weights.
     assert ema.averages["0.9"]["w"].tolist() == [2.0] * 3
     assert ema.averages["0.99"]["w"].tolist() == [5.0] * 3

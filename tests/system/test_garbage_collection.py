@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept to the steps that were named for it."""
+"""Python's garbage collector runs only after the chosen steps."""
 
 import gc
 import json
@@ -75,7 +75,7 @@ def test_cycles_are_freed_after_the_named_steps_and_not_in_between():
     with Collector(3) as collector:
         for step in range(1, 10):
             gone = cycle()
-            # More than enough to set off an automatic collection.
+            # Enough objects to trigger an automatic collection.
             made = [[] for _ in range(5000)]
             collector.after(step)
             freed[step] = gone() is None
@@ -107,7 +107,7 @@ def test_at_rest_python_decides_until_the_next_step():
 
 
 def run(world, folder, every):
-    """A run of 6 steps: its rows, when Python's collector was on, and what was collected when."""
+    """Train 6 steps: losses, when the automatic collector was on, and the collections."""
     from titan_dit.trainer import Trainer
 
     config = tiny_config(
@@ -145,7 +145,7 @@ def test_a_run_has_the_same_losses_with_and_without(tmp_path):
     assert all(left_alone[1].values())
     assert left_alone[2] == []
     assert [step for step, is_on in taken[1].items() if is_on] == [1]
-    # The first, which is full; every second one; full ones with the checkpoints of 5 and 6.
+    # (step, generation): full after step 1, every second step, full at the checkpoints of 5 and 6.
     assert taken[2] == [(1, 2), (2, 1), (4, 1), (5, 2), (6, 2), (6, 1)]
     assert left_alone[3]
     assert taken[3]

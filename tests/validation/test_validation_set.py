@@ -1,4 +1,4 @@
-"""[validation]: rows that are not trained on, and the loss of them."""
+"""[validation]: held-out rows and the loss over them."""
 
 import itertools
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def trainer_of(folder, **sections):
         with process_group.start("cpu") as world:
             yield Trainer(config, world)
     finally:
-        if dist.is_initialized():  # An error leaves it.
+        if dist.is_initialized():  # Left open by an error.
             dist.destroy_process_group()
 
 
@@ -76,7 +76,7 @@ def test_the_loss_is_the_mean_over_rows_and_over_fixed_timesteps(tmp_path):
             assert found[f"validation_loss_{name}"] == pytest.approx(loss, rel=1e-6)
         mean = sum(found[name] for name in names) / 8
         assert found["validation_loss"] == pytest.approx(mean, rel=1e-12)
-        # The averages began at other weights than the random ones of now; each is its own.
+        # The averages started at other weights than the current random ones.
         assert found["validation_loss_ema_0.9"] != found["validation_loss"]
         trainer.step = 1
         trainer.train_step(next(trainer.batches()))
@@ -110,7 +110,7 @@ def dataset(folder, seed, count=40, shared=()):
 def test_another_dataset_is_validated_on_unless_it_shares_samples(tmp_path):
     trained_on = dataset(tmp_path / "train", seed=0)
     dataset(tmp_path / "apart", seed=1)
-    # Rows 0 and 30 are the training set's, label and all; row 3 has a latent of it alone.
+    # Row 0 equals a training row, label included; row 3 shares only the latent.
     dataset(tmp_path / "overlaps", seed=2, shared=[trained_on[0], trained_on[1]])
     data = {"name": "latents", "path": str(tmp_path / "train")}
     apart = {"every": 1, "path": str(tmp_path / "apart")}
@@ -119,14 +119,14 @@ def test_another_dataset_is_validated_on_unless_it_shares_samples(tmp_path):
         assert len(trainer.validation_set.rows) == 40
         assert trainer.validate()["validation_loss"] > 0
     overlaps = apart | {"path": str(tmp_path / "overlaps")}
-    said = r"1 of its 40 samples are in \[data\] too"
+    said = r"1 of its 40 samples are also in \[data\]"
     with (
         pytest.raises(UserError, match=said),
         trainer_of(tmp_path / "refused", data=data, validation=overlaps),
     ):
         pass
     assert not (tmp_path / "refused").exists()
-    # All but one of its rows, drawn by the seed.
+    # 39 of its 40 rows, drawn by the seed.
     with (
         pytest.raises(UserError, match=r"1 of its 39 samples"),
         trainer_of(tmp_path / "refused", data=data, validation=overlaps | {"samples": 39}),
@@ -144,17 +144,17 @@ def test_datasets_that_were_compared_are_not_compared_again(tmp_path, monkeypatc
     }
     with trainer_of(tmp_path / "run", **settings) as trainer:
         trainer.fit()
-    monkeypatch.setattr(validation_set, "check_apart", None)
+    monkeypatch.setattr(validation_set, "check_overlap", None)
     with trainer_of(tmp_path / "run", training={"steps": 5}, **settings) as trainer:
         trainer.fit()
-    # A file that a kill has cut short is no answer.
+    # A truncated file is ignored: the rows are compared again.
     file = tmp_path / "run" / validation_set.COMPARED
     whole = file.read_text()
     file.write_text(whole[:20])
     with pytest.raises(TypeError), trainer_of(tmp_path / "run", **settings):
         pass
     file.write_text(whole)
-    # Other rows are others.
+    # Other rows are compared again.
     more = settings | {"validation": settings["validation"] | {"samples": 7}}
     with pytest.raises(TypeError), trainer_of(tmp_path / "run", **more):
         pass
@@ -200,7 +200,7 @@ def test_what_cannot_be_validated_on_is_refused(tmp_path):
     ):
         pass
     with (
-        pytest.raises(UserError, match=r'name="?digits"? is read from no path'),
+        pytest.raises(UserError, match=r'name="?digits"? has no path'),
         trainer_of(tmp_path, validation={"every": 1, "path": "x"}),
     ):
         pass

@@ -1,1 +1,1 @@
-"""Checkpoints: one, those of a run, where they lie, and who may write them."""
+"""Checkpoints: file format, a run's series, storage back ends, the run lock."""

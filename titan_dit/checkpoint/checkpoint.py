@@ -1,8 +1,8 @@
-"""One checkpoint: distributed, of any layout for any layout, and visible only when whole.
+"""One distributed checkpoint: atomic, and loadable on any layout.
 
-Tensors go through torch.distributed.checkpoint (DCP) under their original names. When every rank
-has written its own, `manifest.json` with the digest of every file is written last; on a disk the
-folder gets its name only then. Whatever has the name and the manifest is whole.
+torch.distributed.checkpoint (DCP) stores the tensors under their original names. After every rank
+has written its shards, rank 0 writes `manifest.json` with the SHA-256 of every file. On a disk the
+folder is then renamed to its final name. A folder with the final name and a manifest is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = "titan_dit.checkpoint/1"
 
 
 class Damaged(UserError):
-    """What was once a checkpoint, as far as one can tell."""
+    """A checkpoint with a corrupt manifest."""
 
 
 def write(
@@ -42,43 +42,43 @@ def write(
     ranks: Ranks | None = None,
     begin: Callable[[], None] | None = None,
 ) -> None:
-    """Write a checkpoint as the folder `final`; every rank calls, and returns when it is whole.
+    """Write a checkpoint to the folder `final`. Collective; returns when it is complete.
 
-    `begin` is asked first, on every rank, whether it can take part. Raises Failed on all ranks
-    where one fails; nothing is left of the attempt then, as far as the store lets us.
+    `begin` runs first on every rank and raises if the rank cannot take part. If any rank fails,
+    Failed is raised on all ranks and the partial files are deleted where possible.
     """
     ranks = ranks or Ranks()
     try:
-        begun = ranks.together(lambda: begin_on(final, ranks, begin))
-        aside = begun[0]
+        folders = ranks.run_on_all(lambda: begin_save(final, ranks, begin))
+        aside = folders[0]
         on_cpu = all(tensor.device.type == "cpu" for tensor in leaves(tensors))
-        # By itself: a rank that cannot reach the store must not leave the others within DCP.
+        # A separate collective: if a rank cannot reach the store, the others must not enter DCP.
         writers: list[Writer] = []
-        ranks.together(lambda: writers.append(Writer(aside, on_cpu=on_cpu)))
-        written = merge(ranks.together(lambda: write_tensors(writers[0], tensors, ranks)))
+        ranks.run_on_all(lambda: writers.append(Writer(aside, on_cpu=on_cpu)))
+        written = merge(ranks.run_on_all(lambda: write_tensors(writers[0], tensors, ranks)))
         last = partial(commit, aside, final, record, written)
-        ranks.together(last if ranks.is_first else nothing)
+        ranks.run_on_all(last if ranks.is_first else do_nothing)
     except Failed:
-        # Together, so that no rank says it is over while there is still something left.
-        ranks.together(partial(clean_up, final) if ranks.is_first else nothing)
+        # Collective, so that no rank reports the failure before the clean-up is done.
+        ranks.run_on_all(partial(clean_up, final) if ranks.is_first else do_nothing)
         raise
 
 
-def nothing() -> None:
-    """What the other ranks do while the first one acts for all."""
+def do_nothing() -> None:
+    """Do nothing: the other ranks' part of an action of rank 0."""
 
 
-def begin_on(final: Place, ranks: Ranks, begin: Callable[[], None] | None) -> Any:
-    """Where to write, made by the first rank."""
+def begin_save(final: Place, ranks: Ranks, begin: Callable[[], None] | None) -> Any:
+    """Run `begin`; rank 0 creates and returns the folder to write to, others return None."""
     if begin:
         begin()
     return store_of(final).begin(final) if ranks.is_first else None
 
 
 def write_tensors(writer: Writer, tensors: Tensors, ranks: Ranks) -> dict[str, Any]:
-    """Write this rank's part; the bytes and SHA-256 of its files."""
+    """Write this rank's shards; return bytes and SHA-256 of its files."""
     with warnings.catch_warnings():
-        # Said whenever one process saves by itself, which is meant.
+        # A single process saving without a process group is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
         state_dict_saver.save(
             dict(tensors),
@@ -92,9 +92,9 @@ def write_tensors(writer: Writer, tensors: Tensors, ranks: Ranks) -> dict[str, A
 def commit(
     aside: Place, final: Place, record: Mapping[str, Any], written: Mapping[str, Any]
 ) -> None:
-    """Write the manifest, and give the folder its name."""
+    """Write the manifest, then rename the folder to `final`."""
     store = store_of(aside)
-    check_all_are_here(store, aside, written)
+    check_shared(store, aside, written)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = {"format": FORMAT, **record, "written_at": now, "files": dict(written)}
     manifest["digest"] = digest_of(manifest)
@@ -103,7 +103,7 @@ def commit(
 
 
 def clean_up(final: Place) -> None:
-    """Delete what a failed save has left, if that can be done."""
+    """Delete the files of a failed save; ignore errors."""
     with contextlib.suppress(Exception):
         store = store_of(final)
         aside = store.aside(final)
@@ -111,22 +111,22 @@ def clean_up(final: Place) -> None:
             store.remove(aside)
 
 
-def check_all_are_here(store: Store, folder: Place, written: Mapping[str, Any]) -> None:
-    """The first rank must see what every rank has written, or no one could load it."""
+def check_shared(store: Store, folder: Place, written: Mapping[str, Any]) -> None:
+    """Raise UserError unless rank 0 sees every rank's files: the folder must be shared."""
     for name, expected in written.items():
         if not store.has(folder / name) or store.size(folder / name) != expected["bytes"]:
             raise UserError(
-                f"[job] dir: {folder / name} was written by another node and is not to be seen "
-                "from the first one. The run directory must lie on a disk that all nodes share."
+                f"[job] dir: {folder / name} was written by another node, but the first node "
+                "does not see it. Put the run directory on a file system that all nodes share."
             )
 
 
 def read_record(path: Place) -> dict[str, Any]:
-    """The plain values of a checkpoint: what was given to `write` as its record, and `files`."""
+    """Read the manifest: the record given to `write`, plus `files`."""
     manifest = path / MANIFEST
     if not store_of(path).has(manifest):
         raise UserError(
-            f"[checkpoint] {path} is no checkpoint: it has no {MANIFEST}. Give a folder such as "
+            f"[checkpoint] {path} is not a checkpoint: it has no {MANIFEST}. Give a folder such as "
             "outputs/RUN/checkpoints/step-00001000."
         )
     try:
@@ -136,24 +136,23 @@ def read_record(path: Place) -> dict[str, Any]:
     sealed = isinstance(record, dict) and record.pop("digest", None) == digest_of(record)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         kind = UserError if sealed else Damaged
-        raise kind(f"[checkpoint] {manifest} is not of the format {FORMAT}.")
+        raise kind(f"[checkpoint] {manifest} does not have the format {FORMAT}.")
     if not sealed:
         raise Damaged(f"[checkpoint] {manifest} is damaged: its digest differs. Use another one.")
     return record
 
 
 def digest_of(record: Mapping[str, Any]) -> str:
-    """SHA-256 of plain values, whatever the order of their keys."""
+    """SHA-256 of a JSON-serialisable mapping, independent of key order."""
     text = json.dumps(record, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load(path: Place, tensors: Tensors, *, verified: bool = False) -> None:
-    """Fill `tensors` in place, whatever layout they are on and whatever layout was saved.
+    """Load into `tensors` in place, resharding from the saved layout to theirs.
 
-    A subset of the saved names may be asked for. Raises UserError where a file is damaged (unless
-    that was looked into before), a name is missing or a shape differs; `tensors` are untouched
-    then.
+    `tensors` may be a subset of the saved names. `verified` skips the digest check. Raises
+    UserError, with `tensors` unchanged, if a file is damaged, a name is missing or a shape differs.
     """
     ranks = Ranks()
     if not verified:
@@ -161,21 +160,21 @@ def load(path: Place, tensors: Tensors, *, verified: bool = False) -> None:
     saved = contents(path)
     for name, tensor in flatten(tensors):
         if name not in saved:
-            raise UserError(f"[checkpoint] {path} has no tensor {name}: it is of another model.")
+            raise UserError(f"[checkpoint] {path} has no tensor {name}: it is another model's.")
         shape, _ = saved[name]
         if shape != tensor.shape:
             raise UserError(
                 f"[checkpoint] {path}: {name} is {list(shape)}, but the model's is "
-                f"{list(tensor.shape)}: it is of another model."
+                f"{list(tensor.shape)}: it is another model's."
             )
     with warnings.catch_warnings():
-        # Said whenever one process loads by itself, which is meant.
+        # A single process loading without a process group is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
         state_dict_loader.load(dict(tensors), storage_reader=Reader(path), no_dist=ranks.count == 1)
 
 
 def contents(path: Place) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and format of every tensor of a checkpoint, by its name."""
+    """Map tensor name to (shape, dtype) of a checkpoint."""
     return {
         name: (entry.size, entry.properties.dtype)
         for name, entry in Reader(path).read_metadata().state_dict_metadata.items()
@@ -184,12 +183,15 @@ def contents(path: Place) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def holds(path: Place, part: str) -> bool:
-    """Whether a checkpoint has tensors under a top-level name, such as "optimizer"."""
+    """Return True if a checkpoint has tensors under a top-level key such as "optimizer"."""
     return any(name.startswith(f"{part}.") for name in contents(path))
 
 
 def verify(path: Place, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Compare every file with the manifest's bytes and digest; the record. Every rank calls."""
+    """Check size and SHA-256 of every file; return the record. Collective.
+
+    Raises UserError on every rank if a file is damaged.
+    """
     ranks = ranks or Ranks()
     record = ranks.first(lambda: read_record(path))
     if damaged := damaged_files(path, record, ranks):
@@ -199,7 +201,7 @@ def verify(path: Place, ranks: Ranks | None = None) -> dict[str, Any]:
 
 
 def damaged_files(path: Place, record: Mapping[str, Any], ranks: Ranks) -> list[str]:
-    """Names of the files that are not what the manifest says; the ranks share the work."""
+    """Names of files whose size or SHA-256 differs from the manifest; ranks share the work."""
     store, files = store_of(path), sorted(record["files"].items())
     mine = files[ranks.rank :: ranks.count]
     damaged = [name for name, expected in mine if not is_whole(store, path / name, expected)]
@@ -207,20 +209,20 @@ def damaged_files(path: Place, record: Mapping[str, Any], ranks: Ranks) -> list[
 
 
 def is_whole(store: Store, file: Place, expected: Mapping[str, Any]) -> bool:
-    """Whether a file has the bytes and the digest that are expected of it."""
+    """Return True if a file has the expected size and SHA-256."""
     try:
         return store.size(file) == expected["bytes"] and describe(file) == expected
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return False
     except OSError as error:
-        # A bad block. What else there is (no network, no permission) says nothing of the file.
+        # EIO is a bad block. Other errors (network, permission) do not mean a damaged file.
         if error.errno != errno.EIO:
             raise
         return False
 
 
 def describe(path: Place) -> dict[str, Any]:
-    """Bytes and SHA-256 of a file."""
+    """Size in bytes and SHA-256 of a file."""
     store = store_of(path)
     with store.open(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -228,7 +230,7 @@ def describe(path: Place) -> dict[str, Any]:
 
 
 def flatten(tensors: Tensors, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(dotted name, tensor) for nested dicts, named as DCP names them."""
+    """Yield (dotted name, tensor) of nested dicts, with DCP's names."""
     for name, value in tensors.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")
@@ -237,5 +239,5 @@ def flatten(tensors: Tensors, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One dict of several with different keys."""
+    """Merge dicts with disjoint keys."""
     return {key: value for part in parts for key, value in part.items()}

@@ -1,8 +1,8 @@
-"""The checkpoints of one run: when they are written, what is kept, and what happens on failure.
+"""The checkpoints of one run: asynchronous saves, retention, failed saves.
 
-The copy of the state is the step's business, writing it a thread's. Nothing that goes wrong there
-ends training by itself: it is told, tried again at the next interval, and ends the run only after
-`[checkpoint] max_failures` in a row, on all ranks at the same point.
+The training step copies the state to host memory; a thread writes the copy. A failed save is
+reported and retried at the next interval. After `[checkpoint] max_failures` consecutive failures
+the run ends, on all ranks at the same step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from titan_dit.launcher.ranks import Failed, Ranks
 from titan_dit.system.files import PARTIAL
 
 NAME = re.compile(r"step-(\d{8,})")
-LONG_S = 1.0
-"""A wait for the checkpoint before that is worth telling."""
+LONG_WAIT_S = 1.0
+"""Waits for the previous save longer than this are reported."""
 
 
 class Checkpoints:
-    """`step-00000100`, `step-00000200`, ... in one folder; one of them being written at most."""
+    """The folders `step-00000100`, `step-00000200`, ...; at most one save runs at a time."""
 
     def __init__(self, folder: Place, settings: CheckpointConfig | None = None) -> None:
         self.folder = folder
@@ -38,34 +38,34 @@ class Checkpoints:
         self.staging = Staging()
         self.ranks: Ranks | None = None
         self.thread: threading.Thread | None = None
-        self.said: deque[str] = deque()
+        self.messages: deque[str] = deque()
         self.failures: list[str] = []
-        """Why the saves since the last good one have failed."""
+        """Causes of the failed saves since the last good one."""
 
     def named(self) -> list[Place]:
-        """Every folder with the name of a checkpoint, whole or damaged, oldest first."""
+        """Every folder with a checkpoint's name, complete or damaged, oldest first."""
         names = [name for name in store_of(self.folder).names(self.folder) if NAME.fullmatch(name)]
         return sorted((self.folder / name for name in names), key=step_of)
 
     def whole(self) -> list[Place]:
-        """Every checkpoint that was finished, oldest first."""
+        """Every checkpoint with a manifest, oldest first."""
         store = store_of(self.folder)
         return [path for path in self.named() if store.has(path / MANIFEST)]
 
     def newest(self) -> Place | None:
-        """The finished checkpoint of the highest step, if there is one."""
+        """The checkpoint with a manifest of the highest step, or None."""
         return next(reversed(self.whole()), None)
 
     def save(self, step: int, tensors: Tensors, record: Mapping[str, Any]) -> Place:
-        """Write the checkpoint of `step`; every rank calls. Where it will be, once it is whole.
+        """Start saving the checkpoint of `step`; return its final path. Collective.
 
-        `record` holds plain values: step, cursor, counters, config. Returns when `tensors` may
-        change again; `poll` tells how it ended. Raises UserError, on every rank, where the saves
-        before have failed too often.
+        `record` holds plain values: step, cursor, counters, config. Returns once `tensors` may
+        change again; `poll` reports the outcome. Raises UserError on every rank after
+        `max_failures` consecutive failed saves.
         """
         self.wait()
-        self.give_up()
-        self.ranks = self.ranks or Ranks.of_their_own()
+        self.check_failures()
+        self.ranks = self.ranks or Ranks.with_own_group()
         path = self.folder / f"step-{step:08d}"
         if not self.settings.async_save:
             self.write(step, path, tensors, record)
@@ -73,21 +73,21 @@ class Checkpoints:
         begin = None
         try:
             tensors = self.staging.copy(tensors)
-        except (RuntimeError, MemoryError) as error:  # To be told to the others, which will write.
-            begin = raising(error)
+        except (RuntimeError, MemoryError) as error:  # Raised later, on all ranks.
+            begin = raise_later(error)
         arguments = (step, path, tensors, record, begin)
-        # A daemon: an error elsewhere ends the process without waiting for it.
-        self.thread = threading.Thread(target=self.write_beside, args=arguments, daemon=True)
+        # A daemon thread: the process can exit on an error without waiting for the save.
+        self.thread = threading.Thread(target=self.write_in_background, args=arguments, daemon=True)
         self.thread.start()
         return path
 
-    def write_beside(self, step: int, *arguments: Any) -> None:
-        """`write` in a thread, where nothing may be raised."""
+    def write_in_background(self, step: int, *arguments: Any) -> None:
+        """Run `write` in the thread; record errors instead of raising them."""
         try:
             self.write(step, *arguments)
-        except Exception as error:  # Another rank is gone: the next step will say so.
+        except Exception as error:  # A rank died: the next step reports it.
             assert self.ranks
-            self.failed(step, self.ranks.describe(error))
+            self.record_failure(step, self.ranks.describe(error))
 
     def write(
         self,
@@ -97,75 +97,75 @@ class Checkpoints:
         record: Mapping[str, Any],
         begin: Callable[[], None] | None = None,
     ) -> None:
-        """Write it, and remember how it ended."""
+        """Write the checkpoint, record the outcome and prune old ones."""
         assert self.ranks
         try:
             write(path, tensors, record, self.ranks, begin)
         except Failed as error:
-            self.failed(step, str(error))
+            self.record_failure(step, str(error))
             return
         self.failures.clear()
-        self.said.append(f"saved {path}")
+        self.messages.append(f"saved {path}")
         if self.ranks.is_first:
             with contextlib.suppress(Exception):
                 self.prune(record)
 
-    def failed(self, step: int, cause: str) -> None:
-        """Remember a save that came to nothing."""
+    def record_failure(self, step: int, cause: str) -> None:
+        """Record a failed save."""
         every = self.settings.every
         at = f" at step {(step // every + 1) * every}" if every else ""
         self.failures.append(cause)
-        self.said.append(
-            f"step {step} was not saved in {self.folder}: {cause}. Training goes on; the next "
+        self.messages.append(
+            f"step {step} was not saved in {self.folder}: {cause}. Training continues; the next "
             f"attempt is{at or ' at the next save'}"
         )
 
     def poll(self) -> list[str]:
-        """What is to be said of saves that have ended since the last call. Never waits."""
-        return [self.said.popleft() for _ in range(len(self.said))]
+        """Messages about saves that finished since the last call. Does not block."""
+        return [self.messages.popleft() for _ in range(len(self.messages))]
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Block until no save is in progress."""
         if self.thread is None:
             return
         began = time.monotonic()
         self.thread.join()
         self.thread = None
-        if (waited := time.monotonic() - began) > LONG_S:
-            self.said.append(
-                f"waited {waited:.1f} s for a checkpoint to be written; a larger [checkpoint] "
-                "every would not"
+        if (waited := time.monotonic() - began) > LONG_WAIT_S:
+            self.messages.append(
+                f"waited {waited:.1f} s for the previous checkpoint to be written; a larger "
+                "[checkpoint] every avoids the wait"
             )
 
-    def give_up(self) -> None:
-        """Raise where too many saves in a row have failed."""
+    def check_failures(self) -> None:
+        """Raise UserError after `max_failures` consecutive failed saves."""
         limit = self.settings.max_failures
         if limit and len(self.failures) >= limit:
             raise UserError(
                 f"[checkpoint] max_failures={limit}: the last {len(self.failures)} saves in "
-                f"{self.folder} failed, the last one with: {self.failures[-1]}. Mend that, or "
-                "choose another folder with --checkpoint.dir, and run the same command again."
+                f"{self.folder} failed, most recently: {self.failures[-1]}. Fix that or "
+                "choose another folder with --checkpoint.dir, then run the same command again."
             )
 
     def finish(self) -> None:
-        """Wait for what is being written; every rank calls, when there will be no further save.
+        """Wait for the last save. Collective; no save may follow.
 
-        Raises Disruption, on every rank, where the last save has failed.
+        Raises Disruption on every rank if the last save failed.
         """
         self.wait()
         if self.failures:
             newest = self.newest()
-            left = f"from {newest}" if newest else "from the start, as nothing else was saved"
+            left = f"from {newest}" if newest else "from step 0, because nothing else was saved"
             raise Disruption(
-                f"[checkpoint] the last save in {self.folder} failed: {self.failures[-1]}. Mend "
-                f"that and run the same command again: it goes on {left}."
+                f"[checkpoint] the last save in {self.folder} failed: {self.failures[-1]}. Fix "
+                f"that and run the same command again: it resumes {left}."
             )
 
     def prune(self, record: Mapping[str, Any] | None = None) -> None:
-        """Delete what need not be kept, and what interrupted saves have left.
+        """Delete checkpoints beyond `keep` and `keep_every`, and files of interrupted saves.
 
-        Kept as well: where the run goes back to if the row of bad steps that `record` tells of goes
-        on.
+        During a streak of bad steps (in `record`), also keep the rollback target: the newest
+        checkpoint before the streak.
         """
         store, whole = store_of(self.folder), self.whole()
         keep, every = self.settings.keep, self.settings.keep_every
@@ -185,14 +185,14 @@ class Checkpoints:
 
 
 def step_of(path: Place) -> int:
-    """The step in a checkpoint's name."""
+    """Parse the step from a checkpoint's folder name."""
     match = NAME.fullmatch(path.name)
     assert match, path
     return int(match[1])
 
 
-def raising(error: Exception) -> Callable[[], None]:
-    """A reason not to begin."""
+def raise_later(error: Exception) -> Callable[[], None]:
+    """Return a `begin` for `write` that raises `error`."""
 
     def begin() -> None:
         raise error

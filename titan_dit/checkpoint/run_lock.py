@@ -1,13 +1,12 @@
-"""One launch at a time trains into a run directory, and into a folder of checkpoints.
+"""The run lock: one launch at a time trains into a run directory and a checkpoint folder.
 
-Each holds a `run.lock` while a run goes on: which process of which launch it is, as JSON. Another
-launch takes it over at once where that process ran on this machine and has ended. Of other
-machines' processes nothing can be known: their locks are renewed every BEAT_S, and taken over after
-STALE_S without; one that is renewed twice while a launch looks on is respected. Ranks that are
-started anew, on whatever node, are of the same launch.
+`run.lock` names the holder (process, host, launch) as JSON. A lock of a dead process on this
+machine is taken over at once. Processes on other machines cannot be checked: their locks are
+renewed every BEAT_S and become stale after STALE_S without renewal. A lock that is renewed twice
+while watched is in use. Restarted ranks belong to the same launch, on any node.
 
-A lock decides who may begin, flock that two do not decide at once. flock alone would not do: on NFS
-it may outlive a node that has died.
+flock only serialises access to the file. It cannot be the lock itself: on NFS a flock can outlive
+a dead node.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from titan_dit.system.file_lock import open_locked
 
 FILE = "run.lock"
 BEAT_S = 15.0
-"""Between two renewals of a lock."""
+"""Interval between renewals."""
 STALE_S = 120.0
-"""A lock of another machine that was not renewed for so long is left behind."""
-ENDING_S = 5.0
-"""A process of this machine may be about to end: killed, with gigabytes to give back."""
+"""Age after which another machine's lock is stale."""
+EXIT_WAIT_S = 5.0
+"""Wait for a holder on this machine to exit: a killed process takes time to free its memory."""
 WATCH_S = 2 * BEAT_S
-"""Watched for so long before its age counts: some file systems take the clocks of clients."""
+"""Watch another machine's lock this long before trusting its age: clocks may differ."""
 POLL_S = 0.5
-"""Between two looks at a lock that may become free."""
-GUARD_S = 5.0
-"""How long others may take to decide; on NFS a node may have died with the file locked."""
+"""Polling interval of a lock that may become free."""
+FLOCK_WAIT_S = 5.0
+"""Timeout for flock; on NFS a dead node may still hold it."""
 SETTLE_S = 1.0
-"""Object stores know no flock: of two launches that write at once, the last one is read by both."""
+"""Object stores have no flock: after this long both launches read the last writer's lock."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The first rank of a launch, whose lock it is."""
+    """Owner of a lock: rank 0 of a launch."""
 
     run: str
     host: str
@@ -62,18 +61,18 @@ class Holder:
     launch: str
     since: str
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Of this one time that it took its locks."""
+    """Unique per acquisition."""
 
     @classmethod
     def this(cls, run: Path) -> Holder:
-        """This process, which begins now."""
+        """This process, as of now."""
         where = str(run.resolve()), socket.gethostname(), process_identity.machine()
         pid, since = os.getpid(), f"{datetime.now():%Y-%m-%d %H:%M}"
         return cls(*where, pid, process_identity.start_of(pid), os.environ.get(LAUNCH, ""), since)
 
     @classmethod
     def of(cls, text: str) -> Holder | None:
-        """Whom a file names; None for a file that a kill has cut short."""
+        """Parse a lock file; None if it is truncated."""
         with suppress(ValueError, TypeError, KeyError):
             values = json.loads(text)
             holder = cls(**{known.name: values[known.name] for known in fields(cls)})
@@ -81,11 +80,11 @@ class Holder:
         return None
 
     def is_near(self, other: Holder) -> bool:
-        """Whether this one can see if the other one lives."""
+        """True if both are on this machine, where liveness can be checked."""
         return self.machine == other.machine
 
     def is_of_launch(self, other: Holder) -> bool:
-        """Whether one launcher, or several that have met, started both."""
+        """True if both ranks were started by the same launch, on any node."""
         return bool(self.launch) and self.launch == other.launch
 
     def __str__(self) -> str:
@@ -94,15 +93,15 @@ class Holder:
 
 @dataclass(frozen=True)
 class Watched:
-    """A lock of another one, from the first look at it on."""
+    """Observations of another holder's lock since the first look."""
 
     holder: Holder
     stamp: float
-    """When it was renewed last."""
+    """Time of the last renewal, by the store's clock."""
     silent_s: float
-    """How long ago that was at the first look; negative where it came after that."""
+    """Its age at the first look; negative if the renewal came later."""
     was_renewed: bool = False
-    """Since the first look. Once may be a holder's last time; twice, it goes on."""
+    """Since the first look. One renewal may be the holder's last; two mean it is alive."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -111,27 +110,27 @@ class Watched:
         return time.monotonic() - self.began
 
     def is_free(self, own: Holder, stamp: float) -> bool | None:
-        """Whether `own` may take it over, now that it has this `stamp`; None: look again later."""
+        """True if `own` may take the lock, False if it is in use, None if undecided yet."""
         if own.is_of_launch(self.holder):
             return True
         if own.is_near(self.holder):
             if not process_identity.is_alive(self.holder.pid, self.holder.started):
                 return True
-            return None if self.watched_s < ENDING_S else False
+            return None if self.watched_s < EXIT_WAIT_S else False
         if stamp != self.stamp:
             return False if self.was_renewed else None
         is_stale = self.silent_s + self.watched_s >= STALE_S and self.watched_s >= WATCH_S
         return True if is_stale else None
 
     def at(self, stamp: float) -> Watched:
-        """What is known after a look that found this stamp."""
+        """Updated with the time stamp of a new look."""
         if stamp == self.stamp:
             return self
         return replace(self, stamp=stamp, silent_s=-self.watched_s, was_renewed=True)
 
 
 class InUse(Exception):
-    """A lock is another launch's, which goes on."""
+    """The lock is held by another running launch."""
 
     def __init__(self, holder: Holder) -> None:
         super().__init__(str(holder))
@@ -139,17 +138,17 @@ class InUse(Exception):
 
 
 class Lock:
-    """`run.lock` in one folder. Raises what the disk or the store raises."""
+    """`run.lock` in one folder. Raises the storage back end's errors."""
 
     def __init__(self, folder: Place, own: Holder, say: Say) -> None:
         self.folder, self.own, self.say = folder, own, say
         self.store, self.file = store_of(folder), folder / FILE
         self.made: list[Path] = []
-        """Folders that were not there before, the innermost first."""
+        """Folders created by `take`, innermost first."""
         self.renewing: threading.Thread | None = None
 
     def take(self) -> None:
-        """Take it, after a while where that has to be seen. Raises InUse."""
+        """Acquire the lock, watching another holder if needed. Raises InUse."""
         if isinstance(self.folder, Path):
             self.made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         watched: Watched | None = None
@@ -162,8 +161,8 @@ class Lock:
             raise
 
     def attempt(self, watched: Watched | None) -> Watched | None:
-        """Take it if it is free; otherwise what is known of it so far. Raises InUse."""
-        with self.alone():
+        """Acquire the lock if free, else return the observations so far. Raises InUse."""
+        with self.exclusive():
             holder = self.read()
             if holder is None:
                 self.write()
@@ -176,16 +175,16 @@ class Lock:
                 raise InUse(holder)
             if is_free is None:
                 return watched.at(stamp)
-            if self.must_guess(holder):
-                self.say(f"{self.folder}: {holder} has left its {FILE}; it is taken over")
+            if self.is_judged_by_age(holder):
+                self.say(f"{self.folder}: taking over the stale {FILE} of {holder}")
             self.write()
             return None
 
     def look_at(self, holder: Holder) -> Watched:
-        """The first look at another one's lock."""
+        """Take a first look at another holder's lock."""
         stamp, silent = self.store.modified(self.file), 0.0
-        if self.must_guess(holder):
-            # By the clock that stamps the files: those of two machines may differ.
+        if self.is_judged_by_age(holder):
+            # Measure the age by the file system's clock: those of two machines may differ.
             probe = self.folder / f"{FILE}.{self.own.token}"
             self.store.write(probe, "")
             silent = max(0.0, self.store.modified(probe) - stamp)
@@ -193,19 +192,19 @@ class Lock:
             wait = max(STALE_S - silent, WATCH_S)
             self.say(
                 f"{self.folder}: the {FILE} of {holder} was renewed {silent:.0f} s ago; "
-                f"it is taken over if that does not happen again for {wait:.0f} s"
+                f"it is taken over unless it is renewed within {wait:.0f} s"
             )
         return Watched(holder, stamp, silent)
 
-    def must_guess(self, holder: Holder) -> bool:
-        """Whether only the lock's age tells if its holder lives."""
+    def is_judged_by_age(self, holder: Holder) -> bool:
+        """True if only the lock's age shows whether its holder is alive."""
         return not self.own.is_near(holder) and not self.own.is_of_launch(holder)
 
     def renew(self) -> Holder | None:
-        """Show that the run goes on; another one, if that has taken the lock over."""
+        """Renew the lock; return the new holder if another launch has taken it over."""
         holder = self.read()
         if holder is None:  # Deleted by hand.
-            with self.alone():
+            with self.exclusive():
                 if self.read() is None:
                     self.write()
         elif holder == self.own:
@@ -215,18 +214,18 @@ class Lock:
         return None
 
     def has_stopped(self, within_s: float) -> bool:
-        """Whether nothing renews it any more, or soon.
+        """Return True if the renewal thread has stopped.
 
-        One whose renewal hangs is not released: the renewal might write it after that, over the
-        lock of the next launch. It is left to grow old.
+        A lock whose renewal hangs is not released: a late write could overwrite the next launch's
+        lock. It becomes stale instead.
         """
         if self.renewing is not None:
             self.renewing.join(within_s)
         return self.renewing is None or not self.renewing.is_alive()
 
     def release(self) -> None:
-        """Delete it if it is ours, and folders that nothing was written to."""
-        with suppress(Exception), self.alone():
+        """Delete the lock if this process holds it, and empty folders created by `take`."""
+        with suppress(Exception), self.exclusive():
             if self.read() in (None, self.own):
                 self.store.delete(self.file)
         for folder in self.made:
@@ -234,33 +233,33 @@ class Lock:
                 folder.rmdir()
 
     def read(self) -> Holder | None:
-        """Whose it is; None for a file that is missing, not for one that cannot be read now."""
+        """Return the holder; None if the file is missing or truncated. May raise OSError."""
         try:
             return Holder.of(read_text(self.file))
         except (FileNotFoundError, UnicodeDecodeError):
             return None
 
     def write(self) -> None:
-        """Make it ours."""
+        """Write this process as the holder."""
         self.store.write(self.file, json.dumps(asdict(self.own)) + "\n")
 
     def has_settled(self) -> bool:
-        """Whether what was written is what all will read."""
+        """Return True if this process's write won the race (object stores only)."""
         if isinstance(self.folder, Path):
             return True
         time.sleep(SETTLE_S)
         return self.read() == self.own
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else decides about it meanwhile, where the file system knows flock."""
-        descriptor, deadline = None, time.monotonic() + GUARD_S
+    def exclusive(self) -> Iterator[None]:
+        """Serialise access across processes, where the file system supports flock."""
+        descriptor, deadline = None, time.monotonic() + FLOCK_WAIT_S
         while isinstance(self.file, Path) and descriptor is None and time.monotonic() < deadline:
             try:
                 descriptor = open_locked(self.file)
             except BlockingIOError:
                 time.sleep(0.02)
-            except OSError:  # It may still be read: who holds it is refused all the same.
+            except OSError:  # Without flock, a readable lock is still respected.
                 break
         try:
             yield
@@ -271,19 +270,16 @@ class Lock:
 
 @contextmanager
 def held(run: Path, checkpoints: Place | None, say: Say) -> Iterator[None]:
-    """Within the block this launch alone trains into `run`, and saves in `checkpoints`, if it does.
+    """Hold the locks of the run directory and, unless None, the checkpoint folder. Collective.
 
-    Every rank calls. Raises UserError, on every rank, where another launch does; nothing is changed
-    then.
+    Raises UserError on every rank if another launch holds one; nothing is changed then.
     """
     locks: list[Lock] = []
     ended = threading.Event()
     try:
         Ranks().first(lambda: take(run, checkpoints, say, locks))
-        for (
-            lock
-        ) in locks:  # A thread each: a store that hangs does not let the other lock grow old.
-            lock.renewing = threading.Thread(target=keep, args=(lock, ended), daemon=True)
+        for lock in locks:  # A thread each: a hanging store must not stall the other renewal.
+            lock.renewing = threading.Thread(target=renew_until, args=(lock, ended), daemon=True)
             lock.renewing.start()
         yield
     finally:
@@ -294,9 +290,9 @@ def held(run: Path, checkpoints: Place | None, say: Say) -> Iterator[None]:
 
 
 def take(run: Path, checkpoints: Place | None, say: Say, locks: list[Lock]) -> None:
-    """Take both locks, and append them. Raises UserError.
+    """Acquire both locks and append them to `locks`. Raises UserError.
 
-    A lock that cannot be written costs no run: where the folder cannot be, its first file says so.
+    A lock that cannot be written is only reported: an unwritable folder fails at its first file.
     """
     own = Holder.this(run)
     lock = Lock(run, own, say)
@@ -304,8 +300,8 @@ def take(run: Path, checkpoints: Place | None, say: Say, locks: list[Lock]) -> N
         lock.take()
     except InUse as error:
         raise UserError(
-            f"[job] {run}: running here since {error.holder.since} by {error.holder}. Wait for it, "
-            "stop it, or choose another --job.name."
+            f"[job] {run}: in use by {error.holder} since {error.holder.since}. Wait for it, stop "
+            "it, or choose another --job.name."
         ) from None
     except OSError as error:
         say(f"{run} is not locked against other launches: {reason_of(error)}")
@@ -318,37 +314,37 @@ def take(run: Path, checkpoints: Place | None, say: Say, locks: list[Lock]) -> N
         lock.take()
     except InUse as error:
         raise UserError(
-            f"[checkpoint] {checkpoints}: the run {error.holder.run} saves here since "
-            f"{error.holder.since}, by {error.holder}. Wait for it, stop it, or choose another "
+            f"[checkpoint] {checkpoints}: in use by the run {error.holder.run}, {error.holder}, "
+            f"since {error.holder.since}. Wait for it, stop it, or choose another "
             "--checkpoint.dir."
         ) from None
-    except Exception as error:  # Each store has errors of its own.
+    except Exception as error:  # Each store raises its own.
         say(f"{checkpoints} is not locked against other runs: {reason_of(error)}")
     else:
         locks.append(lock)
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, in one line."""
+    """An error's message as one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def keep(lock: Lock, ended: threading.Event) -> None:
-    """In a thread: renew the lock until the run has ended."""
+def renew_until(lock: Lock, ended: threading.Event) -> None:
+    """Thread: renew the lock until `ended` is set."""
     while not ended.wait(BEAT_S):
-        with suppress(Exception):  # A disk that fails now may not at the next beat.
+        with suppress(Exception):  # The disk may work again at the next renewal.
             if holder := lock.renew():
-                leave(lock, holder)
+                end_replaced(lock, holder)
 
 
-def leave(lock: Lock, holder: Holder) -> None:
-    """End this process, whose run is another one's by now: mostly another launch's."""
+def end_replaced(lock: Lock, holder: Holder) -> None:
+    """End this process after `holder` took over its run."""
     if lock.own.is_of_launch(holder):
-        # The nodes have met again without this one. A user error would end the job on all of them.
+        # The launch continues without this node; a user error would end it on all nodes.
         os._exit(LEFT)
     report(
-        f"error: [job] {lock.folder}: {holder} has taken the run over, as this one gave no sign of "
-        f"life for {STALE_S:g} s. It goes on there.",
+        f"error: [job] {lock.folder}: {holder} has taken over this run, because its {FILE} was not "
+        f"renewed for {STALE_S:g} s. The run continues there.",
         is_user_error=True,
     )
     os._exit(USER_ERROR)

@@ -1,4 +1,4 @@
-"""A copy of a run's tensors in host memory, to be written while training changes the originals."""
+"""Copies of a run's tensors in host memory, for asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Tensors: TypeAlias = Mapping[str, Any]
-"""Nested dicts of tensors; DTensors are saved and loaded as the shards they are."""
+"""Nested dicts of tensors; a DTensor is saved and loaded by its local shards."""
 
 
 class Staging:
-    """Buffers in host memory, made by the first copy and used again by all that follow."""
+    """Host buffers, allocated by the first copy and reused by later ones."""
 
     def __init__(self) -> None:
         self.layout: list[tuple[torch.Size, torch.dtype]] = []
@@ -23,18 +23,18 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> Tensors:
-        """This rank's shards, copied; complete when it returns, and valid until the next copy."""
+        """Copy this rank's shards synchronously; the result is valid until the next call."""
         originals = list(leaves(tensors))
         shards = [t.to_local() if isinstance(t, DTensor) else t for t in originals]
         layout = [(shard.shape, shard.dtype) for shard in shards]
         if layout != self.layout:
-            # Pinned: the device then copies by itself, at the full speed of the bus.
+            # Pinned: device-to-host copies are asynchronous and run at full bus bandwidth.
             self.buffers = [
                 torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
                 for shard in shards
             ]
             self.tree = rebuilt(tensors, map(like, originals, self.buffers))
-            self.layout = layout  # Last: where memory ran out, the next copy begins anew.
+            self.layout = layout  # Last: after an out-of-memory error it is still the old one.
         torch._foreach_copy_(self.buffers, shards, non_blocking=True)
         if any(shard.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()
@@ -42,9 +42,9 @@ class Staging:
 
 
 def like(original: Tensor, copy: Tensor) -> Tensor:
-    """A copied shard as a part of the whole that the original is a part of.
+    """Wrap a copied shard as a DTensor with the original's placements.
 
-    Not by from_local, which would send a copy in host memory back to the mesh's device.
+    DTensor.from_local would move the host copy back to the mesh's device.
     """
     if not isinstance(original, DTensor):
         return copy
@@ -52,7 +52,7 @@ def like(original: Tensor, copy: Tensor) -> Tensor:
 
 
 def leaves(tensors: Tensors) -> Iterator[Tensor]:
-    """The tensors of nested dicts, in their order."""
+    """Yield the tensors of nested dicts, in order."""
     for value in tensors.values():
         if isinstance(value, Mapping):
             yield from leaves(value)
@@ -61,7 +61,7 @@ def leaves(tensors: Tensors) -> Iterator[Tensor]:
 
 
 def rebuilt(tensors: Tensors, copies: Iterator[Tensor]) -> dict[str, Any]:
-    """The same nested dicts around other tensors."""
+    """The same nested dicts with `copies` as leaves."""
     return {
         name: rebuilt(value, copies) if isinstance(value, Mapping) else next(copies)
         for name, value in tensors.items()

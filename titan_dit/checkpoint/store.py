@@ -1,8 +1,7 @@
-"""Where checkpoints lie: in folders of a disk, or of an object store that fsspec reaches.
+"""Storage back ends of checkpoints: a local or shared disk, or an object store through fsspec.
 
-Both are used through `Store`. They differ in how a checkpoint becomes whole: a folder on a disk is
-written aside and renamed; an object store cannot rename, so there the manifest, written last, is
-what makes the files before it a checkpoint.
+They differ in how a save is committed. On a disk a `.partial` folder is renamed atomically. An
+object store cannot rename; there the manifest, written last, commits the save.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class URL:
-    """A place in an object store, such as s3://bucket/run; it is joined as a Path is."""
+    """A location in an object store, such as s3://bucket/run; joined with / like a Path."""
 
     text: str
 
@@ -35,20 +34,20 @@ class URL:
 
     @property
     def name(self) -> str:
-        """What stands behind the last slash."""
+        """The last component."""
         return self.text.rpartition("/")[2]
 
     @property
     def parent(self) -> URL:
-        """The folder that it lies in."""
+        """The containing folder."""
         return URL(self.text.rpartition("/")[0])
 
     def with_name(self, name: str) -> URL:
-        """Another one in the same folder."""
+        """Replace the last component."""
         return self.parent / name
 
     def resolve(self) -> URL:
-        """Itself: a URL is spelled in one way only."""
+        """Return itself: URLs are already absolute."""
         return self
 
 
@@ -56,63 +55,63 @@ Place: TypeAlias = Path | URL
 
 
 def place(text: str | Path | URL) -> Place:
-    """A path, or a URL where there is a protocol before it."""
+    """Parse text as a URL if it has a protocol, otherwise as a path."""
     if isinstance(text, str):
         return URL(text.rstrip("/")) if "://" in text else Path(text)
     return text
 
 
 class Store(Protocol):
-    """What checkpoints need of a disk or an object store. Errors are what the store raises."""
+    """Operations of a storage back end; each raises its own errors."""
 
     renames: bool
-    """Whether a folder can be renamed in one step that is done or not done."""
+    """True if folders can be renamed atomically."""
 
     def names(self, folder: Any) -> list[str]:
-        """What lies in a folder, sorted; nothing if there is no folder."""
+        """Sorted entries of a folder; empty if it does not exist."""
 
     def has(self, file: Any) -> bool:
-        """Whether there is such a file."""
+        """Return True if the file exists."""
 
     def size(self, file: Any) -> int:
-        """Bytes of a file."""
+        """Size of a file in bytes."""
 
     def open(self, file: Any) -> IO[bytes]:
-        """A file to read."""
+        """Open a file for reading."""
 
     def write(self, file: Any, text: str) -> None:
-        """Write a file; it is there for good when this returns."""
+        """Write a file durably."""
 
     def make(self, folder: Any) -> None:
-        """Make a folder, if it is missing."""
+        """Create a folder if missing."""
 
     def modified(self, file: Any) -> float:
-        """When a file was written or renewed, in seconds, by the clock of the store."""
+        """Modification time in seconds, by the store's clock."""
 
     def renew(self, file: Any) -> None:
-        """Give a file the time of now."""
+        """Set the modification time to now."""
 
     def delete(self, file: Any) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
 
     def aside(self, final: Any) -> Any:
-        """The folder in which what will be the checkpoint `final` is written."""
+        """The folder to which an uncommitted `final` is written."""
 
     def begin(self, final: Any) -> Any:
-        """Make that folder, empty, and return it."""
+        """Create `aside(final)` empty and return it."""
 
     def commit(self, aside: Any, final: Any) -> None:
-        """Make what `begin` gave, its manifest written, the checkpoint `final`."""
+        """Turn the folder from `begin`, manifest included, into `final`."""
 
     def rename(self, folder: Any, name: str) -> None:
-        """Give a folder another name."""
+        """Rename a folder."""
 
     def remove(self, folder: Any) -> None:
-        """Delete a folder, if it is there."""
+        """Delete a folder if it exists."""
 
 
 class Disk:
-    """Folders of a disk, which all ranks share. What is written is synced before it counts."""
+    """A file system that all ranks share; files are fsynced before the rename."""
 
     renames = True
 
@@ -156,7 +155,7 @@ class Disk:
         file.unlink(missing_ok=True)
 
     def aside(self, final: Path) -> Path:
-        """As Store. It has another name until it is whole."""
+        """As Store: `final` with the suffix `.partial`."""
         return final.with_name(final.name + PARTIAL)
 
     def begin(self, final: Path) -> Path:
@@ -168,7 +167,7 @@ class Disk:
         return aside
 
     def commit(self, aside: Path, final: Path) -> None:
-        """As Store. One that is there already makes room first: it is never half deleted."""
+        """As Store. An existing `final` is renamed first, so it is never half deleted."""
         sync_folder(aside)
         before = final.with_name(f"{final.name}.before{PARTIAL}")
         shutil.rmtree(before, ignore_errors=True)
@@ -188,7 +187,7 @@ class Disk:
 
 
 class ObjectStore:
-    """Folders of an object store: s3://, gs://, memory://, and file:// for a try on a disk."""
+    """An object store: s3://, gs://, memory://, or file:// for tests on a disk."""
 
     renames = False
 
@@ -196,7 +195,7 @@ class ObjectStore:
         try:
             import fsspec
 
-            # No listing is kept: other ranks write there, too.
+            # No listing cache: other ranks write to the same folders.
             self.files, _ = fsspec.url_to_fs(str(url), use_listings_cache=False)
         except ImportError as error:
             extra = " ('titan_dit[s3]')" if str(url).startswith("s3://") else ""
@@ -210,7 +209,7 @@ class ObjectStore:
             found = self.files.ls(str(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except Exception as error:  # Each store has errors of its own: no credentials, no network.
+        except Exception as error:  # Each store raises its own: no credentials, no network.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"[checkpoint] {folder} cannot be read: {reason}") from None
         names = {str(path).rstrip("/").rpartition("/")[2] for path in found}
@@ -256,7 +255,7 @@ class ObjectStore:
             self.files.rm(str(file))
 
     def aside(self, final: URL) -> URL:
-        """As Store. It has its name from the start, and no manifest."""
+        """As Store: `final` itself, which has no manifest yet."""
         return final
 
     def begin(self, final: URL) -> URL:
@@ -266,10 +265,10 @@ class ObjectStore:
         return final
 
     def commit(self, aside: URL, final: URL) -> None:
-        """As Store. The manifest has said it."""
+        """As Store. No action: the manifest commits the save."""
 
     def rename(self, folder: URL, name: str) -> None:
-        """As Store. The store copies file by file, and the manifest last."""
+        """As Store. Copies file by file, the manifest last."""
         target, names = folder.with_name(name), self.names(folder)
         self.make(target)
         for file in sorted(names, key=lambda file: file == MANIFEST):
@@ -277,7 +276,7 @@ class ObjectStore:
         self.remove(folder)
 
     def remove(self, folder: URL) -> None:
-        """As Store. The manifest goes first, so that nothing half deleted looks whole."""
+        """As Store. Deletes the manifest first, so a half-deleted folder is no checkpoint."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm(str(folder / MANIFEST))
         with contextlib.suppress(FileNotFoundError):
@@ -285,11 +284,11 @@ class ObjectStore:
 
 
 def store_of(where: Place) -> Store:
-    """The store that a place lies in."""
+    """The back end of a path or URL."""
     return ObjectStore(where) if isinstance(where, URL) else Disk()
 
 
 def read_text(file: Place) -> str:
-    """The text of a file. Raises UnicodeDecodeError where it is none."""
+    """Read a UTF-8 file. Raises UnicodeDecodeError if it is not UTF-8."""
     with store_of(file).open(file) as stream:
         return io.TextIOWrapper(stream, encoding="utf-8").read()

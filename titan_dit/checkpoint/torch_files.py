@@ -1,7 +1,7 @@
-"""torch's reader and writer of checkpoint files, made safe to read and checked as they are written.
+"""DCP's storage reader and writer, with safe unpickling and SHA-256 digests.
 
-Checkpoints are passed on from hand to hand. torch loads their tensors with weights_only, but
-unpickles `.metadata` as it is. All that DCP does not promise to keep is touched here.
+Checkpoints are shared between people. torch loads tensors with weights_only but unpickles
+`.metadata` without restrictions. All uses of DCP's private interfaces are in this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titan_dit.config.section import UserError
 
 METADATA = ".metadata"
 COPIED_AHEAD = 10_000_000
-"""Bytes that are on their way from a device while others are written; torch's own choice."""
+"""Bytes copied from the device ahead of the write; torch's default."""
 PLAIN = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -34,23 +34,23 @@ PLAIN = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
 }
-"""What torch's metadata is made of, beside its own classes and the names of dtypes."""
+"""Globals allowed in DCP metadata, besides its own classes and dtypes."""
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Builds the metadata's own classes and nothing else."""
+    """An unpickler restricted to the classes of DCP metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Called for everything that the file wants to import."""
+        """Return an allowed global; raise UnpicklingError for any other."""
         own = module == "torch.distributed.checkpoint.metadata" and "." not in name
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if own or is_dtype or (module, name) in PLAIN:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it imports {module}.{name}")
 
 
 class Reader(filesystem.FileSystemReader):
-    """torch's reader of a folder, with metadata that cannot run code."""
+    """DCP's file-system reader with restricted unpickling and URL support."""
 
     def __init__(self, folder: Place) -> None:
         super().__init__(str(folder))
@@ -59,42 +59,42 @@ class Reader(filesystem.FileSystemReader):
             self.use(RemoteFiles(), str(folder))
 
     def use(self, files: Any, path: str) -> None:
-        """Read with fsspec; no listing is kept, as other ranks write there, too."""
+        """Read with fsspec, without a listing cache: other ranks write to the same folder."""
         self.path = files.init_path(path, use_listings_cache=False)
         self.fs = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Which tensors there are, and where."""
+        """Read `.metadata`. Raises UserError if it is damaged or imports other globals."""
         path = self.folder / METADATA
         try:
             with store_of(self.folder).open(path) as file:
                 metadata = PlainUnpickler(file).load()
-        except Exception as error:  # Unpickling raises whatever the damage leads to.
+        except Exception as error:  # A damaged pickle can raise anything.
             raise UserError(
-                f"[checkpoint] {path} is damaged, or no plain metadata: {error}. Nothing of it was "
+                f"[checkpoint] {path} is damaged or not plain DCP metadata: {error}. Nothing was "
                 "loaded. Use another checkpoint."
             ) from None
         if not isinstance(metadata, Metadata):
-            raise UserError(f"[checkpoint] {path} is no metadata.")
+            raise UserError(f"[checkpoint] {path} is not DCP metadata. Use another checkpoint.")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 class Writer(filesystem.FileSystemWriter):
-    """torch's writer of a folder; `written` has the bytes and SHA-256 of this rank's files.
+    """DCP's file-system writer that records size and SHA-256 of this rank's files.
 
-    They are taken of what was to be written, not of what the disk gives back: a disk that lies is
-    found out when the checkpoint is loaded, and an object store need not send it all back.
+    The digest covers the bytes passed to the stream, so nothing is read back. Corruption on the
+    disk is found when the checkpoint is loaded.
     """
 
     def __init__(self, folder: Place, *, on_cpu: bool) -> None:
         remote = isinstance(folder, URL)
         super().__init__(
             str(folder),
-            # An object store has no fsync, and torch would sync every disk of the machine instead.
+            # Object stores have no fsync; torch would call os.sync() on the whole machine instead.
             sync_files=not remote,
-            # Tensors on the CPU need no copying ahead, for which a thread would open the first GPU.
+            # Copy-ahead is useless on the CPU, and its thread would initialise the first GPU.
             per_thread_copy_ahead=0 if on_cpu else COPIED_AHEAD,
         )
         files: Any = DigestedRemote() if remote else DigestedDisk()
@@ -102,10 +102,10 @@ class Writer(filesystem.FileSystemWriter):
         self.path = files.init_path(str(folder), **kept)
         self.fs = files
         self.written: dict[str, dict[str, Any]] = files.written
-        """What this rank has written, by the file's name."""
+        """File name -> bytes and SHA-256."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, but what the disk says is raised, not what torch.save makes of it."""
+        """As torch's, but raises the underlying OSError instead of torch.save's RuntimeError."""
         try:
             return super().write_data(*args, **kwargs)
         except RuntimeError as error:
@@ -116,21 +116,21 @@ class Writer(filesystem.FileSystemWriter):
 
 
 class Digesting:
-    """A stream to write to that counts and digests what goes through it."""
+    """A write stream that counts bytes and updates a SHA-256."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.size, self.sha256 = 0, hashlib.sha256()
 
     def write(self, data: Any) -> Any:
-        """Write all of it, and remember it."""
+        """Write `data` and update the digest."""
         done = self.stream.write(data)
         self.sha256.update(data)
         self.size += memoryview(data).nbytes
         return done
 
     def fileno(self) -> int:
-        """Asked for before an fsync, which knows nothing of what Python still holds back."""
+        """Flush first: torch calls this before os.fsync, which skips Python's buffer."""
         self.stream.flush()
         number: int = self.stream.fileno()
         return number
@@ -140,7 +140,7 @@ class Digesting:
 
 
 class Digested:
-    """Keeps what is known of each file that was written through it."""
+    """Mixin of torch's file systems that records every written file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Digested:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """As torch's."""
+        """As torch's, with a digest for files opened to write."""
         with super().create_stream(path, mode) as stream:  # type: ignore[misc]
             if mode != "wb":
                 yield stream
@@ -159,14 +159,14 @@ class Digested:
         self.written[PurePosixPath(path).name] = entry
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """As torch's: the metadata gets its name last."""
+        """As torch's; DCP renames the metadata file last."""
         super().rename(path, new_path)  # type: ignore[misc]
         self.written[PurePosixPath(new_path).name] = self.written.pop(PurePosixPath(path).name)
 
 
 class DigestedDisk(Digested, filesystem.FileSystem):
-    """Files of a disk."""
+    """torch's disk files, digested."""
 
 
 class DigestedRemote(Digested, RemoteFiles):
-    """Files of an object store."""
+    """torch's fsspec files, digested."""

@@ -67,6 +67,8 @@ class Options(Section):
     """Export: step of the run's checkpoint. Unset: the newest."""
 
 
+ORIGINAL = {"noise_schedule": "linear", "prediction": "eps"}
+"""The keys of [objective] that the original DiT's weights were trained with."""
 READING, WRITING = ("heads", "scale", "prediction", "noise_schedule"), ("weights", "decay", "step")
 
 
@@ -152,20 +154,14 @@ def objective_of(
             stored = config_file.renamed_keys("objective", stored, hints_of(kind))
     except (json.JSONDecodeError, AttributeError, UserError) as error:
         raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
-    table: dict[str, Any] = {
-        "name": "ddpm",
-        "noise_schedule": "linear",
-        "prediction": "eps",
-    } | stored
-    for name in ("noise_schedule", "prediction"):
+    table: dict[str, Any] = {"name": "ddpm", **ORIGINAL, **stored}
+    for name in ORIGINAL:
         if (value := getattr(options, name)) is not None:
             table[name] = value
     if table["name"] == "ddpm":
         table["learn_sigma"] = original.learn_sigma
         return table
-    return {
-        key: value for key, value in table.items() if key not in ("noise_schedule", "prediction")
-    }
+    return {key: value for key, value in table.items() if key not in ORIGINAL}
 
 
 def record_of(original: Original, objective: dict[str, Any], scale: float) -> dict[str, Any]:
@@ -225,10 +221,7 @@ def write_original(source: Place, target: Path, options: Options) -> None:
     write_tensors(target, original.to_original(ours), metadata)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
     console.say(f"wrote   {target}: {describe(original, ours)}")
-    trained_for = (
-        objective.name,
-        *(asdict(objective).get(k) for k in ("noise_schedule", "prediction")),
-    )
+    trained_for = (objective.name, *map(asdict(objective).get, ORIGINAL))
     if trained_for != ("ddpm", "linear", "eps"):
         words = " ".join(str(part) for part in trained_for if part)
         console.say(

@@ -1,1 +1,1 @@
-"""How the ranks of a run start, stop and end: torchrun, signals, exit codes, the watchdog."""
+"""Starting and stopping ranks: torchrun's agent, signals, exit codes, the watchdog."""

@@ -1,4 +1,4 @@
-"""torchrun's agent, taught to stop in good order. The only file that touches its inside."""
+"""torchrun's agent with graceful stops. All uses of its private interfaces are in this file."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
-from titan_dit.launcher.cause import first_cause, is_consequence, is_users, message_of
+from titan_dit.launcher.cause import is_consequence, is_user_error, message_of, root_cause
 from titan_dit.launcher.failure import LAUNCH, STARTED
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
 
 
 LOST_NODE_S = 10.0
-"""Ranks that wait for one that has gone do not hear that they should end."""
-SEEN_S = 2.0
-"""A node that ends the job stays this long: the others may meet there, and see that it is over."""
+"""Grace period after a lost node: ranks blocked in a collective cannot react to the signal."""
+LINGER_S = 2.0
+"""A node that ends the job stays this long: the others may rendezvous there and must see it."""
 
 
 class Stopped(Exception):
-    """The job was to stop while this launcher had no ranks."""
+    """A stop was requested while this launcher had no ranks."""
 
 
 def launch(arguments: list[str], make_agent: Callable[..., Agent]) -> None:
-    """Run torchrun with these arguments, and with the agent that `make_agent` makes.
+    """Run torchrun with these arguments and `make_agent` as its agent class.
 
     Raises ChildFailedError, RendezvousError or Stopped.
     """
     options = parse_args(arguments)  # type: ignore[no-untyped-call]
-    # Its own handlers would end the ranks; all but one signal are ours.
+    # torchrun's handlers would kill the ranks: leave it only SIGQUIT.
     options.signals_to_handle = "SIGQUIT"
     api.LocalElasticAgent = make_agent  # type: ignore[attr-defined, assignment]
     run(options)  # type: ignore[no-untyped-call]
@@ -50,8 +50,8 @@ def launch(arguments: list[str], make_agent: Callable[..., Agent]) -> None:
 class Agent(LocalElasticAgent):
     """The ranks of one node.
 
-    What a user has to put right is not tried again. When a node comes, the ranks save before they
-    start anew with it. A rank's failure is told at once, though another attempt follows.
+    User errors are not retried. When a node joins, the ranks save before they restart with it. A
+    rank's failure is reported at once, even if a restart follows.
     """
 
     def __init__(
@@ -64,79 +64,79 @@ class Agent(LocalElasticAgent):
         self.is_done = False
         self.starts = 0
         self.note: dict[str, Any] = {}
-        """What the ranks left when they ended well: that they were stopped, and why."""
+        """Note of ranks that ended without error: whether and why they were stopped."""
 
     def ask_to_stop(self) -> bool:
-        """Let the ranks save and end; False if there are none. From any thread."""
+        """Ask the ranks to save and end; False if there are none. Thread-safe."""
         with self.starting:
             self.is_stopping = True
-            return self.tell(signal.SIGUSR1)
+            return self.send(signal.SIGUSR1)
 
-    def tell(self, number: signal.Signals) -> bool:
-        """Send the living ranks of this node a signal; False if there are none."""
-        told = False
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal to this node's running ranks; False if there are none."""
+        sent = False
         for process in self.processes():
             if process.poll() is None:
                 process.send_signal(number)
-                told = True
-        return told
+                sent = True
+        return sent
 
     def kill(self) -> None:
-        """End the ranks, and what they have started, at once."""
+        """Kill the ranks and their child processes."""
         for process in self.processes():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # Each leads a session of its own.
+                os.killpg(process.pid, signal.SIGKILL)  # Each rank leads its own session.
 
     def processes(self) -> list[Any]:
-        """The ranks' processes; none before they are started."""
+        """The ranks' processes; empty before the start."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handler.proc for handler in handlers.values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks; they have met already."""
+        """Start the ranks, after the rendezvous."""
         with self.starting:
             if self.is_stopping:
                 raise Stopped
-            # The ranks inherit both.
-            if self.has_met_before(worker_group):
+            # The ranks inherit both variables.
+            if self.is_restart(worker_group):
                 os.environ[STARTED] = "1"
-            os.environ[LAUNCH] = self.name_of_job(worker_group)
+            os.environ[LAUNCH] = self.launch_name(worker_group)
             started: dict[int, Any] = super()._start_workers(worker_group)
         nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
         if self.starts or nodes != 1:
-            begun = "begun again" if self.starts else "begun"
+            started_how = "restarted" if self.starts else "started"
             on = f"{nodes} nodes" if nodes != 1 else "one node"
-            self.say(f"{begun}: {ranks} ranks on {on}")
+            self.say(f"{started_how}: {ranks} ranks on {on}")
         self.starts += 1
         return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Start anew after a failure; what else it takes to begin again is `_monitor_workers`'."""
+        """Restart after a failure; `_monitor_workers` handles restarts of healthy ranks."""
         if worker_group.state != WorkerState.HEALTHY:
             super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the ranks are; decides what of it is a failure, and whether it is tried again."""
+        """Poll the ranks; start a restart if a node has left or joined."""
         result: RunResult = super()._monitor_workers(worker_group)
         is_regrouping = False
         if result.state == WorkerState.HEALTHY and not self.is_stopping:
             if self.has_lost_node(worker_group):
-                # gloo's collectives fail at once then; NCCL's may wait for a node that has gone.
-                why = "a node has gone or begins again: the ranks end, and meet anew"
+                # gloo's collectives fail at once; NCCL's may block on the lost node.
+                why = "a node was lost or restarts: the ranks end and rendezvous again"
                 is_regrouping, wait_s = True, LOST_NODE_S
             elif worker_group.spec.rdzv_handler.num_nodes_waiting():
-                why = "another node waits: the ranks save, and begin again with it"
+                why = "another node is waiting: the ranks save and restart with it"
                 is_regrouping, wait_s = True, self.grace_s
             if is_regrouping:
                 result = self.regroup(worker_group, why, wait_s)
-        return self.judged(worker_group, result, is_regrouping)
+        return self.handle(worker_group, result, is_regrouping)
 
     def regroup(self, worker_group: WorkerGroup, why: str, wait_s: float) -> RunResult:
-        """Let the ranks save and end, to begin again with other nodes: how they were at last.
+        """Ask the ranks to save and end before a new rendezvous; return their last state.
 
-        One that fails meanwhile ends the others, as at any time.
+        A rank that fails meanwhile ends the others as usual.
         """
-        self.tell(signal.SIGUSR2)
+        self.send(signal.SIGUSR2)
         self.say(why)
         deadline = time.monotonic() + wait_s
         while True:
@@ -145,34 +145,34 @@ class Agent(LocalElasticAgent):
                 return result
             time.sleep(0.05)
 
-    def judged(self, group: WorkerGroup, result: RunResult, is_regrouping: bool) -> RunResult:
-        """What torchrun is told of it."""
+    def handle(self, group: WorkerGroup, result: RunResult, is_regrouping: bool) -> RunResult:
+        """Return the result for torchrun: success, failure, or HEALTHY after a restart."""
         if result.state == WorkerState.SUCCEEDED:
             self.note = self.read_note()
-            # Where all were asked to stop as well, the ranks have agreed on that.
+            # A stop request wins over a regroup; the note has the ranks' agreement.
             is_regrouping = self.note.get("stopped") == "REGROUP"
             self.is_done = not is_regrouping
         elif result.state == WorkerState.FAILED:
-            _, cause = first_cause(result.failures)
+            _, cause = root_cause(result.failures)
             is_failure = self.is_stopping or not (is_regrouping and is_consequence(cause))
             if is_failure:
-                self.after_failure(result.failures, is_regrouping)
+                self.report_failure(result.failures, is_regrouping)
             is_regrouping = not is_failure
         elif self.is_stopping:
-            is_regrouping = False  # Ranks that live will stop.
+            is_regrouping = False  # The running ranks will stop.
         if not is_regrouping:
             return result
-        self.begin_again(group)
+        self.rejoin(group)
         return RunResult(state=WorkerState.HEALTHY)
 
-    def begin_again(self, worker_group: WorkerGroup) -> None:
-        """Meet the nodes that are there now, and start the ranks."""
+    def rejoin(self, worker_group: WorkerGroup) -> None:
+        """Rendezvous with the present nodes and restart the ranks."""
         handler = worker_group.spec.rdzv_handler
         if self.is_stopping:
-            # Asked after the ranks had agreed to begin again: they have saved. So have the others'.
+            # The stop came after the ranks of all nodes agreed to restart: all have saved.
             handler.shutdown()
             if (worker_group.group_world_size or 1) > 1:
-                time.sleep(SEEN_S)
+                time.sleep(LINGER_S)
             raise Stopped
         try:
             super()._restart_workers(worker_group)
@@ -181,50 +181,50 @@ class Agent(LocalElasticAgent):
             raise Stopped from None
 
     def has_lost_node(self, worker_group: WorkerGroup) -> bool:
-        """Whether a node that the ranks count on sends no heartbeats any more."""
+        """Return True if a participating node has stopped sending heartbeats."""
         holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
         nodes = worker_group.group_world_size
         if holder is None or nodes is None:
             return False
         return 0 < len(holder.state.participants) < nodes
 
-    def has_met_before(self, worker_group: WorkerGroup) -> bool:
-        """Whether the job had ranks before these; a node that comes late learns it at the meeting.
+    def is_restart(self, worker_group: WorkerGroup) -> bool:
+        """Return True if the job had ranks before, on any node.
 
-        A round of the meeting ends when all have left it to begin again.
+        The rendezvous counts its rounds, so a node that joins late knows it, too.
         """
         holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
         return self.starts > 0 or (holder is not None and holder.state.round > 0)
 
-    def name_of_job(self, worker_group: WorkerGroup) -> str:
-        """One name for all nodes of a run that meet here: the first one to ask chooses it.
+    def launch_name(self, worker_group: WorkerGroup) -> str:
+        """A unique launch name, shared by all nodes of the rendezvous; the first node chooses it.
 
-        Empty where the nodes meet in another way than ours.
+        Empty if the rendezvous backend has no store.
         """
         handler = worker_group.spec.rdzv_handler
         store = getattr(handler, "_store", None)
         if store is None:
             return ""
-        # Runs of several ids may meet in one store.
+        # Several run ids may share one store.
         key = f"titan_dit.job.{handler.get_run_id()}"
         name: bytes = store.compare_set(key, "", uuid.uuid4().hex)
         return name.decode()
 
-    def after_failure(self, failures: dict[int, ProcessFailure], is_regrouping: bool) -> None:
-        """Say why, and whether there is another attempt: torchrun does as the number says."""
-        rank, cause = first_cause(failures)
+    def report_failure(self, failures: dict[int, ProcessFailure], is_regrouping: bool) -> None:
+        """Set torchrun's remaining restarts; report the root cause if another attempt follows."""
+        rank, cause = root_cause(failures)
         left = self._remaining_restarts
-        if self.is_stopping or is_users(cause):
+        if self.is_stopping or is_user_error(cause):
             self._remaining_restarts = 0
         elif not is_regrouping and self._worker_group.spec.rdzv_handler.num_nodes_waiting():
-            # Another node's ranks ended first, for a reason it tells, and it waits for this one.
+            # Another node's ranks failed first; it reports the cause and waits for this node.
             self._remaining_restarts = left + 1
         elif left:
             attempt = f"restart {self._worker_group.spec.max_restarts - left + 1}"
-            self.say(message_of(rank, cause, then=f"{attempt}, {left - 1} more to come."))
+            self.say(message_of(rank, cause, then=f"{attempt}, {left - 1} left."))
 
     def read_note(self) -> dict[str, Any]:
-        """What a rank has left, if any did."""
+        """Read a rank's note, if any rank left one."""
         assert self._pcontext is not None
         for file in self._pcontext.error_files.values():
             if file and Path(file).is_file():

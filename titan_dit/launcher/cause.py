@@ -1,4 +1,4 @@
-"""Which of the ranks' failures made the others fail, and what to say of it."""
+"""The root cause among the ranks' failures, and its message."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from titan_dit.launcher.failure import LEFT
 
-GO_ON = "Run the same command again: it goes on from the newest checkpoint, if there is one."
+RESUME_HINT = "Run the same command again: it resumes from the newest checkpoint, if any."
 KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
-OBEYED = (LEFT, -signal.SIGUSR1, -signal.SIGUSR2)
-"""How a rank ends that was told to before it had anything to save."""
+ASKED_TO_END = (LEFT, -signal.SIGUSR1, -signal.SIGUSR2)
+"""Exit codes of a rank that was asked to end before it had anything to save."""
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
 
@@ -21,47 +21,47 @@ Failures = Mapping[int, ProcessFailure]
 """By rank."""
 
 
-def first_cause(failures: Failures) -> tuple[int, ProcessFailure]:
-    """The failure that made the others fail: the earliest one that left a message of its own."""
+def root_cause(failures: Failures) -> tuple[int, ProcessFailure]:
+    """The failure that caused the others: the earliest one with its own message."""
 
     def moment(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         message = item[1].message
         if isinstance(message, dict):
             return 2 * has_lost_peer(message), float(message["extraInfo"]["moment"])
-        is_told = item[1].exitcode in (*OBEYED, -signal.SIGTERM)
-        return 3 if is_told else 1, float(item[1].timestamp)
+        is_asked = item[1].exitcode in (*ASKED_TO_END, -signal.SIGTERM)
+        return 3 if is_asked else 1, float(item[1].timestamp)
 
-    # A rank killed from outside leaves no message, and the others fail because of it. Other signals
-    # can be consequences: the launcher's SIGTERM, NCCL's SIGABRT.
+    # A rank killed from outside leaves no message but makes the others fail. Other signals can be
+    # consequences: the launcher's SIGTERM, NCCL's SIGABRT.
     killed = [(r, f) for r, f in failures.items() if -f.exitcode in KILLS]
     return killed[0] if killed else min(failures.items(), key=moment)
 
 
-def is_users(failure: ProcessFailure) -> bool:
-    """Whether a user has to put it right: trying again would not."""
+def is_user_error(failure: ProcessFailure) -> bool:
+    """Return True for a user error, which a restart would not fix."""
     message = failure.message
     return isinstance(message, dict) and bool(message["extraInfo"]["user"])
 
 
 def has_lost_peer(message: dict[str, Any]) -> bool:
-    """Whether a rank only failed because another was gone, by what gloo and NCCL say then."""
+    """Return True if gloo's or NCCL's message says that another rank was lost."""
     text: str = message["message"]
     return any(words in text for words in LOST_PEER)
 
 
 def is_consequence(failure: ProcessFailure) -> bool:
-    """Whether a rank only ended because it was told to, or because another one had gone."""
+    """Return True if a rank ended on request or because another rank was lost."""
     if isinstance(failure.message, dict):
         return has_lost_peer(failure.message)
-    return failure.exitcode in (*OBEYED, -signal.SIGTERM)
+    return failure.exitcode in (*ASKED_TO_END, -signal.SIGTERM)
 
 
-def message_of(rank: int, failure: ProcessFailure, then: str = GO_ON) -> str:
-    """What to print for it; `then` is what happens next."""
+def message_of(rank: int, failure: ProcessFailure, then: str = RESUME_HINT) -> str:
+    """The console message of a failure; `then` says what happens next."""
     message = failure.message
     if isinstance(message, dict):
         text: str = message["message"]
         if has_lost_peer(message):
-            text = f"another rank has gone: {text.splitlines()[-1]}"
-        return text if is_users(failure) else f"{text}\nrank {rank} failed (above). {then}"
+            text = f"another rank was lost: {text.splitlines()[-1]}"
+        return text if is_user_error(failure) else f"{text}\nrank {rank} failed (above). {then}"
     return f"rank {rank} ended with exit code {failure.exitcode}: {message}. {then}"

@@ -1,4 +1,4 @@
-"""How a process ends when something goes wrong: one message, an exit code, no waiting."""
+"""Exit codes and error messages: one message per failure, and an immediate exit."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from titan_dit.config.section import UserError
 from titan_dit.system import streams
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, UNREAD = 2, 1, 130, 141
-"""UNREAD, 128 + SIGPIPE, is what a shell reports of any command whose reader left before its end:
-what it had to say, or to write, is not all there."""
+"""UNREAD: 128 + SIGPIPE, as for any command whose reader closed the pipe early."""
 HUNG, LEFT = 124, 143
-"""A rank that took no step in time; one that was told to leave before it had done anything, or
-because another had died."""
+"""HUNG: a rank took no step in time. LEFT: a rank was asked to end before its first step, or left
+because another rank died."""
 STARTED = "TITAN_DIT_STARTED"
-"""Set by the launcher for ranks of a job that had ranks before, on this node or on others."""
+"""Environment variable set by the launcher for restarted ranks, on any node."""
 LAUNCH = "TITAN_DIT_LAUNCH"
-"""Set by the launcher: one name for all ranks of a job, on all nodes and after every restart."""
+"""Environment variable set by the launcher: the launch name, equal on all nodes and restarts."""
 
 is_training = False
 
 
 class Disruption(UserError):
-    """What the machine did to a run, and may not do again: a disk, the memory."""
+    """A failure of the machine (disk, memory) that a restart may survive."""
 
 
 def begun() -> None:
-    """Training begins: what a disk does from here on is no mistake of the user's."""
+    """Mark the start of training: from here on a file error is not a user error."""
     global is_training
     is_training = True
 
 
 def guarded(main: Callable[[], int | None]) -> None:
-    """Run `main` and end the process with the code it returns; what it raises is reported once.
+    """Run `main`, report an exception once, and exit with its code.
 
-    The end is os._exit, not the end of Python: there a broken process group can wait for ever, and
-    a thread of a whole one has been seen to abort a run that was done.
+    Exits by os._exit: at interpreter shutdown a broken process group can block forever, and a
+    thread of an intact one has aborted finished runs.
     """
     streams.open_missing()
     try:
         code = returned(main)
-        atexit._run_exitfuncs()  # What loggers and worker processes have asked for.
+        atexit._run_exitfuncs()  # Handlers of loggers and worker processes.
     except (Exception, KeyboardInterrupt) as error:
         if is_unread(error):
             code = UNREAD
@@ -59,7 +58,7 @@ def guarded(main: Callable[[], int | None]) -> None:
 
 
 def returned(main: Callable[[], int | None]) -> int:
-    """The exit code that `main` returns, or gives to sys.exit."""
+    """Run `main`; return its exit code or that of its sys.exit."""
     try:
         return main() or 0
     except SystemExit as error:
@@ -70,16 +69,16 @@ def returned(main: Callable[[], int | None]) -> int:
 
 
 def is_unread(error: BaseException) -> bool:
-    """Whether a command, not a training run, has nobody left to read what it says."""
+    """Return True if a command's output pipe was closed; False while training."""
     is_pipe = isinstance(error, BrokenPipeError) and not is_training
     return is_pipe and any(map(streams.has_lost_reader, (sys.stdout, sys.stderr)))
 
 
 def flushed(code: int) -> int:
-    """The exit code, once all is written.
+    """Flush stdout and stderr; return the exit code.
 
-    Of a command that was done it is UNREAD where nobody read it to its end, INTERNAL_ERROR where
-    what it said could not be written: a full disk. A run's steps do not depend on its console.
+    A finished command gets UNREAD if its pipe was closed and INTERNAL_ERROR if its output could
+    not be written (full disk). A training run ignores both.
     """
     try:
         sys.stdout.flush()
@@ -96,10 +95,9 @@ def flushed(code: int) -> int:
 
 
 def describe(error: BaseException) -> tuple[int, str]:
-    """Exit code and message: what a user did needs no traceback, nor does a disk that failed.
+    """Return exit code and message; user errors and file errors have no traceback.
 
-    A file that cannot be read or written is the user's to put right before training has begun;
-    afterwards another attempt may do.
+    A file error is a user error before training starts; later a restart may fix it.
     """
     is_file = isinstance(error, OSError) and error.filename is not None  # The message names it.
     if is_file or isinstance(error, UserError):
@@ -111,20 +109,17 @@ def describe(error: BaseException) -> tuple[int, str]:
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this rank, and hears what it leaves."""
+    """Return True if a launcher started this rank and reads its notes."""
     return bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
 
 
-def is_started_anew() -> bool:
-    """Whether this rank goes on with what others have begun under the same launchers."""
+def is_restarted() -> bool:
+    """Return True if the launch had ranks before this one (a restart)."""
     return bool(os.environ.get(STARTED))
 
 
 def report(message: str, is_user_error: bool) -> None:
-    """Print the message; under the launcher leave it there, which prints the first one.
-
-    The ranks of a job mostly fail together, each for its own reason: the first is the cause.
-    """
+    """Print the message; under a launcher pass it on, which prints the root cause only."""
     if not is_launched():
         if message:
             streams.tell(sys.stderr, message + "\n")
@@ -134,6 +129,6 @@ def report(message: str, is_user_error: bool) -> None:
 
 
 def leave(note: dict[str, Any]) -> None:
-    """Leave a note for the launcher, if there is one: torchrun gives each rank a file for it."""
+    """Leave a note for the launcher, if any, in torchrun's error file of this rank."""
     if is_launched():
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(note))

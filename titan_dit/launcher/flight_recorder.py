@@ -1,4 +1,4 @@
-"""torch's record of the last collectives: what each rank was waiting for when all stood still."""
+"""torch's flight recorder: the last collectives of each rank, for debugging hangs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import pickle
 from typing import Any
 
 RECORDERS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
-"""What torch calls them; private, and not in every build."""
+"""Backend -> private function of torch; not in every build."""
 
 
 def switch_on(entries: int = 2000) -> None:
-    """Keep the last `entries` collectives; before the ranks meet."""
+    """Record the last `entries` collectives. Call before init_process_group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(entries))
 
 
 def records() -> dict[str, bytes]:
-    """By backend, the pickled records that this build of torch has; may be none."""
+    """Map backend to its pickled record; empty if this build of torch has none."""
     import torch._C
 
     functions = getattr(torch._C, "_distributed_c10d", None)
@@ -25,7 +25,7 @@ def records() -> dict[str, bytes]:
 
 
 def summary(record: bytes, last: int = 10) -> list[str]:
-    """The newest collectives in words, oldest first."""
+    """One line for each of the `last` collectives, oldest first."""
     entries: list[dict[str, Any]] = pickle.loads(record).get("entries", [])
     return [
         f"#{entry['collective_seq_id']} {entry['profiling_name']} of {entry['input_sizes']} "

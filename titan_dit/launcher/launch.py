@@ -1,7 +1,7 @@
-"""torchrun, with one error message instead of one per rank, and an orderly stop.
+"""torchrun with one error message instead of one per rank, and graceful stops.
 
-commands/train.py calls it. SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C ask the ranks to save and
-end; a second Ctrl-C ends them at once.
+SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C ask the ranks to save and end. A second Ctrl-C kills
+them. commands/train.py calls this.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Launcher:
         self.asked: signal.Signals | None = None
 
     def make_agent(self, *args: Any, **kwargs: Any) -> Agent:
-        """What torchrun calls for its agent."""
+        """Agent factory for torchrun."""
         from titan_dit.launcher.agent import Agent
 
         self.agent = Agent(*args, say=say, grace_s=self.grace_s, **kwargs)
         return self.agent
 
     def hear(self, number: signal.Signals) -> None:
-        """In the listener's thread: at once, whatever the main thread waits for."""
+        """Handle a signal in the listener's thread, even if the main thread is blocked."""
         if self.asked is not None:
             if number == signal.SIGINT:
                 self.end_at_once(INTERRUPTED)
@@ -47,7 +47,7 @@ class Launcher:
         self.asked = number
         if self.agent is None or not self.agent.ask_to_stop():
             if not (self.agent and self.agent.is_done):
-                say(f"stopped by {number.name} before the ranks had begun")
+                say(f"stopped by {number.name} before the ranks started")
             self.end_at_once(self.code())
         again = "; Ctrl-C again ends them at once" if number == signal.SIGINT else ""
         say(f"{number.name}: the ranks finish the step, save and end{again}")
@@ -56,25 +56,25 @@ class Launcher:
         timer.start()
 
     def out_of_grace(self) -> None:
-        """The ranks have not ended."""
+        """Kill the ranks after the grace period."""
         assert self.asked is not None
-        say(f"the ranks have not ended within GRACE={self.grace_s:g} s; they are killed")
+        say(f"the ranks did not end within GRACE={self.grace_s:g} s; killing them")
         self.end_at_once(128 + self.asked)
 
     def end_at_once(self, code: int) -> None:
-        """Nothing is waited for."""
+        """Kill the ranks and exit immediately."""
         if self.agent:
             self.agent.kill()
         os._exit(code)
 
     def code(self) -> int:
-        """The exit code of what ended in good order: done, or with steps left."""
+        """Exit code of a launch without failures: finished, or stopped with steps left."""
         if self.agent and self.agent.is_done and not self.agent.note.get("stopped"):
             return 0
         return INTERRUPTED if self.asked == signal.SIGINT else self.stopped_code
 
     def run(self, arguments: list[str]) -> int:
-        """Launch, wait, and give the exit code."""
+        """Launch the ranks, wait for them, return the exit code."""
         from titan_dit.launcher import agent
 
         try:
@@ -86,41 +86,41 @@ class Launcher:
         except agent.RendezvousError as error:
             streams.tell(
                 sys.stderr,
-                "error: the nodes did not meet, or another node ended first and says why. If the "
-                "node of RDZV_ENDPOINT has gone, the others cannot go on without it: start it "
-                f"again, then this one (RDZV_ENDPOINT, NNODES): {error}\n",
+                "error: the rendezvous failed (RDZV_ENDPOINT, NNODES). Either not enough nodes "
+                "joined, or another node ended first and reports why. If the node of RDZV_ENDPOINT "
+                f"was lost, restart it, then this one: {error}\n",
             )
             return 1
         return self.code()
 
     def failed(self, error: ChildFailedError) -> int:
-        """The exit code of ranks that failed, and the one message."""
-        from titan_dit.launcher.cause import OBEYED, first_cause, is_consequence, message_of
+        """Print the root cause of failed ranks; return the exit code."""
+        from titan_dit.launcher.cause import ASKED_TO_END, is_consequence, message_of, root_cause
 
-        rank, failure = first_cause(error.failures)
-        obeyed = any(f.exitcode in OBEYED for f in error.failures.values())
-        if self.asked and obeyed and is_consequence(failure):
-            say("stopped before the first step was done: nothing new to save")
+        rank, failure = root_cause(error.failures)
+        asked_to_end = any(f.exitcode in ASKED_TO_END for f in error.failures.values())
+        if self.asked and asked_to_end and is_consequence(failure):
+            say("stopped before the first step finished: nothing new to save")
             return self.code()
         streams.tell(sys.stderr, message_of(rank, failure) + "\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def say(line: str) -> None:
-    """Tell the person at this node's console."""
+    """Print a line to this node's console."""
     streams.tell(sys.stderr, f"titan_dit: {line}\n")
 
 
 def main() -> int:
     """`python -m titan_dit.launcher.launch [torchrun options] -m titan_dit.train --config ...`."""
     streams.open_missing()
-    # torchrun logs every failure several times over; the cause is printed below.
+    # torchrun logs every failure several times; the root cause is printed below.
     logging.disable(logging.ERROR)
-    # Restarted ranks would meet on the store of those that died and read their stale keys.
+    # Otherwise restarted ranks reuse the store of the dead ones and read stale keys.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     grace_s = float(os.environ.get("GRACE", "600"))
     launcher = Launcher(grace_s, stopped_code=int(os.environ.get("STOPPED_CODE", "0")))
-    # Before torch is loaded: that takes seconds.
+    # Listen before torch is imported, which takes seconds.
     with Listener(STOPS, launcher.hear):
         return launcher.run(sys.argv[1:])
 

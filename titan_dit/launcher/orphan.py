@@ -1,4 +1,4 @@
-"""A rank does not outlive its launcher: the GPU would be taken when the node starts anew."""
+"""Ends a rank with its launcher, so that an orphan does not keep the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """Let Linux kill this process when the launcher is gone."""
+    """Have Linux kill this process when its launcher dies."""
     if not is_launched() or sys.platform != "linux":
         return
     launcher = os.getppid()

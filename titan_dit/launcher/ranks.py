@@ -1,4 +1,4 @@
-"""The ranks that write or read a checkpoint together: what one does, and what all learn of it."""
+"""Collective actions of the ranks that write or read a checkpoint; errors reach every rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from titan_dit.config.section import UserError
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=3)
-"""How long a rank that has written its part waits for the slowest one."""
+"""Timeout of the process group: a fast rank waits this long for the slowest writer."""
 
 
 class Failed(RuntimeError):
-    """What a rank could not do, in words; raised on every rank."""
+    """A rank's failure as text, raised on every rank."""
 
 
 class Ranks:
-    """All ranks, talking over the default process group or over one of their own.
-
-    Without a process group: one rank.
-    """
+    """All ranks, on the default or a dedicated process group; one rank without any."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -33,10 +30,10 @@ class Ranks:
         self.count = dist.get_world_size() if dist.is_initialized() else 1
 
     @classmethod
-    def of_their_own(cls) -> Ranks:
-        """With a process group that nobody else uses, for a thread beside training.
+    def with_own_group(cls) -> Ranks:
+        """Create with a dedicated gloo group, for a background thread. Collective.
 
-        Every rank calls. Two threads on one group would mix up their messages.
+        Two threads on one process group would interleave their collectives.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
@@ -44,20 +41,20 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what one must do for all."""
+        """True on rank 0, which acts for all ranks."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, on every rank. For small objects."""
+        """All-gather small picklable objects: every rank's `value`, on every rank."""
         values = [value] * self.count
         if self.count > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def together(self, action: Callable[[], T]) -> list[T]:
-        """Do something on every rank; the results of all, on all.
+    def run_on_all(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and all-gather the results.
 
-        Raises Failed on every rank with what the first of the failed ones says.
+        If any rank raises, Failed is raised on every rank with the lowest failed rank's message.
         """
         result, failure = None, None
         try:
@@ -76,7 +73,7 @@ class Ranks:
         return [value for value, _ in outcomes]
 
     def first(self, action: Callable[[], T]) -> T:
-        """Do something on the first rank alone; its result, or its UserError, on every rank."""
+        """Run `action` on rank 0; broadcast its result or UserError to every rank."""
 
         def attempt() -> tuple[T | None, str | None]:
             if not self.is_first:
@@ -93,7 +90,7 @@ class Ranks:
         return result
 
     def describe(self, error: BaseException) -> str:
-        """An error in a line, with the rank where there are several."""
+        """An error as one line, prefixed with the rank if there are several."""
         if isinstance(error, Failed):
             return str(error)
         if isinstance(error, CheckpointException):
@@ -101,7 +98,7 @@ class Ranks:
         return self.named(self.rank, error)
 
     def named(self, rank: int, error: BaseException) -> str:
-        """What went wrong, and on which rank."""
+        """Format an error as "rank N: message"."""
         text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
@@ -111,6 +108,6 @@ class Ranks:
 
 
 def cause_of(error: CheckpointException) -> tuple[int, BaseException]:
-    """The first rank that failed within DCP, and its error."""
+    """The lowest rank that failed within DCP, and its error."""
     rank, (cause, _) = min(error.failures.items())
     return rank, cause

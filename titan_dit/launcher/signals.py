@@ -1,4 +1,4 @@
-"""Signals, heard at once: also while the main thread waits in C++, where Python runs no handler."""
+"""A signal listener thread, which works while the main thread is blocked in C++."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import FrameType, TracebackType
 
 
 class Listener:
-    """Within the block the given signals do nothing but call `heard`, in a thread of its own.
+    """Within the block, call `heard` in a thread for each of the given signals.
 
-    Outside the main thread Python allows no handlers: there it hears nothing. A signal that was
-    ignored stays so: `nohup` means it.
+    Ignored signals stay ignored (nohup). Inactive outside the main thread, where Python allows no
+    handlers.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Listener:
         self.is_active = False
 
     def __enter__(self) -> Listener:
-        """Take the signals over."""
+        """Install the handlers and start the thread."""
         if threading.current_thread() is not threading.main_thread():
             return self
         self.reader, self.writer = os.pipe()
@@ -34,7 +34,7 @@ class Listener:
             if signal.getsignal(number) != signal.SIG_IGN
         }
         self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        # A forked data worker would write what it hears into this process's pipe.
+        # A forked data worker would write its signals into this process's pipe.
         os.register_at_fork(after_in_child=self.forget)
         self.is_active = True
         self.thread = threading.Thread(target=self.listen, name="signals", daemon=True)
@@ -47,7 +47,7 @@ class Listener:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the signals back."""
+        """Restore the handlers and stop the thread."""
         if not self.is_active:
             return
         self.is_active = False
@@ -60,7 +60,7 @@ class Listener:
         os.close(self.writer)
 
     def listen(self) -> None:
-        """Read the numbers that Python's own handler, in C, writes as they arrive."""
+        """Read signal numbers from the wakeup fd, written by Python's C handler."""
         while numbers := os.read(self.reader, 64):
             for number in numbers:
                 if number == 0:
@@ -69,10 +69,10 @@ class Listener:
                     self.heard(signal.Signals(number))
 
     def forget(self) -> None:
-        """In a forked child: what it hears is not for this process."""
+        """In a forked child: stop writing signals into the parent's pipe."""
         if self.is_active:
             signal.set_wakeup_fd(-1)
 
 
 def nothing(number: int, frame: FrameType | None) -> None:
-    """The handler in Python; the thread does the work. In a forked child it is all there is."""
+    """Python-level handler: the thread does the work. A forked child ignores the signal."""

@@ -1,4 +1,4 @@
-"""An orderly stop: a signal to any rank, one agreement of all of them, at the end of a step."""
+"""Graceful stop: after a signal to any rank, all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from titan_dit.launcher.signals import Listener
 from titan_dit.system import streams
 
 PATIENCE_S = 5.0
-"""torchrun sends SIGTERM to the ranks that outlive another one, and SIGKILL 30 s later. A rank that
-waits for the dead one, in a collective that does not fail, leaves after this long, or after twice
-the time of the last step if that is more."""
+"""A rank blocked in a collective with a dead rank leaves after this long, or after twice the last
+step time if longer. torchrun sends SIGTERM to the surviving ranks, and SIGKILL 30 s later."""
 
 
 class Reason(IntEnum):
-    """Why the ranks stop; of several the greatest holds."""
+    """Why the ranks stop; the largest value wins."""
 
     NONE = 0
     REGROUP = 1
-    """SIGUSR2, from our launcher: a node has come, all start again with it."""
+    """SIGUSR2 from the launcher: restart with another set of nodes."""
     STOP = 2
-    """SIGTERM, SIGUSR1, SIGHUP, SIGINT: the job is to end."""
+    """SIGTERM, SIGUSR1, SIGHUP, SIGINT: end the job."""
     HOOK = 3
-    """A user's hook has raised."""
+    """A user's hook raised."""
 
 
 REASONS = {
@@ -45,15 +44,15 @@ REASONS = {
 
 
 class StopRequest:
-    """`while ... and not stop.agreed(): step()`, on every rank alike.
+    """`while ... and not stop.agreed(): step()` on every rank.
 
-    At each boundary a flag is reduced over the ranks in the background and read at the next one: no
-    rank waits for the slowest, none for its device. A stop comes one step after the signal.
+    Before each step a flag is all-reduced asynchronously and read before the next one. No rank
+    waits for a straggler or its device. The ranks stop one step after the signal.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        # A group of its own: the order of its collectives is no one else's business.
+        # A dedicated group, so that the order of its collectives is independent of others.
         self.group = dist.new_group(backend="gloo") if num_ranks > 1 else None
         self.work: dist.Work | None = None
         self.flag = torch.zeros((), dtype=torch.int32)
@@ -65,7 +64,7 @@ class StopRequest:
         self.listener = Listener(REASONS, self.hear)
 
     def __enter__(self) -> StopRequest:
-        """From here on the signals are requests."""
+        """Treat the signals as stop requests."""
         self.listener.__enter__()
         return self
 
@@ -75,7 +74,7 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Signals are what they were; under the launcher a late request is ignored."""
+        """Restore the handlers; under the launcher ignore late requests."""
         if kind is None and self.work:
             self.work.wait()
         was_active = self.listener.is_active
@@ -86,26 +85,26 @@ class StopRequest:
 
     @property
     def wanted(self) -> Reason:
-        """What this rank has been asked for, or asks for itself."""
+        """This rank's reason to stop: from signals or `ask`."""
         return max([self.own, *(REASONS[number] for number in self.heard)])
 
     @property
     def exit_code(self) -> int:
-        """What a process without a launcher ends with: 130 after Ctrl-C, as shells expect."""
+        """Exit code without a launcher: 130 after Ctrl-C, as shells expect."""
         asked_by_hand = self.reason and signal.SIGINT in self.heard and not is_launched()
         return INTERRUPTED if asked_by_hand else 0
 
     @property
     def by(self) -> str:
-        """What asked: " by SIGTERM". Under the launcher nothing: it has told the person."""
+        """Console text such as " by SIGTERM"; empty under the launcher, which prints its own."""
         return f" by {self.heard[0].name}" if self.heard and not is_launched() else ""
 
     def ask(self, reason: Reason) -> None:
-        """Let all ranks stop for a reason of this one."""
+        """Request a stop of all ranks from this one."""
         self.own = reason
 
     def agreed(self) -> bool:
-        """Whether all ranks stop here. Every rank calls, before each step."""
+        """Return True if all ranks stop here. Collective; call before each step."""
         self.boundaries += 1
         now = time.monotonic()
         self.moment, self.step_s = now, now - self.moment
@@ -124,27 +123,27 @@ class StopRequest:
         return bool(self.reason)
 
     def hear(self, number: signal.Signals) -> None:
-        """In the listener's thread, whatever the main thread does."""
+        """Handle a signal in the listener's thread."""
         if not is_launched():
             self.hear_by_hand(number)
             return
         self.heard.append(number)
         if self.boundaries <= 1:
-            os._exit(LEFT)  # Not one step done: nothing to save.
+            os._exit(LEFT)  # No step finished: nothing to save.
         if number == signal.SIGTERM:
             threading.Thread(target=self.leave_if_stuck, daemon=True).start()
 
     def hear_by_hand(self, number: signal.Signals) -> None:
-        """Without a launcher: Ctrl-C twice leaves at once."""
+        """Handle a signal without a launcher; a second Ctrl-C exits immediately."""
         if number == signal.SIGINT:
             if signal.SIGINT in self.heard:
                 os._exit(INTERRUPTED)
-            again = "\nfinishing the step and saving; Ctrl-C again leaves at once\n"
+            again = "\nfinishing the step and saving; Ctrl-C again exits at once\n"
             streams.tell(sys.stderr, again)
         self.heard.append(number)
 
     def leave_if_stuck(self) -> None:
-        """Leave unless steps go on, or our launcher says that all ranks were asked to stop."""
+        """Exit if no step finishes, unless the launcher asked all ranks to stop."""
         before = self.boundaries
         time.sleep(max(PATIENCE_S, 2 * self.step_s))
         is_order = signal.SIGUSR1 in self.heard

@@ -1,4 +1,4 @@
-"""A rank that takes no step says where it stands and ends, so that the run can start again."""
+"""The watchdog: a hung rank dumps its stacks and exits, so that the launcher can restart it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from titan_dit.launcher import flight_recorder
 from titan_dit.launcher.failure import HUNG, report
 
 SLOW_S = 1800.0
-"""Allowance of what is no step, and of the first one (it may compile): at least this long."""
+"""Minimum timeout of loading, saving, sampling and the first step, which may compile."""
 SETTLE_S = 3.0
-"""The ranks stand still together: each leaves the others this long for their dumps."""
+"""Ranks hang together: wait this long for the other ranks' dumps."""
 LAST_RESORT_S = 60.0
-"""After the allowance: where native code keeps Python's lock, a thread of C ends the process."""
+"""Extra time before faulthandler's C thread exits the process, if native code holds the GIL."""
 
 
 class Watchdog:
-    """Within the block, `alive` must be called at least every `timeout_s`; 0 never ends a run."""
+    """Within the block, call `alive` at least every `timeout_s`; 0 disables the watchdog."""
 
     def __init__(self, folder: Path, rank: int, timeout_s: float) -> None:
         self.folder, self.rank, self.timeout_s = folder / "hangs", rank, timeout_s
@@ -33,7 +33,7 @@ class Watchdog:
         self.moment, self.allowance = time.monotonic(), max(timeout_s, SLOW_S)
 
     def __enter__(self) -> Watchdog:
-        """Begin to watch."""
+        """Start the watchdog thread."""
         if self.timeout_s:
             self.expect("starting", max(self.timeout_s, SLOW_S))
             threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
@@ -45,21 +45,21 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """No longer."""
+        """Stop the watchdog."""
         self.ended.set()
         if self.timeout_s:
             faulthandler.cancel_dump_traceback_later()
 
     def alive(self, step: int) -> None:
-        """A step has been taken; the next one is waited for."""
+        """Report a finished step and restart the timeout."""
         self.step = step
         self.expect("in the next step", self.timeout_s)
 
     @contextmanager
     def slow(self, doing: str) -> Iterator[Callable[[], None]]:
-        """What may take longer than a step: "saving", "drawing".
+        """Allow more time within the block, for work such as "saving" or "drawing".
 
-        Gives a function for a block of several slow parts, to be called after each.
+        Yields a function that restarts the timeout, to be called between slow parts.
         """
         before, allowance = (self.doing, self.allowance), max(self.timeout_s, SLOW_S)
         self.expect(doing, allowance)
@@ -67,39 +67,39 @@ class Watchdog:
         self.expect(*before)
 
     def expect(self, doing: str, allowance: float) -> None:
-        """Start the clock anew."""
+        """Restart the timeout."""
         self.doing, self.allowance, self.moment = doing, allowance, time.monotonic()
-        # Starting a thread of C costs 0.1 ms: not for every short step, but whenever more time is
-        # given than the armed one would leave.
+        # Re-arming costs 0.1 ms: skip it on short steps, but not if the allowance grows beyond the
+        # armed time.
         if self.timeout_s and (self.moment - self.rearmed > 5 or allowance > self.timeout_s):
             self.rearmed = self.moment
             after = allowance + LAST_RESORT_S
             faulthandler.dump_traceback_later(after, exit=True, file=2)
 
     def watch(self) -> None:
-        """In a thread of its own, until the block or the process ends."""
+        """Thread: check the timeout until the block or the process ends."""
         while not self.ended.wait(min(1.0, self.timeout_s / 4)):
             silent = time.monotonic() - self.moment
             if silent > self.allowance:
                 self.end(silent)
 
     def end(self, silent: float) -> None:
-        """Dump, tell the person once, end the process."""
-        # In another thread: the disk may be what hangs.
+        """Dump the stacks, report the hang, exit."""
+        # In another thread, because the disk may be the cause.
         dump = threading.Thread(target=self.dump, args=(silent,), daemon=True)
         dump.start()
         dump.join(10)
         report(
-            f"rank {self.rank} hung: {silent:.0f} s without a sign of life "
+            f"rank {self.rank} hung: {silent:.0f} s without progress "
             f"([faults] step_timeout_s={self.timeout_s:g}), {self.doing} after step {self.step}. "
-            f"The stacks of all ranks and their last collectives are in {self.folder}.",
+            f"The stacks and the last collectives of all ranks are in {self.folder}.",
             is_user_error=False,
         )
         time.sleep(SETTLE_S)
         os._exit(HUNG)
 
     def dump(self, silent: float) -> None:
-        """The stacks of all threads and the last collectives, in `hangs/`."""
+        """Write the stacks of all threads and the last collectives to `hangs/`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{self.step:08d}-rank-{self.rank}.txt"
         with path.open("w") as file:

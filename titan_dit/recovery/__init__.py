@@ -1,1 +1,1 @@
-"""How a run goes on: from a checkpoint, after bad steps, with every sample counted."""
+"""Resume, rollback after bad steps, and the ledger of samples."""

@@ -1,7 +1,6 @@
-"""RUN/faults.jsonl: a line for every bad step, and for every time the run went back.
+"""RUN/faults.jsonl: one line per bad step and per rollback.
 
-Lines are only ever added. What a run has done twice, because it went on from an older checkpoint,
-is there twice: the last line of a step counts.
+The file is append-only. A step that was repeated after a resume has two lines; the last one counts.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def bad_step(
     rows: Sequence[int],
     described: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """The line of a bad step: what it was trained on, in the order of the sample numbers."""
+    """The line of a bad step and its samples, in the order of `numbers`."""
     return {
         "step": bad.step,
         "kind": bad.kind,
@@ -41,20 +40,20 @@ def bad_step(
 
 
 def rollback(step: int, to_step: int, first: int, end: int) -> dict[str, Any]:
-    """The line of a return from `step` to `to_step`, leaving out samples `first` to `end`."""
+    """The line of a rollback from `step` to `to_step` that skips samples `first` to `end` - 1."""
     return {"step": step, "kind": "rollback", "to_step": to_step, "skipped": [first, end]}
 
 
 def drawn_for(
     objective: Objective, seed: int, numbers: Sequence[int], device: torch.device
 ) -> dict[str, list[float]]:
-    """What the objective says of samples without their data: its draws, made once more."""
+    """Reproduce the objective's random draws of these samples, without their data."""
     rng = SampleRNG(seed, torch.tensor(numbers, device=device))
     return {name: values.tolist() for name, values in objective.describe({}, rng).items()}
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's file, without one that a kill cut short."""
+    """Parse a run's file; skip a truncated last line."""
     file = folder / FILE
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]

@@ -1,8 +1,8 @@
-"""Bad numbers: which steps change nothing, and when the run has to go back.
+"""Detects bad steps, which are skipped, and decides when to roll back.
 
-A step is bad if its gradient norm is not finite (a non-finite loss makes it so, see
-`LocalExecutor.step`), or a spike: far above its running average. The verdict stays on the device
-while the run trains; the host asks for the verdicts of several steps at once.
+A step is bad if its gradient norm is not finite or is a spike, far above its running average. A
+non-finite loss makes the norm non-finite (`LocalExecutor.step`). The verdict stays on the device;
+the host reads the verdicts of several steps at once.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from titan_dit.config.operation import FaultsConfig
 
 DECAY = 0.99
-"""Of the running average of the gradient norm, once there have been enough steps for it."""
-UNREAD = 100
-"""Most steps to remember on the device where no key asks to look at them."""
+"""Decay of the gradient norm's running average, after the first 1 / (1 - DECAY) good steps."""
+MAX_UNREAD = 100
+"""Maximum number of unread verdicts on the device if max_consecutive_bad_steps is 0."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class UnreadStep:
     """A step whose verdict is still on the device."""
 
     step: int
     cursor: int
-    """Before the step."""
+    """The cursor before the step."""
     loss: Tensor
-    """This rank's share."""
+    """This rank's part of the sum over ranks."""
     grad_norm: Tensor
     is_spike: Tensor
 
@@ -43,7 +43,7 @@ class BadStep:
     step: int
     cursor: int
     kind: str
-    """nonfinite, or spike."""
+    """nonfinite or spike."""
     grad_norm: float
     loss: float
 
@@ -55,7 +55,7 @@ class BadStep:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the host has learned: of the last step, and of the bad ones since it last asked."""
+    """Result of a read: the last step's loss and norm, and all bad steps since the last read."""
 
     loss: float
     grad_norm: float
@@ -63,30 +63,30 @@ class Reading:
 
 
 class Guard:
-    """Judges every step, alike on all ranks: all it looks at is equal on them."""
+    """Checks every step; the verdict is equal on all ranks because its inputs are."""
 
     def __init__(self, config: FaultsConfig, device: torch.device) -> None:
         self.config = config
-        # Of the good steps; kept only where spikes are looked for.
+        # Over the good steps; updated only if spike_ratio is set.
         self.average = torch.zeros((), device=device)
         self.num_good = torch.zeros((), device=device)
-        self.never = torch.zeros((), dtype=torch.bool, device=device)
-        self.taken: list[Taken] = []
-        # As of the last reading.
+        self.no_spike = torch.zeros((), dtype=torch.bool, device=device)
+        self.taken: list[UnreadStep] = []
+        # As of the last read.
         self.nan_steps = self.spike_steps = self.in_a_row = 0
         self.streak: tuple[int, int] | None = None
-        """The step that the present row of bad ones began with, and the cursor before it."""
+        """(step, cursor) of the first step of the current streak of bad steps."""
         self.limit: tuple[int, int] | None = None
-        """The step with which that row became too long, and the cursor before it."""
+        """(step, cursor) of the step at which the streak reached max_consecutive_bad_steps."""
 
     @property
     def every(self) -> int:
-        """Steps between two readings at most, so that a row of bad steps is seen in time."""
-        return self.config.max_consecutive_bad_steps or UNREAD
+        """Maximum steps between reads, so that a streak is detected in time."""
+        return self.config.max_consecutive_bad_steps or MAX_UNREAD
 
     def check(self, step: int, cursor: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Whether the step is bad: a scalar on the device, for which nothing waits."""
-        is_spike = self.never
+        """Return True if the step is bad, as a scalar on the device; no synchronisation."""
+        is_spike = self.no_spike
         if self.config.spike_ratio:
             known = self.num_good >= self.config.spike_after
             limit = self.config.spike_ratio * self.average
@@ -94,20 +94,18 @@ class Guard:
         bad = ~grad_norm.isfinite() | is_spike
         if self.config.spike_ratio:
             self.num_good = self.num_good + ~bad
-            # A plain mean at first, so that the average does not begin at 0.
+            # A plain mean at first, to avoid a bias towards the initial 0.
             share = (1 / self.num_good.clamp(min=1)).clamp(min=1 - DECAY)
             moved = torch.lerp(self.average, grad_norm, share)
             self.average = torch.where(bad, self.average, moved)
-        self.taken.append(Taken(step, cursor, loss.detach(), grad_norm, is_spike))
+        self.taken.append(UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike))
         return bad
 
     def read(self, sum_loss: Callable[[Tensor], Tensor]) -> Reading:
-        """The verdicts since the last reading; waits for the device. There must be a step since.
+        """Read the verdicts since the last read; synchronises the device. Collective.
 
-        Once a row of bad steps is too long, later steps do not count: the run has to go back, and
-        does the same whenever it is told.
-
-        `sum_loss` adds up the ranks' shares of losses; every rank calls at the same steps.
+        Counting stops at the step that reaches the limit, so the rollback does not depend on how
+        often this is read. `sum_loss` all-reduces the ranks' loss shares. Needs at least one step.
         """
         taken, self.taken = self.taken, []
         verdicts = [step.grad_norm for step in taken] + [step.is_spike.float() for step in taken]
@@ -121,7 +119,7 @@ class Guard:
                 bad.append((step, kind, norm))
             if self.limit:
                 break
-        # Every rank has found the same ones, so that all of them ask, or none.
+        # All ranks have the same bad steps, so they all enter this collective or none does.
         losses = sum_loss(torch.stack([step.loss for step, _, _ in bad])).tolist() if bad else []
         found = [
             BadStep(step.step, step.cursor, kind, norm, its_loss)
@@ -129,8 +127,8 @@ class Guard:
         ]
         return Reading(loss, norms[-1], tuple(found))
 
-    def count(self, step: Taken, kind: str) -> None:
-        """Add a step's verdict to the numbers."""
+    def count(self, step: UnreadStep, kind: str) -> None:
+        """Update counters and streak with a step's verdict."""
         if kind == "good":
             self.in_a_row, self.streak = 0, None
             return
@@ -150,9 +148,9 @@ class Guard:
         return self.streak, self.limit
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint, of the steps up to the last reading; waits."""
-        assert not self.taken, "a checkpoint without the verdict on its own steps"
-        assert not self.limit, "a checkpoint of what has to be undone"
+        """Plain values for a checkpoint, as of the last read; synchronises the device."""
+        assert not self.taken, "a checkpoint with unread verdicts"
+        assert not self.limit, "a checkpoint of steps to be rolled back"
         return {
             "nan_steps": self.nan_steps,
             "spike_steps": self.spike_steps,
@@ -163,7 +161,7 @@ class Guard:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from the values of `state`; where there was no guard yet, `nan_steps` is alone."""
+        """Load the values of `state`; old checkpoints have only `nan_steps`."""
         self.taken, self.limit = [], None
         self.nan_steps = saved["nan_steps"]
         self.spike_steps = saved.get("spike_steps", 0)

@@ -1,8 +1,8 @@
-"""What became of every sample: the run's account of what was drawn, trained on and left out.
+"""The ledger: which samples were trained on, drawn without training, or skipped.
 
-The cursor says how far the run has come in the stream of samples. Of the samples before it, those
-of skipped ranges were never drawn (the run went back and left them out), and those of skipped steps
-were drawn but changed no weight. All others were trained on, once.
+The cursor is the run's position in the stream of samples. Of the samples before it, skipped ranges
+were left out by a rollback, and untrained ranges were drawn by bad steps, which change no weight.
+All others were trained on exactly once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from titan_dit.data.sample_ranges import SampleRange, count, merged, ranges_of
 
 @dataclass(frozen=True)
 class Skipped:
-    """Sample numbers from `first` up to `end` that no step draws, and why."""
+    """Sample numbers `first` to `end` - 1, left out by a rollback."""
 
     first: int
     end: int
@@ -25,7 +25,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Untrained:
-    """Sample numbers that the steps `first_step` to `last_step` drew without training on them."""
+    """Sample numbers `first` to `end` - 1, drawn by the bad steps `first_step` to `last_step`."""
 
     first: int
     end: int
@@ -35,14 +35,14 @@ class Untrained:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The account up to a step. Every checkpoint has it as `ledger` in its record."""
+    """The ledger up to a step; stored in every checkpoint's record."""
 
     skipped: tuple[Skipped, ...] = ()
     untrained: tuple[Untrained, ...] = ()
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Ledger:
-        """That of a checkpoint; empty for one from before there were ledgers."""
+        """Read from a checkpoint's record; empty for old checkpoints without one."""
         saved = record.get("ledger", {})
         return cls(
             tuple(Skipped(*entry) for entry in saved.get("skipped", ())),
@@ -50,7 +50,7 @@ class Ledger:
         )
 
     def as_json(self, cursor: int, num_rows: int) -> dict[str, Any]:
-        """For a checkpoint's record, at a cursor and for a dataset of so many rows."""
+        """Serialise for a checkpoint's record; `num_rows` of the dataset give the epoch."""
         out = count(self.skipped_ranges, below=cursor) + count(self.untrained_ranges)
         return {
             "samples": cursor,
@@ -62,21 +62,21 @@ class Ledger:
 
     @property
     def skipped_ranges(self) -> tuple[SampleRange, ...]:
-        """What a BatchPlan is to leave out."""
+        """Merged ranges for BatchPlan to skip."""
         return merged((entry.first, entry.end) for entry in self.skipped)
 
     @property
     def untrained_ranges(self) -> tuple[SampleRange, ...]:
-        """What was drawn in vain."""
+        """Merged ranges drawn by bad steps."""
         return merged((entry.first, entry.end) for entry in self.untrained)
 
     def skip(self, entries: Iterable[Skipped]) -> Ledger:
-        """With further ranges that no step draws."""
+        """Return a ledger with further skipped ranges."""
         new = [entry for entry in entries if entry not in self.skipped]
         return replace(self, skipped=(*self.skipped, *new))
 
     def leave_out(self, step: int, numbers: Sequence[int]) -> Ledger:
-        """With the samples of a step that changed no weight; steps come in ascending order."""
+        """Return a ledger with a bad step's samples as untrained; steps must be ascending."""
         entries = list(self.untrained)
         for first, end in ranges_of(numbers):
             last = entries[-1] if entries else None

@@ -1,4 +1,4 @@
-"""How far a run has come, in plain values: what a checkpoint's record says beside its tensors."""
+"""A run's progress as plain values, stored in a checkpoint's record."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from titan_dit.recovery.rollback import Rollbacks
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step, alike on all ranks. The default is before the first one."""
+    """Progress after a step, equal on all ranks; the default is the start of a run."""
 
     step: int = 0
     cursor: int = 0
-    """Samples from the start of training: the next step draws from here on."""
+    """First sample number of the next step."""
     ledger: Ledger = field(default_factory=Ledger)
-    """What became of the samples before the cursor."""
+    """Status of the samples before the cursor."""
     guard: Mapping[str, Any] = field(default_factory=dict)
-    """What the guard has counted (`Guard.state`)."""
+    """The values of `Guard.state`."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any], rollbacks: Rollbacks | None = None) -> Progress:
-        """That of a checkpoint's record; of an empty one, the start.
+        """Read from a checkpoint's record; an empty record is the start of a run.
 
-        What the run has left out since, by its `rollbacks`, is left out here too. A record from
-        before there was a guard has `nan_steps` alone.
+        Adds the skipped ranges of later `rollbacks`. Old records have only `nan_steps`, no guard.
         """
         ledger = Ledger.of(record)
         return cls(
@@ -38,7 +37,7 @@ class Progress:
         )
 
     def as_record(self, num_rows: int) -> dict[str, Any]:
-        """The keys of a checkpoint's record that `of` reads, for a dataset of so many rows."""
+        """The keys that `of` reads; `num_rows` of the dataset give the epoch."""
         return {
             "step": self.step,
             "cursor": self.cursor,

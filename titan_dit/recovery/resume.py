@@ -1,4 +1,4 @@
-"""Where a run starts from, and whether it may."""
+"""Chooses the checkpoint to resume from and checks that it fits the run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from titan_dit.config.config_file import (
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import is_started_anew
+from titan_dit.launcher.failure import is_restarted
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "noise_schedule", "steps", "learn_sigma")
-"""Keys of [objective] that say what a network predicts."""
+"""Keys of [objective] that define the network's prediction."""
 
 
 def folder_of(run: RunConfig) -> Path:
@@ -43,15 +43,15 @@ def folder_of(run: RunConfig) -> Path:
 
 
 def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
-    """The checkpoints of a run, wherever they lie."""
+    """The checkpoints of a run, in its directory or [checkpoint] dir."""
     return Checkpoints(place(settings.dir or folder_of(run) / "checkpoints"), settings)
 
 
 def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
-    """Whether this is a run that goes on, so that it may come back on other ranks.
+    """Return True if the run has taken a step; it may then resume on another number of ranks.
 
-    It is once it has taken a step, even if it ended before its first checkpoint. Raises UserError
-    where `never` is refused: before anything can fail that is tried again.
+    A run that ended before its first checkpoint counts, too. Raises UserError if `never` meets
+    checkpoints: early, before any error that the launcher would retry.
     """
     if wanted(settings.resume) == "never":
         candidates(checkpoints_of(run, settings), "never")
@@ -62,53 +62,53 @@ def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
 
 
 def wanted(resume: str) -> str:
-    """[checkpoint] resume, for these ranks: `never` is for the first ones that a job starts.
+    """The effective [checkpoint] resume: `never` becomes `auto` for restarted ranks.
 
-    Those that its launchers start after a failure, or with other nodes, go on from what is saved.
+    `never` is for the first ranks of a job; the launcher's restarts resume from its checkpoints.
     """
-    return "auto" if resume == "never" and is_started_anew() else resume
+    return "auto" if resume == "never" and is_restarted() else resume
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on from."""
+    """The starting point of a run."""
 
     path: Place | None = None
-    """A checkpoint whose every file was compared with its digest; None starts from step 0."""
+    """A verified checkpoint; None starts from step 0."""
     record: dict[str, Any] = field(default_factory=dict)
     damaged: dict[Place, str] = field(default_factory=dict)
-    """Newer ones that were passed over, and what is wrong with them."""
+    """Newer damaged checkpoints -> their damaged files."""
 
     def told(self) -> list[str]:
-        """What to say of the damaged ones."""
+        """Console lines about the damaged checkpoints."""
         ones = [*self.damaged, self.path]
         return [
-            f"{path} is damaged: {what}; going on from the one before it: {before}"
+            f"{path} is damaged: {what}; falling back to the previous one: {before}"
             for (path, what), before in zip(self.damaged.items(), ones[1:], strict=True)
         ]
 
 
 def starting_point(checkpoints: Checkpoints, resume: str) -> Start:
-    """The newest whole checkpoint among those that [checkpoint] resume asks for.
+    """Return the newest undamaged checkpoint that [checkpoint] resume selects. Collective.
 
-    Every rank calls; they share the work of verifying. Raises UserError, on every rank, where what
-    was asked for cannot be had: a run with damaged checkpoints only does not start afresh.
+    The ranks share the verification. Raises UserError on every rank if all candidates are damaged:
+    such a run does not start from step 0.
     """
     return first_undamaged(lambda: candidates(checkpoints, wanted(resume)))
 
 
 def newest_before(checkpoints: Checkpoints, step: int) -> Start:
-    """The newest whole checkpoint of a run from before a step; every rank calls."""
+    """Return the newest undamaged checkpoint before `step`. Collective."""
     return first_undamaged(
         lambda: [path for path in own_newest_first(checkpoints) if step_of(path) < step]
     )
 
 
 def first_undamaged(choose: Callable[[], list[Place]]) -> Start:
-    """The first of some checkpoints whose every file is as its digest says."""
+    """Return the first checkpoint without damaged files. Collective."""
     ranks = Ranks()
     damaged: dict[Place, str] = {}
-    # The first rank's view decides: a shared disk may show a new folder to some ranks first.
+    # Rank 0's view decides: a shared disk may show a new folder to some ranks earlier.
     for path in ranks.first(choose):
         record, what = ranks.first(functools.partial(readable, path))
         if not what:
@@ -119,17 +119,17 @@ def first_undamaged(choose: Callable[[], list[Place]]) -> Start:
     if damaged:
         listed = "; ".join(f"{path} is damaged: {what}" for path, what in damaged.items())
         raise UserError(
-            f"[checkpoint] {listed}. There is none before it, and nothing was changed. Give "
-            "another with --checkpoint.resume PATH, or start a new run with --job.name."
+            f"[checkpoint] {listed}. There is no older checkpoint, and nothing was changed. Give "
+            "another one with --checkpoint.resume PATH, or start a new run with --job.name."
         )
     return Start()
 
 
 def candidates(checkpoints: Checkpoints, resume: str) -> list[Place]:
-    """The checkpoints that [checkpoint] resume asks for, in the order of preference.
+    """The checkpoints that [checkpoint] resume selects, in order of preference.
 
     Another run's checkpoint initialises this run; one of its own rolls it back. Either happens
-    once: the same command resumes from what it has saved since.
+    once: afterwards the same command resumes from the newest checkpoint.
     """
     own = own_newest_first(checkpoints)
     if resume == "auto":
@@ -147,14 +147,14 @@ def candidates(checkpoints: Checkpoints, resume: str) -> list[Place]:
     if newest and newest["config"]["checkpoint"]["resume"] == resume:
         return own
     path = place(resume)
-    read_record(path)  # Named here if it is no checkpoint.
+    read_record(path)  # Raises if it is not a checkpoint.
     return [path] if is_own(checkpoints, path) else own or [path]
 
 
 def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
-    """Refuse to begin anew where the run, by its config.toml, has checkpoints in another folder.
+    """Raise UserError if the run's config.toml names another folder that has checkpoints.
 
-    Raises UserError.
+    Otherwise the run would silently restart from step 0.
     """
     file = folder_of(run) / "config.toml"
     table = read_toml(file).get("checkpoint", {}) if file.is_file() else {}
@@ -162,7 +162,7 @@ def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
     if was.folder != checkpoints_of(run, settings).folder and (newest := was.newest()):
         raise UserError(
             f"[checkpoint] dir: there is no checkpoint in {checkpoints_of(run, settings).folder}, "
-            f"but the run has {newest}. Move the folder, go on from that one with "
+            f"but the run has {newest}. Move the folder, resume from that one with "
             f"--checkpoint.resume {newest}, or start a new run with --job.name."
         )
 
@@ -170,15 +170,15 @@ def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
 def own_newest_first(checkpoints: Checkpoints) -> list[Place]:
     """The run's own checkpoints, damaged ones included.
 
-    A disk shows a folder under its final name when it is whole; one without a manifest has lost it.
-    In an object store, it was never finished.
+    On a disk a folder without a manifest is damaged, because the rename came after the manifest.
+    In an object store it is an unfinished save and is left out.
     """
     renames = store_of(checkpoints.folder).renames
     return (checkpoints.named() if renames else checkpoints.whole())[::-1]
 
 
 def readable(path: Place) -> tuple[dict[str, Any], str]:
-    """A checkpoint's record, and what is wrong with its manifest."""
+    """(record, what is wrong with the manifest or "")."""
     if not store_of(path).has(path / MANIFEST):
         return {}, f"{MANIFEST} is missing"
     try:
@@ -188,20 +188,20 @@ def readable(path: Place) -> tuple[dict[str, Any], str]:
 
 
 def is_own(checkpoints: Checkpoints, path: Place) -> bool:
-    """Whether a checkpoint lies in the run's own folder."""
+    """True if a checkpoint is in the run's own checkpoint folder."""
     return path.resolve().parent == checkpoints.folder.resolve()
 
 
 def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
-    """When a run goes on from an older checkpoint of its own, rename the newer ones.
+    """Rename the checkpoints newer than `start` if it is one of the run's own.
 
-    They are damaged, or belong to a future that the run will not have. Nothing is deleted, and
-    what the run saves at those steps finds its place free.
+    They are damaged or were rolled back. Nothing is deleted, and the run can save those steps
+    again.
     """
     if start.path is None or not is_own(checkpoints, start.path):
         return
     store = store_of(checkpoints.folder)
-    # Going back to one that was set aside itself, the one of the same step makes room as well.
+    # If `start` was set aside itself, the checkpoint of the same step is renamed, too.
     others = [p for p in own_newest_first(checkpoints) if p.name != start.path.name]
     newer = [p for p in others if step_of(p) >= start.record["step"]]
     taken = set(store.names(checkpoints.folder))
@@ -228,9 +228,9 @@ class Identity:
 
 
 def check_same_mathematics(path: Place, record: Mapping[str, Any], identity: Identity) -> None:
-    """Refuse to resume with another model, objective, dataset, seed, batch or optimizer.
+    """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
 
-    Imported weights belong to no run: only the model and what it predicts must be the same.
+    Imported weights belong to no run: only the model and its prediction must agree.
     """
     # Built again: keys that did not exist then get their defaults, as they do now.
     before = build(of_record(record), catalog.variant)
@@ -241,16 +241,16 @@ def check_same_mathematics(path: Place, record: Mapping[str, Any], identity: Ide
         changed = [change for change in changed if change.startswith(kept)]
     else:
         if record["data"]["digest"] != identity.data["digest"]:
-            changed.append("[data]: its contents are not those that the checkpoint was trained on")
+            changed.append("[data]: the contents differ from those the checkpoint was trained on")
         if held_out[0] != held_out[1]:
             changed.append(
-                f"[validation] samples (rows that leave [data]): {held_out[0]} -> {held_out[1]}"
+                f"[validation] samples (held-out rows of [data]): {held_out[0]} -> {held_out[1]}"
             )
     if changed:
         raise UserError(
-            f"[checkpoint] {path} was made by another run:\n  "
+            f"[checkpoint] {path} does not match this run:\n  "
             + "\n  ".join(changed)
-            + "\nUndo the change, start a new run with --job.name, or insist with "
+            + "\nUndo the change, start a new run with --job.name, or allow it with "
             "--checkpoint.allow_changes true."
         )
 
@@ -263,7 +263,7 @@ def load(
     *,
     verified: bool = False,
 ) -> None:
-    """Fill a run's tensors from its checkpoint; averages that it lacks begin at the weights."""
+    """Load a run's tensors in place; an EMA missing from the checkpoint starts at the weights."""
     saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
     kept = {decay: average for decay, average in ema.averages.items() if decay in saved}
     checkpoint.load(path, {**tensors, "ema": kept}, verified=verified)
@@ -278,17 +278,17 @@ def load_imported(
     *,
     verified: bool = False,
 ) -> None:
-    """Fill a new run's tensors from imported weights; every average begins at the imported one.
+    """Load imported weights into a new run; every EMA starts at the imported one.
 
-    Most files of weights are without AdamW's moments: it starts anew then.
+    AdamW's moments start at zero unless the checkpoint has them.
     """
     if ema.averages and ema.config.warmup:
         raise UserError(
-            f"[ema] warmup=true would forget the average that {path} brings within a few steps. "
-            "Set --ema.warmup false."
+            f"[ema] warmup=true would overwrite the average imported from {path} within a few "
+            "steps. Set --ema.warmup false."
         )
     (saved,) = (str(decay) for decay in record["config"]["ema"]["decays"])
-    # What the objective has of its own is in no file of weights, and begins as it is.
+    # An objective's own modules are in no weight file; they keep their initial values.
     wanted = {**tensors, "model": of_the_model(tensors["model"]), "ema": {}}
     if ema.averages:
         wanted["ema"] = {saved: of_the_model(next(iter(ema.averages.values())))}
@@ -299,5 +299,5 @@ def load_imported(
 
 
 def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the parameters of an objective's own modules."""
+    """Drop the parameters of an objective's own modules."""
     return {name: t for name, t in tensors.items() if not name.startswith("objective.")}

@@ -1,6 +1,6 @@
-"""Going back to the last good checkpoint when nothing but bad steps comes.
+"""Rollback to the last good checkpoint after too many consecutive bad steps.
 
-The data that the bad steps drew is left out from then on. `RUN/rollbacks.json` says so at once, as
+The bad steps' samples are skipped from then on. `RUN/rollbacks.json` records this at once, because
 the run may end before its next checkpoint.
 """
 
@@ -23,12 +23,12 @@ FILE = "rollbacks.json"
 
 @dataclass(frozen=True)
 class BadSteps:
-    """The steps that a run goes back for."""
+    """The consecutive bad steps that cause a rollback."""
 
     first: int
     last: int
     numbers: SampleRange
-    """The samples that they drew, from the first to behind the last one."""
+    """(first, end) of the sample numbers that they drew."""
 
     def told(self, path: object) -> str:
         """A line for a run that went back to the checkpoint at `path`."""
@@ -38,34 +38,34 @@ class BadSteps:
         )
 
     def as_skipped(self) -> Skipped:
-        """What no step is to draw any more."""
+        """The ledger entry of their samples."""
         reason = f"steps {self.first} to {self.last} were bad"
         return Skipped(*self.numbers, reason)
 
 
 @dataclass(frozen=True)
 class Rollbacks:
-    """How often the run went back, kept in its folder: the next checkpoint may never come."""
+    """A run's rollbacks, stored in its directory."""
 
     skipped: tuple[Skipped, ...] = ()
     in_vain: int = 0
-    """Times in a row that it did not come further than the time before."""
+    """Consecutive rollbacks without progress past `reached`."""
     reached: int = 0
-    """The bad step at which it last went back."""
+    """The last bad step of any rollback."""
 
-    def again(self, bad: BadSteps) -> Rollbacks:
-        """Once more."""
+    def with_rollback(self, bad: BadSteps) -> Rollbacks:
+        """Return the rollbacks with one more."""
         in_vain = self.in_vain + 1 if bad.first <= self.reached else 1
         return Rollbacks((*self.skipped, bad.as_skipped()), in_vain, max(self.reached, bad.last))
 
     def write(self, folder: Path) -> None:
-        """Into a run's folder, on the disk when this returns, whole or not at all."""
+        """Write `rollbacks.json` atomically and durably."""
         values = {**vars(self), "skipped": [list(vars(entry).values()) for entry in self.skipped]}
         write_whole(folder / FILE, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def read(folder: Path) -> Rollbacks:
-    """Those of a run so far."""
+    """Read a run's rollbacks; none if there is no file."""
     if not (folder / FILE).is_file():
         return Rollbacks()
     values = json.loads((folder / FILE).read_text())
@@ -79,31 +79,31 @@ def read(folder: Path) -> Rollbacks:
 def go_back(
     folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps, start: Start
 ) -> Rollbacks:
-    """The rollbacks with this one to `start`; for the first rank to call.
+    """Roll back to `start`: rename newer checkpoints and record the rollback. Rank 0 only.
 
-    Checkpoints of the bad steps are set aside. Raises UserError, and changes nothing, where there
-    is no checkpoint from before them, or the run has come no further with `max_rollbacks`.
+    Raises UserError and changes nothing if rollback is disabled, no checkpoint precedes the bad
+    steps, or `max_rollbacks` brought no progress.
     """
-    rollbacks = read(folder).again(bad)
+    rollbacks = read(folder).with_rollback(bad)
     if config.max_rollbacks == 0:
-        raise UserError(why_not(folder, config, bad, "max_rollbacks=0"))
+        raise UserError(refusal(folder, config, bad, "max_rollbacks=0"))
     if start.path is None:
-        raise UserError(why_not(folder, config, bad, f"no checkpoint from before step {bad.first}"))
+        raise UserError(refusal(folder, config, bad, f"no checkpoint from before step {bad.first}"))
     if rollbacks.in_vain > config.max_rollbacks:
-        reason = f"max_rollbacks={config.max_rollbacks} did not get it any further"
-        raise UserError(why_not(folder, config, bad, reason))
-    # Aside first: a kill in between leaves a run that meets the bad steps, and goes back, anew.
+        reason = f"max_rollbacks={config.max_rollbacks} brought no progress"
+        raise UserError(refusal(folder, config, bad, reason))
+    # Rename first: after a kill in between, the run repeats the bad steps and rolls back again.
     set_aside_newer(checkpoints, start)
     rollbacks.write(folder)
     return rollbacks
 
 
-def why_not(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str) -> str:
-    """The message of a run that ends here."""
+def refusal(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str) -> str:
+    """The error message of a run that cannot roll back."""
     return (
         f"[faults] max_consecutive_bad_steps={config.max_consecutive_bad_steps}: the last "
-        f"{bad.last - bad.first + 1} steps had a non-finite loss or gradient, or a spike (step "
-        f"{bad.last}), and the run cannot go back: {reason}. Lower [optimizer] lr, look at the "
+        f"{bad.last - bad.first + 1} steps up to step {bad.last} had a non-finite loss or gradient "
+        f"or a spike, and the run cannot roll back: {reason}. Lower [optimizer] lr, inspect the "
         f"data (python -m titan_dit replay --run {folder} --step {bad.first}), or resume from an "
         "older checkpoint with --checkpoint.resume PATH."
     )

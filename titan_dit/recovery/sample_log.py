@@ -1,8 +1,7 @@
-"""Which samples every step has seen, written by the ranks themselves: a proof, not a record.
+"""The sample log: the sample numbers of every step, written by each data-parallel rank.
 
-`RUN/samples-seen/attempt-00001/rank-00000.jsonl` has a line for every step of a data-parallel rank.
-An attempt begins whenever the run goes on from a checkpoint: the first time, after a kill, after it
-went back.
+It checks the ledger independently. `RUN/samples-seen/attempt-00001/rank-00000.jsonl` has one line
+per step. Every start, resume and rollback begins a new attempt.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ FOLDER = "samples-seen"
 
 
 def attempts(run: Path) -> list[Path]:
-    """The folders of a run's attempts, the first one first."""
+    """The folders of a run's attempts, oldest first."""
     return sorted((run / FOLDER).glob("attempt-*"), key=lambda path: int(path.name[8:]))
 
 
 def next_attempt(run: Path) -> int:
-    """The number of the attempt that begins now."""
+    """Number of the next attempt."""
     return 1 + max((int(path.name[8:]) for path in attempts(run)), default=0)
 
 
 class SampleLog:
-    """What one data-parallel rank writes in one attempt."""
+    """Log file of one data-parallel rank in one attempt."""
 
     def __init__(self, run: Path, attempt: int, rank: int, num_ranks: int) -> None:
         folder = run / FOLDER / f"attempt-{attempt:05d}"
@@ -42,15 +41,12 @@ class SampleLog:
 
     @classmethod
     def begin(cls, run: Path, rank: int, num_ranks: int, *, writes: bool) -> SampleLog | None:
-        """That of a new attempt, where this rank `writes`; every rank calls."""
+        """Open the log of a new attempt; None unless this rank `writes`. Collective."""
         attempt = Ranks().first(lambda: next_attempt(run))
         return cls(run, attempt, rank, num_ranks) if writes else None
 
     def write(self, step: int, batch: Batch) -> None:
-        """The samples of a step, as they were trained on. Out of this process when this returns.
-
-        Waits for the device.
-        """
+        """Write and flush a step's sample numbers, padding excluded. Synchronises the device."""
         numbers = sorted(batch.sample_numbers[batch.weight > 0].tolist())
         line = {"step": step, "ranks": self.num_ranks, "numbers": ranges_of(numbers)}
         self.file.write(json.dumps(line) + "\n")
@@ -58,10 +54,10 @@ class SampleLog:
 
 
 def seen(run: Path) -> dict[int, Counter[int]]:
-    """Step -> how often each sample number was seen in it, for the history that the run now has.
+    """Map step to the count of each sample number, over the run's current history.
 
-    What an attempt has done takes the place of all that earlier ones did from its first step on. A
-    step of which a rank's line is missing was not finished, and is left out.
+    An attempt replaces earlier attempts from its first step on. A step without a line of every
+    rank was not finished and is left out.
     """
     history: dict[int, Counter[int]] = {}
     for attempt in attempts(run):
@@ -78,9 +74,9 @@ def seen(run: Path) -> dict[int, Counter[int]]:
 
 
 def trained(run: Path, ledger: Ledger) -> Counter[int]:
-    """How often each sample number was trained on, by what the ranks have written.
+    """Count how often each sample number was trained on, by the sample log.
 
-    Of the run's last checkpoint's ledger only the steps count that changed no weight.
+    `ledger` of the last checkpoint gives the untrained samples, which are excluded.
     """
     total = sum(seen(run).values(), Counter())
     for number in numbers_of(ledger.untrained_ranges):
@@ -89,7 +85,7 @@ def trained(run: Path, ledger: Ledger) -> Counter[int]:
 
 
 def whole_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file but for one that a kill cut short."""
+    """Yield the lines of a file, without a truncated last line."""
     for line in file.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)

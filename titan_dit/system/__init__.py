@@ -1,1 +1,1 @@
-"""What the operating system and the interpreter are asked for: files, locks, streams, processes."""
+"""Operating system and interpreter: file locks, streams, process identity, garbage collection."""

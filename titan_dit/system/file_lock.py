@@ -1,4 +1,4 @@
-"""A file that one process at a time has locked."""
+"""An exclusive file lock by flock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def open_locked(path: Path) -> int:
-    """Open a file, made where it is missing, and lock it until its descriptor is closed.
+    """Open a file, creating it if missing, and lock it until the descriptor is closed.
 
-    Whoever held it before may have removed it: the one that is locked still has the name. On a file
-    system without locks it is opened only. The umask decides who else may write it, as with any
-    file of a folder that a group shares. Raises BlockingIOError where another process holds it.
+    A previous holder may have unlinked the file, so the path is checked after locking. On a file
+    system without flock the file is only opened. The mode follows the umask, for shared group
+    directories. Raises BlockingIOError if another process holds the lock.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

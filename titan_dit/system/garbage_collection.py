@@ -1,8 +1,7 @@
-"""Python's cyclic garbage collector, run by all ranks after the same step.
+"""Runs Python's cyclic garbage collector after the same steps on all ranks.
 
-Left to itself it runs whenever a rank has made enough objects, on every rank at another moment, and
-each time all the others wait for that rank in their next collective. Memory that no cycle holds is
-freed at once as ever: the collector is for cycles only.
+Automatic collections run at different times on each rank and make it a straggler in the next
+collective. Reference counting still frees objects outside cycles at once.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import gc
 
 
 class Collector:
-    """Takes over after the first step within its block, and gives back where the block ends.
+    """Controls garbage collection from the end of the first step to the end of the block.
 
-    The first step is left to Python: it compiles, and makes the optimizer's state. What lives after
-    it lives as long as the run, and is never looked at again (`gc.freeze`).
+    The first step compiles and creates the optimizer state under Python's automatic collector.
+    Objects alive after it last as long as the run and are excluded by `gc.freeze`.
     """
 
     def __init__(self, every: int) -> None:
-        """Steps between two collections; 0 leaves everything to Python."""
+        """Collect every `every` steps; 0 keeps Python's automatic collector."""
         self.every = every
         self.in_charge = False
         self.was_enabled = False
@@ -30,9 +29,9 @@ class Collector:
         self.rest()
 
     def after(self, step: int) -> None:
-        """Every so many steps, collect what has become garbage since the last time.
+        """Call after each step: collect generations 0 and 1 every `every` steps.
 
-        Generation 1: what outlives one collection is left to the full ones.
+        Objects that survive one collection are left to `full`.
         """
         if self.every and not self.in_charge:
             self.was_enabled, self.in_charge = gc.isenabled(), True
@@ -43,14 +42,14 @@ class Collector:
             gc.collect(1)
 
     def full(self) -> None:
-        """Collect everything, where the ranks stop anyway."""
+        """Collect all generations; call where the ranks synchronise anyway."""
         if self.in_charge:
             gc.collect()
 
     def rest(self) -> None:
-        """Leave everything to Python until after the next step.
+        """Restore the automatic collector until after the next step.
 
-        Also before processes are forked that are to have a collector: it is inherited as it is.
+        Call before forking: child processes inherit the collector's state.
         """
         if self.in_charge:
             self.in_charge = False

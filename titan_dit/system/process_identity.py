@@ -1,4 +1,4 @@
-"""Which process it is: not a later one of the same number, nor one of another machine."""
+"""Identifies a process across pid reuse and machines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ PROC = Path("/proc")
 
 
 def machine() -> str:
-    """Where the number of a process means the same: a kernel since its boot, a container.
+    """Identify the pid namespace: host name, boot id, container.
 
-    Hosts, and a container and its successor, may share a host name.
+    The host name alone is not unique: hosts or successive containers may share it.
     """
     parts = [socket.gethostname()]
     with suppress(OSError):
@@ -24,29 +24,29 @@ def machine() -> str:
 
 
 def start_of(pid: int) -> str:
-    """When a process was started, in clock ticks since the boot; empty where that is not known."""
+    """Start time of a process in clock ticks since boot; empty if unknown."""
     return (status(pid) or ("", ""))[1]
 
 
 def is_alive(pid: int, started: str) -> bool:
-    """Whether the process of this number that was `started` then lives, on this machine."""
+    """Return True if the process with this pid and start time is alive on this machine."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # Another user's.
+        pass  # Exists, owned by another user.
     found = status(pid)
     if found is None:
-        return True  # Not Linux, or other users' processes are hidden: its number is all there is.
+        return True  # Not Linux, or processes are hidden: only the pid is known.
     state, since = found
     return state not in ("Z", "X") and since == started
 
 
 def status(pid: int) -> tuple[str, str] | None:
-    """State and time of start of a process, from the fields 3 and 22 of /proc/PID/stat."""
+    """(state, start time): fields 3 and 22 of /proc/PID/stat; None if unreadable."""
     try:
-        # The second field is the program's name in brackets, which may hold anything.
+        # Field 2, the program name in brackets, may contain spaces and brackets.
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

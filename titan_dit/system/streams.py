@@ -1,4 +1,4 @@
-"""Standard output and error, whose reader may be gone: `| head`, a terminal that was closed."""
+"""Writes to stdout and stderr that survive a closed pipe (`| head`) or terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import TextIO
 
 GONE = (errno.EPIPE, errno.EIO)
-"""What writing to a pipe without a reader, and to a closed terminal, ends with."""
+"""Errors of writing to a closed pipe or terminal."""
 
 
 def tell(stream: TextIO, text: str) -> None:
-    """Write at once. Where nobody can read it, nothing happens, and what follows is not tried.
+    """Write and flush; silence the stream if its reader is gone.
 
-    On a full disk the text waits in the stream's buffer.
+    On a full disk the text stays in the stream's buffer.
     """
     try:
         stream.write(text)
@@ -27,17 +27,17 @@ def tell(stream: TextIO, text: str) -> None:
 
 
 def open_missing() -> None:
-    """Where a program was started without standard output or error (`>&-`), they lead nowhere."""
+    """Redirect stdout and stderr to /dev/null if they were closed at start (`>&-`)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # Takes the number that is free.
-            os.set_inheritable(nowhere, True)  # Or a file of the ranks would take it.
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # Gets the free descriptor number.
+            os.set_inheritable(nowhere, True)  # Or a file of the ranks gets the number.
             setattr(sys, name, os.fdopen(nowhere, "w"))
 
 
 def silence(stream: TextIO) -> None:
-    """From here on what is written to the stream is lost, whoever writes it: libraries, too."""
-    with suppress(OSError, ValueError):  # A stream of a test's has no file.
+    """Redirect the stream's file descriptor to /dev/null, for libraries, too."""
+    with suppress(OSError, ValueError):  # Streams of tests may have no file.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
@@ -45,9 +45,9 @@ def silence(stream: TextIO) -> None:
 
 
 def has_lost_reader(stream: TextIO) -> bool:
-    """Whether the stream is a pipe that nobody reads any more."""
+    """Return True if the stream is a pipe without a reader."""
     with suppress(OSError, ValueError):
         poll = select.poll()
-        poll.register(stream.fileno(), 0)  # Errors are told unasked.
+        poll.register(stream.fileno(), 0)  # POLLERR is always reported.
         return any(event & select.POLLERR for _, event in poll.poll(0))
     return False

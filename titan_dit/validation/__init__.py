@@ -1,1 +1,1 @@
-"""The loss on samples that are not trained on."""
+"""Validation: the loss on held-out samples."""

@@ -1,4 +1,4 @@
-"""Whether two datasets share samples, found by a digest of every row."""
+"""Finds rows that two datasets share, by a digest of every row."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from titan_dit.launcher.process_group import World
 from titan_dit.system import streams
 
 BATCH = 256
-SPEAK_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 
 
-def check_apart(
+def check_overlap(
     path: str, validation: Source, rows: Sequence[int], training: Source, world: World
 ) -> None:
-    """Raise UserError, on every rank, if rows of a validation set are trained on.
+    """Raise UserError on every rank if validation rows are in the training set.
 
-    The ranks share the work of reading the training data once.
+    The training data is read once, split over the ranks.
     """
     theirs = list(digests(validation, rows))
     wanted = set(theirs)
@@ -33,7 +33,7 @@ def check_apart(
     for done, digest in enumerate(digests(training, mine), start=1):
         if digest in wanted:
             found.add(digest)
-        if world.is_main and time.monotonic() - said > SPEAK_EVERY_S:
+        if world.is_main and time.monotonic() - said > REPORT_EVERY_S:
             said = time.monotonic()
             left = (said - began) / done * (len(mine) - done)
             text = f"[validation] compared {done * world.size:,} of {len(training):,} rows of "
@@ -42,17 +42,17 @@ def check_apart(
     if shared:
         raise UserError(
             f"[validation] path={path}: {sum(d in shared for d in theirs)} of its {len(rows)} "
-            "samples are in [data] too, so its loss would be of samples that are trained on. Take "
-            "them out of one of the two, or leave path out and set samples: rows of [data] are "
-            "held out then."
+            "samples are also in [data], so the validation loss would include training samples. "
+            "Remove them from one dataset, or drop path and set samples to hold out rows of "
+            "[data]."
         )
 
 
 def digests(source: Source, rows: Sequence[int]) -> Iterator[bytes]:
-    """A digest of every row: of the bytes of all its fields."""
+    """Yield a digest of every row, over the bytes of all fields."""
     for first in range(0, len(rows), BATCH):
         part = source.read(rows[first : first + BATCH])
-        # As bytes: numpy has no bfloat16.
+        # View as bytes: numpy has no bfloat16.
         whole = [part[name].contiguous().view(len(part[name]), -1) for name in sorted(part)]
         arrays = [tensor.view(torch.uint8).numpy() for tensor in whole]
         for row in range(len(arrays[0])):

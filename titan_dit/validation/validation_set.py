@@ -1,4 +1,4 @@
-"""The loss on samples that are not trained on: [validation]."""
+"""[validation]: the validation set and the loss over it."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
 from titan_dit.optim.ema import EMA
 from titan_dit.rng import SampleRNG
-from titan_dit.validation.overlap import check_apart
+from titan_dit.validation.overlap import check_overlap
 
 COMPARED = "validation.json"
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Rows of a source."""
+    """Rows of a source to validate on."""
 
     source: Source
     rows: Sequence[int]
     compared: Mapping[str, Any] = field(default_factory=dict)
-    """What says that the rows are none of those that are trained on: digests and their number."""
+    """Digests and sample count of the overlap check that the rows passed; empty if not needed."""
 
     def remember(self, folder: Path) -> None:
-        """In the run's folder, so that a restart need not compare again."""
+        """Write the passed overlap check to the run directory, so that a restart skips it."""
         if self.compared:
             (folder / COMPARED).write_text(text_of(self.compared))
 
 
 def text_of(compared: Mapping[str, Any]) -> str:
-    """What the run's folder has of a comparison."""
+    """Contents of `validation.json`."""
     return json.dumps(compared) + "\n"
 
 
 def open_set(
     config: ValidationConfig, data: DataConfig, source: Source, held_out: Sequence[int], seed: int
 ) -> ValidationSet | None:
-    """What to validate on; None where nothing asks for it. Raises UserError."""
+    """Open the validation set; None if validation is off. Raises UserError."""
     if not config.every:
         return None
     if not config.path:
@@ -59,8 +59,7 @@ def open_set(
     where, keys = f"[validation] path={show(config.path)}", hints_of(type(data))
     if "path" not in keys:
         raise UserError(
-            f"{where}: [data] name={show(data.name)} is read from no path. Leave path out and set "
-            "samples."
+            f"{where}: [data] name={show(data.name)} has no path. Remove path and set samples."
         )
     values = {key: getattr(data, key) for key in keys} | {"path": config.path}
     try:
@@ -79,7 +78,7 @@ def open_set(
 
 
 def check_alike(where: str, other: Source, source: Source) -> None:
-    """Fields, units and classes must be those of the training data."""
+    """Raise UserError unless fields, units and classes equal the training data's."""
     if dict(other.fields) != dict(source.fields):
         raise UserError(
             f"{where} holds {spelled(other)}, but [data] holds {spelled(source)}. Give a dataset "
@@ -95,7 +94,7 @@ def check_alike(where: str, other: Source, source: Source) -> None:
 
 
 def spelled(source: Source) -> str:
-    """The fields of a source, as "latent float32 [4, 32, 32], label int64 []"."""
+    """Format the fields of a source: "latent float32 [4, 32, 32], label int64 []"."""
     return ", ".join(f"{name} {field}" for name, field in source.fields.items())
 
 
@@ -108,9 +107,9 @@ def open_apart(
     folder: Path,
     world: World,
 ) -> ValidationSet | None:
-    """`open_set`, whose rows are none of those that are trained on; every rank calls.
+    """`open_set` plus the overlap check against the training set. Collective.
 
-    `folder`: of the run, which remembers what was compared.
+    `folder` is the run directory, which stores a passed check.
     """
     found = open_set(config, data, source, held_out, seed)
     if found is None or not config.path:
@@ -118,11 +117,11 @@ def open_apart(
     digests = {"data": source.facts.digest, "validation": found.source.facts.digest}
     compared = digests | {"samples": len(found.rows)}
     file = folder / COMPARED
-    # As text: a file that a kill cut short is none, and the rows are compared again.
+    # Compared as text: a truncated file differs, and the rows are checked again.
     is_known = file.is_file() and file.read_text() == text_of(compared)
-    # The first rank's view decides: a shared disk may show a file to some ranks only.
+    # Rank 0's view decides: a shared disk may show a file to some ranks only.
     if not world.gather(is_known)[0]:
-        check_apart(config.path, found.source, found.rows, source, world)
+        check_overlap(config.path, found.source, found.rows, source, world)
     return replace(found, compared=compared)
 
 
@@ -136,17 +135,18 @@ def losses(
     seed: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """The loss over all rows, and of every evaluation of the objective that has a name.
+    """Mean loss over all rows, and the loss of each named evaluation of the objective.
 
-    Each data rank takes its share of the rows, `batch_size` at a time. Sample i of the set has
-    number i: the same draws every time, on every layout. `alive` is called after every batch.
+    Each data rank evaluates its share in batches of `batch_size`. Sample i has sample number i, so
+    its random draws are the same every time and on every layout. `alive` is called after each
+    batch.
     """
     count = -(-len(chosen.rows) // share.num_ranks)
     mine = range(share.rank * count, (share.rank + 1) * count)
     parts: dict[str, list[Tensor]] = {}
     for first in range(0, count, batch_size):
-        # Batches of one size: every rank evaluates equally many, and nothing is compiled anew.
-        # What is behind a share's end, or the set's, is cut off below.
+        # Fixed batch size: equal counts on every rank, no recompilation. Padding past the end of
+        # the share or the set is cut off below.
         numbers = [min(mine[0] + first + i, len(chosen.rows) - 1) for i in range(batch_size)]
         pairs = [(i, chosen.rows[i]) for i in numbers]
         inspect, device = objective.inspect, share.device
@@ -188,6 +188,6 @@ def losses_of_all(
 
 
 def sums_of(per_token: Float[Tensor, "b n"], prepared: Prepared) -> Float[Tensor, "b 2"]:
-    """The weighted sum of every sample's losses and the sum of their weights, in fp64."""
+    """Per sample: weighted sum of the token losses and sum of the weights, in fp64."""
     weight = prepared.token_weight.expand_as(per_token).double()
     return torch.stack(((per_token.double() * weight).sum(1), weight.sum(1)), 1)
