@@ -49,7 +49,7 @@ class PipelineConfig(Section):
 
     section = "pipeline"
 
-    schedule: Annotated[str, OneOf(SCHEDULES)] = "1f1b"
+    schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "1f1b"
     """Order of forward and backward passes; a schedule of your own is "package.module:NAME"."""
     virtual_stages: PositiveInt = 1
     """Stages per rank, for the interleaved schedules; V schedules (zbv, dualpipev) hold two."""

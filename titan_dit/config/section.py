@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import (
@@ -56,13 +56,13 @@ class Bound:
 class OneOf:
     """Names of a catalog table, carried in the type; "package.module:name" is always allowed."""
 
-    table: Mapping[str, str]
+    names: tuple[str, ...]
 
     def broken_by(self, value: Any) -> str | None:
         """What is wrong with `value`, or None."""
-        if value in self.table or ":" in value:
+        if value in self.names or ":" in value:
             return None
-        return f"is not one of {', '.join(map(show, self.table))}"
+        return f"is not one of {', '.join(map(show, self.names))}"
 
 
 PositiveInt = Annotated[int, Bound(least=1)]
