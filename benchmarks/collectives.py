@@ -16,7 +16,7 @@ from typing import Any
 from report import finish
 
 from titan_dit.config import catalog, config_file
-from titan_dit.dry_run.rehearse import rehearse
+from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.plan import resolve
 
 LAYERS = 2
@@ -165,7 +165,7 @@ def sent(case: Case, layers: int) -> tuple[int, int]:
     objective = config.objective.build(config.model, facts)
     settings = config.training, config.optimizer, config.ema
     calls: Counter[str] = Counter()
-    for rank in rehearse(plan, objective, fields, *settings).ranks:
+    for rank in take_fake_step(plan, objective, fields, *settings).ranks:
         for operation in OPERATIONS[case.axis]:
             calls["calls"] += rank.traffic.calls[case.axis, operation]
             calls["bytes"] += rank.traffic.bytes[case.axis, operation]

@@ -27,10 +27,10 @@ from report import finish, place
 from report import write as write_json
 from torch import nn
 
-from titan_dit.checks.device import check_products
+from titan_dit.checks.device import check_matmuls
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import guarded
+from titan_dit.launcher.failure import run_and_exit
 from titan_dit.models.dit import SIZES
 from titan_dit.parallel import float8
 from titan_dit.parallel.float8_gains import TABLE, LinearShape, gains
@@ -123,7 +123,7 @@ def check(options: argparse.Namespace, device: torch.device) -> None:
         )
     for recipe in options.recipes:
         precision = PrecisionConfig(float8=recipe, float8_emulate=options.emulate)
-        check_products(precision, False, device)
+        check_matmuls(precision, False, device)
 
 
 def main() -> int:
@@ -177,4 +177,4 @@ def version() -> str:
 
 
 if __name__ == "__main__":
-    guarded(main)
+    run_and_exit(main)

@@ -188,7 +188,6 @@ def main() -> None:
     import torch
 
     from titan_dit.config.section import UserError
-    from titan_dit.launcher.failure import guarded
 
     def checked() -> None:
         if not options.tiny and not torch.cuda.is_available():
@@ -198,7 +197,7 @@ def main() -> None:
             )
         run(options, began)
 
-    guarded(checked)
+    run_and_exit(checked)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from meter import Meter
 from ours import network, randomize, trainer_step
 from torch import Tensor
 
-from titan_dit.checks.device import check_products
+from titan_dit.checks.device import check_matmuls
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import DiffusionConfig
@@ -109,7 +109,7 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
     on_gpu = place.device.type == "cuda"
     settings: dict[str, Any] = {} if on_gpu else {"float8_emulate": True, "float8_layers": "all"}
     precision = PrecisionConfig(dtype="bf16", float8=recipe, **settings)  # type: ignore[arg-type]
-    check_products(precision, False, place.device)
+    check_matmuls(precision, False, place.device)
     return ours(cell, place, compiled=True, precision=precision)
 
 

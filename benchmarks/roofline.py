@@ -25,7 +25,7 @@ from shapes import parse_cell, shape_of
 
 from titan_dit.config import catalog
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import guarded
+from titan_dit.launcher.failure import run_and_exit
 from titan_dit.models.dit import DiTConfig
 
 SHAPE = ("size", "hidden", "layers", "heads", "patch")
@@ -236,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    guarded(main)
+    run_and_exit(main)

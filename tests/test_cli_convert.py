@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from titan_dit.checkpoint import checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.commands import sample as sampling
-from titan_dit.commands.restore import find, restore
+from titan_dit.commands.restore import find_checkpoint, restore
 from titan_dit.config.section import UserError
 
 FIXTURE = Path(__file__).resolve().parent / "fixtures" / "dit_reference.safetensors"
@@ -108,7 +108,7 @@ def converted_again(cwd, name, **flags):
     run, file, back = (str(cwd / part) for part in (name, f"{name}.safetensors", f"{name}_back"))
     convert.main(convert.Options(source=run, to=file))
     convert.main(convert.Options(source=file, to=back, **flags))
-    return restore(find(Path(back), None), "ema", None, CPU).objective.path
+    return restore(find_checkpoint(Path(back), None), "ema", None, CPU).objective.path
 
 
 def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
@@ -213,7 +213,7 @@ def weights_of(path, which):
 def test_training_starts_from_imported_weights_and_averages(trained):
     imported, run = trained / "imported", trained / "outputs" / "digits"
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
-    last = find(run, None)
+    last = find_checkpoint(run, None)
     # AdamW begins with the imported moments: after three steps of its own it would be 3e-5.
     for which, most in (("model", 1e-5), ("ema", 1e-3)):
         before, after = weights_of(imported, which), weights_of(last, which)
@@ -234,7 +234,7 @@ def test_trained_weights_are_written_in_the_originals_names(trained, which):
     done_well(titan_dit("convert", "--from", run, "--to", name, "--weights", which, cwd=trained))
     done_well(titan_dit("convert", "--from", name, "--to", f"{which}_again", cwd=trained))
     again = weights_of(trained / f"{which}_again", "model")
-    for key, tensor in weights_of(find(trained / run, None), which).items():
+    for key, tensor in weights_of(find_checkpoint(trained / run, None), which).items():
         assert torch.equal(again[key], tensor), key
 
 
@@ -257,7 +257,10 @@ def test_every_average_begins_at_the_imported_one(trained):
     flags = ("--ema.decays", 0.5, 0.9, "--training.steps", 1, "--optimizer.lr", 1e-30)
     done_well(train(*START, *flags, "--job.name", "two", cwd=trained))
     expected = weights_of(trained / "imported", "ema")["blocks.0.mlp.up.weight"]
-    path, model = find(trained / "outputs" / "two", None), weights_of(trained / "imported", "model")
+    path, model = (
+        find_checkpoint(trained / "outputs" / "two", None),
+        weights_of(trained / "imported", "model"),
+    )
     for decay in (0.5, 0.9):
         found = dict(restore(path, "ema", decay, CPU).model.named_parameters())
         moved = torch.lerp(model["blocks.0.mlp.up.weight"], expected, decay)

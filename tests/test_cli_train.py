@@ -11,7 +11,7 @@ import torch
 from commands import metrics, only_error, train, train_command
 from running import Running, launcher
 
-from titan_dit.commands.restore import find, restore
+from titan_dit.commands.restore import find_checkpoint, restore
 from titan_dit.data.latents import write_shards
 
 SHORT = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
@@ -88,7 +88,7 @@ def test_a_run_whose_rank_and_then_launcher_are_killed_ends_as_if_undisturbed(tm
 
 def same_weights(first, second, weights):
     parts = [
-        restore(find(run, None), weights, None, torch.device("cpu")).model.state_dict()
+        restore(find_checkpoint(run, None), weights, None, torch.device("cpu")).model.state_dict()
         for run in (first, second)
     ]
     assert parts[0].keys() == parts[1].keys()
@@ -229,7 +229,7 @@ def test_a_rank_that_raises_shows_its_traceback_once_and_stops_the_others(tmp_pa
         "        raise RuntimeError('planted')\n"
         "    return original(self, batch)\n"
         "trainer.Trainer.train_step = train_step\n"
-        "failure.guarded(train.main)\n"
+        "failure.run_and_exit(train.main)\n"
     )
     command = train_command(*SHORT, *SMALL, ranks=2)
     command[command.index("titan_dit.train") - 1 : command.index("titan_dit.train") + 1] = [

@@ -18,8 +18,8 @@ from titan_dit.config.config_file import CONFIG_DIR, take_dry_run
 from titan_dit.config.section import UserError
 from titan_dit.dry_run import estimate, report
 from titan_dit.dry_run.command import dry_run, smallest_world
+from titan_dit.dry_run.fake_step import FakeRank, microbatches_to_run, take_fake_step
 from titan_dit.dry_run.memory import MemoryLog, StorageKind
-from titan_dit.dry_run.rehearse import Rehearsal, microbatches_to_run, rehearse
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import resolve
 
@@ -31,17 +31,17 @@ MODEL = {"hidden": H, "layers": LAYERS, "heads": 8, "latent_size": 32}
 @pytest.fixture(scope="module", autouse=True)
 def elsewhere():
     """Run in another process: the shape checks of the tests reject sharded tokens."""
-    global rehearsed
+    global fake_report
     with ProcessPoolExecutor(1, forked.context()) as pool:
 
-        def rehearsed(config, world):
-            return pool.submit(rehearse, *parts_of(config, world)).result()
+        def fake_report(config, world):
+            return pool.submit(take_fake_step, *parts_of(config, world)).result()
 
         yield
 
 
 def parts_of(config, world):
-    """Arguments of a rehearsal from a config, with matching data."""
+    """Arguments of a fake_rank from a config, with matching data."""
     facts, fields = config.objective.example(config.model)
     objective = config.objective.build(config.model, facts)
     sections = config.training, config.optimizer, config.ema
@@ -52,7 +52,7 @@ def small(world=1, batch=B, **sections):
     """Rehearse a bf16 DiT whose blocks dominate embedding and head."""
     sections["training"] = {"global_batch_size": batch} | sections.get("training", {})
     sections.setdefault("precision", {"dtype": "bf16"})
-    return rehearsed(tiny_config(model=MODEL, **sections), world)
+    return fake_report(tiny_config(model=MODEL, **sections), world)
 
 
 def sent(rank, axis, *operations):
@@ -171,12 +171,12 @@ def test_every_schedule_is_rehearsed(schedule, run):
     assert sum(sent(rank, "pp", "send") for rank in result.ranks) == 2 * 8 * boundaries * stream
 
 
-def real_and_rehearsed(world, sections):
+def real_and_fake(world, sections):
     """Log two steps on real tensors; return bytes by kind, live bytes and state bytes."""
     config = tiny_config(model=MODEL, **sections)
     plan, objective, fields, *own = parts_of(config, 1)
     mesh = Mesh(plan.sizes, "cpu")
-    real = Rehearsal(plan, objective, fields, mesh, nullcontext(), own)
+    real = FakeRank(plan, objective, fields, mesh, nullcontext(), own)
     peak, _ = real.run(share=2, size=1, fewer=1, enough=2, count=2)
     measured = {str(kind): size for kind, size in peak.bytes.items()}
     live = sum(record.size for record in real.memory.records.values())
@@ -197,7 +197,7 @@ def test_fake_storages_are_those_of_a_real_step():
         "precision": {"dtype": "bf16"},
         "training": {"global_batch_size": 2, "microbatch_size": 1},
     }
-    [(real, live, state)] = on_ranks(1, real_and_rehearsed, sections)
+    [(real, live, state)] = on_ranks(1, real_and_fake, sections)
     [rank] = small(batch=2, training={"microbatch_size": 1}).ranks
     for kind, size in rank.peak.bytes.items():
         assert size == pytest.approx(real[kind], rel=0.01, abs=2**12), kind
@@ -321,7 +321,7 @@ def test_every_recipe_passes(name, flags):
     world = smallest_world(config.parallel)
     if config.parallel.dp_shard == -1:
         world *= 2
-    result = rehearsed(config, world)
+    result = fake_report(config, world)
     assert len(result.ranks) == pp
     text = list(report.lines(result))
     assert text[0].startswith(f"dry run of {name}: {world} rank")

@@ -78,7 +78,7 @@ def as_python(words: list[str], options: type[Section]) -> list[str]:
 
 def run() -> None:
     """Entry point of the console script `titan_dit`."""
-    failure.guarded(main)
+    failure.run_and_exit(main)
 
 
 if __name__ == "__main__":

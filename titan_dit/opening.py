@@ -21,11 +21,11 @@ from titan_dit.execution.build import Built
 from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
 from titan_dit.objectives.base import Objective
-from titan_dit.parallel.mesh import followed
+from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import resume
 from titan_dit.schedules.schedule import schedule_of
-from titan_dit.validation.validation_set import ValidationSet, open_apart
+from titan_dit.validation.validation_set import ValidationSet, open_checked
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 
@@ -46,7 +46,7 @@ class Opened:
     def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
         """The first console lines: software, layout, model, data, steps, folder, users' code."""
         config, plan, precision = self.config, self.plan, self.plan.precision
-        yield from followed(plan.parallel, plan.sizes)
+        yield from refitted(plan.parallel, plan.sizes)
         software = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
         where = f"{plan.sizes} on {device.type}"
         yield f"{software}: {where}, {precision}, attention {precision.attention}"
@@ -92,8 +92,8 @@ def open_run(config: JobConfig, world: World) -> Opened:
     if config.training.deterministic:
         set_deterministic()
     # The first rank's view decides, as it does in `resume`.
-    following = world.gather(resume.has_begun(job, config.checkpoint))[0]
-    plan = resolve(config, world.size, following)
+    resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
+    plan = resolve(config, world.size, resuming)
     validate(config, plan, world.device)
     hooks = Hooks(job.hooks, world.is_main)
     hooks.raise_failure(world.gather)
@@ -111,6 +111,6 @@ def open_run(config: JobConfig, world: World) -> Opened:
         source,
         objective,
         EpochOrder.of(job.seed, len(source), held_out),
-        open_apart(*sets, job.seed, resume.folder_of(job), world),
+        open_checked(*sets, job.seed, resume.folder_of(job), world),
         resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

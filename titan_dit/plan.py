@@ -47,7 +47,7 @@ class RunPlan:
     seed: int
     sizes: AxisSizes
     world_size: int
-    following: bool
+    resuming: bool
     """Whether the run has begun, so that it may come back on other ranks."""
     model_name: str
     spec: ModelSpec
@@ -177,14 +177,14 @@ class RunPlan:
         )
 
 
-def resolve(config: JobConfig, world_size: int, following: bool = False) -> RunPlan:
+def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPlan:
     """The plan of a run on so many ranks; `following`: of one that has begun."""
     return RunPlan(
         name=config.job.name,
         seed=config.job.seed,
-        sizes=solve(config.parallel, world_size, following),
+        sizes=solve(config.parallel, world_size, resuming),
         world_size=world_size,
-        following=following,
+        resuming=resuming,
         model_name=config.model.name,
         spec=config.objective.model_spec(config.model),
         tensor_plan_function=catalog.tensor_plan(config.model, config.parallel.tensor_plan),

@@ -39,8 +39,8 @@ def main() -> int:
     # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
     # Whether the run has begun, the first rank decides; a shared disk may show others less.
     is_first = os.environ.get("RANK", "0") == "0"
-    following = not is_first or resume.has_begun(config.job, config.checkpoint)
-    planned = plan.resolve(config, process_group.started_ranks(), following)
+    resuming = not is_first or resume.has_started(config.job, config.checkpoint)
+    planned = plan.resolve(config, process_group.started_ranks(), resuming)
     try:
         layout.check_world(planned)
     except UserError as error:
@@ -93,4 +93,4 @@ def shown_as(config: JobConfig) -> type[JobConfig]:
 
 
 if __name__ == "__main__":
-    failure.guarded(main)
+    failure.run_and_exit(main)

@@ -16,7 +16,7 @@ from titan_dit.data.order import BatchPlan, RankOrder
 from titan_dit.execution.build import build
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Run
-from titan_dit.launcher.failure import begun, leave
+from titan_dit.launcher.failure import leave_note, training_started
 from titan_dit.launcher.process_group import World
 from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.launcher.watchdog import Watchdog
@@ -84,7 +84,7 @@ class Trainer:
         Returns the process's exit code: 0, or 130 after Ctrl-C.
         """
         saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
-        with self.watchdog, run_lock.held(self.folder, saves_in, self.say):
+        with self.watchdog, run_lock.hold_locks(self.folder, saves_in, self.say):
             self.resume()
             self.open_run_directory()
             with StopRequest(self.world.size) as stop, self.collector:
@@ -97,7 +97,7 @@ class Trainer:
         config = self.config
         batches, begun_at = self.batches(), self.step + 1
         self.meter.restart()
-        begun()
+        training_started()
         self.call_hooks("begun", stop)
         while self.step < config.training.steps and not stop.agreed():
             self.step += 1
@@ -143,7 +143,7 @@ class Trainer:
     def stop_early(self, stop: StopRequest, begun_at: int) -> None:
         """Save what has not been saved, and leave the launcher a note that steps are left."""
         every = self.config.checkpoint.every
-        if self.guard.taken:
+        if self.guard.unread:
             self.read_guard()
         if self.guard.limit:
             self.roll_back()
@@ -152,7 +152,7 @@ class Trainer:
             self.call_hooks("saved", stop)
         self.write_profile(stopped=True)
         self.finish_saves()
-        leave({"stopped": stop.reason.name, "step": self.step})
+        leave_note({"stopped": stop.reason.name, "step": self.step})
         end = "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
         by = f" by {HOOKS}" if stop.reason == Reason.HOOK else stop.by
         self.say(f"stopped{by} after step {self.step}; {end}")
@@ -223,11 +223,11 @@ class Trainer:
         reading = self.guard.read(self.mesh.sum_loss)
         for bad in reading.bad:
             numbers, _ = self.batch_plan(bad.cursor)
-            self.ledger = self.ledger.leave_out(bad.step, numbers)
+            self.ledger = self.ledger.mark_untrained(bad.step, numbers)
             drawn = fault_log.drawn_for(self.objective, seed, numbers, device)
             line = fault_log.bad_step(bad, numbers, self.epochs.rows(numbers), drawn)
             self.log.add(fault_log.FILE, line)
-            self.say(bad.told(self.folder / fault_log.FILE))
+            self.say(bad.message(self.folder / fault_log.FILE))
         return reading
 
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
@@ -243,7 +243,7 @@ class Trainer:
         # The first line of a resumed run is for the person at the console only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):
             self.log.log(row)
-        self.say(console.progress(row, self.config.training.steps), self.recompiles.news())
+        self.say(console.progress(row, self.config.training.steps), self.recompiles.report())
 
     def roll_back(self) -> None:
         """Load the newest checkpoint from before the bad steps, and skip their samples."""
@@ -256,7 +256,7 @@ class Trainer:
         self.log.add(fault_log.FILE, fault_log.rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
-        self.collector.rest()  # Data workers are forked again, and inherit its state.
+        self.collector.restore()  # Data workers are forked again, and inherit its state.
 
     def validate(self) -> Row:
         """The losses of the validation set, of the weights and of every average of them."""
@@ -293,7 +293,7 @@ class Trainer:
     def save(self) -> None:
         """Begin a checkpoint, and wait until the tensors may change again; all ranks together."""
         with self.paused("saving"):
-            if self.guard.taken:
+            if self.guard.unread:
                 self.read_guard()
             progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
             layout = {"layout": str(self.mesh.sizes), "versions": VERSIONS}

@@ -6,9 +6,9 @@ import torch
 from titan_dit.checkpoint import torch_files
 from titan_dit.checkpoint.checkpoint import load, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
-from titan_dit.checkpoint.store import URL, place, store_of
+from titan_dit.checkpoint.store import URL, location, store_of
 from titan_dit.commands import checkpoint_list, checkpoint_verify
-from titan_dit.commands.restore import find
+from titan_dit.commands.restore import find_checkpoint
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import resume
@@ -30,21 +30,21 @@ def value_of(path):
 
 def check_store(url, monkeypatch, capsys):
     """A run in an object store: save, prune, interrupt, damage, skip the damaged one."""
-    checkpoints = Checkpoints(place(url), CheckpointConfig(every=10, keep=2))
+    checkpoints = Checkpoints(location(url), CheckpointConfig(every=10, keep=2))
     assert isinstance(checkpoints.folder, URL)
-    assert checkpoints.whole() == []
+    assert checkpoints.complete() == []
     for step in (10, 20, 30):
         path = checkpoints.save(step, state(float(step)), record_of(step))
     checkpoints.finish()
     assert str(path) == f"{url}/step-00000030"
     assert [line for line in checkpoints.poll() if "not saved" in line] == []
-    assert [step_of(found) for found in checkpoints.whole()] == [20, 30]
+    assert [step_of(found) for found in checkpoints.complete()] == [20, 30]
     assert value_of(path) == 30.0
     assert read_record(path)["cursor"] == 30
-    assert find(place(url), 20) == place(f"{url}/step-00000020")
+    assert find_checkpoint(location(url), 20) == location(f"{url}/step-00000020")
 
     # Another run starts from it by its URL, in the same store or elsewhere.
-    other = Checkpoints(place(f"{url}-other"), CheckpointConfig())
+    other = Checkpoints(location(f"{url}-other"), CheckpointConfig())
     assert resume.starting_point(other, str(path)).path == path
     with pytest.raises(UserError, match="nowhere is not a checkpoint"):
         resume.starting_point(other, f"{url}/nowhere")
@@ -65,7 +65,7 @@ def check_store(url, monkeypatch, capsys):
     again = checkpoints.save(50, state(50.0), record_of(50))
     checkpoints.finish()
     assert "__3_0.distcp" not in store.names(again)
-    assert [step_of(found) for found in checkpoints.whole()] == [30, 50]
+    assert [step_of(found) for found in checkpoints.complete()] == [30, 50]
 
     # A flipped bit.
     file = again / "__0_0.distcp"

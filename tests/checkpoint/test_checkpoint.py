@@ -156,12 +156,12 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 
 def test_checkpoints_are_listed_by_step(folder):
     checkpoints = at_once(folder, keep=0)
-    assert checkpoints.whole() == []
+    assert checkpoints.complete() == []
     assert checkpoints.newest() is None
     for step in (30, 7, 100_000_000, 99_999_999):
         checkpoints.save(step, {"model": {"w": torch.ones(1)}}, {"step": step})
     # The last has one more digit: sorted as text it would come first.
-    steps = [step_of(path) for path in checkpoints.whole()]
+    steps = [step_of(path) for path in checkpoints.complete()]
     assert steps == [7, 30, 99_999_999, 100_000_000]
     assert checkpoints.newest().name == "step-100000000"
 
@@ -173,7 +173,7 @@ def test_checkpoints_are_listed_by_step(folder):
 def test_only_a_folder_with_the_final_name_is_a_checkpoint(saved, folder, name):
     (folder / name).mkdir()
     (folder / name / "manifest.json").write_bytes((saved / "manifest.json").read_bytes())
-    assert Checkpoints(folder).whole() == [saved]
+    assert Checkpoints(folder).complete() == [saved]
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(saved, folder):
@@ -209,7 +209,7 @@ def test_an_interrupted_save_is_invisible_and_is_cleaned_by_the_next(
             at_once(folder).save(9, tensors(seed=1), {"step": 9})
     left = folder / "step-00000009.partial"
     assert left.is_dir()
-    assert Checkpoints(folder).whole() == [saved]
+    assert Checkpoints(folder).complete() == [saved]
     load(saved, tensors())
     at_once(folder).save(12, tensors(seed=1), {"step": 12})
     assert not left.exists()
@@ -240,10 +240,10 @@ def test_the_newest_are_kept(folder, keep, left):
     (folder / "step-00000001.set-aside").mkdir(parents=True)
     for step in (1, 2, 3, 4):
         checkpoints.save(step, {"model": {"w": torch.full((2,), float(step))}}, {"step": step})
-    assert [step_of(path) for path in checkpoints.whole()] == left
+    assert [step_of(path) for path in checkpoints.complete()] == left
     # Renamed checkpoints are never deleted.
     assert (folder / "step-00000001.set-aside").is_dir()
-    for path in checkpoints.whole():
+    for path in checkpoints.complete():
         target = {"model": {"w": torch.zeros(2)}}
         load(path, target)
         assert target["model"]["w"].tolist() == [step_of(path)] * 2

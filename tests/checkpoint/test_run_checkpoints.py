@@ -92,7 +92,7 @@ def test_one_save_at_most_is_under_way_and_its_end_is_told_once(tmp_path, monkey
     monkeypatch.setattr(saving, "write", slow)
     checkpoints.save(10, tensors, {"step": 10})
     assert checkpoints.poll() == []
-    assert checkpoints.whole() == []
+    assert checkpoints.complete() == []
     threading.Timer(0.2, may_write.set).start()
     # The buffers are those of the first save: overwritten too early, it would hold a 2.
     tensors["model"]["w"].fill_(2.0)
@@ -113,7 +113,7 @@ def test_the_copy_goes_into_the_same_buffers_every_time(tmp_path):
         places.append([buffer.data_ptr() for buffer in checkpoints.staging.buffers])
     checkpoints.finish()
     assert places[0] == places[1]
-    assert [values(path) for path in checkpoints.whole()] == [{10.0}, {20.0}]
+    assert [values(path) for path in checkpoints.complete()] == [{10.0}, {20.0}]
 
 
 @pytest.mark.alone
@@ -214,7 +214,7 @@ def test_so_many_failures_in_a_row_end_the_run(tmp_path, monkeypatch):
     message = str(caught.value)
     assert message.startswith("[checkpoint] max_failures=2: the last 2 saves")
     assert "No space left on device: /the/disk" in message
-    assert [step_of(path) for path in checkpoints.whole()] == [20]
+    assert [step_of(path) for path in checkpoints.complete()] == [20]
 
 
 def test_max_failures_0_never_ends_the_run(tmp_path, monkeypatch):
@@ -272,17 +272,17 @@ def test_the_newest_are_kept_and_those_of_every_so_many_steps(tmp_path, settings
     for step in range(10, 90, 10):
         checkpoints.save(step, {"model": {"w": torch.ones(1)}}, {"step": step})
     checkpoints.finish()
-    assert [step_of(path) for path in checkpoints.whole()] == left
+    assert [step_of(path) for path in checkpoints.complete()] == left
 
 
 def test_nothing_is_deleted_before_the_new_one_is_whole(tmp_path, monkeypatch):
     checkpoints = series(tmp_path, keep=1)
     checkpoints.save(10, state(1.0), {"step": 10})
     fail_once(checkpoints, 20, monkeypatch)
-    assert [step_of(path) for path in checkpoints.whole()] == [10]
+    assert [step_of(path) for path in checkpoints.complete()] == [10]
     checkpoints.save(30, state(3.0), {"step": 30})
     checkpoints.finish()
-    assert [step_of(path) for path in checkpoints.whole()] == [30]
+    assert [step_of(path) for path in checkpoints.complete()] == [30]
 
 
 def test_an_error_elsewhere_does_not_wait_for_the_writer(tmp_path):
@@ -298,7 +298,7 @@ def test_an_error_elsewhere_does_not_wait_for_the_writer(tmp_path):
         "    checkpoints = run_checkpoints.Checkpoints(Path('here'))\n"
         "    checkpoints.save(1, {'model': {'w': torch.ones(1)}}, {})\n"
         "    raise RuntimeError('planted')\n"
-        "failure.guarded(main)\n"
+        "failure.run_and_exit(main)\n"
     )
     done = commands.run([sys.executable, "-c", script], tmp_path, timeout=120)
     assert done.returncode == 1

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from titan_dit.checkpoint import run_lock
-from titan_dit.checkpoint.run_lock import Holder, InUse, Lock, held
-from titan_dit.checkpoint.store import Disk, place, store_of
+from titan_dit.checkpoint.run_lock import Holder, InUse, Lock, hold_locks
+from titan_dit.checkpoint.store import Disk, location, store_of
 from titan_dit.config.section import UserError
 from titan_dit.launcher import failure
 from titan_dit.system import process_identity
@@ -58,7 +58,7 @@ def whose(folder):
 def begin(run, checkpoints=None):
     """Acquire and release the locks; return the console lines."""
     said = []
-    with held(run, checkpoints or run / "checkpoints", said.append):
+    with hold_locks(run, checkpoints or run / "checkpoints", said.append):
         assert whose(run).pid == os.getpid()
     assert not list(run.parent.rglob(f"{run_lock.FILE}*"))
     return said
@@ -87,7 +87,7 @@ def dead_pid():
 
 def test_a_run_holds_its_locks_while_it_trains_and_leaves_no_trace_of_them(run):
     def interrupted():
-        with held(run, run / "checkpoints", print):
+        with hold_locks(run, run / "checkpoints", print):
             assert whose(run) == whose(run / "checkpoints")
             assert whose(run).run == str(run)
             assert whose(run).started == process_identity.start_of(os.getpid())
@@ -99,15 +99,15 @@ def test_a_run_holds_its_locks_while_it_trains_and_leaves_no_trace_of_them(run):
 
 
 def test_what_was_written_meanwhile_stays(run):
-    with held(run, run / "checkpoints", print):
+    with hold_locks(run, run / "checkpoints", print):
         (run / "metrics.jsonl").touch()
     assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_second_launch_on_this_machine_is_refused_in_a_line_and_the_first_keeps_its_lock(run):
-    with held(run, run / "checkpoints", print):
+    with hold_locks(run, run / "checkpoints", print):
         first, files = whose(run), sorted(run.rglob("*"))
-        with pytest.raises(UserError) as caught, held(run, run / "checkpoints", print):
+        with pytest.raises(UserError) as caught, hold_locks(run, run / "checkpoints", print):
             pass
         assert whose(run) == first
         assert sorted(run.rglob("*")) == files
@@ -119,8 +119,8 @@ def test_a_second_launch_on_this_machine_is_refused_in_a_line_and_the_first_keep
 
 @pytest.mark.parametrize("url", ["", "file://"])
 def test_two_runs_do_not_save_in_one_folder(url, run, tmp_path):
-    checkpoints, other = place(f"{url}{tmp_path}/shared"), tmp_path / "outputs" / "other"
-    with held(run, checkpoints, print):
+    checkpoints, other = location(f"{url}{tmp_path}/shared"), tmp_path / "outputs" / "other"
+    with hold_locks(run, checkpoints, print):
         with pytest.raises(UserError, match=r"--checkpoint\.dir") as caught:
             begin(other, checkpoints)
         assert not other.exists()
@@ -130,7 +130,10 @@ def test_two_runs_do_not_save_in_one_folder(url, run, tmp_path):
 
 
 def test_another_run_does_not_save_among_the_checkpoints_of_one(run, tmp_path):
-    with held(run, run / "checkpoints", print), pytest.raises(UserError, match="in use by the run"):
+    with (
+        hold_locks(run, run / "checkpoints", print),
+        pytest.raises(UserError, match="in use by the run"),
+    ):
         begin(tmp_path / "other", run / "checkpoints")
 
 
@@ -234,7 +237,7 @@ def test_a_lock_is_renewed_and_written_anew_where_it_was_deleted(run, monkeypatc
             return file.stat().st_mtime > 1 and whose(run) == own
         return False
 
-    with held(run, run / "checkpoints", print):
+    with hold_locks(run, run / "checkpoints", print):
         own = whose(run)
         for change in (lambda: os.utime(file, (1, 1)), file.unlink):
             change()
@@ -258,7 +261,7 @@ def test_a_renewal_that_hangs_holds_up_neither_the_other_lock_nor_the_end(run, m
 
     monkeypatch.setattr(Lock, "renew", hangs)
     began = time.monotonic()
-    with held(run, run / "checkpoints", print):
+    with hold_locks(run, run / "checkpoints", print):
         assert went_on.wait(5)
     assert time.monotonic() - began < 5
     assert whose(run).pid == os.getpid()  # A late renewal would overwrite the next launch's.
@@ -298,7 +301,7 @@ def test_a_lock_that_cannot_be_written_costs_no_run_and_is_said(run, tmp_path):
     (line,) = begin(run, tmp_path / "file" / "checkpoints")
     assert line.startswith(f"{tmp_path}/file/checkpoints is not locked against other runs: ")
     said, inside = [], tmp_path / "file" / "run"
-    with held(inside, run / "checkpoints", said.append):
+    with hold_locks(inside, run / "checkpoints", said.append):
         assert whose(run / "checkpoints").run == str(inside)
     (line,) = said
     assert line.startswith(f"{inside} is not locked against other launches: ")
@@ -313,7 +316,7 @@ def test_a_lock_that_cannot_be_read_now_is_not_taken_for_a_free_one(run, monkeyp
     said = []
     with monkeypatch.context() as patch:
         patch.setattr(Disk, "open", too_late)
-        with held(run, run / "checkpoints", said.append):
+        with hold_locks(run, run / "checkpoints", said.append):
             assert "no answer" in said[0]
             with pytest.raises(TimeoutError):
                 Lock(run, Holder.this(run), print).renew()
@@ -326,7 +329,7 @@ def test_who_may_write_a_lock_the_umask_decides_and_one_that_may_not_be_is_respe
     """Members of a group may resume each other's runs."""
     before = os.umask(0o002)
     try:
-        with held(run, None, print):
+        with hold_locks(run, None, print):
             assert (run / run_lock.FILE).stat().st_mode & 0o777 == 0o664
             monkeypatch.setattr(run_lock, "open_locked", refused)
             with pytest.raises(UserError, match="in use by pid"):
@@ -370,7 +373,7 @@ def test_of_launches_that_begin_at_once_one_takes_the_lock(run, monkeypatch):
 
 
 def test_a_lock_in_a_store_has_the_time_of_the_store(tmp_path):
-    folder = place(f"file://{tmp_path}/store")
+    folder = location(f"file://{tmp_path}/store")
     lock = Lock(folder, Holder.this(tmp_path), print)
     lock.take()
     store = store_of(folder)

@@ -3,7 +3,7 @@ import pytest
 from commands import train
 from store_laws import check_store
 
-from titan_dit.checkpoint.store import URL, place, store_of
+from titan_dit.checkpoint.store import URL, location, store_of
 from titan_dit.config.section import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -23,7 +23,7 @@ def test_checkpoints_lie_in_a_store_that_has_no_folders(monkeypatch, capsys):
 
 @pytest.mark.parametrize("text", ["s3://bucket/run", "s3://bucket/run/", "s3://bucket/run//"])
 def test_a_url_is_joined_as_a_path_is(text):
-    url = place(text)
+    url = location(text)
     assert isinstance(url, URL)
     assert str(url / "step-1") == "s3://bucket/run/step-1"
     assert (url / "step-1").parent == url
@@ -33,7 +33,7 @@ def test_a_url_is_joined_as_a_path_is(text):
 
 def test_a_protocol_that_is_none_is_named():
     with pytest.raises(UserError, match=r"\[checkpoint\] nothing://x"):
-        store_of(place("nothing://x"))
+        store_of(location("nothing://x"))
 
 
 FLAGS = ("--metrics.tensorboard", "false", "--sampling.every", 0, "--training.steps", 4)

@@ -8,13 +8,13 @@ from titan_dit.checks import validate
 from titan_dit.plan import resolve
 
 
-def planned(sizes=None, following=False, ranks=None, **sections):
+def planned(sizes=None, resuming=False, ranks=None, **sections):
     """The config and plan of a mesh of these sizes; dp_shard defaults to 1."""
     sizes = {"dp_shard": 1} | (sizes or {})
     config = tiny_config(**sections | {"parallel": sections.get("parallel", {}) | sizes})
-    return config, resolve(config, ranks or math.prod(sizes.values()), following)
+    return config, resolve(config, ranks or math.prod(sizes.values()), resuming)
 
 
-def check(sizes=None, following=False, **sections):
+def check(sizes=None, resuming=False, **sections):
     """Run every check that needs no device; raises what they refuse."""
-    return validate(*planned(sizes, following, **sections))
+    return validate(*planned(sizes, resuming, **sections))

@@ -12,13 +12,13 @@ from titan_dit.checks.device import (
     NEEDED,
     attention_hint,
     attention_shape,
+    check_kernels,
+    check_matmuls,
     check_memory,
-    check_products,
     check_profiled,
     check_writers,
-    nearest_to,
+    replayable_precision,
     state_bytes,
-    try_out,
 )
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
 from titan_dit.config.section import UserError
@@ -33,13 +33,13 @@ TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 def test_a_cpu_is_refused_with_the_way_to_emulate_if_there_is_one(float8):
     precision = tiny_config(precision={"float8": float8}).precision
     with pytest.raises(UserError, match=rf'\[precision\] float8="{float8}".* Set .*"off"') as error:
-        check_products(precision, False, CPU)
+        check_matmuls(precision, False, CPU)
     assert ("float8_emulate = true" in str(error.value)) == (float8 in TORCHAO)
 
 
 def test_emulation_and_off_run_anywhere():
     for keys in ({"float8": "off"}, {"float8": "rowwise", "float8_emulate": True}):
-        check_products(tiny_config(precision=keys).precision, False, CPU)
+        check_matmuls(tiny_config(precision=keys).precision, False, CPU)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_emulation_and_off_run_anywhere():
 )
 def test_a_step_is_played_again_on_a_cpu_as_near_as_it_can_be(float8, played):
     precision = tiny_config(precision={"float8": float8}).precision
-    found = nearest_to(precision, CPU)
+    found = replayable_precision(precision, CPU)
     assert (found.float8, found.float8_emulate) == played
-    check_products(found, False, CPU)
+    check_matmuls(found, False, CPU)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_an_older_gpu_is_refused_with_what_it_can_do(monkeypatch, float8, found,
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     precision = tiny_config(precision={"float8": float8}).precision
     with pytest.raises(UserError, match="Old GPU has") as error:
-        check_products(precision, False, torch.device("cuda", 0))
+        check_matmuls(precision, False, torch.device("cuda", 0))
     assert str(error.value).endswith(f"{able}.")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: NEEDED[float8])
-    check_products(precision, False, torch.device("cuda", 0))
+    check_matmuls(precision, False, torch.device("cuda", 0))
 
 
 def test_async_tp_needs_cuda():
     with pytest.raises(UserError, match=r"needs CUDA .* Set async_tp = false"):
-        check_products(tiny_config().precision, True, CPU)
+        check_matmuls(tiny_config().precision, True, CPU)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_is_tried_has_the_shape_of_a_rank(sizes, method, expected):
 
 def test_a_run_is_refused_before_it_is_built():
     with pytest.raises(UserError, match=r'\[precision\] attention="cudnn" cannot run 4 heads'):
-        try_out(planned(precision={"attention": "cudnn"})[1], CPU)
+        check_kernels(planned(precision={"attention": "cudnn"})[1], CPU)
 
 
 def test_a_head_dim_that_is_padded_is_told_with_its_cost():
@@ -117,7 +117,7 @@ def test_what_is_tried_has_the_mask_of_the_model(mask):
     _, plan = planned()
     masked = replace(plan, spec=replace(plan.spec, mask=mask))
     assert attention_shape(masked, CPU).mask == mask
-    try_out(masked, CPU)
+    check_kernels(masked, CPU)
 
 
 def test_wandb_without_wandb_says_what_to_install(monkeypatch):
@@ -137,7 +137,7 @@ def test_ranks_that_were_not_started_are_refused(ranks, words):
     check_profiled(profile, planned({"dp_shard": 3})[1])
     check_profiled(ProfileConfig(ranks=(0, 2)), planned({"dp_shard": ranks})[1])
     # A run resumed on fewer ranks continues without the profile.
-    check_profiled(profile, planned({"dp_shard": ranks}, following=True)[1])
+    check_profiled(profile, planned({"dp_shard": ranks}, resuming=True)[1])
 
 
 def test_with_a_device_all_of_it_is_asked():

@@ -96,9 +96,9 @@ def test_a_schedule_of_ones_own_is_planned_by_its_dotted_name():
         check({"pp": 2}, pipeline={"schedule": "titan_dit.schedules.v_shaped:dualpipev"})
 
 
-def taken(ranks, following=False, **settings):
+def taken(ranks, resuming=False, **settings):
     """The sizes on so many ranks; refused where the product is another number."""
-    plan = resolve(tiny_config(parallel=settings), ranks, following)
+    plan = resolve(tiny_config(parallel=settings), ranks, resuming)
     check_world(plan)
     return plan.sizes
 
@@ -127,7 +127,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_shown():
 
 def test_a_size_of_zero_is_refused():
     message = "[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1."
-    assert refusal(4, dp_shard=0) == refusal(4, dp_shard=0, following=True) == message
+    assert refusal(4, dp_shard=0) == refusal(4, dp_shard=0, resuming=True) == message
 
 
 def test_every_axis_counts_in_the_product():
@@ -164,10 +164,10 @@ def test_every_fix_that_a_message_names_works():
     assert 20 < refused < len(SIZES)
 
 
-def batch_of(batch, micro=None, following=False, **sizes):
+def batch_of(batch, micro=None, resuming=False, **sizes):
     """Whether a batch may be held on such a mesh."""
     training = {"global_batch_size": batch, "microbatch_size": micro}
-    return check_batch(planned(sizes, following, training=training)[1])
+    return check_batch(planned(sizes, resuming, training=training)[1])
 
 
 @pytest.mark.parametrize(
@@ -212,13 +212,13 @@ def test_every_number_of_ranks_is_followed_or_answered_with_some_that_would_do()
     for tp, cp, pp, ranks in itertools.product((1, 2, 3), (1, 2), (1, 3), range(1, 13)):
         settings = {"tp": tp, "cp": cp, "pp": pp, "dp_shard": 2, "dp_replicate": 2}
         try:
-            sizes = taken(ranks, following=True, **settings)
+            sizes = taken(ranks, resuming=True, **settings)
         except UserError as error:
             message, refused = str(error), refused + 1
             offered = re.search(r"can go on with (.*?) ranks", message)[1].split(" or ")
             for good in map(int, offered):
                 assert good > 0
-                assert taken(good, following=True, **settings).data * tp * cp * pp == good
+                assert taken(good, resuming=True, **settings).data * tp * cp * pp == good
             assert f"the {ranks} that" in message
         else:
             assert (sizes.tp, sizes.cp, sizes.pp) == (tp, cp, pp)
@@ -227,9 +227,9 @@ def test_every_number_of_ranks_is_followed_or_answered_with_some_that_would_do()
 
 
 def test_a_world_with_more_data_ranks_than_samples_cannot_hold_the_batch():
-    assert batch_of(7, following=True, dp_shard=7, tp=2) is None
+    assert batch_of(7, resuming=True, dp_shard=7, tp=2) is None
     with pytest.raises(UserError) as caught:
-        batch_of(7, following=True, dp_shard=8, tp=2)
+        batch_of(7, resuming=True, dp_shard=8, tp=2)
     assert str(caught.value) == (
         "[training] global_batch_size=7 cannot be held by 8 data-parallel ranks: there are more "
         "ranks than samples. Launch 14 ranks at most."
@@ -262,8 +262,8 @@ def test_a_batch_that_does_not_divide_is_held_in_equal_microbatches(
         "training": {"microbatch_size": micro},
         "pipeline": pipeline,
     }
-    assert check(sizes, following=True, **sections) is None
-    _, plan = planned(sizes, following=True, **sections)
+    assert check(sizes, resuming=True, **sections) is None
+    _, plan = planned(sizes, resuming=True, **sections)
     assert (plan.num_microbatches, plan.microbatch_size) == expected
     assert plan.padded_samples_per_rank * plan.sizes.data >= 16
     if plan.sizes.data != 2:

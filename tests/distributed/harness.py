@@ -79,5 +79,5 @@ def _rank_main(environment, folder):
         code = 0
     except BaseException:
         traceback.print_exc()
-    # As in `failure.guarded`, for the same reason.
+    # As in `failure.run_and_exit`, for the same reason.
     os._exit(code)

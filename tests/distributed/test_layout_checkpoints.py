@@ -59,7 +59,7 @@ def visit(world, folder, layouts, names, first=0):
         trainer = trainer_in(world, f"{folder}/{world.size}-{number}", *layout)
         randomize(trainer.parameters)
         picture = saved = None
-        if not trainer.checkpoints.whole():
+        if not trainer.checkpoints.complete():
             trainer.open_run_directory()
             trainer.preview()
             batches = trainer.batches()

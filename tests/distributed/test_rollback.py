@@ -47,11 +47,11 @@ class Killed(Exception):
 def killed_after_going_back(trainer):
     original = trainer.roll_back
 
-    def go_back():
+    def roll_back():
         original()
         raise Killed
 
-    trainer.roll_back = go_back
+    trainer.roll_back = roll_back
 
 
 BAD = range(85, 125)  # In steps 6, 7 and 8, which draw 80 to 127.

@@ -49,7 +49,7 @@ def save(number, frame):
     print('saving', flush=True)
     while not os.path.exists('saved'):
         time.sleep(0.05)
-    failure.leave({'stopped': 'REGROUP', 'step': 1})
+    failure.leave_note({'stopped': 'REGROUP', 'step': 1})
     os._exit(0)
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 signal.signal(signal.SIGUSR2, save)
@@ -61,7 +61,7 @@ def main():
     time.sleep(600)
 def fail(number, frame):
     raise RuntimeError('planted')
-failure.guarded(main)
+failure.run_and_exit(main)
 """
 
 

@@ -25,7 +25,7 @@ def test_what_a_user_did_is_one_line_without_a_traceback():
 def test_a_disk_is_the_users_before_training_begins_and_tried_again_afterwards(error, monkeypatch):
     monkeypatch.setattr(failure, "is_training", False)
     assert raised(error) == (2, f"error: {error}")
-    failure.begun()
+    failure.training_started()
     assert raised(error) == (1, f"error: {error}")
     assert raised(UserError("[parallel] tp=3"))[0] == 2
 
@@ -72,8 +72,8 @@ def test_a_process_ends_with_the_code_and_one_message(monkeypatch, statement, co
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     program = (
         "from titan_dit.config.section import UserError\n"
-        "from titan_dit.launcher.failure import guarded\n"
-        f"def main():\n    print('begun')\n    {statement}\nguarded(main)\n"
+        "from titan_dit.launcher.failure import run_and_exit\n"
+        f"def main():\n    print('begun')\n    {statement}\nrun_and_exit(main)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
@@ -88,7 +88,7 @@ UNREAD = {
     "a command at its end": ("print('more'); sys.exit(0)", 141, ""),
     "a long text of a library": ("print('more' * 10_000)", 141, ""),
     "a run": ("console.mention('more'); console.mention('more'); print('more')", 0, ""),
-    "a run that ends": ("failure.begun(); print('more')", 0, ""),
+    "a run that ends": ("failure.training_started(); print('more')", 0, ""),
     "an error": ("raise UserError('tp=3')", 2, "error: tp=3\n"),
     "sys.exit with words": ("sys.exit('words')", 1, "words\n"),
 }
@@ -103,7 +103,7 @@ def test_what_nobody_reads_ends_a_command_quietly_and_no_run(monkeypatch, case):
         "import sys\nfrom titan_dit.launcher import failure\n"
         "from titan_dit.observe import console\n"
         f"from titan_dit.config.section import UserError\ndef main():\n    {statement}\n"
-        "failure.guarded(main)\n"
+        "failure.run_and_exit(main)\n"
     )
     reader, writer = os.pipe()
     os.close(reader)
@@ -115,7 +115,7 @@ def test_what_nobody_reads_ends_a_command_quietly_and_no_run(monkeypatch, case):
 
 WRITTEN_NOWHERE = {
     "a full disk": ("print('more')", ">/dev/full", 1, "error: standard output: [Errno 28]"),
-    "a run on a full disk": ("failure.begun(); print('more')", ">/dev/full", 0, ""),
+    "a run on a full disk": ("failure.training_started(); print('more')", ">/dev/full", 0, ""),
     "no stdout": ("print('more'); sys.stdout.flush()", ">&-", 0, ""),
     "no stream": ("print('more'); raise UserError('tp=3')", ">&- 2>&-", 2, ""),
 }
@@ -129,7 +129,7 @@ def test_a_command_fails_where_its_output_is_lost_and_not_where_none_was_wanted(
     program = (
         "import sys\nfrom titan_dit.launcher import failure\n"
         "from titan_dit.config.section import UserError\n"
-        f"def main():\n    {statement}\nfailure.guarded(main)\n"
+        f"def main():\n    {statement}\nfailure.run_and_exit(main)\n"
     )
     command = ["sh", "-c", f'exec "$0" -c "$1" {where}', sys.executable, program]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)

@@ -98,7 +98,7 @@ def test_what_a_user_has_to_put_right_is_not_tried_again(tmp_path):
         "def main():\n"
         "    print('attempt', flush=True)\n"
         "    raise UserError('[parallel] tp=3')\n"
-        "failure.guarded(main)\n"
+        "failure.run_and_exit(main)\n"
     )
     with Running(launcher(script(tmp_path, body), ranks=1, restarts=3), tmp_path) as run:
         assert run.end() == 2
@@ -144,7 +144,7 @@ def fails_once(trainer, batch):
     return step(trainer, batch)
 
 Trainer.train_step = fails_once
-failure.guarded(train.main)
+failure.run_and_exit(train.main)
 """
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_raises_is_told_once_per_attempt_before_the_next(tmp_path):
         "def main():\n"
         "    print('attempt', flush=True)\n"
         "    raise RuntimeError('planted')\n"
-        "failure.guarded(main)\n"
+        "failure.run_and_exit(main)\n"
     )
     with Running(launcher(script(tmp_path, body), ranks=1, restarts=1), tmp_path) as run:
         assert run.end() == 1

@@ -22,7 +22,7 @@ def train_step(self, batch):
         time.sleep(600)
     return original(self, batch)
 trainer.Trainer.train_step = train_step
-failure.guarded(train.main)
+failure.run_and_exit(train.main)
 """
 
 

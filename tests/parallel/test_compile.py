@@ -93,12 +93,12 @@ def test_recompiles_are_those_of_later_steps():
     step(torch.zeros(4))  # Between steps: a preview.
     with recompiles:
         step(torch.zeros(4))
-    assert recompiles.news() is None
+    assert recompiles.report() is None
     with recompiles:
         step(torch.zeros(5))
     assert recompiles.count == 1
-    assert "recompiled 1 graphs after the first step" in recompiles.news()
-    assert recompiles.news() is None
+    assert "recompiled 1 graphs after the first step" in recompiles.report()
+    assert recompiles.report() is None
 
 
 def test_counting_loads_no_compiler(monkeypatch):

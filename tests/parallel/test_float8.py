@@ -15,7 +15,7 @@ from unchecked import unchecked
 
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError
-from titan_dit.dry_run.rehearse import fake_world
+from titan_dit.dry_run.fake_step import fake_world
 from titan_dit.launcher import process_group
 from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import float8, tensor
@@ -68,14 +68,14 @@ def test_a_layer_that_the_tensor_cores_cannot_multiply_stays():
 def test_auto_leaves_small_layers_and_says_so_if_none_is_left(monkeypatch):
     model, _ = converted("tensorwise")
     assert not float8_layers(model)
-    [line] = float8.account([model], PrecisionConfig(float8="tensorwise"))
+    [line] = float8.console_lines([model], PrecisionConfig(float8="tensorwise"))
     assert re.match(r"float8  tensorwise in 0 of 12 .*no layer would be faster", line)
     monkeypatch.setattr(float8, "gains", lambda shape, *_: shape.outputs == 96)
     model, _ = converted("tensorwise")
     assert float8_layers(model) == {f"blocks.{i}.attn.qkv" for i in range(3)}
-    [line] = float8.account([model], PrecisionConfig(float8="tensorwise"))
+    [line] = float8.console_lines([model], PrecisionConfig(float8="tensorwise"))
     assert line == "float8  tensorwise in 3 of 12 block linears of this rank"
-    assert float8.account([model], PrecisionConfig()) == []
+    assert float8.console_lines([model], PrecisionConfig()) == []
 
 
 def test_weights_that_do_not_divide_over_the_ranks_are_gathered_as_they_are():

@@ -1,7 +1,7 @@
 import pytest
 
 from titan_dit.config.layout import ParallelConfig
-from titan_dit.parallel.mesh import AxisSizes, followed, solve
+from titan_dit.parallel.mesh import AxisSizes, refitted, solve
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_every_axis_counts_in_the_product():
 )
 def test_a_run_that_has_begun_follows_the_ranks(settings, ranks, expected):
     config = ParallelConfig(**settings)
-    sizes = solve(config, ranks, following=True)
+    sizes = solve(config, ranks, resuming=True)
     assert sizes == AxisSizes(**expected)
     changed = {
         axis: f"[parallel] {axis} follows the ranks: {settings[axis]} -> {getattr(sizes, axis)}"
         for axis in ("dp_replicate", "dp_shard")
         if axis in settings and settings[axis] != getattr(sizes, axis)
     }
-    assert followed(config, sizes) == list(changed.values())
+    assert refitted(config, sizes) == list(changed.values())

@@ -44,7 +44,7 @@ def test_what_is_not_finite_is_bad_whenever_one_looks(every):
     assert [(step.step, step.cursor, step.kind) for step in bad] == [
         (step, 8 * (step - 1), "nonfinite") for step in (2, 4, 5, 7)
     ]
-    assert (guard.nan_steps, guard.spike_steps, guard.in_a_row) == (4, 0, 1)
+    assert (guard.nan_steps, guard.spike_steps, guard.num_consecutive) == (4, 0, 1)
     assert guard.streak == (7, 48)
     assert math.isnan(bad[0].loss)
     assert bad[1].loss == math.inf
@@ -55,7 +55,7 @@ def test_a_row_of_bad_steps_ends_with_a_good_one():
     _, guard = verdicts(norms[:6], max_consecutive_bad_steps=3)
     assert guard.limit is None
     _, guard = verdicts(norms, max_consecutive_bad_steps=3)
-    assert (guard.in_a_row, guard.streak, guard.limit) == (3, (5, 32), (7, 48))
+    assert (guard.num_consecutive, guard.streak, guard.limit) == (3, (5, 32), (7, 48))
     assert verdicts(norms, max_consecutive_bad_steps=0)[1].limit is None
 
 
@@ -68,7 +68,7 @@ def test_it_does_not_matter_when_a_row_that_is_too_long_is_looked_at(looked_at):
         guard.check(step, 8 * (step - 1), norm, norm)
     bad = guard.read(alone).bad
     assert [step.step for step in bad] == [4, 5, 6]
-    assert (guard.streak, guard.limit, guard.in_a_row) == ((4, 24), (6, 40), 3)
+    assert (guard.streak, guard.limit, guard.num_consecutive) == ((4, 24), (6, 40), 3)
 
 
 def by_hand(norms, ratio, after):
@@ -125,7 +125,7 @@ def test_a_guard_that_is_resumed_judges_as_if_nothing_had_been(cut):
 def test_a_checkpoint_from_before_there_was_a_guard_is_taken():
     guard = Guard(FaultsConfig(), CPU)
     guard.load({"nan_steps": 3})
-    assert (guard.nan_steps, guard.spike_steps, guard.in_a_row) == (3, 0, 0)
+    assert (guard.nan_steps, guard.spike_steps, guard.num_consecutive) == (3, 0, 0)
 
 
 @pytest.mark.parametrize("section", [RectifiedFlow(shift=3.0), DDPM()], ids=lambda o: o.name)

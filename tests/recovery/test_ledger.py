@@ -21,7 +21,9 @@ def through_json(ledger, cursor=100):
 
 
 def test_a_ledger_comes_back_from_a_checkpoint_as_it_was():
-    ledger = Ledger().skip([Skipped(16, 48, "steps 2 to 3 were bad")]).leave_out(5, range(60, 76))
+    ledger = (
+        Ledger().skip([Skipped(16, 48, "steps 2 to 3 were bad")]).mark_untrained(5, range(60, 76))
+    )
     again, record = through_json(ledger)
     assert again == ledger
     assert record["samples"], record["epoch"] == (100, 3)
@@ -37,10 +39,10 @@ def test_what_is_skipped_behind_the_cursor_is_not_counted_as_lost():
 def test_steps_in_a_row_take_one_entry_and_others_one_each():
     ledger = Ledger()
     for step in (3, 4, 5, 9):
-        ledger = ledger.leave_out(step, range(8 * step, 8 * step + 8))
+        ledger = ledger.mark_untrained(step, range(8 * step, 8 * step + 8))
     assert ledger.untrained == (Untrained(24, 48, 3, 5), Untrained(72, 80, 9, 9))
     # A batch around a gap: two ranges of one step.
-    ledger = ledger.leave_out(10, [80, 81, 90, 91])
+    ledger = ledger.mark_untrained(10, [80, 81, 90, 91])
     assert ledger.untrained[1:] == (Untrained(72, 82, 9, 10), Untrained(90, 92, 10, 10))
 
 
@@ -59,11 +61,11 @@ def checkpoints_in(folder, *steps):
     return checkpoints
 
 
-def go_back(folder, checkpoints, config, steps):
+def roll_back(folder, checkpoints, config, steps):
     """As the trainer, but without verifying the files."""
-    older = [path for path in checkpoints.whole() if step_of(path) < steps.first]
+    older = [path for path in checkpoints.complete() if step_of(path) < steps.first]
     start = Start(older[-1], {"step": step_of(older[-1])}) if older else Start()
-    return start.path, rollback.go_back(folder, checkpoints, config, steps, start)
+    return start.path, rollback.roll_back(folder, checkpoints, config, steps, start)
 
 
 def bad(first, last, batch=10):
@@ -72,10 +74,10 @@ def bad(first, last, batch=10):
 
 def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path):
     checkpoints = checkpoints_in(tmp_path, 2, 4, 6, 8)
-    start, rollbacks = go_back(tmp_path, checkpoints, FaultsConfig(), bad(6, 9))
+    start, rollbacks = roll_back(tmp_path, checkpoints, FaultsConfig(), bad(6, 9))
     assert start.name == "step-00000004"
     # The checkpoints of the bad steps are set aside.
-    assert [path.name for path in checkpoints.whole()] == ["step-00000002", "step-00000004"]
+    assert [path.name for path in checkpoints.complete()] == ["step-00000002", "step-00000004"]
     assert rollbacks.skipped == (Skipped(50, 90, "steps 6 to 9 were bad"),)
     assert rollback.read(tmp_path) == rollbacks
     assert not list(tmp_path.glob("*.partial"))
@@ -84,11 +86,11 @@ def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path)
 def test_a_run_that_comes_no_further_goes_back_so_often_and_no_more(tmp_path):
     checkpoints, config = checkpoints_in(tmp_path, 2), FaultsConfig(max_rollbacks=2)
     for last in (5, 8):
-        go_back(tmp_path, checkpoints, config, bad(3, last))
+        roll_back(tmp_path, checkpoints, config, bad(3, last))
     with pytest.raises(UserError, match="max_rollbacks=2 brought no progress"):
-        go_back(tmp_path, checkpoints, config, bad(7, 9))
+        roll_back(tmp_path, checkpoints, config, bad(7, 9))
     # Progress: step 9 was good, so the count restarts.
-    _, rollbacks = go_back(tmp_path, checkpoints, config, bad(10, 12))
+    _, rollbacks = roll_back(tmp_path, checkpoints, config, bad(10, 12))
     assert rollbacks.in_vain == 1
     assert len(rollback.read(tmp_path).skipped) == 3
 
@@ -107,7 +109,7 @@ def test_a_run_that_cannot_go_back_says_why_and_leaves_everything_as_it_is(
     checkpoints = checkpoints_in(tmp_path, *steps)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError) as caught:
-        go_back(tmp_path, checkpoints, FaultsConfig(**config), bad(6, 9))
+        roll_back(tmp_path, checkpoints, FaultsConfig(**config), bad(6, 9))
     assert words in str(caught.value)
     assert "[faults] max_consecutive_bad_steps=100: the last 4 steps" in str(caught.value)
     assert f"replay --run {tmp_path} --step 6" in str(caught.value)
@@ -146,7 +148,7 @@ def test_the_sample_log_gives_the_history_that_the_run_has_had(tmp_path):
     assert trained(tmp_path, Ledger()) == Counter(range(30))
     log(tmp_path, 3, 1, range(5, 9))
     assert trained(tmp_path, Ledger()) == Counter(range(48))
-    assert trained(tmp_path, Ledger().leave_out(2, range(6, 12))) == Counter(
+    assert trained(tmp_path, Ledger().mark_untrained(2, range(6, 12))) == Counter(
         [*range(6), *range(12, 48)]
     )
 

@@ -5,7 +5,7 @@ from titan_dit.recovery.progress import Progress
 from titan_dit.recovery.rollback import Rollbacks
 
 GUARD = {"nan_steps": 2, "spike_steps": 1, "in_a_row": 0, "streak": None}
-LEDGER = Ledger().skip([Skipped(32, 48, "bad")]).leave_out(2, range(8, 16))
+LEDGER = Ledger().skip([Skipped(32, 48, "bad")]).mark_untrained(2, range(8, 16))
 
 
 def test_what_is_recorded_is_taken_up_again():

@@ -61,12 +61,12 @@ def test_never_is_for_the_first_ranks_of_a_job(tmp_path, monkeypatch):
     ours = run_with(tmp_path, 5, 10)
     run, settings = RunConfig(dir=str(tmp_path)), CheckpointConfig(resume="never")
     with pytest.raises(UserError, match='resume="never"'):
-        resuming.has_begun(run, settings)
-    assert not resuming.has_begun(RunConfig(dir=str(tmp_path / "new")), settings)
+        resuming.has_started(run, settings)
+    assert not resuming.has_started(RunConfig(dir=str(tmp_path / "new")), settings)
     monkeypatch.setenv("TITAN_DIT_STARTED", "1")
     assert starting_point(ours, "never").name == "step-00000010"
-    assert resuming.has_begun(run, settings)
-    assert not resuming.has_begun(RunConfig(dir=str(tmp_path / "new")), settings)
+    assert resuming.has_started(run, settings)
+    assert not resuming.has_started(RunConfig(dir=str(tmp_path / "new")), settings)
 
 
 def test_a_path_into_another_run_starts_only_a_run_without_checkpoints(tmp_path):
@@ -93,7 +93,7 @@ def test_a_path_of_its_own_goes_back_to_it(tmp_path, monkeypatch, spelling):
 def test_going_back_sets_the_newer_ones_aside_and_deletes_nothing(tmp_path):
     checkpoints = run_with(tmp_path, 5, 10, 15)
     set_aside_newer(checkpoints, checkpoints.folder / "step-00000005")
-    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    assert [path.name for path in checkpoints.complete()] == ["step-00000005"]
     aside = {path.name for path in checkpoints.folder.iterdir()}
     assert aside == {
         "step-00000005",
@@ -127,7 +127,7 @@ def test_a_run_goes_back_to_what_was_set_aside(tmp_path):
     run_with(tmp_path, 10)
     aside = str(checkpoints.folder / "step-00000010.set-aside-1")
     resuming.set_aside_newer(checkpoints, resuming.starting_point(checkpoints, aside))
-    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    assert [path.name for path in checkpoints.complete()] == ["step-00000005"]
     left = {path.name for path in checkpoints.folder.iterdir()}
     assert left == {f"step-00000010.set-aside-{i}" for i in (1, 2)} | {"step-00000005"}
 
@@ -135,7 +135,7 @@ def test_a_run_goes_back_to_what_was_set_aside(tmp_path):
 def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path):
     checkpoints = run_with(tmp_path, 99_999_999, 100_000_000)
     set_aside_newer(checkpoints, checkpoints.folder / "step-99999999")
-    assert [path.name for path in checkpoints.whole()] == ["step-99999999"]
+    assert [path.name for path in checkpoints.complete()] == ["step-99999999"]
 
 
 def test_starting_from_another_run_sets_nothing_aside(tmp_path):
@@ -143,7 +143,7 @@ def test_starting_from_another_run_sets_nothing_aside(tmp_path):
     set_aside_newer(ours, other.newest())
     set_aside_newer(ours, None)
     set_aside_newer(ours, ours.newest())
-    assert [path.name for path in ours.whole()] == ["step-00000005"]
+    assert [path.name for path in ours.complete()] == ["step-00000005"]
 
 
 def damage_files(path, file, how):
@@ -166,14 +166,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path, 
     start = resuming.starting_point(checkpoints, "auto")
     assert start.path == checkpoints.folder / "step-00000010"
     assert start.record["step"] == 10
-    [said] = start.told()
+    [said] = start.messages()
     what = f"{file} is missing" if (file, how) == ("manifest.json", "delete") else file
     assert said == f"{newest} is damaged: {what}; falling back to the previous one: {start.path}"
 
     # The resumed run saves that step again, and the damaged one is kept.
     resuming.set_aside_newer(checkpoints, start)
     run_with(tmp_path, 15)
-    assert [path.name[-2:] for path in checkpoints.whole()] == ["05", "10", "15"]
+    assert [path.name[-2:] for path in checkpoints.complete()] == ["05", "10", "15"]
     assert (checkpoints.folder / "step-00000015.damaged-1").is_dir()
     assert resuming.starting_point(checkpoints, "auto").path == newest
 
@@ -184,12 +184,12 @@ def test_several_damaged_ones_are_passed_over_and_do_not_count_as_kept(tmp_path)
         damage_files(checkpoints.folder / f"step-000000{step}", ".metadata", "flip")
     start = resuming.starting_point(checkpoints, "auto")
     assert start.path.name == "step-00000005"
-    assert [line.split()[0][-2:] for line in start.told()] == ["15", "10"]
-    assert start.told()[0].endswith("step-00000010")
+    assert [line.split()[0][-2:] for line in start.messages()] == ["15", "10"]
+    assert start.messages()[0].endswith("step-00000010")
     resuming.set_aside_newer(checkpoints, start)
-    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    assert [path.name for path in checkpoints.complete()] == ["step-00000005"]
     Checkpoints(checkpoints.folder, CheckpointConfig(keep=1)).prune()
-    assert [path.name for path in checkpoints.whole()] == ["step-00000005"]
+    assert [path.name for path in checkpoints.complete()] == ["step-00000005"]
 
 
 def tree(folder):
@@ -198,7 +198,7 @@ def tree(folder):
 
 def test_a_run_of_damaged_checkpoints_only_does_not_start_afresh(tmp_path):
     checkpoints = run_with(tmp_path, 5, 10)
-    for path in checkpoints.whole():
+    for path in checkpoints.complete():
         damage_files(path, "__0_0.distcp", "flip")
     before = tree(tmp_path)
     with pytest.raises(UserError) as caught:

@@ -99,7 +99,7 @@ def test_a_full_one_frees_what_has_outlived_a_collection():
 def test_at_rest_python_decides_until_the_next_step():
     with Collector(5) as collector:
         collector.after(1)
-        collector.rest()
+        collector.restore()
         assert gc.isenabled()
         assert gc.get_freeze_count() == 0
         collector.after(2)

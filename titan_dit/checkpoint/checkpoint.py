@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_dit.checkpoint.staging import Tensors, leaves
-from titan_dit.checkpoint.store import MANIFEST, Place, Store, read_text, store_of
+from titan_dit.checkpoint.store import MANIFEST, Location, Store, read_text, store_of
 from titan_dit.checkpoint.torch_files import Reader, Writer
 from titan_dit.config.section import UserError
 from titan_dit.launcher.ranks import Failed, Ranks
@@ -36,7 +36,7 @@ class Damaged(UserError):
 
 
 def write(
-    final: Place,
+    final: Location,
     tensors: Tensors,
     record: Mapping[str, Any],
     ranks: Ranks | None = None,
@@ -68,7 +68,7 @@ def do_nothing() -> None:
     """Do nothing: the other ranks' part of an action of rank 0."""
 
 
-def begin_save(final: Place, ranks: Ranks, begin: Callable[[], None] | None) -> Any:
+def begin_save(final: Location, ranks: Ranks, begin: Callable[[], None] | None) -> Any:
     """Run `begin`; rank 0 creates and returns the folder to write to, others return None."""
     if begin:
         begin()
@@ -90,7 +90,7 @@ def write_tensors(writer: Writer, tensors: Tensors, ranks: Ranks) -> dict[str, A
 
 
 def commit(
-    aside: Place, final: Place, record: Mapping[str, Any], written: Mapping[str, Any]
+    aside: Location, final: Location, record: Mapping[str, Any], written: Mapping[str, Any]
 ) -> None:
     """Write the manifest, then rename the folder to `final`."""
     store = store_of(aside)
@@ -102,7 +102,7 @@ def commit(
     store.commit(aside, final)
 
 
-def clean_up(final: Place) -> None:
+def clean_up(final: Location) -> None:
     """Delete the files of a failed save; ignore errors."""
     with contextlib.suppress(Exception):
         store = store_of(final)
@@ -111,7 +111,7 @@ def clean_up(final: Place) -> None:
             store.remove(aside)
 
 
-def check_shared(store: Store, folder: Place, written: Mapping[str, Any]) -> None:
+def check_shared(store: Store, folder: Location, written: Mapping[str, Any]) -> None:
     """Raise UserError unless rank 0 sees every rank's files: the folder must be shared."""
     for name, expected in written.items():
         if not store.has(folder / name) or store.size(folder / name) != expected["bytes"]:
@@ -121,7 +121,7 @@ def check_shared(store: Store, folder: Place, written: Mapping[str, Any]) -> Non
             )
 
 
-def read_record(path: Place) -> dict[str, Any]:
+def read_record(path: Location) -> dict[str, Any]:
     """Read the manifest: the record given to `write`, plus `files`."""
     manifest = path / MANIFEST
     if not store_of(path).has(manifest):
@@ -148,7 +148,7 @@ def digest_of(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load(path: Place, tensors: Tensors, *, verified: bool = False) -> None:
+def load(path: Location, tensors: Tensors, *, verified: bool = False) -> None:
     """Load into `tensors` in place, resharding from the saved layout to theirs.
 
     `tensors` may be a subset of the saved names. `verified` skips the digest check. Raises
@@ -173,7 +173,7 @@ def load(path: Place, tensors: Tensors, *, verified: bool = False) -> None:
         state_dict_loader.load(dict(tensors), storage_reader=Reader(path), no_dist=ranks.count == 1)
 
 
-def contents(path: Place) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def contents(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Map tensor name to (shape, dtype) of a checkpoint."""
     return {
         name: (entry.size, entry.properties.dtype)
@@ -182,25 +182,25 @@ def contents(path: Place) -> dict[str, tuple[torch.Size, torch.dtype]]:
     }
 
 
-def holds(path: Place, part: str) -> bool:
+def holds(path: Location, part: str) -> bool:
     """Return True if a checkpoint has tensors under a top-level key such as "optimizer"."""
     return any(name.startswith(f"{part}.") for name in contents(path))
 
 
-def verify(path: Place, ranks: Ranks | None = None) -> dict[str, Any]:
+def verify(path: Location, ranks: Ranks | None = None) -> dict[str, Any]:
     """Check size and SHA-256 of every file; return the record. Collective.
 
     Raises UserError on every rank if a file is damaged.
     """
     ranks = ranks or Ranks()
-    record = ranks.first(lambda: read_record(path))
+    record = ranks.run_on_first(lambda: read_record(path))
     if damaged := damaged_files(path, record, ranks):
         others = "an older checkpoint with --checkpoint.resume PATH"
         raise UserError(f"[checkpoint] {path} is damaged: {', '.join(damaged)}. Use {others}.")
     return record
 
 
-def damaged_files(path: Place, record: Mapping[str, Any], ranks: Ranks) -> list[str]:
+def damaged_files(path: Location, record: Mapping[str, Any], ranks: Ranks) -> list[str]:
     """Names of files whose size or SHA-256 differs from the manifest; ranks share the work."""
     store, files = store_of(path), sorted(record["files"].items())
     mine = files[ranks.rank :: ranks.count]
@@ -208,7 +208,7 @@ def damaged_files(path: Place, record: Mapping[str, Any], ranks: Ranks) -> list[
     return sorted(name for part in ranks.gather(damaged) for name in part)
 
 
-def is_whole(store: Store, file: Place, expected: Mapping[str, Any]) -> bool:
+def is_whole(store: Store, file: Location, expected: Mapping[str, Any]) -> bool:
     """Return True if a file has the expected size and SHA-256."""
     try:
         return store.size(file) == expected["bytes"] and describe(file) == expected
@@ -221,7 +221,7 @@ def is_whole(store: Store, file: Place, expected: Mapping[str, Any]) -> bool:
         return False
 
 
-def describe(path: Place) -> dict[str, Any]:
+def describe(path: Location) -> dict[str, Any]:
     """Size in bytes and SHA-256 of a file."""
     store = store_of(path)
     with store.open(path) as file:

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_dit.checkpoint.checkpoint import write
 from titan_dit.checkpoint.staging import Staging, Tensors
-from titan_dit.checkpoint.store import MANIFEST, Place, store_of
+from titan_dit.checkpoint.store import MANIFEST, Location, store_of
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import Disruption
@@ -32,7 +32,7 @@ LONG_WAIT_S = 1.0
 class Checkpoints:
     """The folders `step-00000100`, `step-00000200`, ...; at most one save runs at a time."""
 
-    def __init__(self, folder: Place, settings: CheckpointConfig | None = None) -> None:
+    def __init__(self, folder: Location, settings: CheckpointConfig | None = None) -> None:
         self.folder = folder
         self.settings = settings or CheckpointConfig()
         self.staging = Staging()
@@ -42,21 +42,21 @@ class Checkpoints:
         self.failures: list[str] = []
         """Causes of the failed saves since the last good one."""
 
-    def named(self) -> list[Place]:
+    def folders(self) -> list[Location]:
         """Every folder with a checkpoint's name, complete or damaged, oldest first."""
         names = [name for name in store_of(self.folder).names(self.folder) if NAME.fullmatch(name)]
         return sorted((self.folder / name for name in names), key=step_of)
 
-    def whole(self) -> list[Place]:
+    def complete(self) -> list[Location]:
         """Every checkpoint with a manifest, oldest first."""
         store = store_of(self.folder)
-        return [path for path in self.named() if store.has(path / MANIFEST)]
+        return [path for path in self.folders() if store.has(path / MANIFEST)]
 
-    def newest(self) -> Place | None:
+    def newest(self) -> Location | None:
         """The checkpoint with a manifest of the highest step, or None."""
-        return next(reversed(self.whole()), None)
+        return next(reversed(self.complete()), None)
 
-    def save(self, step: int, tensors: Tensors, record: Mapping[str, Any]) -> Place:
+    def save(self, step: int, tensors: Tensors, record: Mapping[str, Any]) -> Location:
         """Start saving the checkpoint of `step`; return its final path. Collective.
 
         `record` holds plain values: step, cursor, counters, config. Returns once `tensors` may
@@ -92,7 +92,7 @@ class Checkpoints:
     def write(
         self,
         step: int,
-        path: Place,
+        path: Location,
         tensors: Tensors,
         record: Mapping[str, Any],
         begin: Callable[[], None] | None = None,
@@ -167,7 +167,7 @@ class Checkpoints:
         During a streak of bad steps (in `record`), also keep the rollback target: the newest
         checkpoint before the streak.
         """
-        store, whole = store_of(self.folder), self.whole()
+        store, whole = store_of(self.folder), self.complete()
         keep, every = self.settings.keep, self.settings.keep_every
         older = whole[:-keep] if keep else []
         stale = [path for path in older if not (every and step_of(path) % every == 0)]
@@ -179,12 +179,12 @@ class Checkpoints:
             left = [n for n in names if n.startswith("step-") and n.endswith(PARTIAL)]
             stale += [self.folder / name for name in left]
         else:
-            stale += [path for path in self.named() if path not in whole]
+            stale += [path for path in self.folders() if path not in whole]
         for path in stale:
             store.remove(path)
 
 
-def step_of(path: Place) -> int:
+def step_of(path: Location) -> int:
     """Parse the step from a checkpoint's folder name."""
     match = NAME.fullmatch(path.name)
     assert match, path

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 
-from titan_dit.checkpoint.store import Place, read_text, store_of
+from titan_dit.checkpoint.store import Location, read_text, store_of
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import LAUNCH, LEFT, USER_ERROR, report
 from titan_dit.launcher.ranks import Ranks
@@ -140,7 +140,7 @@ class InUse(Exception):
 class Lock:
     """`run.lock` in one folder. Raises the storage back end's errors."""
 
-    def __init__(self, folder: Place, own: Holder, say: Say) -> None:
+    def __init__(self, folder: Location, own: Holder, say: Say) -> None:
         self.folder, self.own, self.say = folder, own, say
         self.store, self.file = store_of(folder), folder / FILE
         self.made: list[Path] = []
@@ -269,7 +269,7 @@ class Lock:
 
 
 @contextmanager
-def held(run: Path, checkpoints: Place | None, say: Say) -> Iterator[None]:
+def hold_locks(run: Path, checkpoints: Location | None, say: Say) -> Iterator[None]:
     """Hold the locks of the run directory and, unless None, the checkpoint folder. Collective.
 
     Raises UserError on every rank if another launch holds one; nothing is changed then.
@@ -277,7 +277,7 @@ def held(run: Path, checkpoints: Place | None, say: Say) -> Iterator[None]:
     locks: list[Lock] = []
     ended = threading.Event()
     try:
-        Ranks().first(lambda: take(run, checkpoints, say, locks))
+        Ranks().run_on_first(lambda: take(run, checkpoints, say, locks))
         for lock in locks:  # A thread each: a hanging store must not stall the other renewal.
             lock.renewing = threading.Thread(target=renew_until, args=(lock, ended), daemon=True)
             lock.renewing.start()
@@ -289,7 +289,7 @@ def held(run: Path, checkpoints: Place | None, say: Say) -> Iterator[None]:
                 lock.release()
 
 
-def take(run: Path, checkpoints: Place | None, say: Say, locks: list[Lock]) -> None:
+def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -> None:
     """Acquire both locks and append them to `locks`. Raises UserError.
 
     A lock that cannot be written is only reported: an unwritable folder fails at its first file.

@@ -51,10 +51,10 @@ class URL:
         return self
 
 
-Place: TypeAlias = Path | URL
+Location: TypeAlias = Path | URL
 
 
-def place(text: str | Path | URL) -> Place:
+def location(text: str | Path | URL) -> Location:
     """Parse text as a URL if it has a protocol, otherwise as a path."""
     if isinstance(text, str):
         return URL(text.rstrip("/")) if "://" in text else Path(text)
@@ -283,12 +283,12 @@ class ObjectStore:
             self.files.rm(str(folder), recursive=True)
 
 
-def store_of(where: Place) -> Store:
+def store_of(where: Location) -> Store:
     """The back end of a path or URL."""
     return ObjectStore(where) if isinstance(where, URL) else Disk()
 
 
-def read_text(file: Place) -> str:
+def read_text(file: Location) -> str:
     """Read a UTF-8 file. Raises UnicodeDecodeError if it is not UTF-8."""
     with store_of(file).open(file) as stream:
         return io.TextIOWrapper(stream, encoding="utf-8").read()

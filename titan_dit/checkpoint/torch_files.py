@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from titan_dit.checkpoint.store import URL, Place, store_of
+from titan_dit.checkpoint.store import URL, Location, store_of
 from titan_dit.config.section import UserError
 
 METADATA = ".metadata"
@@ -52,7 +52,7 @@ class PlainUnpickler(pickle.Unpickler):
 class Reader(filesystem.FileSystemReader):
     """DCP's file-system reader with restricted unpickling and URL support."""
 
-    def __init__(self, folder: Place) -> None:
+    def __init__(self, folder: Location) -> None:
         super().__init__(str(folder))
         self.folder = folder
         if isinstance(folder, URL):
@@ -88,7 +88,7 @@ class Writer(filesystem.FileSystemWriter):
     disk is found when the checkpoint is loaded.
     """
 
-    def __init__(self, folder: Place, *, on_cpu: bool) -> None:
+    def __init__(self, folder: Location, *, on_cpu: bool) -> None:
         remote = isinstance(folder, URL)
         super().__init__(
             str(folder),

@@ -34,5 +34,5 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
         return
     device.check_writers(config.metrics)
     device.check_profiled(config.profile, plan)
-    device.check_products(plan.precision, plan.parallel.async_tp, on)
-    device.try_out(plan, on)
+    device.check_matmuls(plan.precision, plan.parallel.async_tp, on)
+    device.check_kernels(plan, on)

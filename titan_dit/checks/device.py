@@ -42,7 +42,7 @@ def check_writers(config: MetricsConfig) -> None:
 def check_profiled(config: ProfileConfig, plan: RunPlan) -> None:
     """Refuse profiled ranks that do not exist. A run resumed on fewer ranks ignores them."""
     num_ranks = plan.world_size
-    if plan.following or not config.enabled or max(config.ranks, default=0) < num_ranks:
+    if plan.resuming or not config.enabled or max(config.ranks, default=0) < num_ranks:
         return
     started, valid = "1 rank was", "rank 0"
     if num_ranks > 1:
@@ -50,7 +50,7 @@ def check_profiled(config: ProfileConfig, plan: RunPlan) -> None:
     raise UserError(f"[profile] ranks={list(config.ranks)}, but {started} started. Name {valid}.")
 
 
-def check_products(precision: PrecisionConfig, async_tp: bool, device: torch.device) -> None:
+def check_matmuls(precision: PrecisionConfig, async_tp: bool, device: torch.device) -> None:
     """Refuse float8 recipes and async_tp that this device does not support."""
     if async_tp and device.type != "cuda":
         raise UserError(
@@ -104,7 +104,7 @@ def check_memory(plan: RunPlan, ema: EMAConfig, device_bytes: int | None, where:
         )
 
 
-def try_out(plan: RunPlan, device: torch.device) -> None:
+def check_kernels(plan: RunPlan, device: torch.device) -> None:
     """Run the attention kernel and the compiler on a sample, as the first step would."""
     attention.check(plan.precision.attention, attention_shape(plan, device))
     compile.check(plan.compile, device)
@@ -144,7 +144,7 @@ def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -
     )
 
 
-def nearest_to(precision: PrecisionConfig, device: torch.device) -> PrecisionConfig:
+def replayable_precision(precision: PrecisionConfig, device: torch.device) -> PrecisionConfig:
     """The closest precision to a run's that this device can replay.
 
     float8 falls back to emulation, and to no float8 for recipes without emulation. A missing
@@ -156,7 +156,7 @@ def nearest_to(precision: PrecisionConfig, device: torch.device) -> PrecisionCon
         attention.use_implementation("auto")
         every = replace(every, attention="auto")
     try:
-        check_products(every, False, device)
+        check_matmuls(every, False, device)
     except UserError:
         lost = is_transformer_engine(precision.float8)
         return replace(every, float8="off") if lost else replace(every, float8_emulate=True)

@@ -33,8 +33,8 @@ def check_world(plan: RunPlan) -> None:
     product = math.prod(asdict(sizes).values())
     if product == ranks:
         return
-    if plan.following:
-        refuse_followed(plan)
+    if plan.resuming:
+        refuse_refitted(plan)
     asked = {axis: getattr(plan.parallel, axis) for axis in asdict(sizes)}
     others = math.prod(size for axis, size in asked.items() if axis != "dp_shard")
     fits, fill = ranks % others == 0, asked["dp_shard"] == -1
@@ -52,7 +52,7 @@ def check_world(plan: RunPlan) -> None:
     )
 
 
-def refuse_followed(plan: RunPlan) -> None:
+def refuse_refitted(plan: RunPlan) -> None:
     """Of a run that has begun: it comes back on whole models only."""
     ranks = plan.world_size
     one_model = plan.sizes.model
@@ -115,7 +115,7 @@ def check_batch(plan: RunPlan) -> None:
     """
     sizes, batch = plan.sizes, plan.global_batch_size
     micro, ranks = plan.wanted_microbatch_size, sizes.data
-    if plan.following:
+    if plan.resuming:
         if ranks > batch:
             raise UserError(
                 f"[training] global_batch_size={batch} cannot be held by {ranks} data-parallel "
@@ -214,7 +214,7 @@ def check_pipeline(plan: RunPlan) -> None:
     check_schedule(
         pipeline.schedule,
         num_ranks=sizes.pp,
-        num_microbatches=plan.num_microbatches if plan.following else plan.whole_microbatches,
+        num_microbatches=plan.num_microbatches if plan.resuming else plan.whole_microbatches,
         virtual_stages=pipeline.virtual_stages,
     )
     if plan.parallel.reshard_after_forward == "always":

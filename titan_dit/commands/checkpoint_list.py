@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import tyro
 
 from titan_dit.checkpoint.run_checkpoints import step_of
-from titan_dit.checkpoint.store import MANIFEST, Place, Store, place, store_of
-from titan_dit.commands.restore import series
+from titan_dit.checkpoint.store import MANIFEST, Location, Store, location, store_of
+from titan_dit.commands.restore import checkpoints_in
 from titan_dit.config.section import Section, UserError
 from titan_dit.observe import console
 from titan_dit.recovery.resume import readable
@@ -28,10 +28,10 @@ class Options(Section):
 
 def main(options: Options) -> None:
     """Print one line per checkpoint."""
-    where = place(options.run)
-    checkpoints = series(where)
+    where = location(options.run)
+    checkpoints = checkpoints_in(where)
     store = store_of(checkpoints.folder)
-    named = checkpoints.named()
+    named = checkpoints.folders()
     if not named:
         raise UserError(f"{where}: no checkpoint found. Give a run directory or its checkpoints.")
     console.say(f"{'step':>10}  {'samples':>13}  {'epoch':>7}  {'MiB':>9}  {'age':>8}  files")
@@ -50,7 +50,7 @@ def main(options: Options) -> None:
     console.say(f"in {checkpoints.folder}; `checkpoint verify` checks the files' contents")
 
 
-def has(store: Store, file: Place, expected: dict[str, Any]) -> bool:
+def has(store: Store, file: Location, expected: dict[str, Any]) -> bool:
     """Return True if the file exists with the expected size."""
     return store.has(file) and store.size(file) == expected["bytes"]
 

@@ -11,8 +11,8 @@ import torch
 import tyro
 
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.store import place
-from titan_dit.commands.restore import find
+from titan_dit.checkpoint.store import location
+from titan_dit.commands.restore import find_checkpoint
 from titan_dit.config.section import Section, show
 from titan_dit.observe import console
 
@@ -33,7 +33,7 @@ class Options(Section):
 
 def main(options: Options) -> None:
     """Print the checkpoint."""
-    path = find(place(options.path), options.step, "checkpoint show")
+    path = find_checkpoint(location(options.path), options.step, "checkpoint show")
     record, tensors = checkpoint.read_record(path), checkpoint.contents(path)
     for name, value in (*position(path, record), *parts(tensors)):
         console.say(f"{name:10}{value}")

@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from titan_dit.checkpoint.checkpoint import damaged_files
-from titan_dit.checkpoint.store import MANIFEST, Place, place, store_of
-from titan_dit.commands.restore import series
+from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
+from titan_dit.commands.restore import checkpoints_in
 from titan_dit.config.section import Section, UserError
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
@@ -29,9 +29,9 @@ class Options(Section):
 
 def main(options: Options) -> None:
     """Print one line per checkpoint; exit with 1 if any is damaged."""
-    where = place(options.path)
+    where = location(options.path)
     alone = store_of(where).has(where / MANIFEST)
-    paths = [where] if alone else own_newest_first(series(where))[::-1]
+    paths = [where] if alone else own_newest_first(checkpoints_in(where))[::-1]
     if not paths:
         raise UserError(f"{where}: no checkpoint found. Give a run directory or a checkpoint.")
     reports = [(path, *examine(path)) for path in paths]
@@ -41,7 +41,7 @@ def main(options: Options) -> None:
         sys.exit(1)
 
 
-def examine(path: Place) -> tuple[str, str]:
+def examine(path: Location) -> tuple[str, str]:
     """Return the damage of a checkpoint ("" if none), and its size as text."""
     record, what = readable(path)
     if what:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from titan_dit import __version__
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.store import URL, Place, place
-from titan_dit.commands.restore import find, restore
+from titan_dit.checkpoint.store import URL, Location, location
+from titan_dit.commands.restore import find_checkpoint, restore
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
     Bound,
@@ -74,7 +74,7 @@ READING, WRITING = ("heads", "scale", "prediction", "noise_schedule"), ("weights
 
 def main(options: Options) -> None:
     """Import if --from is a file, export if it is a folder or a URL."""
-    source, target = place(options.source), Path(options.to)
+    source, target = location(options.source), Path(options.to)
     writes = isinstance(source, URL) or source.is_dir()
     for name in READING if writes else WRITING:
         if getattr(options, name) is not None:
@@ -192,11 +192,11 @@ def record_of(original: Original, objective: dict[str, Any], scale: float) -> di
     }
 
 
-def write_original(source: Place, target: Path, options: Options) -> None:
+def write_original(source: Location, target: Path, options: Options) -> None:
     """Export a checkpoint as a file of the original."""
     if target.suffix not in weight_file.SUFFIXES:
         raise UserError(f"--to {target}: name a .pt or .safetensors file.")
-    path = find(source, options.step, "--from")
+    path = find_checkpoint(source, options.step, "--from")
     run = restore(path, options.weights or "ema", options.decay, torch.device("cpu"))
     config = run.model_config
     if not isinstance(config, DiTConfig):

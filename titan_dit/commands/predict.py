@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titan_dit.checkpoint.store import place
-from titan_dit.commands.restore import Restored, device_of, find, restore
+from titan_dit.checkpoint.store import location
+from titan_dit.commands.restore import Restored, device_of, find_checkpoint, restore
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
@@ -52,7 +52,7 @@ def main(options: Options) -> None:
     if out.suffix != ".safetensors":
         raise UserError(f"--out {out}: name a .safetensors file.")
     device = device_of(options.device)
-    path = find(place(options.checkpoint), options.step, "--checkpoint")
+    path = find_checkpoint(location(options.checkpoint), options.step, "--checkpoint")
     run = restore(path, options.weights, options.decay, device)
     diffusion = run.diffusion("predict")
     inputs = read_inputs(Path(options.inputs), diffusion)

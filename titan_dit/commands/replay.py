@@ -16,9 +16,9 @@ from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import step_of
-from titan_dit.checkpoint.store import Place
-from titan_dit.checks.device import nearest_to
-from titan_dit.commands.restore import device_of, series
+from titan_dit.checkpoint.store import Location
+from titan_dit.checks.device import replayable_precision
+from titan_dit.commands.restore import checkpoints_in, device_of
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
@@ -86,7 +86,7 @@ class Origin:
     numbers: Sequence[int]
     found_in: str
     """Source of the sample numbers."""
-    weights: Place | None
+    weights: Location | None
     """The newest checkpoint before the step; None for the initial weights."""
     weights_step: int
     data_digest: str | None
@@ -164,7 +164,7 @@ def check_taken(run: Path, step: int, every: int, steps: int) -> bool:
 def newest_step(run: Path) -> int:
     """Return the newest step in the metrics, checkpoints and fault log; 0 if none."""
     logged: list[int] = [row["step"] for row in metrics.read_rows(run / "metrics.jsonl")]
-    saved = [step_of(path) for path in series(run).whole()]
+    saved = [step_of(path) for path in checkpoints_in(run).complete()]
     faulty: int = 0
     for line in fault_log.read(run):
         # Steps undone by a rollback count only if they were repeated.
@@ -174,7 +174,7 @@ def newest_step(run: Path) -> int:
 
 def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
     """Return a step's samples: from the fault log if it was bad, else from the batch plan."""
-    before = [path for path in series(run).whole() if step_of(path) < step]
+    before = [path for path in checkpoints_in(run).complete() if step_of(path) < step]
     record = checkpoint.read_record(before[-1]) if before else {}
     progress = Progress.of(record, rollback.read(run))
     weights, weights_step = (before[-1] if before else None), progress.step
@@ -215,7 +215,7 @@ def rebuilt(
         config,
         parallel=ParallelConfig(),
         compile=CompileConfig(),
-        precision=nearest_to(config.precision, device),
+        precision=replayable_precision(config.precision, device),
         training=replace(config.training, microbatch_size=size),
     )
     mesh = Mesh(AxisSizes(), device.type)

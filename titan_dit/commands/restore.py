@@ -9,7 +9,7 @@ import torch
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import NAME, Checkpoints, step_of
-from titan_dit.checkpoint.store import MANIFEST, Place, place, store_of
+from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
@@ -26,7 +26,7 @@ USED = ("model", "objective", "ema")
 class Restored:
     """A network with trained weights, its config and its objective."""
 
-    path: Place
+    path: Location
     step: int
     model_config: ModelConfig
     objective: Objective
@@ -44,11 +44,11 @@ class Restored:
         )
 
 
-def find(run: Place, step: int | None, flag: str = "--run") -> Place:
+def find_checkpoint(run: Location, step: int | None, flag: str = "--run") -> Location:
     """Return a run's checkpoint at `step` (None: the newest), or `run` if it is a checkpoint."""
     if store_of(run).has(run / MANIFEST):
         return run
-    whole = {step_of(path): path for path in series(run).whole()}
+    whole = {step_of(path): path for path in checkpoints_in(run).complete()}
     if not whole:
         raise UserError(
             f"{flag} {run}: no checkpoint found. Give a run directory such as outputs/digits, or "
@@ -62,7 +62,7 @@ def find(run: Place, step: int | None, flag: str = "--run") -> Place:
     return whole[step]
 
 
-def series(run: Place) -> Checkpoints:
+def checkpoints_in(run: Location) -> Checkpoints:
     """Return the checkpoints of a run directory ([checkpoint] dir included) or of their folder."""
     names = store_of(run).names(run)
     if any(NAME.fullmatch(name) for name in names):
@@ -70,7 +70,7 @@ def series(run: Place) -> Checkpoints:
     if "checkpoints" not in names and "config.toml" in names and isinstance(run, Path):
         table = config_file.read_toml(run / "config.toml").get("checkpoint", {})
         if table.get("dir"):
-            return Checkpoints(place(str(table["dir"])))
+            return Checkpoints(location(str(table["dir"])))
     return Checkpoints(run / "checkpoints")
 
 
@@ -85,7 +85,7 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def restore(path: Place, weights: str, decay: float | None, device: torch.device) -> Restored:
+def restore(path: Location, weights: str, decay: float | None, device: torch.device) -> Restored:
     """Build a checkpoint's network and load its "ema" or "model" weights.
 
     "ema" falls back to "model" if the run has no EMA.

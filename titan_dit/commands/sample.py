@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.checkpoint.store import place
-from titan_dit.commands.restore import device_of, find, restore
+from titan_dit.checkpoint.store import location
+from titan_dit.commands.restore import device_of, find_checkpoint, restore
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
@@ -81,7 +81,7 @@ def main(options: Options) -> None:
     if out.suffix not in (".safetensors", ".png"):
         raise UserError(f"--out {out}: name a .safetensors or .png file.")
     device = device_of(options.device)
-    path = find(place(options.run), options.step)
+    path = find_checkpoint(location(options.run), options.step)
     run = restore(path, options.weights, options.decay, device)
     diffusion = run.diffusion("sample")
     drawing.check(diffusion.path, diffusion.model, options, "--{}")

@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> NoReturn:
     os.environ.update(defaults(os.environ, ranks, cores))
     if "--nnodes" in rendezvous:
         nodes, endpoint = os.environ["NNODES"], os.environ["RDZV_ENDPOINT"]
-        streams.tell(sys.stderr, f"titan_dit: rendezvous of {nodes} nodes at {endpoint}\n")
+        streams.write(sys.stderr, f"titan_dit: rendezvous of {nodes} nodes at {endpoint}\n")
     become(
         *("titan_dit.launcher.launch", *rendezvous, "--nproc-per-node", str(ranks)),
         *("--max-restarts", max_restarts(os.environ), "-m", TRAINER, *words),
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> NoReturn:
 def become(module: str, *arguments: str) -> NoReturn:
     """Replace this process by `python -m module` (exec)."""
     sys.stdout.flush()
-    streams.tell(sys.stderr, "")
+    streams.write(sys.stderr, "")
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 

@@ -110,7 +110,7 @@ class LatentFolder(Source):
             if time.monotonic() - written >= every_s and os.environ.get("RANK", "0") == "0":
                 written = time.monotonic()
                 line = f"verified {row + 1:,} of {len(self):,} files\n"
-                streams.tell(sys.stderr, line)
+                streams.write(sys.stderr, line)
 
     def _probe(self, most: int = 32) -> tuple[tuple[int, int, int], torch.dtype]:
         """Return the common shape and dtype of one file of each of up to `most` classes."""

@@ -267,7 +267,7 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
 def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
     """Read label files, about 20 s per million; threads would not be faster."""
     if len(paths) > MANY_LABELS and os.environ.get("RANK", "0") == "0":
-        streams.tell(
+        streams.write(
             sys.stderr,
             f"reading {len(paths):,} label files in {paths[0].parent}; shards open without this "
             "delay: `python -m titan_dit data pack`\n",

@@ -15,7 +15,7 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
         return model
     raise UserError(
         f"[objective] name={show(objective)} trains models of latents with labels, but [model] "
-        f"name={show(model.name)} has no {lacking(model, LatentModel)}. Choose another "
+        f"name={show(model.name)} has no {missing_members(model, LatentModel)}. Choose another "
         "objective, or add them to the model (titan_dit/diffusion/base.py: LatentModel)."
     )
 
@@ -26,12 +26,12 @@ def as_path(section: object, objective: str) -> ProbabilityPath:
         return section
     raise UserError(
         f"[objective] name={show(objective)} derives from DiffusionConfig, but has no "
-        f"{lacking(section, ProbabilityPath)}. Add them "
+        f"{missing_members(section, ProbabilityPath)}. Add them "
         "(titan_dit/diffusion/base.py: ProbabilityPath)."
     )
 
 
-def lacking(thing: object, protocol: type) -> str:
+def missing_members(thing: object, protocol: type) -> str:
     """The missing members of a protocol, comma-separated."""
     wanted = [name for name in vars(protocol) if not name.startswith("_")]
     wanted += [name for name in protocol.__annotations__ if name not in wanted]

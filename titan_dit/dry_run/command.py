@@ -13,7 +13,7 @@ from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import ParallelConfig
 from titan_dit.data.base import DataConfig, DataFacts, Field
 from titan_dit.dry_run import report
-from titan_dit.dry_run.rehearse import rehearse
+from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.observe import console
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import resolve
@@ -29,7 +29,7 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
     own = {"model": config.model, "objective": config.objective, "data": config.data}
     for line in dotted_names.origins(own):
         console.say(line)
-    found = rehearse(plan, objective, fields, config.training, config.optimizer, config.ema)
+    found = take_fake_step(plan, objective, fields, config.training, config.optimizer, config.ema)
     for line in report.lines(found):
         console.say(line)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from titan_dit.dry_run.fake_step import RankReport, Report
 from titan_dit.dry_run.memory import StorageKind
-from titan_dit.dry_run.rehearse import RankReport, Report
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 

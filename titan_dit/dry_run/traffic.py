@@ -33,7 +33,7 @@ class Traffic:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def at(self, count: int, own: int, other: Traffic, others: int) -> Traffic:
+    def extrapolate(self, count: int, own: int, other: Traffic, others: int) -> Traffic:
         """Traffic of `count` microbatches, from this for `own` and `other` for `others` of them.
 
         Linear in the microbatches: each sends the same, and the rest of a step is constant.

@@ -36,7 +36,7 @@ class Shapes:
     """Per token, [b, n]."""
 
 
-def nothing_to_add(value: Tensor) -> Tensor:
+def unchanged(value: Tensor) -> Tensor:
     """The sum over a single data-parallel rank."""
     return value
 
@@ -74,7 +74,7 @@ class Executor(ABC):
     spec: ModelSpec | None = None
     """Batches are checked against it; None for no check."""
 
-    sum_over_data: Callable[[Tensor], Tensor] = staticmethod(nothing_to_add)
+    sum_over_data: Callable[[Tensor], Tensor] = staticmethod(unchanged)
     """Sum a value over the data-parallel ranks."""
 
     def step(self, prepared: Prepared) -> Tensor:
@@ -131,7 +131,7 @@ def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
         )
 
 
-def share_of(per_token: Tensor, part: Prepared) -> Tensor:
+def loss_share(per_token: Tensor, part: Prepared) -> Tensor:
     """The share of a microbatch in the step's loss."""
     assert part.total_tokens is not None
     total = part.total_tokens

@@ -41,7 +41,7 @@ class Built:
 
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
     """Build this rank's part of the network, parallelized, with initial weights."""
-    parts, count, flops = spread(plan, mesh)
+    parts, count, flops = build_stages(plan, mesh)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
@@ -50,11 +50,11 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
-    notes = float8.account(parts.values(), plan.precision)
+    notes = float8.console_lines(parts.values(), plan.precision)
     return Built(executor, parameters, count, flops, notes)
 
 
-def spread(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
+def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     """This rank's stages on the meta device, parallelized.
 
     Also returns the parameters and FLOPs of the whole network, as in `Built`.

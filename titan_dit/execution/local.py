@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from titan_dit.execution.base import NOTHING, Executor, TokenLoss, first_of, share_of
+from titan_dit.execution.base import NOTHING, Executor, TokenLoss, first_of, loss_share
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
 
@@ -28,7 +28,7 @@ class LocalExecutor(Executor):
             if len(parts) > 1:
                 fsdp.sync_gradients(self.model, enabled=number == len(parts))
             output = self.model(part.inputs, part.side_inputs)
-            loss = share_of(self.loss(output, part.targets), part)
+            loss = loss_share(self.loss(output, part.targets), part)
             total += loss.detach()
             # A loss can overflow while its gradients do not. The factor 1 then becomes NaN, so that
             # the gradient norm alone shows a bad step to every rank.

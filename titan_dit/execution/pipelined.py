@@ -17,7 +17,7 @@ from titan_dit.execution.base import (
     Shapes,
     TokenLoss,
     first_of,
-    share_of,
+    loss_share,
 )
 from titan_dit.execution.torch_pipeline import Runtime, Stage
 from titan_dit.models.base import Model, Stream
@@ -62,7 +62,7 @@ class PipelinedExecutor(Executor):
     def loss_of(self, output: Output, microbatch: int) -> Tensor:
         """This microbatch's share of the loss."""
         part = self.prepared[microbatch]
-        loss = share_of(self.loss(output, part.targets), part)
+        loss = loss_share(self.loss(output, part.targets), part)
         # The gradient's factor becomes NaN with the loss, see `LocalExecutor.run`.
         return loss * (1 + 0 * loss.detach())
 
@@ -82,32 +82,32 @@ class PipelinedExecutor(Executor):
     ) -> Tensor:
         """See `Executor.predict`. Microbatches are pipelined through the stages."""
         rows = next(iter(inputs.values())).shape[0]
-        microbatches = [{k: v[part] for k, v in inputs.items()} for part in self.filled(rows)]
-        side_inputs = [
-            {**static, **{k: v[part] for k, v in context.items()}} for part in self.filled(rows)
-        ]
+        parts = self.padded_indices(rows)
+        microbatches = [{k: v[part] for k, v in inputs.items()} for part in parts]
+        side_inputs = [{**static, **{k: v[part] for k, v in context.items()}} for part in parts]
         like = self.shapes.predictions[0]
-        found = self.flow(microbatches, side_inputs, lambda out, _: first_of(out), like)
+        found = self.forward_all(microbatches, side_inputs, lambda out, _: first_of(out), like)
         return found[:rows].float()
 
     @torch.no_grad()
     def evaluate(self, prepared: Prepared) -> Tensor:
         """See `Executor.evaluate`."""
-        parts = [prepared.select(part) for part in self.filled(prepared.num_samples)]
+        parts = [prepared.select(part) for part in self.padded_indices(prepared.num_samples)]
 
         def losses_of(output: Output, number: int) -> Tensor:
             return self.loss(output, parts[number].targets)
 
         inputs, side_inputs = [part.inputs for part in parts], [part.side_inputs for part in parts]
-        return self.flow(inputs, side_inputs, losses_of, self.shapes.losses)[: prepared.num_samples]
+        losses = self.forward_all(inputs, side_inputs, losses_of, self.shapes.losses)
+        return losses[: prepared.num_samples]
 
-    def filled(self, rows: int) -> tuple[Tensor, ...]:
+    def padded_indices(self, rows: int) -> tuple[Tensor, ...]:
         """Sample indices of every microbatch; the last one is padded with the last sample."""
         size = self.microbatch_size
         index = torch.arange(-(-rows // size) * size, device=self.device).clamp(max=rows - 1)
         return torch.split(index, size)
 
-    def flow(
+    def forward_all(
         self,
         inputs: Sequence[Mapping[str, Tensor]],
         side_inputs: Sequence[Mapping[str, Tensor]],
@@ -140,7 +140,7 @@ class PipelinedExecutor(Executor):
         wait_for(sends)
         for part in self.parts.values():
             fsdp.reshard(part)
-        return self.share(outputs, len(inputs), like)
+        return self.broadcast_last(outputs, len(inputs), like)
 
     def global_rank(self, stage: int) -> int:
         """The global rank of a stage of this pipeline."""
@@ -159,7 +159,7 @@ class PipelinedExecutor(Executor):
         works = [dist.irecv(tensor, source, group) for tensor in stream]
         return stream, [work for work in works if work is not None]
 
-    def share(self, outputs: list[Tensor], count: int, like: Tensor) -> Tensor:
+    def broadcast_last(self, outputs: list[Tensor], count: int, like: Tensor) -> Tensor:
         """Broadcast the last stage's outputs to every rank of the pipeline."""
         shape = (count * like.shape[0], *like.shape[1:])
         whole = (

@@ -64,11 +64,11 @@ class SlicedExecutor(Executor):
         """See `Executor.predict`. Predictions are all-gathered over cp."""
         dims = self.dims
         mine = self.slice(inputs, dims.inputs), self.slice(static, dims.static)
-        return self.joined(self.inner.predict(*mine, self.slice(context, dims.context)))
+        return self.all_gather_tokens(self.inner.predict(*mine, self.slice(context, dims.context)))
 
     def evaluate(self, prepared: Prepared) -> Tensor:
         """See `Executor.evaluate`."""
-        return self.joined(self.inner.evaluate(self.sliced(prepared)))
+        return self.all_gather_tokens(self.inner.evaluate(self.sliced(prepared)))
 
     def sliced(self, prepared: Prepared) -> Prepared:
         """A batch reduced to the tokens of this rank."""
@@ -89,7 +89,7 @@ class SlicedExecutor(Executor):
         present = {name: dim for name, dim in dims.items() if name in tensors}
         return slice_tokens(tensors, present, self.mesh.get_local_rank(), self.mesh.size())
 
-    def joined(self, mine: Tensor) -> Tensor:
+    def all_gather_tokens(self, mine: Tensor) -> Tensor:
         """All-gather token slices to [b, n, ...]."""
         mine = mine.contiguous()
         slices = [torch.empty_like(mine) for _ in range(self.mesh.size())]

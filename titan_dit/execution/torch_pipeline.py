@@ -163,7 +163,7 @@ class Runtime(_PipelineScheduleRuntime):
         zero = torch.zeros((), device=device)
         return sum((loss.detach() for loss in self.losses.values()), zero)
 
-    def trust_shapes(self) -> None:
+    def skip_shape_exchange(self) -> None:
         """Skip the exchange of shapes between stages, for a dry run without other ranks."""
         self.shapes_are_known = True
 

@@ -32,13 +32,13 @@ class Disruption(UserError):
     """A failure of the machine (disk, memory) that a restart may survive."""
 
 
-def begun() -> None:
+def training_started() -> None:
     """Mark the start of training: from here on a file error is not a user error."""
     global is_training
     is_training = True
 
 
-def guarded(main: Callable[[], int | None]) -> None:
+def run_and_exit(main: Callable[[], int | None]) -> None:
     """Run `main`, report an exception once, and exit with its code.
 
     Exits by os._exit: at interpreter shutdown a broken process group can block forever, and a
@@ -64,7 +64,7 @@ def returned(main: Callable[[], int | None]) -> int:
     except SystemExit as error:
         if isinstance(error.code, int | None):
             return error.code or 0
-        streams.tell(sys.stderr, f"{error.code}\n")
+        streams.write(sys.stderr, f"{error.code}\n")
         return INTERNAL_ERROR
 
 
@@ -88,9 +88,9 @@ def flushed(code: int) -> int:
             if isinstance(error, BrokenPipeError):
                 code = UNREAD
             elif error.errno not in streams.GONE:
-                streams.tell(sys.stderr, f"error: standard output: {error}\n")
+                streams.write(sys.stderr, f"error: standard output: {error}\n")
                 code = INTERNAL_ERROR
-    streams.tell(sys.stderr, "")
+    streams.write(sys.stderr, "")
     return code
 
 
@@ -122,13 +122,13 @@ def report(message: str, is_user_error: bool) -> None:
     """Print the message; under a launcher pass it on, which prints the root cause only."""
     if not is_launched():
         if message:
-            streams.tell(sys.stderr, message + "\n")
+            streams.write(sys.stderr, message + "\n")
         return
     details = {"timestamp": str(int(time.time())), "moment": time.time(), "user": is_user_error}
-    leave({"message": {"message": message, "extraInfo": details}})
+    leave_note({"message": {"message": message, "extraInfo": details}})
 
 
-def leave(note: dict[str, Any]) -> None:
+def leave_note(note: dict[str, Any]) -> None:
     """Leave a note for the launcher, if any, in torchrun's error file of this rank."""
     if is_launched():
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(note))

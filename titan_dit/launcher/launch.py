@@ -84,7 +84,7 @@ class Launcher:
         except agent.Stopped:
             return self.code()
         except agent.RendezvousError as error:
-            streams.tell(
+            streams.write(
                 sys.stderr,
                 "error: the rendezvous failed (RDZV_ENDPOINT, NNODES). Either not enough nodes "
                 "joined, or another node ended first and reports why. If the node of RDZV_ENDPOINT "
@@ -102,13 +102,13 @@ class Launcher:
         if self.asked and asked_to_end and is_consequence(failure):
             say("stopped before the first step finished: nothing new to save")
             return self.code()
-        streams.tell(sys.stderr, message_of(rank, failure) + "\n")
+        streams.write(sys.stderr, message_of(rank, failure) + "\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def say(line: str) -> None:
     """Print a line to this node's console."""
-    streams.tell(sys.stderr, f"titan_dit: {line}\n")
+    streams.write(sys.stderr, f"titan_dit: {line}\n")
 
 
 def main() -> int:

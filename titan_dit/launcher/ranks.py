@@ -72,7 +72,7 @@ class Ranks:
                 raise Failed(failed)
         return [value for value, _ in outcomes]
 
-    def first(self, action: Callable[[], T]) -> T:
+    def run_on_first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0; broadcast its result or UserError to every rank."""
 
         def attempt() -> tuple[T | None, str | None]:

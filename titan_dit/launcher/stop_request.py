@@ -139,7 +139,7 @@ class StopRequest:
             if signal.SIGINT in self.heard:
                 os._exit(INTERRUPTED)
             again = "\nfinishing the step and saving; Ctrl-C again exits at once\n"
-            streams.tell(sys.stderr, again)
+            streams.write(sys.stderr, again)
         self.heard.append(number)
 
     def leave_if_stuck(self) -> None:

@@ -19,7 +19,7 @@ def say(line: str) -> None:
 
 def mention(line: str) -> None:
     """Print a line of a run; a closed stdout does not stop the run."""
-    streams.tell(sys.stdout, line + "\n")
+    streams.write(sys.stdout, line + "\n")
 
 
 def progress(row: dict[str, Any], steps: int) -> str:

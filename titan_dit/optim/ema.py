@@ -60,7 +60,7 @@ class EMA:
                 torch._foreach_copy_(local(average), local(self.parameters))
 
     @torch.no_grad()
-    def spread(self) -> None:
+    def copy_first_to_all(self) -> None:
         """Copy the first average to all others."""
         averages = [local(average) for average in self.averages.values()]
         for average in averages[1:]:

@@ -126,7 +126,7 @@ class Recompiles:
             self.count += num_graphs() - self._before
         self._is_first = False
 
-    def news(self) -> str | None:
+    def report(self) -> str | None:
         """A console line if there were recompilations since the last call, else None."""
         if self.count == self._reported:
             return None

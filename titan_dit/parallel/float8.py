@@ -134,7 +134,7 @@ def scale_before_gathers(model: nn.Module) -> None:
         )
 
 
-def account(parts: Iterable[nn.Module], precision: PrecisionConfig) -> list[str]:
+def console_lines(parts: Iterable[nn.Module], precision: PrecisionConfig) -> list[str]:
     """Console line with the number of torchao's float8 layers; empty if it is not in use."""
     if precision.float8 == "off" or is_transformer_engine(precision.float8):
         return []

@@ -74,21 +74,21 @@ def axes(role: str, *, has: bool = True) -> tuple[str, ...]:
     return tuple(f.name for f in fields(AxisSizes) if f.metadata[role] == has)
 
 
-def solve(config: ParallelConfig, world_size: int, following: bool = False) -> AxisSizes:
+def solve(config: ParallelConfig, world_size: int, resuming: bool = False) -> AxisSizes:
     """Fill in dp_shard=-1; whether the product is the number of ranks is for checks/ to say.
 
-    `following`: of a run that has begun and may come back on other ranks, see `follow`.
+    `following`: of a run that has begun and may come back on other ranks, see `refit`.
     """
     sizes = {f.name: getattr(config, f.name) for f in fields(AxisSizes)}
-    if following:
-        return follow(sizes, world_size)
+    if resuming:
+        return refit(sizes, world_size)
     if sizes[FILL] == -1:
         others = math.prod(size for name, size in sizes.items() if name != FILL)
         sizes[FILL] = max(1, world_size // others)
     return AxisSizes(**sizes)
 
 
-def follow(sizes: Mapping[str, int], world_size: int) -> AxisSizes:
+def refit(sizes: Mapping[str, int], world_size: int) -> AxisSizes:
     """pp, cp and tp stay as they are; dp_replicate and dp_shard share the ranks there are.
 
     dp_replicate stays if it can, else it is the largest part of itself that divides the ranks.
@@ -102,7 +102,7 @@ def follow(sizes: Mapping[str, int], world_size: int) -> AxisSizes:
     return AxisSizes(**found, **{FILL: left})
 
 
-def followed(config: ParallelConfig, sizes: AxisSizes) -> list[str]:
+def refitted(config: ParallelConfig, sizes: AxisSizes) -> list[str]:
     """A line for every size that the config fixes and the ranks have changed."""
     lines = []
     for name in axes("samples"):

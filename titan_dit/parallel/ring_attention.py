@@ -118,17 +118,17 @@ def travel_backward(
     moving = torch.stack((k, v))
     incoming = peers.send(moving) if peers.size > 1 else moving
     dq, home = block(moving)
-    following = None
+    resuming = None
     for hop in range(1, peers.size):
         moving = peers.arrive(incoming)
         incoming = peers.send(moving) if hop < peers.size - 1 else moving
         more, dkv = block(moving)
         dq = dq + more
-        if following is not None:
-            dkv = dkv + peers.arrive(following)
-        following = peers.send(dkv)
-    if following is not None:
-        home = home + peers.arrive(following)
+        if resuming is not None:
+            dkv = dkv + peers.arrive(resuming)
+        resuming = peers.send(dkv)
+    if resuming is not None:
+        home = home + peers.arrive(resuming)
     return dq.to(q.dtype), home.to(q.dtype)
 
 

@@ -47,7 +47,7 @@ class BadStep:
     grad_norm: float
     loss: float
 
-    def told(self, log: object) -> str:
+    def message(self, log: object) -> str:
         """A line for the console; `log` is the file with the details."""
         why = f"a spike of {self.grad_norm:.3g}" if self.kind == "spike" else "not finite"
         return f"step {self.step} skipped: the gradient norm is {why} (see {log})"
@@ -71,9 +71,9 @@ class Guard:
         self.average = torch.zeros((), device=device)
         self.num_good = torch.zeros((), device=device)
         self.no_spike = torch.zeros((), dtype=torch.bool, device=device)
-        self.taken: list[UnreadStep] = []
+        self.unread: list[UnreadStep] = []
         # As of the last read.
-        self.nan_steps = self.spike_steps = self.in_a_row = 0
+        self.nan_steps = self.spike_steps = self.num_consecutive = 0
         self.streak: tuple[int, int] | None = None
         """(step, cursor) of the first step of the current streak of bad steps."""
         self.limit: tuple[int, int] | None = None
@@ -98,7 +98,7 @@ class Guard:
             share = (1 / self.num_good.clamp(min=1)).clamp(min=1 - DECAY)
             moved = torch.lerp(self.average, grad_norm, share)
             self.average = torch.where(bad, self.average, moved)
-        self.taken.append(UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike))
+        self.unread.append(UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike))
         return bad
 
     def read(self, sum_loss: Callable[[Tensor], Tensor]) -> Reading:
@@ -107,7 +107,7 @@ class Guard:
         Counting stops at the step that reaches the limit, so the rollback does not depend on how
         often this is read. `sum_loss` all-reduces the ranks' loss shares. Needs at least one step.
         """
-        taken, self.taken = self.taken, []
+        taken, self.unread = self.unread, []
         verdicts = [step.grad_norm for step in taken] + [step.is_spike.float() for step in taken]
         *values, loss = torch.stack([*verdicts, sum_loss(taken[-1].loss)]).tolist()
         norms, spikes = values[: len(taken)], values[len(taken) :]
@@ -130,14 +130,14 @@ class Guard:
     def count(self, step: UnreadStep, kind: str) -> None:
         """Update counters and streak with a step's verdict."""
         if kind == "good":
-            self.in_a_row, self.streak = 0, None
+            self.num_consecutive, self.streak = 0, None
             return
         self.nan_steps += kind == "nonfinite"
         self.spike_steps += kind == "spike"
-        self.in_a_row += 1
+        self.num_consecutive += 1
         here = step.step, step.cursor
         self.streak = self.streak or here
-        if 0 < self.config.max_consecutive_bad_steps <= self.in_a_row:
+        if 0 < self.config.max_consecutive_bad_steps <= self.num_consecutive:
             self.limit = here
 
     @property
@@ -149,12 +149,12 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint, as of the last read; synchronises the device."""
-        assert not self.taken, "a checkpoint with unread verdicts"
+        assert not self.unread, "a checkpoint with unread verdicts"
         assert not self.limit, "a checkpoint of steps to be rolled back"
         return {
             "nan_steps": self.nan_steps,
             "spike_steps": self.spike_steps,
-            "in_a_row": self.in_a_row,
+            "in_a_row": self.num_consecutive,
             "streak": self.streak,
             "average": self.average.item(),
             "num_good": round(self.num_good.item()),
@@ -162,10 +162,10 @@ class Guard:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load the values of `state`; old checkpoints have only `nan_steps`."""
-        self.taken, self.limit = [], None
+        self.unread, self.limit = [], None
         self.nan_steps = saved["nan_steps"]
         self.spike_steps = saved.get("spike_steps", 0)
-        self.in_a_row = saved.get("in_a_row", 0)
+        self.num_consecutive = saved.get("in_a_row", 0)
         first = saved.get("streak")
         self.streak = (first[0], first[1]) if first else None
         self.average.fill_(saved.get("average", 0.0))

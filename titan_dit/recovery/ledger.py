@@ -75,7 +75,7 @@ class Ledger:
         new = [entry for entry in entries if entry not in self.skipped]
         return replace(self, skipped=(*self.skipped, *new))
 
-    def leave_out(self, step: int, numbers: Sequence[int]) -> Ledger:
+    def mark_untrained(self, step: int, numbers: Sequence[int]) -> Ledger:
         """Return a ledger with a bad step's samples as untrained; steps must be ascending."""
         entries = list(self.untrained)
         for first, end in ranges_of(numbers):

@@ -39,7 +39,7 @@ def resumed(
     start, ranks = resume.starting_point(checkpoints, settings.resume), Ranks()
     path, record = start.path, start.record
     if path is None:
-        ranks.first(lambda: resume.check_not_elsewhere(run, settings))
+        ranks.run_on_first(lambda: resume.check_not_elsewhere(run, settings))
         return None
     if not settings.allow_changes:
         resume.check_same_mathematics(path, record, identity)
@@ -50,7 +50,7 @@ def resumed(
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
     if ranks.is_first:
         resume.set_aside_newer(checkpoints, start)
-    return Restored(progress, (*start.told(), f"resumed from {path}"))
+    return Restored(progress, (*start.messages(), f"resumed from {path}"))
 
 
 def rolled_back(
@@ -69,7 +69,8 @@ def rolled_back(
     start = resume.newest_before(checkpoints, bad.first)
     context = resume.folder_of(run), checkpoints, config
     # Only the first rank changes the disk; if it cannot, all ranks raise.
-    rollbacks = Ranks().first(lambda: rollback.go_back(*context, bad, start))
+    rollbacks = Ranks().run_on_first(lambda: rollback.roll_back(*context, bad, start))
     assert start.path
     resume.load(start.path, start.record, tensors, ema, verified=True)
-    return Restored(Progress.of(start.record, rollbacks), (*start.told(), bad.told(start.path)))
+    lines = *start.messages(), bad.message(start.path)
+    return Restored(Progress.of(start.record, rollbacks), lines)

@@ -15,7 +15,7 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.checkpoint import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import Tensors
-from titan_dit.checkpoint.store import MANIFEST, Place, place, store_of
+from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import catalog
 from titan_dit.config.config_file import (
     FORMAT,
@@ -44,10 +44,10 @@ def folder_of(run: RunConfig) -> Path:
 
 def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
     """The checkpoints of a run, in its directory or [checkpoint] dir."""
-    return Checkpoints(place(settings.dir or folder_of(run) / "checkpoints"), settings)
+    return Checkpoints(location(settings.dir or folder_of(run) / "checkpoints"), settings)
 
 
-def has_begun(run: RunConfig, settings: CheckpointConfig) -> bool:
+def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
     """Return True if the run has taken a step; it may then resume on another number of ranks.
 
     A run that ended before its first checkpoint counts, too. Raises UserError if `never` meets
@@ -73,13 +73,13 @@ def wanted(resume: str) -> str:
 class Start:
     """The starting point of a run."""
 
-    path: Place | None = None
+    path: Location | None = None
     """A verified checkpoint; None starts from step 0."""
     record: dict[str, Any] = field(default_factory=dict)
-    damaged: dict[Place, str] = field(default_factory=dict)
+    damaged: dict[Location, str] = field(default_factory=dict)
     """Newer damaged checkpoints -> their damaged files."""
 
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Console lines about the damaged checkpoints."""
         ones = [*self.damaged, self.path]
         return [
@@ -104,13 +104,13 @@ def newest_before(checkpoints: Checkpoints, step: int) -> Start:
     )
 
 
-def first_undamaged(choose: Callable[[], list[Place]]) -> Start:
+def first_undamaged(choose: Callable[[], list[Location]]) -> Start:
     """Return the first checkpoint without damaged files. Collective."""
     ranks = Ranks()
-    damaged: dict[Place, str] = {}
+    damaged: dict[Location, str] = {}
     # Rank 0's view decides: a shared disk may show a new folder to some ranks earlier.
-    for path in ranks.first(choose):
-        record, what = ranks.first(functools.partial(readable, path))
+    for path in ranks.run_on_first(choose):
+        record, what = ranks.run_on_first(functools.partial(readable, path))
         if not what:
             what = ", ".join(checkpoint.damaged_files(path, record, ranks))
         if not what:
@@ -125,7 +125,7 @@ def first_undamaged(choose: Callable[[], list[Place]]) -> Start:
     return Start()
 
 
-def candidates(checkpoints: Checkpoints, resume: str) -> list[Place]:
+def candidates(checkpoints: Checkpoints, resume: str) -> list[Location]:
     """The checkpoints that [checkpoint] resume selects, in order of preference.
 
     Another run's checkpoint initialises this run; one of its own rolls it back. Either happens
@@ -146,7 +146,7 @@ def candidates(checkpoints: Checkpoints, resume: str) -> list[Place]:
     newest: dict[str, Any] = next((record for record in records if record), {})
     if newest and newest["config"]["checkpoint"]["resume"] == resume:
         return own
-    path = place(resume)
+    path = location(resume)
     read_record(path)  # Raises if it is not a checkpoint.
     return [path] if is_own(checkpoints, path) else own or [path]
 
@@ -167,17 +167,17 @@ def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
         )
 
 
-def own_newest_first(checkpoints: Checkpoints) -> list[Place]:
+def own_newest_first(checkpoints: Checkpoints) -> list[Location]:
     """The run's own checkpoints, damaged ones included.
 
     On a disk a folder without a manifest is damaged, because the rename came after the manifest.
     In an object store it is an unfinished save and is left out.
     """
     renames = store_of(checkpoints.folder).renames
-    return (checkpoints.named() if renames else checkpoints.whole())[::-1]
+    return (checkpoints.folders() if renames else checkpoints.complete())[::-1]
 
 
-def readable(path: Place) -> tuple[dict[str, Any], str]:
+def readable(path: Location) -> tuple[dict[str, Any], str]:
     """(record, what is wrong with the manifest or "")."""
     if not store_of(path).has(path / MANIFEST):
         return {}, f"{MANIFEST} is missing"
@@ -187,7 +187,7 @@ def readable(path: Place) -> tuple[dict[str, Any], str]:
         return {}, MANIFEST
 
 
-def is_own(checkpoints: Checkpoints, path: Place) -> bool:
+def is_own(checkpoints: Checkpoints, path: Location) -> bool:
     """True if a checkpoint is in the run's own checkpoint folder."""
     return path.resolve().parent == checkpoints.folder.resolve()
 
@@ -227,7 +227,7 @@ class Identity:
         return {"config": self.config, "config_format": FORMAT, "data": dict(self.data)}
 
 
-def check_same_mathematics(path: Place, record: Mapping[str, Any], identity: Identity) -> None:
+def check_same_mathematics(path: Location, record: Mapping[str, Any], identity: Identity) -> None:
     """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
 
     Imported weights belong to no run: only the model and its prediction must agree.
@@ -256,7 +256,7 @@ def check_same_mathematics(path: Place, record: Mapping[str, Any], identity: Ide
 
 
 def load(
-    path: Place,
+    path: Location,
     record: Mapping[str, Any],
     tensors: Tensors,
     ema: EMA,
@@ -271,7 +271,7 @@ def load(
 
 
 def load_imported(
-    path: Place,
+    path: Location,
     record: Mapping[str, Any],
     tensors: Tensors,
     ema: EMA,
@@ -295,7 +295,7 @@ def load_imported(
     if not checkpoint.holds(path, "optimizer"):
         del wanted["optimizer"]
     checkpoint.load(path, wanted, verified=verified)
-    ema.spread()
+    ema.copy_first_to_all()
 
 
 def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ class BadSteps:
     numbers: SampleRange
     """(first, end) of the sample numbers that they drew."""
 
-    def told(self, path: object) -> str:
+    def message(self, path: object) -> str:
         """A line for a run that went back to the checkpoint at `path`."""
         first, end = self.numbers
         return (
@@ -76,7 +76,7 @@ def read(folder: Path) -> Rollbacks:
     )
 
 
-def go_back(
+def roll_back(
     folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps, start: Start
 ) -> Rollbacks:
     """Roll back to `start`: rename newer checkpoints and record the rollback. Rank 0 only.

@@ -42,7 +42,7 @@ class SampleLog:
     @classmethod
     def begin(cls, run: Path, rank: int, num_ranks: int, *, writes: bool) -> SampleLog | None:
         """Open the log of a new attempt; None unless this rank `writes`. Collective."""
-        attempt = Ranks().first(lambda: next_attempt(run))
+        attempt = Ranks().run_on_first(lambda: next_attempt(run))
         return cls(run, attempt, rank, num_ranks) if writes else None
 
     def write(self, step: int, batch: Batch) -> None:

@@ -26,7 +26,7 @@ class Collector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.rest()
+        self.restore()
 
     def after(self, step: int) -> None:
         """Call after each step: collect generations 0 and 1 every `every` steps.
@@ -46,7 +46,7 @@ class Collector:
         if self.in_charge:
             gc.collect()
 
-    def rest(self) -> None:
+    def restore(self) -> None:
         """Restore the automatic collector until after the next step.
 
         Call before forking: child processes inherit the collector's state.

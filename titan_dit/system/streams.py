@@ -13,7 +13,7 @@ GONE = (errno.EPIPE, errno.EIO)
 """Errors of writing to a closed pipe or terminal."""
 
 
-def tell(stream: TextIO, text: str) -> None:
+def write(stream: TextIO, text: str) -> None:
     """Write and flush; silence the stream if its reader is gone.
 
     On a full disk the text stays in the stream's buffer.

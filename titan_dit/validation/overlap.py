@@ -37,7 +37,7 @@ def check_overlap(
             said = time.monotonic()
             left = (said - began) / done * (len(mine) - done)
             text = f"[validation] compared {done * world.size:,} of {len(training):,} rows of "
-            streams.tell(sys.stderr, f"{text}[data] with {path}  ETA {left:.0f} s\n")
+            streams.write(sys.stderr, f"{text}[data] with {path}  ETA {left:.0f} s\n")
     shared = set().union(*world.gather(found))
     if shared:
         raise UserError(

@@ -98,7 +98,7 @@ def spelled(source: Source) -> str:
     return ", ".join(f"{name} {field}" for name, field in source.fields.items())
 
 
-def open_apart(
+def open_checked(
     config: ValidationConfig,
     data: DataConfig,
     source: Source,

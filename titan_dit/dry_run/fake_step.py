@@ -26,7 +26,7 @@ from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
-from titan_dit.execution.build import executor_of, place_modules, spread
+from titan_dit.execution.build import build_stages, executor_of, place_modules
 from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.execution.sliced import SlicedExecutor
 from titan_dit.models.base import ModelSpec
@@ -77,7 +77,7 @@ class Report:
     """The first rank of every pipeline stage."""
 
 
-def rehearse(
+def take_fake_step(
     plan: RunPlan,
     objective: Objective,
     fields: Mapping[str, Field],
@@ -100,23 +100,23 @@ def rehearse(
     for stage_rank in range(sizes.pp):
         with fake_world(stage_rank * (plan.world_size // sizes.pp), plan.world_size):
             mesh = Mesh(sizes, "cpu")
-            rehearsal = Rehearsal(plan, objective, fields, mesh, mode, (training, optimizer, ema))
-            peak, traffic = rehearsal.run(share, size, fewer, enough, count)
+            fake_rank = FakeRank(plan, objective, fields, mesh, mode, (training, optimizer, ema))
+            peak, traffic = fake_rank.run(share, size, fewer, enough, count)
             peak = with_activations(peak, growth[stage_rank])
-            held = tuple(plan.stage_layers[stage] for stage in sorted(rehearsal.parts))
-            flops = flops_of(plan.spec, held, rehearsal.flops_per_sample) * share
+            held = tuple(plan.stage_layers[stage] for stage in sorted(fake_rank.parts))
+            flops = flops_of(plan.spec, held, fake_rank.flops_per_sample) * share
             reports.append(
                 RankReport(
                     rank=dist.get_rank(),
                     layers=held,
-                    parameters=sum(local(p).numel() for p in rehearsal.parameters.values()),
+                    parameters=sum(local(p).numel() for p in fake_rank.parameters.values()),
                     peak=peak,
                     traffic=traffic,
                     flops=flops / (sizes.model // sizes.pp),
                     idle=0.0,
                 )
             )
-            del rehearsal
+            del fake_rank
     idle = idle_of(plan, count)
     with torch.device("meta"):
         model = plan.spec.build()
@@ -146,7 +146,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Rehearsal:
+class FakeRank:
     """One rank: builds what `Trainer` builds, runs its step, logs memory and traffic."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Rehearsal:
         self.mesh, self.mode = mesh, mode
         self.training, self.optimizer_config, ema = sections
         # DeviceMesh needs real tensors to find its rank, so the model is sharded outside fake mode.
-        self.parts, _, self.flops_per_sample = spread(plan, mesh)
+        self.parts, _, self.flops_per_sample = build_stages(plan, mesh)
         self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
         with mode, self.memory, self.memory.phase("set-up", StorageKind.TEMPORARY):
             for part in self.parts.values():
@@ -189,7 +189,7 @@ class Rehearsal:
             gc.collect()
             self.memory.begin()
             self.step(share, size, enough)
-        return self.memory.peak(), self.traffic.traffic.at(count, enough, before, fewer)
+        return self.memory.peak(), self.traffic.traffic.extrapolate(count, enough, before, fewer)
 
     def step(self, share: int, size: int, count: int) -> None:
         """`Trainer.train_step` on the first `count` microbatches of the rank."""
@@ -227,7 +227,7 @@ class Rehearsal:
         plan = replace(self.plan, global_batch_size=rows * self.mesh.sizes.data)
         executor = executor_of(plan, self.objective, self.mesh, self.parts, CPU)
         if pipeline := pipelined(executor):
-            pipeline.runtime.trust_shapes()
+            pipeline.runtime.skip_shape_exchange()
         return executor
 
 
