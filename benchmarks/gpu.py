@@ -188,6 +188,7 @@ def main() -> None:
     import torch
 
     from titan_dit.config.section import UserError
+    from titan_dit.launcher.failure import run_and_exit
 
     def checked() -> None:
         if not options.tiny and not torch.cuda.is_available():

@@ -222,6 +222,23 @@ def test_a_sampler_is_chosen_by_name_or_is_a_users_own(path, name, expected):
     assert sampler_of(path, name) is expected
 
 
+def test_samplers_are_found_by_name_and_objective():
+    flow = [sampler_of(RectifiedFlow(), name) for name in ("euler", "heun", "auto")]
+    assert flow == [euler, heun, heun]
+    assert [sampler_of(DDPM(), name) for name in ("ddpm", "ddim", "auto")] == [ddpm, ddim, ddim]
+    with pytest.raises(
+        UserError, match=r"\[sampling\] sampler=.huen. is unknown. Did you mean heun"
+    ):
+        sampler_of(RectifiedFlow(), "huen")
+
+
+def test_a_sampler_of_another_objective_is_refused_with_those_that_fit():
+    with pytest.raises(
+        UserError, match=r"sampler=.heun. does not fit \[objective\] name=.ddpm.*auto, ddim, ddpm"
+    ):
+        sampler_of(DDPM(), "heun")
+
+
 def test_a_path_of_a_users_own_has_no_sampler_to_choose():
     class Other(RectifiedFlow):
         name = "mine:Other"

@@ -3,10 +3,10 @@ import random
 
 import pytest
 from known import SCHEDULES
+from order_text import from_csv
 
 from titan_dit.schedules.action import Action, Kind
 from titan_dit.schedules.layout import stages_per_rank
-from titan_dit.schedules.notation import from_csv
 from titan_dit.schedules.orders import pipeline_order
 from titan_dit.schedules.proof import check, execution, made_by, needs, num_stages_of
 

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 from known import SCHEDULES, V_SHAPED
+from order_text import from_csv, parse
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from titan_dit.schedules.action import Kind, peak_activations
 from titan_dit.schedules.layout import stages_per_rank
-from titan_dit.schedules.notation import from_csv, parse
 from titan_dit.schedules.orders import pipeline_order
 from titan_dit.schedules.proof import made_by, needs
 from titan_dit.schedules.simulator import luck, simulate, stage_costs

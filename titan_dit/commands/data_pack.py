@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_dit.config.section import Finite, PositiveInt, Section, UserError
-from titan_dit.data.listing import few
+from titan_dit.data.class_labels import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
 from titan_dit.observe import console

@@ -12,10 +12,10 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from titan_dit.config.section import PositiveInt, Section, UserError
+from titan_dit.data.class_labels import few
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, open_latents
-from titan_dit.data.listing import few
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.diffusion.pictures import draw_grid
 from titan_dit.observe import console

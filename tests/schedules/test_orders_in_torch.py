@@ -2,15 +2,14 @@ import re
 
 import pytest
 from known import SCHEDULES
+from order_text import from_csv, render, to_csv
 from torch.distributed.pipelining.schedules import (
     _Action,
     _PipelineScheduleRuntime,
     _simulate_comms_compute,
 )
 
-from titan_dit.schedules.action import Action, Kind
 from titan_dit.schedules.layout import rank_of_stage, stages_per_rank
-from titan_dit.schedules.notation import from_csv, parse, render, to_csv
 from titan_dit.schedules.orders import pipeline_order
 
 P, M = 4, 8
@@ -40,6 +39,7 @@ def test_torchs_runtime_loads_the_csv_and_comes_to_the_end(schedule, order, tmp_
     runtime._stages, runtime._defer_pp_recv, runtime.pipeline_order = [], False, {}
     path = tmp_path / "order.csv"
     path.write_text(to_csv(order))
+    assert from_csv(path.read_text()) == order
     runtime._load_csv(str(path), format="compute_only")
     places = {stage: rank_of_stage(schedule, stage, P) for stage in range(num_stages)}
     assert runtime.stage_index_to_group_rank == places
@@ -51,23 +51,3 @@ def test_torchs_runtime_loads_the_csv_and_comes_to_the_end(schedule, order, tmp_
     }
     done = _simulate_comms_compute(messages, places.__getitem__, num_stages)
     assert [[str(a) for a in done[r] if a and a.is_compute_op] for r in range(P)] == render(order)
-
-
-def test_csv_is_read_back_as_it_was_written(order):
-    assert from_csv(to_csv(order)) == order
-    assert to_csv(order).count("\n") == P
-
-
-def test_empty_cells_are_waits():
-    assert from_csv(",0F0,,0B0\n\n") == (
-        (Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)),
-        (),
-    )
-
-
-@pytest.mark.parametrize(
-    "text", ["", "0F", "F0", "0X0", "0SEND_F0", "-1F0", "0F0 0F1", "(0F0;1B0)"]
-)
-def test_what_is_no_computation_is_refused(text):
-    with pytest.raises(ValueError, match="is no action: write stage"):
-        parse(text)

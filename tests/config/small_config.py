@@ -1,0 +1,44 @@
+"""Load a small TOML config with flags, or return the message with which it is refused."""
+
+import pytest
+
+from titan_dit.config import config_file
+from titan_dit.config.catalog import variant
+from titan_dit.config.section import UserError
+
+TEXT = """
+[model]
+name = "dit"
+hidden = 32
+layers = 2
+heads = 4
+patch = 2
+latent_size = 8
+channels = 1
+num_classes = 10
+
+[objective]
+name = "rectified_flow"
+
+[data]
+name = "digits"
+
+[training]
+steps = 10
+global_batch_size = 8
+
+[optimizer]
+lr = 1e-3
+"""
+
+
+def load_small(folder, *flags, text=TEXT):
+    path = folder / "small.toml"
+    path.write_text(text)
+    return config_file.load(["--config", str(path), *flags], variant)
+
+
+def refuse_small(folder, *flags, text=TEXT):
+    with pytest.raises(UserError) as caught:
+        load_small(folder, *flags, text=text)
+    return str(caught.value)

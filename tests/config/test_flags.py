@@ -1,0 +1,122 @@
+from functools import partial
+
+import pytest
+from small_config import load_small, refuse_small
+
+from titan_dit.config.config_file import to_tables
+
+
+@pytest.fixture
+def load(tmp_path):
+    return partial(load_small, tmp_path)
+
+
+@pytest.fixture
+def refused(tmp_path):
+    return partial(refuse_small, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "section", "key", "value"),
+    [
+        (["--training.steps", "99"], "training", "steps", 99),
+        (["--training.steps=99"], "training", "steps", 99),
+        (["--optimizer.lr", "3e-4"], "optimizer", "lr", 3e-4),
+        (["--optimizer.lr", "1"], "optimizer", "lr", 1.0),
+        (["--optimizer.betas", "0.8", "0.9"], "optimizer", "betas", (0.8, 0.9)),
+        (["--optimizer.betas", "[0.8, 0.9]"], "optimizer", "betas", (0.8, 0.9)),
+        (["--optimizer.betas=[0.8, 0.9]"], "optimizer", "betas", (0.8, 0.9)),
+        (["--ema.decays", "0.9"], "ema", "decays", (0.9,)),
+        (["--ema.decays", "[]"], "ema", "decays", ()),
+        (["--objective.logit_mean", "-0.5"], "objective", "logit_mean", -0.5),
+        (["--objective.logit-mean", "-1"], "objective", "logit_mean", -1.0),
+        (["--parallel.dp_shard", "-1"], "parallel", "dp_shard", -1),
+        (["--compile.enabled", "true"], "compile", "enabled", True),
+        (["--optimizer.fused", "false"], "optimizer", "fused", False),
+        (["--precision.dtype", "fp32"], "precision", "dtype", "fp32"),
+        (["--job.name", "7"], "job", "name", "7"),
+        (["--job.name", "1e5"], "job", "name", "1e5"),
+        (["--job.name", "true"], "job", "name", "true"),
+        (["--job.name", "2024-01-01"], "job", "name", "2024-01-01"),
+        (["--job.name", '"quoted"'], "job", "name", "quoted"),
+        (["--job.name", "a b = c # d"], "job", "name", "a b = c # d"),
+        (["--job.dir=out-puts/a=b"], "job", "dir", "out-puts/a=b"),
+        (
+            ["--checkpoint.resume", "/runs/x/step-00000007"],
+            "checkpoint",
+            "resume",
+            "/runs/x/step-00000007",
+        ),
+        (["--training.microbatch_size", "4"], "training", "microbatch_size", 4),
+        (["--training.steps", "5", "--training.steps", "6"], "training", "steps", 6),
+    ],
+)
+def test_flags_win_over_the_file_and_are_read_as_toml(load, flags, section, key, value):
+    got = getattr(getattr(load(*flags), section), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_a_flag_changes_nothing_else(load):
+    tables, changed = to_tables(load()), to_tables(load("--training.steps", "99"))
+    assert changed["training"].pop("steps") == 99
+    tables["training"].pop("steps")
+    assert changed == tables
+
+
+def test_the_order_of_flags_does_not_matter(load):
+    keys = {"latent_size": 8, "channels": 1, "num_classes": 10}
+    flags = [word for k, v in keys.items() for word in (f"--data.{k}", str(v))]
+    first = load("--data.name", "synthetic", *flags)
+    assert load(*flags, "--data.name", "synthetic") == first
+    assert first.data.latent_size == 8
+
+
+def test_flags_can_choose_another_dataset(load):
+    flags = ["--data.name", "synthetic", "--data.latent_size", "8"]
+    config = load(*flags, "--data.channels", "1", "--data.num_classes", "10")
+    assert config.data.name == "synthetic"
+    assert config.data.latent_size == 8
+
+
+def test_a_flag_that_chooses_another_objective_drops_what_the_file_says_of_the_old_one(load):
+    assert load().objective.timesteps == "logit_normal"
+    other = load("--objective.name", "ddpm", "--objective.prediction", "v").objective
+    assert (other.name, other.prediction, other.label_dropout) == ("ddpm", "v", 0.1)
+    assert load("--objective.name", "rectified_flow") == load()
+
+
+def test_a_key_of_another_objective_is_still_refused_among_the_flags(refused):
+    message = refused("--objective.name", "ddpm", "--objective.shift", "2")
+    assert "[objective] shift: unknown key" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--training.stps", "3"], "[training] stps: unknown key. Did you mean steps?"),
+        (["--traininx.steps", "3"], "[traininx]: unknown section. Did you mean training?"),
+        (["--training.steps"], "--training.steps has no value"),
+        (["--compile.enabled"], "--compile.enabled true"),
+        (["--steps", "3"], "--steps: flags are written --section.key value"),
+        (["--training.steps", "-3"], "[training] steps=-3 must be at least 1"),
+        (["--training.steps", "many"], '[training] steps="many" must be a whole number'),
+        (["--training.steps", "3", "4"], "[training] steps=[3, 4] must be a whole number"),
+        (["--training.steps", "1.5"], "[training] steps=1.5 must be a whole number"),
+        (["--compile.enabled", "yes"], '[compile] enabled="yes" must be true or false'),
+        (["--compile.enabled", "1"], "[compile] enabled=1 must be true or false"),
+        (
+            ["--precision.dtype", "fp16"],
+            '[precision] dtype="fp16" is not one of "fp64", "fp32", "bf16"',
+        ),
+        (["--optimizer.betas", "0.9"], "[optimizer] betas=[0.9] must hold two"),
+        (["--optimizer.lr", "nan"], "[optimizer] lr=nan must be"),
+        (["--optimizer.lr", "-1e-3"], "[optimizer] lr=-0.001 must be above 0"),
+    ],
+)
+def test_a_mistake_in_a_flag_is_named(refused, flags, words):
+    assert words in refused(*flags)
+
+
+def test_a_number_too_large_for_a_float_is_refused(refused):
+    assert "[optimizer] lr" in refused("--optimizer.lr", "1" + "0" * 400)
