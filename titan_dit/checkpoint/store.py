@@ -116,50 +116,40 @@ class Disk:
     renames = True
 
     def names(self, folder: Path) -> list[str]:
-        """As Store."""
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def has(self, file: Path) -> bool:
-        """As Store."""
         return file.is_file()
 
     def size(self, file: Path) -> int:
-        """As Store."""
         return file.stat().st_size
 
     def open(self, file: Path) -> IO[bytes]:
-        """As Store."""
         return file.open("rb")
 
     def write(self, file: Path, text: str) -> None:
-        """As Store."""
         with file.open("w") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
 
     def make(self, folder: Path) -> None:
-        """As Store."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def modified(self, file: Path) -> float:
-        """As Store."""
         return file.stat().st_mtime
 
     def renew(self, file: Path) -> None:
-        """As Store."""
         os.utime(file)
 
     def delete(self, file: Path) -> None:
-        """As Store."""
         file.unlink(missing_ok=True)
 
     def aside(self, final: Path) -> Path:
-        """As Store: `final` with the suffix `.partial`."""
+        """`final` with the suffix `.partial`."""
         return final.with_name(final.name + PARTIAL)
 
     def begin(self, final: Path) -> Path:
-        """As Store."""
         aside = self.aside(final)
         if aside.exists():
             shutil.rmtree(aside)
@@ -167,7 +157,7 @@ class Disk:
         return aside
 
     def commit(self, aside: Path, final: Path) -> None:
-        """As Store. An existing `final` is renamed first, so it is never half deleted."""
+        """An existing `final` is renamed first, so it is never half deleted."""
         sync_folder(aside)
         before = final.with_name(f"{final.name}.before{PARTIAL}")
         shutil.rmtree(before, ignore_errors=True)
@@ -178,11 +168,9 @@ class Disk:
         shutil.rmtree(before, ignore_errors=True)
 
     def rename(self, folder: Path, name: str) -> None:
-        """As Store."""
         folder.rename(folder.with_name(name))
 
     def remove(self, folder: Path) -> None:
-        """As Store."""
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -204,7 +192,6 @@ class ObjectStore:
             raise UserError(f"[checkpoint] {url}: {error}") from None
 
     def names(self, folder: URL) -> list[str]:
-        """As Store."""
         try:
             found = self.files.ls(str(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -217,58 +204,49 @@ class ObjectStore:
         return sorted(names - {"", folder.name})
 
     def has(self, file: URL) -> bool:
-        """As Store."""
         return bool(self.files.isfile(str(file)))
 
     def size(self, file: URL) -> int:
-        """As Store."""
         return int(self.files.size(str(file)))
 
     def open(self, file: URL) -> IO[bytes]:
-        """As Store."""
         stream: IO[bytes] = self.files.open(str(file), "rb")
         return stream
 
     def write(self, file: URL, text: str) -> None:
-        """As Store."""
         with self.files.open(str(file), "wb") as stream:
             stream.write(text.encode())
 
     def make(self, folder: URL) -> None:
-        """As Store."""
         self.files.makedirs(str(folder), exist_ok=True)
 
     def modified(self, file: URL) -> float:
-        """As Store."""
         return float(self.files.modified(str(file)).timestamp())
 
     def renew(self, file: URL) -> None:
-        """As Store."""
         with self.files.open(str(file), "rb") as stream:
             data = stream.read()
         with self.files.open(str(file), "wb") as stream:
             stream.write(data)
 
     def delete(self, file: URL) -> None:
-        """As Store."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm(str(file))
 
     def aside(self, final: URL) -> URL:
-        """As Store: `final` itself, which has no manifest yet."""
+        """`final` itself, which has no manifest yet."""
         return final
 
     def begin(self, final: URL) -> URL:
-        """As Store."""
         self.remove(final)
         self.make(final)
         return final
 
     def commit(self, aside: URL, final: URL) -> None:
-        """As Store. No action: the manifest commits the save."""
+        """No action: the manifest commits the save."""
 
     def rename(self, folder: URL, name: str) -> None:
-        """As Store. Copies file by file, the manifest last."""
+        """Copies file by file, the manifest last."""
         target, names = folder.with_name(name), self.names(folder)
         self.make(target)
         for file in sorted(names, key=lambda file: file == MANIFEST):
@@ -276,7 +254,7 @@ class ObjectStore:
         self.remove(folder)
 
     def remove(self, folder: URL) -> None:
-        """As Store. Deletes the manifest first, so a half-deleted folder is no checkpoint."""
+        """Deletes the manifest first, so a half-deleted folder is no checkpoint."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm(str(folder / MANIFEST))
         with contextlib.suppress(FileNotFoundError):

@@ -13,16 +13,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class UserError(ValueError):

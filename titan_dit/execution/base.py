@@ -17,7 +17,8 @@ from titan_dit.objectives.base import Prepared
 
 Output: TypeAlias = Tensor | Stream
 """The output of a model's head: one prediction, or several."""
-NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+Tensors: TypeAlias = Mapping[str, Tensor]
+NOTHING: Tensors = MappingProxyType({})
 TokenLoss: TypeAlias = Callable[[Output, Mapping[str, Tensor]], Tensor]
 """(output of the head, targets) -> loss per token [b, n]: `Objective.loss`."""
 
@@ -96,12 +97,7 @@ class Executor(ABC):
         """See `step`; `total_tokens` is known."""
 
     @abstractmethod
-    def predict(
-        self,
-        inputs: Mapping[str, Tensor],
-        static: Mapping[str, Tensor],
-        context: Mapping[str, Tensor] = NOTHING,
-    ) -> Tensor:
+    def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """Forward only; the (first) prediction in fp32, on every rank that has the samples.
 
         `context`: as `Prepared.context`.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
-from titan_dit.execution.base import NOTHING, Executor, TokenLoss, first_of, loss_share
+from titan_dit.execution.base import NOTHING, Executor, Tensors, TokenLoss, first_of, loss_share
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
 
@@ -36,12 +34,7 @@ class LocalExecutor(Executor):
         return total
 
     @torch.no_grad()
-    def predict(
-        self,
-        inputs: Mapping[str, Tensor],
-        static: Mapping[str, Tensor],
-        context: Mapping[str, Tensor] = NOTHING,
-    ) -> Tensor:
+    def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """See `Executor.predict`."""
         rows = next(iter(inputs.values())).shape[0]
         size = self.microbatch_size or rows

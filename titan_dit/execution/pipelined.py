@@ -15,6 +15,7 @@ from titan_dit.execution.base import (
     Executor,
     Output,
     Shapes,
+    Tensors,
     TokenLoss,
     first_of,
     loss_share,
@@ -74,12 +75,7 @@ class PipelinedExecutor(Executor):
         )
 
     @torch.no_grad()
-    def predict(
-        self,
-        inputs: Mapping[str, Tensor],
-        static: Mapping[str, Tensor],
-        context: Mapping[str, Tensor] = NOTHING,
-    ) -> Tensor:
+    def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """See `Executor.predict`. Microbatches are pipelined through the stages."""
         rows = next(iter(inputs.values())).shape[0]
         parts = self.padded_indices(rows)

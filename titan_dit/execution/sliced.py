@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_dit.execution.base import NOTHING, Executor
+from titan_dit.execution.base import NOTHING, Executor, Tensors
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.context import slice_tokens
@@ -55,12 +55,7 @@ class SlicedExecutor(Executor):
         """See `Executor.step`: the loss is this slice's share."""
         return self.inner.step(self.sliced(prepared))
 
-    def predict(
-        self,
-        inputs: Mapping[str, Tensor],
-        static: Mapping[str, Tensor],
-        context: Mapping[str, Tensor] = NOTHING,
-    ) -> Tensor:
+    def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """See `Executor.predict`. Predictions are all-gathered over cp."""
         dims = self.dims
         mine = self.slice(inputs, dims.inputs), self.slice(static, dims.static)

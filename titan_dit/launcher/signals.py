@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class Listener:
@@ -41,12 +41,7 @@ class Listener:
         self.thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restore the handlers and stop the thread."""
         if not self.is_active:
             return

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from enum import IntEnum
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -68,17 +67,12 @@ class StopRequest:
         self.listener.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Restore the handlers; under the launcher ignore late requests."""
         if kind is None and self.work:
             self.work.wait()
         was_active = self.listener.is_active
-        self.listener.__exit__(kind, error, trace)
+        self.listener.__exit__()
         if kind is None and was_active and is_launched():
             for late in (signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(late, signal.SIG_IGN)

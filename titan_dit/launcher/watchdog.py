@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from titan_dit.launcher import flight_recorder
 from titan_dit.launcher.failure import HUNG, report
@@ -39,12 +38,7 @@ class Watchdog:
             threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the watchdog."""
         self.ended.set()
         if self.timeout_s:

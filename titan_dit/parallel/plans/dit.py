@@ -7,11 +7,7 @@ parameters) by outputs. Everything outside the blocks is small and replicated.
 from __future__ import annotations
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from titan_dit.parallel.tensor import HeadNorm, ModulationColwise, Replicated, TensorPlan
 
