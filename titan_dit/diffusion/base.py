@@ -53,33 +53,27 @@ class ProbabilityPath(Protocol):
     @property
     def name(self) -> str:
         """The name in the catalog, or "package.module:Class"."""
-        ...
 
     @property
     def label_dropout(self) -> float:
         """Fraction of samples trained without their label, for classifier-free guidance."""
-        ...
 
     @property
     def last_timestep(self) -> int:
         """The noisiest timestep, in the network's unit; the cleanest is 0."""
-        ...
 
     @property
     def most_sampling_steps(self) -> int | None:
         """Maximum number of sampling steps; None for no limit."""
-        ...
 
     def output_channels(self, channels: int) -> int:
         """Channels that the network predicts for latents of `channels`.
 
         Guidance applies to the first `channels` of them.
         """
-        ...
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """Draw a timestep for every sample, in the network's unit."""
-        ...
 
     def corrupt(
         self,
@@ -89,23 +83,19 @@ class ProbabilityPath(Protocol):
         labels: Int64[Tensor, " b"],
     ) -> Corrupted:
         """Inputs and targets for a given noise and timestep (in the network's unit)."""
-        ...
 
     def loss(
         self, prediction: Float[Tensor, "b n _"], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
         """Loss per token, in fp32."""
-        ...
 
     def terms(
         self, prediction: Float[Tensor, "b n _"], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
         """The terms whose sum is `loss`, by name."""
-        ...
 
     def process(self, predict: Predict, channels: int) -> Any:
         """Wrap the network for the samplers of this path."""
-        ...
 
 
 @runtime_checkable
@@ -115,35 +105,27 @@ class LatentModel(Protocol):
     @property
     def name(self) -> str:
         """The name in the catalog, or "package.module:Class"."""
-        ...
 
     @property
     def num_classes(self) -> int:
         """Number of labels; a negative label means none."""
-        ...
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
         """[c, h, w] of one latent."""
-        ...
 
     @property
     def token_shape(self) -> tuple[int, int]:
         """[n, d] of one tokenized latent."""
-        ...
 
     def spec(self, output_channels: int | None = None) -> ModelSpec:
         """Describe the network that predicts `output_channels` from tokens, timestep, labels."""
-        ...
 
     def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
         """Latents to tokens."""
-        ...
 
     def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c h w"]:
         """The inverse of `tokenize`."""
-        ...
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
         """The model's static inputs for samples of `sample_shape`."""
-        ...

@@ -39,17 +39,14 @@ class Drawing(Protocol):
     @property
     def sampler(self) -> str:
         """Sampler name, "auto", or "package.module:function"."""
-        ...
 
     @property
     def steps(self) -> int:
         """Number of sampling steps."""
-        ...
 
     @property
     def cfg_channels(self) -> int | None:
         """Guide only the first `cfg_channels` channels; None guides all."""
-        ...
 
 
 def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sampler") -> Sampler:

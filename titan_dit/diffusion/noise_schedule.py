@@ -133,8 +133,6 @@ class Denoiser(Protocol):
     @property
     def schedule(self) -> NoiseSchedule:
         """The noise schedule of training."""
-        ...
 
     def __call__(self, x: Tensor, step: Int64[Tensor, " b"], tables: Tables) -> Denoised:
         """Estimate x_0 from x at a step of `tables`, which may be of a respaced schedule."""
-        ...

@@ -135,8 +135,6 @@ class ModelConfig(Protocol):
     @property
     def name(self) -> str:
         """The name in the catalog, or "package.module:Class"."""
-        ...
 
     def spec(self) -> ModelSpec:
         """Describe the network."""
-        ...

@@ -23,22 +23,18 @@ class Peers(Protocol):
     @property
     def size(self) -> int:
         """Number of ranks."""
-        ...
 
     def send(self, message: Tensor) -> Tensor:
         """Start sending to the next rank; returns the previous rank's message for `arrive`.
 
         The message must not be modified before `arrive`.
         """
-        ...
 
     def arrive(self, incoming: Tensor) -> Tensor:
         """Wait for the message that `send` returned. On a GPU the stream waits, not the host."""
-        ...
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Send parts[i] to rank i; rank j's part becomes [j] of the result. Differentiable."""
-        ...
 
 
 @dataclass(frozen=True)
