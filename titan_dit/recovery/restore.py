@@ -44,7 +44,7 @@ def resumed(
     if not settings.allow_changes:
         resume.check_same_mathematics(path, record, identity)
     load = resume.load_imported if record.get("imported") else resume.load
-    load(path, record, tensors, ema, verified=True)
+    load(path, record, tensors, ema)
     own = resume.is_own(checkpoints, path)
     rollbacks = rollback.read(resume.folder_of(run)) if own else Rollbacks()
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
@@ -71,6 +71,6 @@ def rolled_back(
     # Only the first rank changes the disk; if it cannot, all ranks raise.
     rollbacks = Ranks().run_on_first(lambda: rollback.roll_back(*context, bad, start))
     assert start.path
-    resume.load(start.path, start.record, tensors, ema, verified=True)
+    resume.load(start.path, start.record, tensors, ema)
     lines = *start.messages(), bad.message(start.path)
     return Restored(Progress.of(start.record, rollbacks), lines)

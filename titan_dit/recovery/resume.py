@@ -255,29 +255,15 @@ def check_same_mathematics(path: Location, record: Mapping[str, Any], identity: 
         )
 
 
-def load(
-    path: Location,
-    record: Mapping[str, Any],
-    tensors: Tensors,
-    ema: EMA,
-    *,
-    verified: bool = False,
-) -> None:
-    """Load a run's tensors in place; an EMA missing from the checkpoint starts at the weights."""
+def load(path: Location, record: Mapping[str, Any], tensors: Tensors, ema: EMA) -> None:
+    """Load a verified checkpoint in place; an EMA that it lacks starts at the weights."""
     saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
     kept = {decay: average for decay, average in ema.averages.items() if decay in saved}
-    checkpoint.load(path, {**tensors, "ema": kept}, verified=verified)
+    checkpoint.load(path, {**tensors, "ema": kept}, verified=True)
     ema.restart(except_for=saved)
 
 
-def load_imported(
-    path: Location,
-    record: Mapping[str, Any],
-    tensors: Tensors,
-    ema: EMA,
-    *,
-    verified: bool = False,
-) -> None:
+def load_imported(path: Location, record: Mapping[str, Any], tensors: Tensors, ema: EMA) -> None:
     """Load imported weights into a new run; every EMA starts at the imported one.
 
     AdamW's moments start at zero unless the checkpoint has them.
@@ -294,7 +280,7 @@ def load_imported(
         wanted["ema"] = {saved: of_the_model(next(iter(ema.averages.values())))}
     if not checkpoint.holds(path, "optimizer"):
         del wanted["optimizer"]
-    checkpoint.load(path, wanted, verified=verified)
+    checkpoint.load(path, wanted, verified=True)
     ema.copy_first_to_all()
 
 
