@@ -48,7 +48,7 @@ REFUSED = {
         {"pp": 2},
         {"model": {"layers": 8}},
         {"schedule": "1f1b", "virtual_stages": 2},
-        r"\[pipeline\] schedule=.1f1b. holds one stage per rank",
+        r"\[pipeline\] schedule=.1f1b. has one stage per rank",
     ),
     "resharded": (
         {"pp": 2},
