@@ -193,8 +193,12 @@ def test_ranks_that_a_run_cannot_go_on_with_are_refused_and_nothing_is_overwritt
     cwd = finished.parent.parent
     before = {path: path.stat().st_mtime_ns for path in cwd.rglob("*")}
     for ranks, flags, words in (
-        (3, ("--parallel.tp", 2), "tp=2: a model takes 2 ranks, which do not divide the 3 that "),
-        (17, (), "global_batch_size=16 cannot be held by 17 data-parallel ranks"),
+        (
+            3,
+            ("--parallel.tp", 2),
+            "tp=2 = 2 ranks per model replica, which does not divide the 3",
+        ),
+        (17, (), "global_batch_size=16 is less than the 17 data-parallel ranks"),
         (1, ("--job.name", "new", "--parallel.dp_shard", 2), "dp_shard=2 = 2 ranks, but 1 was"),
     ):
         command = train_command(*SMALL, *LONG, *flags)

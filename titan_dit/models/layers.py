@@ -160,10 +160,9 @@ class TokenLinear(nn.Linear):
     """A linear layer of a block, applied to every token: kernels and float8 may replace it."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
-    """(x, weight, bias) -> x @ weight.T + bias."""
 
     def forward(self, input: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        """Input times weight, transposed, plus bias."""
+        """Return x @ weight.T + bias."""
         return self.product(input, self.weight, self.bias)
 
 
