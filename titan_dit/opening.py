@@ -84,10 +84,7 @@ class Opened:
 
 
 def open_run(config: JobConfig, world: World) -> Opened:
-    """Resolve, check and open everything; does not write to the run directory. Collective.
-
-    Raises UserError if parts do not fit together.
-    """
+    """Resolve, check and open everything; does not write to the run directory. Collective."""
     job, data, validation = config.job, config.data, config.validation
     if config.training.deterministic:
         set_deterministic()

@@ -14,10 +14,7 @@ from titan_dit.plan import RunPlan
 
 
 def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -> None:
-    """Raise a UserError for incompatible settings; equal on all ranks.
-
-    With a device, also run its kernels and compiler once, and raise for unsupported settings.
-    """
+    """Raise a UserError for incompatible settings, equal on all ranks; with a device, probe it."""
     layout.check_spec(plan)
     layout.check_world(plan)
     layout.check_batch(plan)

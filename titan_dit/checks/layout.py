@@ -178,8 +178,8 @@ def check_context(plan: RunPlan) -> None:
         )
     if parallel.sequence_parallel and tokens // slices % sizes.tp:
         raise UserError(
-            f"[parallel] sequence_parallel=true: tp={sizes.tp} does not divide the {tokens // slices} "
-            "tokens of a rank. Set sequence_parallel = false, or another tp or cp."
+            f"[parallel] sequence_parallel=true: tp={sizes.tp} does not divide the "
+            f"{tokens // slices} tokens of a rank. Set sequence_parallel = false, or change tp."
         )
     heads = model_spec.num_heads // sizes.tp
     if parallel.cp_method == "ulysses" and heads % sizes.cp:

@@ -19,9 +19,7 @@ if TYPE_CHECKING:  # Reading a config must not import torch.
     from titan_dit.parallel.tensor import TensorPlan
 
 SECTIONS = {
-    "model": {
-        "dit": "titan_dit.models.dit:DiTConfig",
-    },
+    "model": {"dit": "titan_dit.models.dit:DiTConfig"},
     "objective": {
         "ddpm": "titan_dit.diffusion.ddpm:DDPM",
         "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
@@ -44,9 +42,7 @@ SCHEDULES = {
 }
 """Pipeline schedules by [pipeline] schedule."""
 
-TENSOR_PLANS = {
-    "dit": "titan_dit.parallel.plans.dit:plan",
-}
+TENSOR_PLANS = {"dit": "titan_dit.parallel.plans.dit:plan"}
 """Tensor plans by [model] name."""
 
 PLAN = "[parallel] tensor_plan"
@@ -82,10 +78,7 @@ def variant(section: str, name: str) -> type[Section]:
 
 
 def tensor_plan(model: ModelConfig, chosen: str) -> Callable[[bool], TensorPlan] | None:
-    """The plan function of [parallel] tensor_plan: (sequence_parallel) -> TensorPlan.
-
-    "auto" is the model's own; None if it has none.
-    """
+    """Look up (sequence_parallel) -> TensorPlan; None if "auto" and the model has none."""
     if chosen == "auto" and model.name not in TENSOR_PLANS:
         return None
     key, name = ("[model] name", model.name) if chosen == "auto" else (PLAN, chosen)

@@ -14,10 +14,7 @@ from titan_dit.config.section import UserError, nearest, show
 
 
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
-    """Import what `name` selects: a row of `table`, or "package.module:thing".
-
-    `where`: the config key, for error messages.
-    """
+    """Import a row of `table` or "package.module:thing"; `where`: the config key, for errors."""
     if ":" in name:
         return imported(name, where)
     if name not in table:

@@ -75,20 +75,9 @@ class JobConfig:
 
 
 FREE_ON_RESUME = frozenset(
-    {
-        "job.name",
-        "job.dir",
-        "job.hooks",
-        "parallel",
-        "pipeline",
-        "remat",
-        "compile",
-        "checkpoint",
-        "faults",
-        "metrics",
-        "sampling",
-        "profile",
-    }
+    {"job.name", "job.dir", "job.hooks"}
+    | {"parallel", "pipeline", "remat", "compile"}
+    | {"checkpoint", "faults", "metrics", "sampling", "profile"}
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
     # The numbers behind a size are compared instead.

@@ -33,12 +33,10 @@ class ParallelConfig(Section):
     tensor_plan: str = "auto"
     """How tp splits the model: "package.module:function"; auto takes the model's own plan."""
     async_tp: bool = False
-    """Overlap tp collectives with matmuls, part by part; needs CUDA, compiled blocks, tp above
-    1."""
+    """Overlap tp collectives with matmuls, part by part; needs CUDA, compile, and tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free all-gathered parameters after forward, and gather them again in backward. auto does so
-    for the blocks, if there is more than one shard. With pp above 1 they are kept for the whole
-    step."""
+    """Free all-gathered parameters after forward and gather them again in backward. auto does so
+    for the blocks if there is more than one shard, but not in a pipeline."""
     prefetch: NonNegativeInt = 0
     """Blocks to all-gather ahead; 0 uses FSDP2's implicit prefetch of the next block."""
 
@@ -66,25 +64,17 @@ class PrecisionConfig(Section):
     dtype: Literal["fp64", "fp32", "bf16"] = "bf16"
     """Format of activations and matmuls. fp64 is for comparing layouts."""
     attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
-    """Attention kernel. auto leaves it to torch, except for few tokens in compiled bf16 on a CPU.
-    flash3 and flash4 need extra packages. A kernel that cannot run the model is an error before the
-    first step."""
+    """Attention kernel, refused at the start if it cannot run the model. auto is torch's choice, or
+    our own for few tokens in compiled bf16 on a CPU. flash3 and flash4 need their own packages."""
     float8: Literal[
-        "off",
-        "tensorwise",
-        "rowwise",
-        "rowwise_with_gw_hp",
-        "te_delayed",
-        "te_current",
-        "te_mxfp8",
+        "off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "te_delayed", "te_current", "te_mxfp8"
     ] = "off"
     """float8 recipe for the blocks' linears: torchao's, or Transformer Engine's (te_*, an extra).
     See docs/float8.md."""
     float8_layers: Literal["auto", "all"] = "auto"
     """auto converts the layers that get faster on this device, all every layer that fits."""
     float8_emulate: bool = False
-    """Round to float8 but multiply in the original format: slow, to study numerics on any
-    device."""
+    """Round to float8 but multiply in the original format: numerics on any device, slowly."""
 
     def __str__(self) -> str:
         """Console text: "bf16", or "bf16, float8 rowwise (emulated)"."""
@@ -103,8 +93,7 @@ class CompileConfig(Section):
     ends: bool = False
     """With `enabled`: compile embed and head, too, which takes two more graphs."""
     cuda_graphs: bool = False
-    """With `enabled`: replay compiled parts as CUDA graphs, for small, host-bound models on one
-    GPU. Needs one microbatch per step."""
+    """With `enabled`: CUDA graphs, for small, host-bound models on one GPU with one microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Base classes of config sections: frozen dataclasses that check types and bounds.
 
-Nothing here imports torch, so that a wrong key is reported quickly. Models, objectives, datasets
-and commands define sections of their own.
+Nothing here imports torch, so that a wrong key is reported quickly.
 """
 
 from __future__ import annotations
@@ -13,16 +12,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class UserError(ValueError):
@@ -75,10 +65,7 @@ Decay = Annotated[float, Bound(least=0, below=1)]
 
 
 def conform(value: object, hint: Any, where: str) -> Any:
-    """Return `value` as the type `hint`, or raise a UserError that names `where`.
-
-    Converts only as TOML needs it: int to float, array to tuple.
-    """
+    """Check `value` against a type; convert int to float and array to tuple, as TOML needs it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         value = conform(value, args[0], where)

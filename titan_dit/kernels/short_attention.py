@@ -22,10 +22,7 @@ MAX_TOKENS = 512
 
 
 def suits(
-    device_type: str,
-    precision: PrecisionConfig,
-    recompute: RematConfig,
-    compilation: CompileConfig,
+    device_type: str, precision: PrecisionConfig, recompute: RematConfig, compilation: CompileConfig
 ) -> bool:
     """True if "auto" is this kernel: eager it is no faster, and remat expects flash."""
     return (

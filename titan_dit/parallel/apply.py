@@ -21,10 +21,7 @@ def parallelize(
     compilation: CompileConfig,
     rows: int = 0,
 ) -> None:
-    """Apply float8, TP, attention, CP, remat, compile and FSDP2, in this order.
-
-    `rows`: tokens of a microbatch on this rank, for float8.
-    """
+    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `rows`: tokens of a microbatch."""
     device_type = mesh.whole.device_type
     if device_type == "cpu":
         linear.apply(model)

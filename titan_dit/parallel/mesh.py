@@ -1,7 +1,6 @@
 """The DeviceMesh, with the axes pp, dp_replicate, dp_shard, cp, tp, slowest first.
 
-An axis is a field of `AxisSizes` and a key of [parallel]. `parallel/apply.py` applies it to the
-model.
+An axis is a field of `AxisSizes` and a key of [parallel]; `apply.py` applies it to the model.
 """
 
 from __future__ import annotations
@@ -75,10 +74,7 @@ def axes(role: str, *, has: bool = True) -> tuple[str, ...]:
 
 
 def solve(config: ParallelConfig, world_size: int, resuming: bool = False) -> AxisSizes:
-    """Resolve dp_shard=-1; checks/ compares the product with the world size.
-
-    `resuming`: the run has started and may be on another number of ranks, see `refit`.
-    """
+    """Resolve dp_shard=-1; on resume, `refit`. checks/ compares the product with the world size."""
     sizes = {f.name: getattr(config, f.name) for f in fields(AxisSizes)}
     if resuming:
         return refit(sizes, world_size)
@@ -89,10 +85,7 @@ def solve(config: ParallelConfig, world_size: int, resuming: bool = False) -> Ax
 
 
 def refit(sizes: Mapping[str, int], world_size: int) -> AxisSizes:
-    """Fit dp_replicate and dp_shard to `world_size`; pp, cp and tp are fixed.
-
-    dp_replicate becomes its greatest common divisor with the data-parallel ranks.
-    """
+    """Fit dp_shard, and dp_replicate if necessary, to `world_size`; pp, cp and tp are fixed."""
     found = {name: sizes[name] for name in axes("samples", has=False)}
     left = max(1, world_size // math.prod(found.values()))
     for name in axes("samples"):

@@ -61,10 +61,7 @@ def rolled_back(
     tensors: Tensors,
     ema: EMA,
 ) -> Restored:
-    """Load the newest checkpoint before the bad steps and skip their samples. Collective.
-
-    Raises UserError if the run cannot roll back.
-    """
+    """Load the newest checkpoint before the bad steps, or raise UserError. Collective."""
     checkpoints.wait()
     start = resume.newest_before(checkpoints, bad.first)
     context = resume.folder_of(run), checkpoints, config

@@ -13,8 +13,7 @@ from titan_dit.schedules.schedule import schedule_of
 def stages_per_rank(schedule: str, virtual_stages: int = 1) -> int:
     """Stages per rank: virtual_stages if interleaved, two if V-shaped, else one.
 
-    Raises UserError for an unknown schedule or if `virtual_stages` does not fit it. A V schedule
-    accepts 1, the default of the key.
+    Raises UserError for an unknown schedule, or if the user's `virtual_stages` does not fit it.
     """
     found = schedule_of(schedule)
     if virtual_stages < 1:

@@ -15,8 +15,7 @@ def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
     - It runs every microbatch forward once and backward once (in full, or as I and W).
     - It runs them in sequence: torch's runtime matches losses to microbatches by it.
     - All ranks finish, although each waits for its next input before it does anything else.
-    - A rank uses the messages of another in the sequence of their sending: one channel per pair and
-      direction is enough.
+    - A rank uses messages in the sequence of their sending: one channel per pair is enough.
     """
     _check_places(order, num_stages)
     _check_counts(order, num_stages, num_microbatches)
