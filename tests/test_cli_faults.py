@@ -178,7 +178,7 @@ def test_a_run_on_4_then_2_then_3_ranks_sees_the_samples_of_the_uninterrupted_on
     run = tmp_path / "outputs" / "run"
     ledger = Ledger.of(read_record(Checkpoints(run / "checkpoints").newest()))
     assert trained(run, ledger) == trained(finished, Ledger()) == Counter(range(60 * 16))
-    # Step by step, and by all three numbers of ranks.
+    # Equal at every step, for all three world sizes.
     assert seen(run) == seen(finished)
     attempts = sorted((run / "samples-seen").iterdir())
     assert [len(list(attempt.iterdir())) for attempt in attempts] == [4, 2, 3]

@@ -85,7 +85,7 @@ SMALL += ("--metrics.tensorboard", "false", "--metrics.every", 1, "--job.dir", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a user works: a package, a config and data; titan_dit is installed elsewhere."""
+    """A user's folder with a package, a config and data; titan_dit is installed elsewhere."""
     folder = tmp_path_factory.mktemp("user")
     shutil.copytree(ROOT / "examples", folder / "mine")
     config = (folder / "mine" / "gpt.toml").read_text().replace("examples.", "mine.")
@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """Six steps on two ranks, of which some are skipped; validated and saved every three."""
+    """Six steps on two ranks, some of them skipped; validation and checkpoint every three."""
     done = train(
         *SMALL,
         *("--training.steps", 6, "--checkpoint.every", 3),
@@ -191,7 +191,7 @@ def test_a_hook_that_raises_is_named_and_the_run_ends_in_good_order(folder):
         '[job] hooks="mine.hooks:Raises": step_ended raised at step 3 on rank 1: '
         "ZeroDivisionError: by my own hand" in error
     )
-    # All ranks stopped after the same step, and what was done is saved.
+    # All ranks stopped after the same step and saved.
     (saved,) = Checkpoints(folder / "raised" / "checkpoints").named()
     assert saved.name in ("step-00000003", "step-00000004")
 

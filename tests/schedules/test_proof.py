@@ -25,7 +25,7 @@ def faulty(schedule, order):
 
 
 def has_a_cycle(order):
-    """Kahn's algorithm on the graph of all waits: an own, slower proof of a deadlock."""
+    """Kahn's algorithm on the graph of all waits: an independent, slower check for deadlocks."""
     num_stages = num_stages_of(order)
     maker = {output_of(action): action for actions in order for action in actions}
     waits = {a: {maker[n] for n in inputs_of(a, num_stages)} for row in order for a in row}

@@ -68,7 +68,7 @@ def test_ranks_of_zbv_never_wait_once_they_have_begun():
 
 
 def test_stages_of_gpipe_may_be_uneven():
-    """A line of machines: every stage once, and the slowest for each microbatch more."""
+    """Closed form: every stage once, plus the slowest for each further microbatch."""
     layers = [2.0, 5.0, 3.0, 1.0]
     order = pipeline_order("gpipe", num_ranks=4, num_microbatches=6)
     end = simulate(order, stage_costs(layers, forward=1.0, backward_input=1, backward_weight=1))
