@@ -192,7 +192,7 @@ def test_a_hook_that_raises_is_named_and_the_run_ends_in_good_order(folder):
         "ZeroDivisionError: by my own hand" in error
     )
     # All ranks stopped after the same step and saved.
-    (saved,) = Checkpoints(folder / "raised" / "checkpoints").named()
+    (saved,) = Checkpoints(folder / "raised" / "checkpoints").folders()
     assert saved.name in ("step-00000003", "step-00000004")
 
 

@@ -39,10 +39,7 @@ def attend(
     causal: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b heads n d"]:
-    """Softmax attention, scaled by 1 / sqrt(d), with the n x n scores in memory.
-
-    Falls back to `layers.attend` with a mask or above MAX_TOKENS.
-    """
+    """Softmax attention; falls back to `layers.attend` with a mask or above MAX_TOKENS."""
     if causal or lengths is not None or q.shape[2] > MAX_TOKENS:
         return layers.attend(q, k, v, causal, lengths)
     out: Tensor = recomputed(products, q, k, v)

@@ -18,7 +18,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Reset."""
+        """Reset the times."""
         self.start = time.perf_counter()
         self.steps = 0
         self.waited = 0.0

@@ -13,10 +13,7 @@ PARTIAL = ".partial"
 
 @contextmanager
 def replacing(file: Path, mark: str = "") -> Iterator[Path]:
-    """Yield a temporary path to write to; rename it to `file` after the block.
-
-    If the block raises, `file` is unchanged. `mark` distinguishes concurrent writers.
-    """
+    """Yield a path to write to; if the block succeeds, rename it. `mark`: a suffix per writer."""
     aside = file.with_name(f"{file.name}{mark}{PARTIAL}")
     try:
         yield aside
