@@ -1,4 +1,4 @@
-"""Run titan_dit as a user does: as a process, in a folder of its own."""
+"""Runs titan_dit as a user does: as a process in its own folder."""
 
 import json
 import os
@@ -14,13 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment():
-    """No torchrun of ours around it, one thread a rank, this checkout first."""
+    """Environment without torchrun's variables, one thread per rank, this checkout first."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
     return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def train_command(*flags, ranks=1, config="digits"):
-    """The command line; one rank needs no launcher."""
+    """The command line; with a launcher for several ranks."""
     words = [sys.executable, "-m", "titan_dit.train"]
     if ranks > 1:
         launcher = ["titan_dit.launcher.launch", "--standalone", "--nproc-per-node", str(ranks)]
@@ -29,7 +29,7 @@ def train_command(*flags, ranks=1, config="digits"):
 
 
 def run(command, cwd, timeout=240, **variables):
-    """The finished process, its output as text; forked if it is a Python of ours."""
+    """Run a command to its end, with output as text; Python commands are forked."""
     command = [str(word) for word in command]
     variables = environment() | {name: str(value) for name, value in variables.items()}
     if command[0] == sys.executable:
@@ -46,9 +46,9 @@ def run(command, cwd, timeout=240, **variables):
 
 
 def measured(command, cwd, timeout=240):
-    """As `run`, and what the process used: its `resource.struct_rusage`.
+    """Like `run`; also returns the `resource.struct_rusage` of this process alone.
 
-    The process alone: `getrusage(RUSAGE_CHILDREN)` has the largest child there ever was.
+    `getrusage(RUSAGE_CHILDREN)` is the maximum over all children so far.
     """
     words = [str(word) for word in command]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -67,7 +67,7 @@ def measured(command, cwd, timeout=240):
 
 
 def train(*flags, cwd, ranks=1, config="digits"):
-    """Train; the flags are appended."""
+    """`python -m titan_dit.train`, with flags."""
     return run(train_command(*flags, ranks=ranks, config=config), cwd)
 
 
@@ -82,7 +82,7 @@ def metrics(folder):
 
 
 def only_error(done):
-    """The one error of a failed command."""
+    """Assert that a command failed with one error; return its stderr."""
     assert done.returncode == 2, done.stdout + done.stderr
     lines = done.stderr.strip().splitlines()
     assert lines[0].startswith("error: "), done.stderr

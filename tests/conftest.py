@@ -1,4 +1,4 @@
-"""Every test runs with the shapes and types of titan_dit's annotations checked."""
+"""Runs every test with titan_dit's shape and type annotations checked."""
 
 import shutil
 
@@ -17,17 +17,17 @@ install_import_hook(
         "titan_dit.interop.original_dit",
         "titan_dit.observe.curve",
     ],
-    # As for mypy, an int will do where a float is wanted.
+    # An int is accepted as a float, as in mypy.
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="also run what is marked `long`")
+    parser.addoption("--long", action="store_true", help="also run tests marked `long`")
 
 
 def needs_of(module):
-    """Markers of what a module's tests start, by the helpers that it imports."""
+    """Markers for modules whose tests start ranks or processes, from the helpers they import."""
     names = vars(module)
     homes = {getattr(names.get(name), "__module__", "") for name in STARTERS}
     if "harness" in homes:

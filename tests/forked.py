@@ -1,11 +1,10 @@
 """Processes forked from a server that has imported torch and titan_dit once.
 
-Starting Python and importing torch takes seconds of a core, a fork hundredths. A fork is a process
-like another: it has an exit code, gets signals and can be killed. What it does not show is an
-import that fails, warns or is slow: tests/test_imports.py and the tests of the README and of the
-scripts start Python for that.
+Importing torch takes seconds of a core, a fork hundredths. A forked process has an exit code, gets
+signals and can be killed. It cannot show an import that fails, warns or is slow: for that
+tests/test_imports.py and the tests of the README and the scripts start Python.
 
-A launcher that was forked forks its ranks in turn, where torchrun's would start Python.
+A forked launcher forks its ranks, where torchrun's starts Python.
 """
 
 import atexit
@@ -35,9 +34,9 @@ CONTEXT.set_forkserver_preload(["preload"])
 
 
 def context():
-    """The server's, which is started if it was not: for `Process` and `ProcessPoolExecutor`.
+    """The server's context, for `Process` and `ProcessPoolExecutor`; starts the server once.
 
-    Processes have the environment that the server began with, whatever is set later.
+    Processes have the environment of the server's start.
     """
     with LOCK:
         _start_server()
@@ -52,7 +51,7 @@ def _start_server():
 
 
 def call(function, *arguments):
-    """A started process that calls `function(*arguments)`."""
+    """Start a process that calls `function(*arguments)`."""
     process = context().Process(target=_call, args=(function, *arguments))
     process.start()
     return process
@@ -67,7 +66,7 @@ def _call(function, *arguments):
 class Command:
     """`python -m module ...`, `python script.py ...` or `python -c code`, forked.
 
-    Has what is used of a `subprocess.Popen`. It leads a session of its own, as torchrun's ranks do.
+    Has the used part of `subprocess.Popen`. Leads its own session, as torchrun's ranks do.
     """
 
     def __init__(self, words, cwd, variables, out, err=None):
@@ -98,7 +97,7 @@ class Command:
 
 
 def start(words, cwd, variables, out):
-    """A command in a session of its own, what it says in one file; forked if it is Python's."""
+    """Start a command in its own session, all output in one file; Python commands are forked."""
     words = [str(word) for word in words]
     if words[0] == sys.executable:
         return Command(words, cwd, variables, out)
@@ -115,7 +114,7 @@ def start(words, cwd, variables, out):
 
 
 def run(words, cwd, variables, timeout):
-    """As `subprocess.run` with captured text."""
+    """Like `subprocess.run` with captured text."""
     words = list(map(str, words))
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
@@ -128,20 +127,20 @@ def run(words, cwd, variables, timeout):
 
 
 def children(pid):
-    """The processes that a process has started."""
+    """Pids of the child processes."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
     return [int(child) for child in found.stdout.split()]
 
 
 def kill_all(pid):
-    """End a process and those it has started, each with its session."""
+    """Kill a process and its children, each with its process group."""
     for each in (*children(pid), pid):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(each, signal.SIGKILL)
 
 
 def _command_main(words, cwd, variables, out, err):
-    """In the child: as if Python had been started with these words."""
+    """In the child: behave like a Python started with `words`."""
     os.setsid()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     descriptors = [os.open("/dev/null", os.O_RDONLY), os.open(out, flags | os.O_APPEND)]
@@ -149,30 +148,30 @@ def _command_main(words, cwd, variables, out, err):
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     os.chdir(cwd)
-    # What was started in the background of a shell, or by nohup, ignores some of them.
+    # Background jobs of a shell, and nohup, ignore some signals.
     _hear_signals(STOPS)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.SubprocessHandler._popen = lambda _, args, env: ForkedRank(args[1:], env)
-    # `titan_dit train` becomes the launcher, with the environment that it has made.
+    # `titan_dit train` execs the launcher with its own environment.
     os.execv = lambda _, args: _become(args[1:], dict(os.environ))
     _become(words, variables)
 
 
 def _hear_signals(numbers):
-    """As a Python that was just started hears them."""
+    """Restore the signal handlers of a new Python."""
     for number in numbers:
         is_interrupt = number == signal.SIGINT
         signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
 
 def _become(words, variables):
-    """Run what Python would run, and end with its exit code."""
+    """Run the Python command line `words` and exit with its code."""
     os.environ.clear()
     os.environ.update(variables)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         mode = "w" if number else "r"
-        # Unbuffered, as `python -u`, or by lines: a test reads what has been said so far.
+        # Line-buffered: tests read the output of running processes.
         setattr(sys, name, open(number, mode, buffering=1, closefd=False))  # noqa: SIM115
     code = 1
     try:
@@ -185,7 +184,7 @@ def _become(words, variables):
     except BaseException:
         traceback.print_exc()
     finally:
-        # As Python ends: it waits for threads that are no daemons.
+        # Like Python's exit, which waits for non-daemon threads.
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -194,12 +193,12 @@ def _become(words, variables):
 
 
 def _run(words):
-    """Find the program among Python's own options."""
+    """Run the program in a Python command line."""
     words = [word for i, word in enumerate(words) if word != "-u" or "-m" in words[:i]]
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path.insert(0, str(Path.cwd()))
-        sys.modules.pop(words[1], None)  # It runs anew, under the name __main__.
+        sys.modules.pop(words[1], None)  # Run again, as __main__.
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv[:] = ["-c", *words[2:]]
@@ -212,7 +211,7 @@ def _run(words):
 
 
 class ForkedRank:
-    """A rank forked from its launcher; has what torchrun uses of a `subprocess.Popen`."""
+    """A rank forked from its launcher; has the part of `subprocess.Popen` that torchrun uses."""
 
     def __init__(self, words, variables):
         self.returncode = None
@@ -225,8 +224,8 @@ class ForkedRank:
 
     @staticmethod
     def forget_the_launcher():
-        """What exec would do."""
-        gc.freeze()  # Nothing of the launcher's may be collected and close a descriptor of ours.
+        """Reset the process as exec does."""
+        gc.freeze()  # Collecting an object of the launcher could close a descriptor of the rank.
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():

@@ -1,4 +1,4 @@
-"""What the server of tests/forked.py imports before the first fork, so that no child has to."""
+"""Imports of the fork server (tests/forked.py), so that its children need not import them."""
 
 import gc
 import importlib
@@ -26,6 +26,6 @@ MODULES = (
 
 for module in MODULES:
     importlib.import_module(module)
-# A collection in a child would write to, and so copy, every page of what was imported.
+# A garbage collection in a child would copy every page of the imported modules.
 gc.collect()
 gc.freeze()

@@ -214,7 +214,7 @@ def test_training_starts_from_imported_weights_and_averages(trained):
     imported, run = trained / "imported", trained / "outputs" / "digits"
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     last = find_checkpoint(run, None)
-    # AdamW begins with the imported moments: after three steps of its own it would be 3e-5.
+    # AdamW continues the imported moments; fresh ones would be 3e-5 after three steps.
     for which, most in (("model", 1e-5), ("ema", 1e-3)):
         before, after = weights_of(imported, which), weights_of(last, which)
         moved = max((after[name] - before[name]).abs().max() for name in before)

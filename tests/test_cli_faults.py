@@ -178,7 +178,7 @@ def test_a_run_on_4_then_2_then_3_ranks_sees_the_samples_of_the_uninterrupted_on
     run = tmp_path / "outputs" / "run"
     ledger = Ledger.of(read_record(Checkpoints(run / "checkpoints").newest()))
     assert trained(run, ledger) == trained(finished, Ledger()) == Counter(range(60 * 16))
-    # Step by step, and by all three numbers of ranks.
+    # Equal at every step, for all three world sizes.
     assert seen(run) == seen(finished)
     attempts = sorted((run / "samples-seen").iterdir())
     assert [len(list(attempt.iterdir())) for attempt in attempts] == [4, 2, 3]
@@ -193,8 +193,12 @@ def test_ranks_that_a_run_cannot_go_on_with_are_refused_and_nothing_is_overwritt
     cwd = finished.parent.parent
     before = {path: path.stat().st_mtime_ns for path in cwd.rglob("*")}
     for ranks, flags, words in (
-        (3, ("--parallel.tp", 2), "tp=2: a model takes 2 ranks, which do not divide the 3 that "),
-        (17, (), "global_batch_size=16 cannot be held by 17 data-parallel ranks"),
+        (
+            3,
+            ("--parallel.tp", 2),
+            "tp=2 = 2 ranks per model replica, which does not divide the 3",
+        ),
+        (17, (), "global_batch_size=16 is less than the 17 data-parallel ranks"),
         (1, ("--job.name", "new", "--parallel.dp_shard", 2), "dp_shard=2 = 2 ranks, but 1 was"),
     ):
         command = train_command(*SMALL, *LONG, *flags)

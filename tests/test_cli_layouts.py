@@ -1,4 +1,4 @@
-"""From the command line: every layout goes on from the checkpoint that one process trained."""
+"""From the command line: every layout resumes the checkpoint of one process."""
 
 import shutil
 
@@ -67,5 +67,5 @@ def test_eight_steps_of_digits_agree_with_one_process(mesh, trained, alone, tmp_
     for (loss, norm), (expected_loss, expected_norm) in zip(found, alone, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
-    # A warning that a user can do nothing about is noise.
+    # A warning that a user cannot fix is noise.
     assert stderr == ""

@@ -85,7 +85,7 @@ SMALL += ("--metrics.tensorboard", "false", "--metrics.every", 1, "--job.dir", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a user works: a package, a config and data; titan_dit is installed elsewhere."""
+    """A user's folder with a package, a config and data; titan_dit is installed elsewhere."""
     folder = tmp_path_factory.mktemp("user")
     shutil.copytree(ROOT / "examples", folder / "mine")
     config = (folder / "mine" / "gpt.toml").read_text().replace("examples.", "mine.")
@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """Six steps on two ranks, of which some are skipped; validated and saved every three."""
+    """Six steps on two ranks, some of them skipped; validation and checkpoint every three."""
     done = train(
         *SMALL,
         *("--training.steps", 6, "--checkpoint.every", 3),
@@ -191,7 +191,7 @@ def test_a_hook_that_raises_is_named_and_the_run_ends_in_good_order(folder):
         '[job] hooks="mine.hooks:Raises": step_ended raised at step 3 on rank 1: '
         "ZeroDivisionError: by my own hand" in error
     )
-    # All ranks stopped after the same step, and what was done is saved.
+    # All ranks stopped after the same step and saved.
     (saved,) = Checkpoints(folder / "raised" / "checkpoints").folders()
     assert saved.name in ("step-00000003", "step-00000004")
 
@@ -204,7 +204,7 @@ REFUSED = [
     (("--objective.name", "ddpm"), 'GPTConfig" has no num_classes, sample_shape'),
     (("--sampling.every", "5"), "has no preview. Set every = 0"),
     (("--parallel.cp", "2", "--parallel.cp_method", "ring"), 'Set cp_method = "ulysses"'),
-    (("--parallel.tp", "2", "--parallel.tensor_plan", "auto"), "has no plan of how tp cuts it"),
+    (("--parallel.tp", "2", "--parallel.tensor_plan", "auto"), "has no tensor plan"),
 ]
 
 
@@ -232,7 +232,7 @@ def test_a_hook_that_breaks_writes_or_leaves_is_a_failure_that_says_so(folder, m
     weight = torch.ones(2, requires_grad=True)
     run = Run("run", folder, 5, 0, 1, {"job": {}}, {"weight": weight.detach()})
     said = {
-        ("Writes", "begun"): "begun changed a parameter at step 1 on rank 0. Hooks may only look.",
+        ("Writes", "begun"): "begun changed a parameter at step 1 on rank 0. Hooks are read-only.",
         ("Writes", "ended"): "ended raised at step 1 on rank 0: TypeError",
         ("Leaves", "saved"): "saved raised at step 1 on rank 0: SystemExit: 3",
         ("Diary", "begun"): None,

@@ -1,4 +1,4 @@
-"""`python -m titan_dit sample`: what it writes and what it refuses."""
+"""`python -m titan_dit sample`: output and errors."""
 
 import commands
 import pytest
@@ -12,7 +12,7 @@ RUN = "outputs/digits"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of two checkpoints, made by two ranks."""
+    """A run of two ranks with two checkpoints."""
     cwd = tmp_path_factory.mktemp("trained")
     flags = ("--training.steps", 40, "--checkpoint.every", 20, "--sampling.every", 0)
     flags += ("--metrics.tensorboard", "false", "--training.global_batch_size", 32)

@@ -32,7 +32,7 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path):
     flags += ("--sampling.steps", 2, "--checkpoint.every", 2)
     done = train(*SMALL, *flags, cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
-    # Nothing on stderr: a warning that a user can do nothing about is noise.
+    # No stderr: a warning that a user cannot fix is noise.
     assert done.stderr == ""
     folder = tmp_path / "outputs" / "digits"
     names = {path.name for path in folder.iterdir()}
@@ -125,7 +125,7 @@ BAD_RESUMES = {
 
 
 def changes_in(folder):
-    """What is there, and when each file was changed; a lock comes and goes in the folders."""
+    """Files and their modification times; folders change with the lock and are left out."""
     return {p: p.is_file() and p.stat().st_mtime_ns for p in folder.rglob("*")}
 
 

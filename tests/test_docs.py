@@ -1,4 +1,4 @@
-"""The commands of docs/official-dit.md, as they stand there, for a DiT that is really an S/8."""
+"""Runs the commands of docs/official-dit.md as written, with an S/8 as the DiT."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ SMALLER = {
 
 
 def make_inputs(folder):
-    """What someone who comes from the original has."""
+    """The files of a user of the original DiT."""
     torch.manual_seed(0)
     shapes = Original(CONFIG, 8).shapes()
     state = {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()}

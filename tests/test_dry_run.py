@@ -49,7 +49,7 @@ def parts_of(config, world):
 
 
 def small(world=1, batch=B, **sections):
-    """Rehearse a bf16 DiT whose blocks dominate embedding and head."""
+    """Dry-run a bf16 DiT whose blocks dominate embedding and head."""
     sections["training"] = {"global_batch_size": batch} | sections.get("training", {})
     sections.setdefault("precision", {"dtype": "bf16"})
     return fake_report(tiny_config(model=MODEL, **sections), world)
@@ -111,7 +111,7 @@ def test_context_parallel_ranks_send_what_the_papers_say(method, elements):
     [rank] = small(c, parallel={"cp": c, "cp_method": method}).ranks
     tokens = B * TOKENS * H * LAYERS
     if method == "ring":
-        # Of the six, the two gradients are sums over ring steps, sent in fp32.
+        # Six tensors; the two gradients are sums over ring steps, sent in fp32.
         theory = (c - 1) / c * tokens * (4 * 2 + 2 * 4)
         measured = sent(rank, "cp", "ring")
     else:
@@ -165,7 +165,7 @@ def test_every_schedule_is_rehearsed(schedule, run):
     )
     assert len(result.ranks) == 2
     assert result.num_run == run
-    # Between ranks lie one boundary, or three of which a V keeps the middle one to itself.
+    # Stage boundaries between ranks; the middle one of a V is inside a rank.
     boundaries = {"gpipe": 1, "interleaved_zero_bubble": 3}.get(schedule, 2)
     stream = 2 * (TOKENS * H + H)
     assert sum(sent(rank, "pp", "send") for rank in result.ranks) == 2 * 8 * boundaries * stream
@@ -310,7 +310,7 @@ RECIPES += [pytest.param(*recipe, marks=pytest.mark.long) for recipe in LARGE]
 
 @pytest.mark.parametrize(("name", "flags"), RECIPES)
 def test_every_recipe_passes(name, flags):
-    """With its own layout and the fewest layers that the stages need; all layers are equal."""
+    """A recipe with its own layout and the fewest layers that its stages need."""
     config = config_file.load(["--config", name, *flags], catalog.variant)
     pp = config.parallel.pp
     per_rank = config.pipeline.virtual_stages

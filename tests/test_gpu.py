@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; skips itself without one."""
+"""Tests that need a CUDA device; skipped without one."""
 
 import math
 
@@ -76,7 +76,7 @@ def test_a_nan_is_skipped_by_the_fused_optimizer():
 
 @pytest.mark.parametrize("name", ["ddim", "ddpm"])
 def test_diffusion_draws_the_samples_of_the_cpu(name):
-    """The tables of the schedule and the noise of every step on the device."""
+    """The noise schedule's tables and each step's noise are on the device."""
     from titan_dit.diffusion.drawing import generate, sampler_of
 
     config = tiny_config(objective={"name": "ddpm"})
@@ -122,7 +122,7 @@ def test_averages_beside_the_step_are_those_of_one_after_the_other():
 
 
 def forbidden_to_wait(world, objective, planted):
-    """A third step in which every wait of the host for the device is an error."""
+    """Run a third step in which any host-device synchronisation is an error."""
     from titan_dit.trainer import Trainer
 
     config = tiny_config(
@@ -132,7 +132,7 @@ def forbidden_to_wait(world, objective, planted):
     )
     trainer = Trainer(config, world)
     batches = trainer.batches()
-    for trainer.step in (1, 2):  # They make AdamW's state, and the like.
+    for trainer.step in (1, 2):  # The first steps create AdamW's state.
         trainer.train_step(next(batches))
     if planted:
         original = trainer.executor.loss

@@ -1,4 +1,4 @@
-"""What the fork server of the tests imports, in a Python that was just started."""
+"""The imports of the tests' fork server, in a new Python."""
 
 import subprocess
 import sys

@@ -30,7 +30,7 @@ def test_all_contenders_read_the_same_samples(tmp_path):
 
 
 def test_the_rate_is_that_of_the_timed_batches_and_everyone_goes_first(monkeypatch):
-    """The first six batches of a turn are not timed; a batch of `a` takes 1 s, one of `b` 4 s."""
+    """Fake clock: a batch of `a` takes 1 s, of `b` 4 s; the first six of a turn are not timed."""
     now, order = [0.0], []
     monkeypatch.setattr(loader, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 

@@ -1,4 +1,4 @@
-"""A run directory that version 0.1 left: this one goes on from it, samples it and replays it."""
+"""A run directory of version 0.1: this version resumes, samples and replays it."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def test_it_draws_the_samples_that_version_drew(folder):
     assert tensors["labels"].tolist() == WAS["drawn"]["labels"]
     assert tensors["samples"].shape == (8, 1, 8, 8)
     kernels = torch.backends.cpu.get_cpu_capability()
-    if torch.__version__ == WAS["torch"] and WAS["cpu"].endswith(kernels):  # Others round anew.
+    if torch.__version__ == WAS["torch"] and WAS["cpu"].endswith(kernels):  # Else rounding differs.
         found = hashlib.sha256(tensors["samples"].numpy().tobytes()).hexdigest()
         assert found == WAS["drawn"]["samples_sha256"]
 
@@ -51,5 +51,5 @@ def test_it_draws_the_samples_that_version_drew(folder):
 @pytest.mark.parametrize("command", [c for c in WAS["replayed"] if c.split()[4] in ("5", "12")])
 def test_it_replays_the_steps_that_version_replayed(command, folder):
     said = titan_dit(*command.split(), cwd=folder).splitlines()
-    # What was `t` has its whole name now.
+    # The key `t` has been renamed.
     assert said == [line.replace("  t ", "  timestep ") for line in WAS["replayed"][command]]

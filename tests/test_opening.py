@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""The console lines before the first step."""
 
 from types import SimpleNamespace
 

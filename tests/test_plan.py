@@ -1,4 +1,4 @@
-"""What follows from a config and the number of ranks."""
+"""The plan of a config and a world size."""
 
 from tiny import tiny_config
 

@@ -1,4 +1,4 @@
-"""Bugs planted in a toy package: who caught what is told, and rows that do not fit are refused."""
+"""Bugs planted in a toy package: which test catches each; rows that do not fit are refused."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""What a public project has besides code: versions, hooks and CI agree with the rest."""
+"""Project files: versions, git hooks and CI agree with the code."""
 
 import datetime
 import re

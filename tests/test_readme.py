@@ -1,4 +1,4 @@
-"""The README's and the docs' commands, as they stand there, in a copy of the checkout."""
+"""Runs the commands of the README and the docs as written, in a copy of the checkout."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def blocks(page, language):
 
 @pytest.fixture
 def copy_of_the_checkout(tmp_path):
-    """What git tracks or would track, with the environment of this test as its .venv."""
+    """A copy of the files that git tracks or would track, with this environment as .venv."""
     git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):

@@ -1,4 +1,4 @@
-"""Scripts that find or make the Python environment."""
+"""The scripts that find or create the Python environment."""
 
 import re
 import subprocess
@@ -78,7 +78,7 @@ def use_environment(path, *extra):
 
 
 def test_an_active_environment_that_has_everything_is_used(tmp_path):
-    """A stand-in for a container's own Python: this one under another name."""
+    """A stand-in for a container's Python: this one under another name."""
     (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "python3").chmod(0o755)
     python, said = use_environment(tmp_path)

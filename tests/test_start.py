@@ -1,4 +1,4 @@
-"""`titan_dit train` in its front process: how many ranks it starts, and with which options."""
+"""The front process of `titan_dit train`: the number of ranks and the launcher's options."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ from titan_dit.config.section import UserError
 
 
 class Became(Exception):
-    """What this process would have become."""
+    """The arguments of the mocked exec."""
 
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """`titan_dit train ...` to (the command line after python -m, the environment)."""
+    """Run `titan_dit train ...`; return (the command line after python -m, the environment)."""
 
     def run(*words, cores=8, gpus=0, **variables):
         environment = {"HOME": str(tmp_path)} | variables
@@ -154,7 +154,7 @@ def test_gpus_are_those_of_the_driver_that_are_visible(monkeypatch, tmp_path):
 
 
 def test_the_front_process_imports_nothing_heavy():
-    """It stands before every start: torch, tyro and the config are the ranks' business."""
+    """It runs before every launch: only the ranks import torch, tyro and the config."""
     code = (
         "import os, sys\n"
         "def execv(*_): print(*sys.modules); raise SystemExit\n"

@@ -1,4 +1,4 @@
-"""Every TOML in train_configs/ is what it says it is, and trains."""
+"""Every recipe in train_configs/ agrees with its description, and trains."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ PUBLISHED = {
     "dit_xl2_512": (674.835, 1024),
     "sit_xl2": (674.816, 256),
 }
-# Ours: too large for one device, so their layouts and their warm-ups are of their own.
+# Our own: too large for one device, so they have their own layouts and warm-ups.
 LARGE = {
     "dit_3b": (3036.361, 16384),
     "dit_7b": (7304.870, 4096),
@@ -70,7 +70,7 @@ LAYOUTS = [
     ("dit_7b", 16, {"parallel.tp": 8, "parallel.pp": 2}),
     ("dit_7b", 16, {"parallel.tp": 2, "parallel.pp": 8}),
 ]
-"""What the recipes say of themselves."""
+"""The claims of the recipes."""
 
 
 @pytest.mark.parametrize(("name", "ranks", "flags"), LAYOUTS)
@@ -88,7 +88,7 @@ def test_a_recipe_says_where_its_numbers_come_from_and_how_to_start_it(name):
 
 
 def two_steps_of_each(world):
-    """The recipes as they stand, but for a tiny model, made-up data and no compilation."""
+    """The recipes with a tiny model, synthetic data and no compilation."""
     from titan_dit.trainer import Trainer
 
     found = {}
@@ -115,7 +115,7 @@ def test_every_recipe_takes_steps():
     [found] = on_ranks(1, two_steps_of_each)
     assert set(found) == set(NAMES)
     for name, (loss, grad_norm, lr) in found.items():
-        # Predicting nothing of standard normal targets costs about 1, a velocity twice that.
+        # A zero prediction of standard normal targets has loss 1, of velocities 2.
         assert 0.5 < loss < 4, name
         assert 0 < grad_norm < 100, name
         warmup = load(name).lr_schedule.warmup_steps

@@ -1,4 +1,4 @@
-"""What the trainer does in a step, a save, a preview, on stand-ins for everything it calls."""
+"""A step, a save and a preview of the trainer, with stand-ins for all its parts."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
     assert drawn[0].sample_numbers.tolist() == [16, 17, 18, 19]
     assert lr == learning_rate(schedule, 1.0, 5, 100) == 0.5
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
-    # Of the gradients before clipping; judged by the cursor before the step.
+    # The norm before clipping, and the cursor before the step.
     assert norm.item() == pytest.approx(18**0.5)
     assert judged[0][:2] == (5, 16)
     assert (trainer.cursor, trainer.meter.steps) == (20, 1)

@@ -1,4 +1,4 @@
-"""The files that one step visits from disk to gradient: what a reader has to follow."""
+"""The files that one step visits from disk to gradient."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ WAY = [
     "execution/local.py",
     "kernels/linear.py",
 ]
-"""Without the random numbers (rng.py) and what is declared in the rooms' base.py."""
+"""Without rng.py and the interfaces in base.py."""
 
 
 def visited(trainer):
@@ -35,7 +35,7 @@ def visited(trainer):
             seen.setdefault(str(file.relative_to(PACKAGE)))
 
     batches = trainer.batches()
-    for _ in range(2):  # What is made once is made.
+    for _ in range(2):  # The first one warms up caches.
         trainer.step += 1
         trainer.train_step(next(batches))
     sys.setprofile(look)

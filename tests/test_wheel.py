@@ -10,7 +10,7 @@ import zipfile
 import pytest
 from commands import ROOT
 
-# In a copy: setuptools leaves build/ behind, and would pack again what it finds there.
+# In a copy: setuptools leaves build/ behind and would pack its files again.
 BUILD = """
 import json, os, sys
 from pathlib import Path
@@ -28,7 +28,7 @@ Path("built.json").write_text(json.dumps([str(wheel), found]))
 
 @pytest.fixture(scope="module")
 def files():
-    """What git tracks or would track."""
+    """Files that git tracks or would track."""
     git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout
     return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
@@ -36,7 +36,7 @@ def files():
 
 @pytest.fixture(scope="module")
 def built(files, tmp_path_factory):
-    """The wheel, and where titan_dit finds recipes that was unpacked from it."""
+    """The wheel, and the recipe folder of a titan_dit unpacked from it."""
     clone = tmp_path_factory.mktemp("clone")
     for name in files:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)

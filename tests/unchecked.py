@@ -1,7 +1,6 @@
-"""titan_dit without the checks of shapes, in this process.
+"""Disables the shape checks in this process.
 
-Under tensor and context parallelism a rank's shapes are not those that the annotations name; a
-process of its own would spend three seconds on importing torch.
+Under tensor and context parallelism a rank's shapes differ from the annotations.
 """
 
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import jaxtyping
 
 @contextmanager
 def unchecked():
-    """Functions of titan_dit are called as they stand."""
+    """Call titan_dit's functions without shape checks in the block."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:

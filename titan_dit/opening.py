@@ -1,4 +1,4 @@
-"""A config to a plan, a dataset and an objective that fit, before the model takes any memory."""
+"""Opens a run: plan, dataset and objective, checked before the model takes any memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 
 @dataclass(frozen=True)
 class Opened:
-    """What a run is made of, checked; nothing is on the device yet."""
+    """The checked parts of a run; nothing is on the device yet."""
 
     config: JobConfig
     plan: RunPlan
@@ -44,7 +44,7 @@ class Opened:
     identity: resume.Identity
 
     def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
-        """The first console lines: software, layout, model, data, steps, folder, users' code."""
+        """The first console lines: software, layout, model, data, steps, folder, user code."""
         config, plan, precision = self.config, self.plan, self.plan.precision
         yield from refitted(plan.parallel, plan.sizes)
         software = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
@@ -66,7 +66,7 @@ class Opened:
         yield from self.hooks.origins()
 
     def parts(self) -> dict[str, object]:
-        """What a user's own module can bring, by section."""
+        """The parts that may come from a user's module, by section."""
         config, plan = self.config, self.plan
         parts = {"model": config.model, "objective": config.objective, "data": config.data}
         if plan.sizes.pp > 1:
@@ -76,7 +76,7 @@ class Opened:
         return parts | dict(self.objective.imported(config.sampling))
 
     def hints(self, built: Built, device: torch.device) -> Iterator[str]:
-        """Lines on what works but is slow or unusual. Reads samples: for one rank to call."""
+        """Console warnings about slow or unusual settings. Reads samples: call on one rank."""
         yield from built.notes
         yield from self.objective.hints(self.source)
         if hint := attention_hint(self.plan, device, built.flops_per_sample):
@@ -84,14 +84,11 @@ class Opened:
 
 
 def open_run(config: JobConfig, world: World) -> Opened:
-    """Resolve, check and open everything that a run needs. Leaves the run directory alone.
-
-    Every rank calls. Raises UserError on what does not fit.
-    """
+    """Resolve, check and open everything; does not write to the run directory. Collective."""
     job, data, validation = config.job, config.data, config.validation
     if config.training.deterministic:
         set_deterministic()
-    # The first rank's view decides, as it does in `resume`.
+    # Rank 0's view decides, as in `resume`.
     resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
     plan = resolve(config, world.size, resuming)
     validate(config, plan, world.device)

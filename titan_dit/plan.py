@@ -1,7 +1,6 @@
-"""What follows from a config and the number of ranks, decided once: the plan of a run.
+"""The plan of a run: everything that follows from the config and the world size.
 
-Whether it can be run is asked elsewhere (titan_dit/validate); making a plan refuses nothing but
-what [model] and [objective] refuse of each other.
+checks/ decides if it can run. Making a plan only checks that [model] fits [objective].
 """
 
 from __future__ import annotations
@@ -43,16 +42,15 @@ class RunPlan:
     """Sizes, stages, microbatches and shapes; read by build, dry run, report and checks."""
 
     name: str
-    """Of the run."""
     seed: int
     sizes: AxisSizes
     world_size: int
     resuming: bool
-    """Whether the run has begun, so that it may come back on other ranks."""
+    """The run has started: it may resume on another number of ranks."""
     model_name: str
     spec: ModelSpec
     tensor_plan_function: Callable[[bool], TensorPlan] | None
-    """How tp cuts the model; None: it has no plan."""
+    """(sequence_parallel) -> the tensor plan; None if the model has none."""
     global_batch_size: int
     wanted_microbatch_size: int | None
     """[training] microbatch_size."""
@@ -64,48 +62,44 @@ class RunPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Format of activations and products."""
+        """Format of activations and matmuls."""
         return DTYPES[self.precision.dtype]
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of each sample."""
+        """Tokens of a sample on one cp rank."""
         return self.spec.num_tokens // self.sizes.cp
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """How the model is cut along tp; not at all where there is no plan."""
+        """How tp splits the model; without a plan function, not at all."""
         if self.tensor_plan_function is None:
             return uncut(len(self.spec.stream))
         return self.tensor_plan_function(self.parallel.sequence_parallel)
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of a data-parallel rank in a step, of the one that has the most."""
+        """Samples per step of the data-parallel rank with the largest share."""
         return -(-self.global_batch_size // self.sizes.data)
 
     @property
     def whole_microbatches(self) -> int:
-        """Microbatches that a rank's share fills, the last one perhaps in part."""
+        """Microbatches for a rank's share, the last one possibly not full."""
         size = self.wanted_microbatch_size or (1 if self.sizes.pp > 1 else self.samples_per_rank)
         return -(-self.samples_per_rank // size)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Microbatches per rank: the smallest number that holds its share and the schedule runs.
-
-        A batch that divides, on ranks that a fresh run may have, needs no more than there are
-        samples.
-        """
+        """Microbatches per rank: the fewest that hold its share and that the schedule supports."""
         least, pp = self.whole_microbatches, self.sizes.pp
         if pp == 1:
             return least
-        # Within 2 pp there is a multiple of pp, and dualpipev takes any number from 2 pp on.
+        # This range has a multiple of pp; dualpipev supports any number from 2 pp on.
         enough = range(least, least + 2 * pp + 1)
         return next((number for number in enough if self.schedule_runs(number)), least)
 
     def schedule_runs(self, num_microbatches: int) -> bool:
-        """Whether the pipeline schedule can run so many microbatches."""
+        """True if the pipeline schedule supports this number of microbatches."""
         try:
             check_schedule(
                 self.pipeline.schedule,
@@ -119,15 +113,12 @@ class RunPlan:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples of one forward pass on one rank; in a pipeline, 1 if unset.
-
-        Less than what is set where that leaves fewer rows without a sample.
-        """
+        """Samples per forward pass; below [training] microbatch_size if that avoids padding."""
         return -(-self.samples_per_rank // self.num_microbatches)
 
     @property
     def padded_samples_per_rank(self) -> int:
-        """Rows of a data-parallel rank's batch: its share, and what fills up the microbatches."""
+        """Samples of a data-parallel rank's batch: its share and padding to full microbatches."""
         return self.num_microbatches * self.microbatch_size
 
     @property
@@ -140,18 +131,18 @@ class RunPlan:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the pipeline computes input and weight gradients separately."""
+        """True if the pipeline schedule computes input and weight gradients separately."""
         return self.sizes.pp > 1 and schedule_of(self.pipeline.schedule).splits_backward
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The pipeline rank that holds each stage."""
+        """The pipeline rank of each stage."""
         stages, pp = range(self.num_stages), self.sizes.pp
         return [rank_of_stage(self.pipeline.schedule, stage, pp) for stage in stages]
 
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
-        """The layers of every stage."""
+        """The layers of each stage."""
         model_spec, split = self.spec, self.pipeline.split
         if self.num_stages == 1:
             return (range(model_spec.num_layers),)
@@ -161,14 +152,14 @@ class RunPlan:
         return layers_of_stages(split_layers(model_spec.num_layers, self.num_stages, **costs))
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages that a rank along pp holds."""
+        """The stages of a pipeline rank."""
         pipeline, pp = self.pipeline, self.sizes.pp
         if pp == 1:
             return (0,)
         return stages_of_rank(pipeline.schedule, pipeline_rank, pp, pipeline.virtual_stages)
 
     def order(self, num_microbatches: int) -> Order:
-        """What every pipeline rank does with so many microbatches."""
+        """The actions of every pipeline rank for `num_microbatches`."""
         return pipeline_order(
             self.pipeline.schedule,
             num_ranks=self.sizes.pp,
@@ -178,7 +169,7 @@ class RunPlan:
 
 
 def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPlan:
-    """The plan of a run on so many ranks; `following`: of one that has begun."""
+    """The plan of a run on `world_size` ranks; `resuming`: see `RunPlan`."""
     return RunPlan(
         name=config.job.name,
         seed=config.job.seed,

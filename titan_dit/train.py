@@ -1,4 +1,4 @@
-"""Train: `python -m titan_dit.train --config digits.toml`, mostly through commands/train.py."""
+"""The entry point of a rank: `python -m titan_dit.train --config FILE`, see commands/train.py."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from titan_dit.launcher import failure
 
 
 def main() -> int:
-    """Read the config, join the other ranks, train. Returns the exit code."""
+    """Read the config, start the process group, train; return the exit code."""
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         if os.environ.get("RANK", "0") == "0":
             show_help(arguments)
         return 0
-    arguments, rehearsed = config_file.take_dry_run(arguments)
+    arguments, dry_run_world = config_file.take_dry_run(arguments)
     config = config_file.load(arguments, catalog.variant)
-    if rehearsed is not None:
+    if dry_run_world is not None:
         if os.environ.get("RANK", "0") == "0":
             from titan_dit.dry_run.command import dry_run
 
-            dry_run(config, rehearsed or None)
+            dry_run(config, dry_run_world or None)
         return 0
 
-    # Imported late: a mistake in the config is answered before torch.distributed is loaded.
+    # Lazy imports: a wrong config is reported before torch.distributed is loaded.
     from titan_dit import plan
     from titan_dit.checks import device, layout, validate
     from titan_dit.dry_run import estimate
@@ -36,15 +36,15 @@ def main() -> int:
     from titan_dit.recovery import resume
 
     orphan.die_with_launcher()
-    # Checked before the ranks meet, so that a wrong launch fails at once and everywhere alike.
-    # Whether the run has begun, the first rank decides; a shared disk may show others less.
+    # Checked before the rendezvous, so that a wrong launch fails at once on all ranks. Only rank 0
+    # looks if the run has started: a shared disk may show others less.
     is_first = os.environ.get("RANK", "0") == "0"
     resuming = not is_first or resume.has_started(config.job, config.checkpoint)
     planned = plan.resolve(config, process_group.started_ranks(), resuming)
     try:
         layout.check_world(planned)
     except UserError as error:
-        hint = "A step of this layout can be seen without any device: add --dry-run."
+        hint = "To try this layout without devices, add --dry-run."
         raise UserError(f"{error} {hint}") from None
     validate(config, planned)
     device.check_memory(planned, config.ema, *estimate.rank_memory())
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def show_help(arguments: list[str]) -> None:
-    """Every key with its type, default and meaning, for the given config (digits.toml if none)."""
+    """Print every key with type, default and help, for the given config (default: digits)."""
     import tyro
 
     rest = [argument for argument in arguments if argument not in ("--help", "-h")]
@@ -72,8 +72,8 @@ def show_help(arguments: list[str]) -> None:
     tyro.cli(
         shown_as(config),
         prog="python -m titan_dit train --config FILE",
-        description="Train a diffusion transformer. Flags win over the config file. The name of "
-        f"[model], [objective] and [data] decides what their other keys are: {names}. "
+        description="Train a diffusion transformer. Flags override the config file. The name of "
+        f"[model], [objective] and [data] selects their other keys: {names}. "
         f"Pipeline schedules: --pipeline.schedule {schedules}.",
         args=["--help"],
         default=shown_as(config)(**vars(config)),
@@ -83,7 +83,7 @@ def show_help(arguments: list[str]) -> None:
 
 
 def shown_as(config: JobConfig) -> type[JobConfig]:
-    """The config's class with the classes of [model], [objective] and [data] in their places."""
+    """JobConfig with this config's own [model], [objective] and [data] classes."""
     kinds = {f.name: type(getattr(config, f.name)) for f in dataclasses.fields(config)}
     named = [(f.name, kinds[f.name], f) for f in dataclasses.fields(config)]
     made: type[JobConfig] = dataclasses.make_dataclass(

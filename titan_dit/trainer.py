@@ -1,4 +1,4 @@
-"""The algorithm: build, fit, step. It knows no model, no objective and no mesh axis."""
+"""The training loop: build, fit, step. It knows no model, objective or mesh axis."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from titan_dit.validation import validation_set
 
 
 class Trainer:
-    """One run on this rank. Building it leaves the run directory alone."""
+    """A run on this rank. The constructor does not write to the run directory."""
 
     def __init__(self, config: JobConfig, world: World) -> None:
         self.config, self.world, job = config, world, config.job
@@ -79,10 +79,7 @@ class Trainer:
         self.row: Row = {}
 
     def fit(self) -> int:
-        """Train from the newest checkpoint, or from the start, to the last step.
-
-        Returns the process's exit code: 0, or 130 after Ctrl-C.
-        """
+        """Train from the checkpoint or step 0 to the last step; return the exit code."""
         saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
         with self.watchdog, run_lock.hold_locks(self.folder, saves_in, self.say):
             self.resume()
@@ -93,9 +90,9 @@ class Trainer:
         return stop.exit_code
 
     def train(self, stop: StopRequest) -> None:
-        """Take steps until the last one, or until the ranks are asked to stop."""
+        """Train until the last step or a stop request."""
         config = self.config
-        batches, begun_at = self.batches(), self.step + 1
+        batches, first_step = self.batches(), self.step + 1
         self.meter.restart()
         training_started()
         self.call_hooks("begun", stop)
@@ -109,18 +106,18 @@ class Trainer:
             if self.sample_log:
                 self.sample_log.write(self.step, batch)
             self.write_profile()
-            shown = self.step == begun_at or self.due(config.metrics.every)
+            logged = self.step == first_step or self.due(config.metrics.every)
             validated = self.due(config.validation.every)
-            # Looked at before a checkpoint too, which must not hold what has to be undone.
-            looked = shown or validated or self.due(config.checkpoint.every)
-            if looked or self.due(self.guard.every):
+            # Also before a checkpoint, which must not contain bad steps to be rolled back.
+            must_read = logged or validated or self.due(config.checkpoint.every)
+            if must_read or self.due(self.guard.every):
                 reading = self.read_guard()
-                if shown or validated:
+                if logged or validated:
                     self.report(reading, lr, self.validate() if validated else {})
             self.call_hooks("step_ended", stop)
             if self.guard.limit:
                 self.roll_back()
-                batches, begun_at = self.batches(), self.step + 1
+                batches, first_step = self.batches(), self.step + 1
                 continue
             if validated:
                 self.call_hooks("validated", stop)
@@ -133,32 +130,32 @@ class Trainer:
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
         if self.step < config.training.steps:
-            self.stop_early(stop, begun_at)
+            self.stop_early(stop, first_step)
         else:
             self.write_profile(stopped=True)
             self.finish_saves()
             self.say(f"done: step {self.step}, everything is in {self.folder}")
         self.call_hooks("ended", stop)
 
-    def stop_early(self, stop: StopRequest, begun_at: int) -> None:
-        """Save what has not been saved, and leave the launcher a note that steps are left."""
+    def stop_early(self, stop: StopRequest, first_step: int) -> None:
+        """Save unless just saved, and leave the launcher a note that the run is unfinished."""
         every = self.config.checkpoint.every
         if self.guard.unread:
             self.read_guard()
         if self.guard.limit:
             self.roll_back()
-        elif every and self.step >= begun_at and not self.due(every):
+        elif every and self.step >= first_step and not self.due(every):
             self.save()
             self.call_hooks("saved", stop)
         self.write_profile(stopped=True)
         self.finish_saves()
         leave_note({"stopped": stop.reason.name, "step": self.step})
-        end = "the same command goes on from it" if every else "nothing saved: [checkpoint] every=0"
+        end = "resume with the same command" if every else "nothing saved: [checkpoint] every=0"
         by = f" by {HOOKS}" if stop.reason == Reason.HOOK else stop.by
         self.say(f"stopped{by} after step {self.step}; {end}")
 
     def call_hooks(self, moment: str, stop: StopRequest) -> None:
-        """Show the run to the user's hooks; one that raises stops all ranks, in good order."""
+        """Call the user's hooks; an exception in one stops all ranks after this step."""
         if not self.hooks.wanted:
             return
         slow = nullcontext() if moment == "step_ended" else self.watchdog.slow(f"in {HOOKS}")
@@ -169,7 +166,7 @@ class Trainer:
 
     @contextmanager
     def paused(self, what: str) -> Iterator[Callable[[], None]]:
-        """Neither timed nor watched as a step; gives a call that says the rank is alive."""
+        """Pause the meter and extend the watchdog's timeout; yields a call that restarts it."""
         with self.watchdog.slow(what) as alive, self.meter.paused():
             yield alive
             self.collector.full()
@@ -181,27 +178,27 @@ class Trainer:
 
     @property
     def batch_plan(self) -> BatchPlan:
-        """Which samples come in which step."""
+        """The sample numbers of each step."""
         return BatchPlan(self.plan.global_batch_size, self.ledger.skipped_ranges)
 
     @property
     def data_share(self) -> DataShare:
-        """This rank's part of what the data-parallel ranks share."""
+        """This rank's share of the data."""
         mesh, device = self.mesh, self.world.device
         return DataShare(device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's share of every global batch, from the cursor on."""
+        """This rank's share of every global batch from the cursor on."""
         share, rows = self.data_share, self.plan.padded_samples_per_rank
         order = RankOrder(self.batch_plan, self.epochs, share.rank, share.num_ranks, rows)
         given = self.source, order, self.cursor, self.objective.inspect, share.device
         return loader.load(*given, workers=self.config.data.workers)
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step: this rank's share of the loss, the gradient norm, the rate.
+        """One optimizer step; return this rank's share of the loss, the gradient norm and the lr.
 
-        Nothing here waits for the device. A bad step (see `Guard`) changes neither weights nor
-        averages, on any rank.
+        No host-device synchronisation. A bad step (see `Guard`) changes neither weights nor
+        averages on any rank.
         """
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
@@ -218,7 +215,7 @@ class Trainer:
         return loss, grad_norm, lr
 
     def read_guard(self) -> Reading:
-        """Wait for the device, and write down which steps were bad since the last time."""
+        """Read the guard (synchronises the device) and log the bad steps since the last read."""
         seed, device = self.config.job.seed, self.world.device
         reading = self.guard.read(self.mesh.sum_loss)
         for bad in reading.bad:
@@ -231,7 +228,7 @@ class Trainer:
         return reading
 
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
-        """Write a line of metrics."""
+        """Log and print a row of metrics."""
         row = self.row = validated | row_of(
             *(self.step, self.cursor, reading.loss, reading.grad_norm, lr),
             times=self.meter.read(),
@@ -240,26 +237,26 @@ class Trainer:
             nan_steps=self.guard.nan_steps,
             spike_steps=self.guard.spike_steps,
         )
-        # The first line of a resumed run is for the person at the console only.
+        # The first step of a resumed run is printed only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):
             self.log.log(row)
         self.say(console.progress(row, self.config.training.steps), self.recompiles.report())
 
     def roll_back(self) -> None:
-        """Load the newest checkpoint from before the bad steps, and skip their samples."""
+        """Load the newest checkpoint before the bad steps and skip their samples."""
         (first, begin), (last, cursor) = self.guard.to_undo
         numbers = self.batch_plan(begin)[0][0], self.batch_plan(cursor)[1]
         bad = rollback.BadSteps(first, last, numbers)
         with self.watchdog.slow("rolling back"), self.meter.paused():
             context = self.checkpoints, self.config.job, self.config.faults
-            self.go_on_from(restore.rolled_back(*context, bad, self.tensors(), self.ema))
+            self.continue_from(restore.rolled_back(*context, bad, self.tensors(), self.ema))
         self.log.add(fault_log.FILE, fault_log.rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
-        self.collector.restore()  # Data workers are forked again, and inherit its state.
+        self.collector.restore()  # Data workers are forked again and inherit its state.
 
     def validate(self) -> Row:
-        """The losses of the validation set, of the weights and of every average of them."""
+        """Validation losses of the weights and of every EMA."""
         assert self.validation_set
         given = self.validation_set, self.objective, self.executor, self.data_share
         seed, size = self.config.job.seed, self.plan.padded_samples_per_rank
@@ -267,7 +264,7 @@ class Trainer:
             return validation_set.losses_of_all(*given, self.ema, alive, seed, size)
 
     def preview(self) -> None:
-        """Show what the averaged weights make, each data rank its share, and the loss curve."""
+        """Draw samples with the first EMA, split over the data ranks, and the loss curve."""
         given = self.config.sampling, self.config.job.seed, self.data_share
         with self.paused("drawing"), self.ema.swapped_in():
             preview = self.objective.preview(self.executor.predict, *given)
@@ -275,7 +272,7 @@ class Trainer:
             self.log.draw_curve()
 
     def write_profile(self, *, stopped: bool = False) -> None:
-        """Write the profile if its steps are over, all ranks waiting for those that write."""
+        """Write the profile if its steps are over; all ranks wait for the profiled ones."""
         if self.profile.is_over(stopped=stopped):
             with self.watchdog.slow("profiling"), self.meter.paused():
                 with self.log.tolerated("the profile"):
@@ -285,13 +282,13 @@ class Trainer:
             self.say(missed)
 
     def tensors(self) -> dict[str, Any]:
-        """Everything a checkpoint holds in tensors, under original names; loads in place."""
+        """All tensors of a checkpoint, by original names; loading is in place."""
         model = {name: p.detach() for name, p in self.parameters.items()}
         moments = optimizer_tensors(self.optimizer, self.parameters)
         return {"model": model, "optimizer": moments, "ema": self.ema.averages}
 
     def save(self) -> None:
-        """Begin a checkpoint, and wait until the tensors may change again; all ranks together."""
+        """Start saving a checkpoint; returns once the tensors may change again. Collective."""
         with self.paused("saving"):
             if self.guard.unread:
                 self.read_guard()
@@ -302,41 +299,41 @@ class Trainer:
             self.log.draw_curve()
 
     def finish_saves(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint in flight."""
         with self.watchdog.slow("saving"):
             self.checkpoints.finish()
         self.report_saves()
 
     def report_saves(self) -> None:
-        """Say how the saves ended that have ended."""
+        """Print the outcome of finished saves."""
         self.say(*self.checkpoints.poll())
 
     def resume(self) -> None:
-        """Load the checkpoint that the config asks for, if there is one."""
+        """Load the checkpoint selected by [checkpoint] resume, if any."""
         context = self.checkpoints, self.config.job, self.config.checkpoint, self.identity
         if found := restore.resumed(*context, self.tensors(), self.ema):
-            self.go_on_from(found)
+            self.continue_from(found)
 
-    def go_on_from(self, restored: restore.Restored) -> None:
-        """Continue with the progress of a checkpoint whose tensors are loaded."""
+    def continue_from(self, restored: restore.Restored) -> None:
+        """Set the progress of a checkpoint whose tensors are loaded."""
         progress = restored.progress
         self.step, self.cursor, self.ledger = progress.step, progress.cursor, progress.ledger
         self.guard.load(progress.guard)
         self.say(*restored.lines)
 
     def open_sample_log(self) -> None:
-        """Begin to write down what every step sees, if that is wanted."""
+        """Start the sample log if [faults] log_samples is set."""
         if self.config.faults.log_samples:
             share, writes = self.data_share, self.mesh.speaks_for_samples
             place = self.folder, share.rank, share.num_ranks
             self.sample_log = SampleLog.begin(*place, writes=writes)
 
     def open_run_directory(self) -> None:
-        """Write the resolved config, open the metrics, and say what will be done."""
+        """Write the resolved config, open the metrics and print the first console lines."""
         config, world = self.config, self.world
         self.log.open(self.identity.config, config.metrics, self.step)
         if world.is_main and not self.ledger.skipped:
-            (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a run that is no more.
+            (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a deleted run.
         self.open_sample_log()
         if self.validation_set and world.is_main:
             self.validation_set.remember(self.folder)

@@ -23,7 +23,7 @@ REFUSED = {
         {"cp": 8, "tp": 4},
         {},
         {},
-        r"sequence_parallel=true: 2 tokens of a rank do not divide by tp=4",
+        r"sequence_parallel=true: tp=4 does not divide the 2 tokens of a rank",
     ),
     "ulysses": (
         {"cp": 4, "tp": 2},
@@ -48,13 +48,13 @@ REFUSED = {
         {"pp": 2},
         {"model": {"layers": 8}},
         {"schedule": "1f1b", "virtual_stages": 2},
-        r"\[pipeline\] schedule=.1f1b. holds one stage per rank",
+        r"\[pipeline\] schedule=.1f1b. has one stage per rank",
     ),
     "resharded": (
         {"pp": 2},
         {"parallel": {"reshard_after_forward": "always"}},
         {},
-        r"reshard_after_forward=.always. .* Set .auto.",
+        r"reshard_after_forward=.always. .* Set reshard_after_forward = .auto.",
     ),
     "batch": ({"dp_shard": 3}, {}, {}, "global_batch_size=16 does not divide"),
 }
@@ -97,7 +97,7 @@ def test_a_schedule_of_ones_own_is_planned_by_its_dotted_name():
 
 
 def taken(ranks, resuming=False, **settings):
-    """The sizes on so many ranks; refused where the product is another number."""
+    """The mesh sizes on `ranks` ranks; UserError if they do not fit."""
     plan = resolve(tiny_config(parallel=settings), ranks, resuming)
     check_world(plan)
     return plan.sizes
@@ -126,7 +126,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_shown():
 
 
 def test_a_size_of_zero_is_refused():
-    message = "[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1."
+    message = "[parallel] dp_shard=0 is not a size. Set dp_shard = -1 or at least 1."
     assert refusal(4, dp_shard=0) == refusal(4, dp_shard=0, resuming=True) == message
 
 
@@ -136,7 +136,7 @@ def test_every_axis_counts_in_the_product():
     assert message.startswith("[parallel] pp=2 x cp=2 x tp=2 does not divide the 9 ranks started.")
 
 
-# Every combination of small sizes and ranks: what is refused says how to put it right.
+# Every combination of small sizes and ranks: each error names a fix.
 SIZES = list(itertools.product((1, 2, 3), (-1, 1, 2, 3, 4), range(1, 9)))
 
 
@@ -165,7 +165,7 @@ def test_every_fix_that_a_message_names_works():
 
 
 def batch_of(batch, micro=None, resuming=False, **sizes):
-    """Whether a batch may be held on such a mesh."""
+    """Check a batch on a mesh."""
     training = {"global_batch_size": batch, "microbatch_size": micro}
     return check_batch(planned(sizes, resuming, training=training)[1])
 
@@ -215,7 +215,7 @@ def test_every_number_of_ranks_is_followed_or_answered_with_some_that_would_do()
             sizes = taken(ranks, resuming=True, **settings)
         except UserError as error:
             message, refused = str(error), refused + 1
-            offered = re.search(r"can go on with (.*?) ranks", message)[1].split(" or ")
+            offered = re.search(r"Resume with (.*?) ranks", message)[1].split(" or ")
             for good in map(int, offered):
                 assert good > 0
                 assert taken(good, resuming=True, **settings).data * tp * cp * pp == good
@@ -231,8 +231,8 @@ def test_a_world_with_more_data_ranks_than_samples_cannot_hold_the_batch():
     with pytest.raises(UserError) as caught:
         batch_of(7, resuming=True, dp_shard=8, tp=2)
     assert str(caught.value) == (
-        "[training] global_batch_size=7 cannot be held by 8 data-parallel ranks: there are more "
-        "ranks than samples. Launch 14 ranks at most."
+        "[training] global_batch_size=7 is less than the 8 data-parallel ranks. Launch at most 14 "
+        "ranks."
     )
 
 
@@ -241,7 +241,7 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 
 @pytest.mark.parametrize(
     ("sizes", "micro", "pipeline", "expected"),
-    [  # Of a batch of 16: (microbatches, samples of each).
+    [  # (microbatches, samples in each) of a batch of 16.
         ({"dp_shard": 3}, None, {}, (1, 6)),
         ({"dp_shard": 5}, None, {}, (1, 4)),
         ({"dp_shard": 5}, 3, {}, (2, 2)),  # 2 x 2 rows, not 2 x 3.
@@ -283,7 +283,7 @@ def test_a_ring_is_refused_where_there_is_a_mask(mask):
     with pytest.raises(UserError) as caught:
         check_context(masked)
     assert str(caught.value) == (
-        '[parallel] cp=2 with cp_method="ring" attends all to all, but the model "dit" has a mask '
+        '[parallel] cp=2 with cp_method="ring" supports no mask, but the model "dit" has one '
         f'({mask}). Set cp_method = "ulysses".'
     )
     check_context(with_spec(planned()[1], mask=mask))
@@ -296,7 +296,7 @@ def test_tp_is_refused_where_nobody_says_how_to_cut():
     with pytest.raises(UserError) as caught:
         check_tensor(replace(plan, tensor_plan_function=None))
     assert str(caught.value) == (
-        '[parallel] tp=2: the model "dit" has no plan of how tp cuts it. Set tp = 1, or '
+        '[parallel] tp=2: the model "dit" has no tensor plan. Set tp = 1, or '
         'tensor_plan = "package.module:function" (docs/extending.md).'
     )
     check_tensor(replace(planned()[1], tensor_plan_function=None))
@@ -309,7 +309,7 @@ def test_a_plan_of_a_users_own_is_taken_for_tp():
 
 
 class WithModules(Objective):
-    """One that learns something of its own."""
+    """An objective with parameters."""
 
     def __init__(self, device="meta"):
         with torch.device(device):

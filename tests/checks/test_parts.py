@@ -142,10 +142,10 @@ def test_a_spec_that_contradicts_itself_is_refused():
             check_tensor_specs(replace(plan, spec=replace(plan.spec, **changed)))
 
     check_tensor_specs(plan)
-    refused("there must be a prediction for every token", num_tokens=8)
+    refused("Give one prediction per token", num_tokens=8)
     odd = {"lengths": TensorSpec((7,), token_dim=0)}
     refused(r"cp=2 does not divide the 7 tokens of the model's context lengths", context=odd)
-    refused("positions in context and in static", context=plan.spec.static)
+    refused("positions in both context and static", context=plan.spec.static)
     with pytest.raises(UserError, match="spec gives a dict, not a titan_dit"):
         check_spec(replace(plan, spec={}))
 

@@ -1,4 +1,4 @@
-"""Load a small TOML config with flags, or return the message with which it is refused."""
+"""A small TOML config with flags: load it, or return its error message."""
 
 import pytest
 

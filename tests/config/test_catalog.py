@@ -1,4 +1,4 @@
-"""The tables of names, and a user's classes in the sections of a config."""
+"""The catalog, and user classes as config sections."""
 
 import sys
 
@@ -46,7 +46,7 @@ def plan(sequence_parallel):
 
 @pytest.fixture(autouse=True)
 def own(tmp_path, monkeypatch):
-    """A module of the user's."""
+    """A user's module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "catalog_own.py").write_text(OWN)
@@ -75,9 +75,9 @@ def test_a_user_s_class_stands_for_itself_in_a_section():
 @pytest.mark.parametrize(
     ("section", "name", "words"),
     [
-        ("model", "Empty", "has no spec (the network: titan_dit.models.base.ModelConfig)."),
-        ("data", "Empty", "has no open (the source: titan_dit.data.base.DataConfig)."),
-        ("model", "NUMBER", "has no spec (the network: titan_dit.models.base.ModelConfig)."),
+        ("model", "Empty", "has no spec (the ModelSpec, see titan_dit.models.base.ModelConfig)."),
+        ("data", "Empty", "has no open (the Source, see titan_dit.data.base.DataConfig)."),
+        ("model", "NUMBER", "has no spec (the ModelSpec, see titan_dit.models.base.ModelConfig)."),
     ],
 )
 def test_a_member_that_a_class_lacks_is_named_with_what_it_is(section, name, words):
@@ -88,14 +88,14 @@ def test_a_member_that_a_class_lacks_is_named_with_what_it_is(section, name, wor
 
 def test_all_the_members_that_a_class_lacks_are_named(own):
     message = refused("objective", "catalog_own:Empty")
-    assert f"Empty in {own} has no model_spec (the network it wants" in message
-    assert "build (the objective for a model and a dataset)" in message
+    assert f"Empty in {own} has no model_spec (the ModelSpec to train" in message
+    assert "build (the Objective for a model and a dataset)" in message
 
 
 def test_a_class_that_can_hold_no_keys_is_refused(own):
     assert refused("model", "catalog_own:Plain") == (
-        f'[model] name="catalog_own:Plain": Plain in {own} is no frozen dataclass derived from '
-        "titan_dit.config.section.Named, so it cannot hold keys."
+        f'[model] name="catalog_own:Plain": Plain in {own} is not a config section. Make it a '
+        "frozen dataclass derived from titan_dit.config.section.Named."
     )
 
 
@@ -122,5 +122,5 @@ def test_a_class_derived_from_one_of_ours_is_written_as_itself_and_read_back():
     written = config_file.to_tables(config)
     assert written["model"]["name"] == "catalog_own:Net"
     assert config_file.build(written, catalog.variant) == config
-    # What goes with DiT goes with it.
+    # It inherits DiT's tensor plan.
     assert catalog.tensor_plan(config.model, "auto") is dit.plan

@@ -128,7 +128,7 @@ def test_a_section_cannot_be_changed():
         (OptimizerConfig, {"betas": [0.9, 0.9, 0.9]}, "must hold two numbers"),
         (OptimizerConfig, {"betas": [0.9, 1.0]}, "[optimizer] betas[1]=1.0 must be below 1"),
         (OptimizerConfig, {"lr": 0}, "[optimizer] lr=0.0 must be above 0"),
-        (EMAConfig, {"decays": [0.9, 0.99, 0.9]}, "[ema] decays=[0.9, 0.99, 0.9] names one decay"),
+        (EMAConfig, {"decays": [0.9, 0.99, 0.9]}, "[ema] decays=[0.9, 0.99, 0.9] has duplicates"),
         (EMAConfig, {"every": 0}, "[ema] every=0 must be at least 1"),
         (RunConfig, {"seed": -1}, "[job] seed=-1 must be at least 0"),
         (RunConfig, {"seed": 2**63}, "[job] seed=9223372036854775808 must be below"),

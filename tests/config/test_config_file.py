@@ -105,7 +105,7 @@ def test_a_section_that_must_be_there_is_asked_for(section):
 def test_a_section_with_a_wrong_type_is_answered_for_models_objectives_and_data_too(
     refused, old, new, words
 ):
-    with unchecked():  # The tests' own check of types would answer first.
+    with unchecked():  # Otherwise the tests' type checks raise first.
         assert refused(text=TEXT.replace(old, new, 1)) == words
 
 
@@ -115,7 +115,7 @@ def test_a_section_with_a_wrong_type_is_answered_for_models_objectives_and_data_
         ([], "--config digits.toml"),
         (["--training.steps", "3"], "--config digits.toml"),
         (["--config"], "--config digits.toml"),
-        (["--config", "a", "b"], "Give one file"),
+        (["--config", "a", "b"], "Give one config file"),
         (["digits.toml"], "Write --config digits.toml"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_syntax_error_names_file_and_line(refused):
 
 
 def test_a_key_outside_any_section_is_named(refused):
-    assert "seed=3 stands outside any [section]" in refused(text="seed = 3\n" + TEXT)
+    assert "seed=3 is outside any [section]" in refused(text="seed = 3\n" + TEXT)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.toml")), ids=lambda path: path.name)

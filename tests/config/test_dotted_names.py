@@ -1,4 +1,4 @@
-"""From a name in a config to the thing it stands for, or to words about what is wrong."""
+"""Importing what a config names, and the errors."""
 
 import sys
 
@@ -12,7 +12,7 @@ TABLE = {"plain": "titan_dit.rng:permutation", "other": "titan_dit.nowhere:nothi
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A current folder of one's own; what is imported from it is forgotten."""
+    """A temporary current folder; modules imported from it are unloaded afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
@@ -38,9 +38,9 @@ def test_ours_stand_in_a_table_and_are_imported_when_asked_for():
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_way_to_one_s_own():
     message = refused("plane")
     assert "is unknown. Did you mean plain?" in message
-    assert 'One of your own is written "package.module:Name".' in message
+    assert 'Your own are written "package.module:Name".' in message
     assert "Valid: other, plain." in refused("xyz")
-    assert "is unknown. One of your own" in refused("xyz", {})
+    assert "is unknown. Your own" in refused("xyz", {})
 
 
 def test_a_user_s_own_is_found_in_the_current_folder(folder):

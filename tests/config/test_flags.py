@@ -98,7 +98,7 @@ def test_a_key_of_another_objective_is_still_refused_among_the_flags(refused):
         (["--traininx.steps", "3"], "[traininx]: unknown section. Did you mean training?"),
         (["--training.steps"], "--training.steps has no value"),
         (["--compile.enabled"], "--compile.enabled true"),
-        (["--steps", "3"], "--steps: flags are written --section.key value"),
+        (["--steps", "3"], "--steps: flags have the form --section.key value"),
         (["--training.steps", "-3"], "[training] steps=-3 must be at least 1"),
         (["--training.steps", "many"], '[training] steps="many" must be a whole number'),
         (["--training.steps", "3", "4"], "[training] steps=[3, 4] must be a whole number"),

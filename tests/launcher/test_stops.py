@@ -22,7 +22,7 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
         assert run.end() == 0, run.said
     (stopped_at,) = set(checkpoints(tmp_path)) - set(range(0, 100_000, 20)) or {run.step}
     assert stopped_at == run.step
-    assert f"stopped after step {stopped_at}; the same command goes on from it" in run.said
+    assert f"stopped after step {stopped_at}; resume with the same command" in run.said
     assert "Traceback" not in run.said
 
     # A rank is killed; the run resumes from the newest checkpoint; Ctrl-C twice kills it.

@@ -40,7 +40,7 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path, tail):
     write(file, row(10), row(20), tail=tail)
     kept = keep_rows(file, 99)
     assert kept == lines_of(file) == [row(10), row(20)]
-    assert file.read_text().endswith("\n")  # or the next row would be glued to it
+    assert file.read_text().endswith("\n")  # or the next row would join the line
 
 
 def test_a_fresh_run_starts_with_an_empty_file(tmp_path):
@@ -94,7 +94,7 @@ def test_tensorboard_gets_the_same_scalars(tmp_path):
 
 
 def test_wandb_is_given_the_rows_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    """Against a stand-in: the package is an extra."""
+    """With a stand-in: wandb is an extra."""
     calls = []
     stand_in = types.SimpleNamespace(
         init=lambda **kwargs: calls.append(kwargs),

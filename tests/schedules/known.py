@@ -1,4 +1,4 @@
-"""The schedules of the catalog, by what they are."""
+"""The pipeline schedules of the catalog, by kind."""
 
 from titan_dit.config import catalog
 from titan_dit.schedules.schedule import schedule_of

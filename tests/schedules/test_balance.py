@@ -63,7 +63,7 @@ def test_the_balanced_split_makes_the_shortest_step():
 
 
 def test_fewer_layers_than_stages_are_refused():
-    with pytest.raises(UserError, match=r"16 pipeline stages .* but the model has 12\. Set"):
+    with pytest.raises(UserError, match=r"16 pipeline stages .* but the model has 12\. Reduce"):
         split_layers(12, 16)
 
 
@@ -74,8 +74,8 @@ def test_a_given_split_is_taken():
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        ([14, 14], r"split=\[14, 14\] is for 2 stages, but there are 4 .*Give 4 numbers"),
-        ([], "is for 0 stages"),
+        ([14, 14], r"split=\[14, 14\] has 2 stages, but there are 4 .*Set 4 numbers"),
+        ([], "has 0 stages"),
         ([10, 10, 8, 0], "every stage needs at least one layer"),
         ([10, 10, 9, -1], "every stage needs at least one layer"),
         ([7, 7, 7, 8], "adds up to 29 layers, but the model has 28"),

@@ -30,7 +30,7 @@ def test_layouts_are_those_of_torch(schedule, p, virtual_stages):
 @pytest.mark.parametrize("schedule", V_SHAPED)
 def test_a_v_holds_two_stages_per_rank(schedule):
     assert stages_per_rank(schedule) == stages_per_rank(schedule, 2) == 2
-    with pytest.raises(UserError, match=r"always holds two stages per rank, but virtual_stages=3"):
+    with pytest.raises(UserError, match=r"always has two stages per rank, but virtual_stages=3"):
         stages_per_rank(schedule, 3)
 
 
@@ -55,7 +55,7 @@ def test_no_virtual_stages_are_refused(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_without_microbatches_is_refused(schedule):
-    with pytest.raises(UserError, match="there are 0"):
+    with pytest.raises(UserError, match="needs at least one microbatch, not 0"):
         check_schedule(schedule, num_ranks=2, num_microbatches=0)
 
 
@@ -84,7 +84,7 @@ def test_unequal_rounds_are_answered_with_the_nearest_equal_ones(schedule, m, fe
         return run(m)
     run(fewer)
     run(more)
-    with pytest.raises(UserError, match=rf"microbatches={m}.*has {fewer} or {more} "):
+    with pytest.raises(UserError, match=rf"microbatches={m}.*has {fewer} or {more}, "):
         run(m)
     return None
 

@@ -39,7 +39,7 @@ def cases(schedule, ranks=(1, 2, 3, 4, 6), microbatches=(1, 2, 3, 4, 5, 6, 8, 10
 
 
 def as_torch_runs_it(schedule, p, m):
-    """What the stages of torch's single-stage schedules are told to do, rank by rank."""
+    """The actions of torch's single-stage schedules, rank by rank."""
     rows = []
     for rank in range(p):
         row = []
@@ -56,7 +56,7 @@ def as_torch_runs_it(schedule, p, m):
 
 
 def as_torch_plans_it(schedule, p, v, m):
-    """The order that torch's multi-stage schedules generate, its pairs one after the other."""
+    """The order of torch's multi-stage schedules, with overlapped pairs one after the other."""
     rounds = max(1, m // p)
     plan = SimpleNamespace(
         n_local_stages=v,

@@ -44,7 +44,7 @@ def test_torchs_runtime_loads_the_csv_and_comes_to_the_end(schedule, order, tmp_
     places = {stage: rank_of_stage(schedule, stage, P) for stage in range(num_stages)}
     assert runtime.stage_index_to_group_rank == places
 
-    # torch's simulator knows computations and messages, but no work of FSDP.
+    # torch's simulator supports computations and messages, but not FSDP's actions.
     messages = {
         rank: [a for a in actions if not re.search("UNSHARD|RESHARD|REDUCE", str(a))]
         for rank, actions in runtime.pipeline_order_with_comms.items()

@@ -8,7 +8,7 @@ from order_text import from_csv
 from titan_dit.schedules.action import Action, Kind
 from titan_dit.schedules.layout import stages_per_rank
 from titan_dit.schedules.orders import pipeline_order
-from titan_dit.schedules.proof import check, execution, made_by, needs, num_stages_of
+from titan_dit.schedules.proof import check, execution, inputs_of, num_stages_of, output_of
 
 P, M = 3, 6
 
@@ -25,10 +25,10 @@ def faulty(schedule, order):
 
 
 def has_a_cycle(order):
-    """Kahn's algorithm on the graph of all waits: an own, slower proof of a deadlock."""
+    """Kahn's algorithm on the graph of all waits: an independent, slower check for deadlocks."""
     num_stages = num_stages_of(order)
-    maker = {made_by(action): action for actions in order for action in actions}
-    waits = {a: {maker[n] for n in needs(a, num_stages)} for row in order for a in row}
+    maker = {output_of(action): action for actions in order for action in actions}
+    waits = {a: {maker[n] for n in inputs_of(a, num_stages)} for row in order for a in row}
     for actions in order:
         for before, after in itertools.pairwise(actions):
             waits[after].add(before)

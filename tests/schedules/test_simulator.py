@@ -10,8 +10,8 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from titan_dit.schedules.action import Kind, peak_activations
 from titan_dit.schedules.layout import stages_per_rank
 from titan_dit.schedules.orders import pipeline_order
-from titan_dit.schedules.proof import made_by, needs
-from titan_dit.schedules.simulator import luck, simulate, stage_costs
+from titan_dit.schedules.proof import inputs_of, output_of
+from titan_dit.schedules.simulator import jitter_factor, simulate, stage_costs
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 24)]
 
@@ -68,7 +68,7 @@ def test_ranks_of_zbv_never_wait_once_they_have_begun():
 
 
 def test_stages_of_gpipe_may_be_uneven():
-    """A line of machines: every stage once, and the slowest for each microbatch more."""
+    """Closed form: every stage once, plus the slowest for each further microbatch."""
     layers = [2.0, 5.0, 3.0, 1.0]
     order = pipeline_order("gpipe", num_ranks=4, num_microbatches=6)
     end = simulate(order, stage_costs(layers, forward=1.0, backward_input=1, backward_weight=1))
@@ -148,7 +148,7 @@ def test_the_timeline_keeps_to_the_order_and_to_its_inputs(schedule):
         assert end.busy[rank] == pytest.approx(sum(span.end - span.start for span in spans))
         assert end.idle[rank] == pytest.approx(end.makespan - end.busy[rank])
     for span in end.timeline:
-        for message in needs(span.action, stages):
+        for message in inputs_of(span.action, stages):
             assert made[message].end <= span.start
             assert made[message].rank == span.rank or made[message].end < span.start
     assert end.peak_activations == peak_activations(order)
@@ -169,14 +169,14 @@ def test_jitter_is_repeated_by_its_seed_and_has_mean_one():
     costs = stage_costs([1.0] * 2)
     runs = [simulate(order, costs, latency=0.1, jitter=0.3, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
-    draws = [luck(0.5, 0, str(i)) for i in range(4000)]
+    draws = [jitter_factor(0.5, 0, str(i)) for i in range(4000)]
     assert sum(draws) / len(draws) == pytest.approx(1, abs=0.03)
     logs = [math.log(draw) for draw in draws]
     mean = sum(logs) / len(logs)
     assert sum((x - mean) ** 2 for x in logs) / len(logs) == pytest.approx(0.25, rel=0.1)
 
 
-def test_two_orders_meet_the_same_luck():
+def test_two_orders_get_the_same_jitter():
     costs = stage_costs([1.0] * 4)
     busy = [
         simulate(
@@ -202,11 +202,13 @@ def test_pairs_of_dualpipev_are_shorter_one_after_the_other():
     while any(rows):
         for rank, row in enumerate(rows):
             parts = [parse(str(part)) for part in row[0]] if row else []
-            inputs = {n for part in parts for n in needs(part, 2 * p)} - set(map(made_by, parts))
+            inputs = {n for part in parts for n in inputs_of(part, 2 * p)} - set(
+                map(output_of, parts)
+            )
             if parts and ended.keys() >= inputs:
                 start = max([free[rank], *(ended[n] for n in inputs)])
                 free[rank] = start + sum(2 if a.kind is Kind.BACKWARD else 1 for a in parts)
-                ended.update((made_by(part), free[rank]) for part in parts)
+                ended.update((output_of(part), free[rank]) for part in parts)
                 row.pop(0)
     order = pipeline_order("dualpipev", num_ranks=p, num_microbatches=m)
     assert (max(free), simulate(order, stage_costs([1.0] * 8)).makespan) == (54, 51)

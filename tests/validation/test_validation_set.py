@@ -213,5 +213,5 @@ def test_a_key_of_an_older_format_is_read_under_its_name_of_today(monkeypatch):
     assert build_sections(written, variant)["objective"].noise_schedule == "cosine"
     flags = ["--config", "digits", "--objective.name", "ddpm", "--objective.schedule", "cosine"]
     assert config_file.load(flags, variant).objective.noise_schedule == "cosine"
-    with pytest.raises(UserError, match="none that this titan_dit reads"):
+    with pytest.raises(UserError, match="this titan_dit reads formats up to"):
         config_file.of_record({"config": {}, "config_format": config_file.FORMAT + 1})

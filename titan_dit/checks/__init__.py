@@ -1,7 +1,7 @@
 """Config checks across sections, ranks and device; they run before anything is built.
 
-A section checks its own values, and a family (titan_dit/diffusion/fits.py) its models and data.
-Everything else is checked here. Every message names the section, the values and a fix.
+Sections check their own values, and diffusion/fits.py its models and data. Every message names the
+section, the values and a fix.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from titan_dit.plan import RunPlan
 
 
 def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -> None:
-    """Raise a UserError for incompatible settings; with a device, also for unsupported ones.
-
-    Every rank calls it and gets the same result. With a device, kernels and the compiler run once
-    on a sample.
-    """
+    """Raise a UserError for incompatible settings, equal on all ranks; with a device, probe it."""
     layout.check_spec(plan)
     layout.check_world(plan)
     layout.check_batch(plan)

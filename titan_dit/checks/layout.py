@@ -1,4 +1,4 @@
-"""Whether the ranks, the batch and the model fit the mesh."""
+"""Checks that ranks, batch and model fit the mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_dit.schedules.layout import check_schedule
 
 
 def check_spec(plan: RunPlan) -> None:
-    """What a user's model says of itself must be a spec."""
+    """A user's model must give a ModelSpec."""
     model_spec: object = plan.spec
     if not isinstance(model_spec, ModelSpec):
         raise UserError(
@@ -26,10 +26,10 @@ def check_spec(plan: RunPlan) -> None:
 
 
 def check_world(plan: RunPlan) -> None:
-    """The product of the sizes must be the number of ranks that were started."""
+    """The product of the axes must be the world size."""
     sizes, ranks = plan.sizes, plan.world_size
     if plan.parallel.dp_shard == 0:
-        raise UserError("[parallel] dp_shard=0 is no size. Set dp_shard = -1 or at least 1.")
+        raise UserError("[parallel] dp_shard=0 is not a size. Set dp_shard = -1 or at least 1.")
     product = math.prod(asdict(sizes).values())
     if product == ranks:
         return
@@ -53,7 +53,7 @@ def check_world(plan: RunPlan) -> None:
 
 
 def refuse_refitted(plan: RunPlan) -> None:
-    """Of a run that has begun: it comes back on whole models only."""
+    """Raise the error of a resumed run whose pp x cp x tp does not divide the world size."""
     ranks = plan.world_size
     one_model = plan.sizes.model
     kept = {axis: getattr(plan.sizes, axis) for axis in axes("samples", has=False)}
@@ -61,27 +61,26 @@ def refuse_refitted(plan: RunPlan) -> None:
     factors = " x ".join(f"{axis}={size}" for axis, size in kept.items() if size > 1)
     were = "was" if ranks == 1 else "were"
     raise UserError(
-        f"[parallel] {factors}: a model takes {one_model} ranks, which do not divide the "
-        f"{ranks} that {were} started. The run can go on with "
+        f"[parallel] {factors} = {one_model} ranks per model replica, which does not divide the "
+        f"{ranks} that {were} started. Resume with "
         f"{' or '.join(str(number) for number in (below, above) if number)} ranks (any multiple "
         f"of {one_model}), or with smaller {', '.join(a for a in kept if kept[a] > 1)}."
     )
 
 
 def check_tensor_specs(plan: RunPlan) -> None:
-    """The tensors that a model names must agree with each other, and divide over cp."""
+    """TensorSpecs must have unique names; cp and tp must divide their tokens."""
     model_spec = plan.spec
     if both := model_spec.context.keys() & model_spec.static.keys():
         raise UserError(
-            f"[model] names {', '.join(sorted(both))} in context and in static, which reach the "
-            "blocks in one mapping. Give them different names."
+            f"[model] names {', '.join(sorted(both))} in both context and static, but blocks "
+            "get them in one mapping. Give them different names."
         )
     for name, spec in model_spec.predictions.items():
         if spec.token_dim is None or spec.shape[spec.token_dim] != model_spec.num_tokens:
             raise UserError(
                 f"[model] prediction {name} is {list(spec.shape)} with token_dim={spec.token_dim}, "
-                f"but num_tokens={model_spec.num_tokens}: there must be a prediction for "
-                "every token."
+                f"but num_tokens={model_spec.num_tokens}. Give one prediction per token."
             )
     for kind in ("inputs", "stream", "context", "static"):
         specs: Mapping[str, TensorSpec] = getattr(model_spec, kind)
@@ -102,8 +101,8 @@ def check_tensor_specs(plan: RunPlan) -> None:
             own //= plan.sizes.cp if dim - 1 == spec.token_dim else 1
             if own % plan.sizes.tp:
                 raise UserError(
-                    f"[parallel] tp={plan.sizes.tp} does not divide the {own} entries that a rank "
-                    f"has of the model's stream {name}. Set sequence_parallel = false, or another "
+                    f"[parallel] tp={plan.sizes.tp} does not divide the {own} entries of the "
+                    f"model's stream {name} on a rank. Set sequence_parallel = false, or another "
                     "tp or cp."
                 )
 
@@ -111,16 +110,15 @@ def check_tensor_specs(plan: RunPlan) -> None:
 def check_batch(plan: RunPlan) -> None:
     """The global batch must divide into microbatches on every data-parallel rank.
 
-    A run that has begun holds its batch with rows of weight 0: it only needs a sample a rank.
+    A resumed run pads its batch with samples of weight 0: it needs only one sample per rank.
     """
     sizes, batch = plan.sizes, plan.global_batch_size
     micro, ranks = plan.wanted_microbatch_size, sizes.data
     if plan.resuming:
         if ranks > batch:
             raise UserError(
-                f"[training] global_batch_size={batch} cannot be held by {ranks} data-parallel "
-                "ranks: there are more ranks than samples. "
-                f"Launch {batch * sizes.model} ranks at most."
+                f"[training] global_batch_size={batch} is less than the {ranks} data-parallel "
+                f"ranks. Launch at most {batch * sizes.model} ranks."
             )
         return
     unit = (micro or 1) * ranks
@@ -135,11 +133,11 @@ def check_batch(plan: RunPlan) -> None:
 
 
 def check_tensor(plan: RunPlan) -> None:
-    """Heads and the MLP's width are cut by tp, as a plan of the model says."""
+    """Heads and MLP width must divide by tp, and tp > 1 needs a tensor plan."""
     model_spec, tp = plan.spec, plan.sizes.tp
     if tp > 1 and plan.tensor_plan_function is None:
         raise UserError(
-            f"[parallel] tp={tp}: the model {show(plan.model_name)} has no plan of how tp cuts it. "
+            f"[parallel] tp={tp}: the model {show(plan.model_name)} has no tensor plan. "
             'Set tp = 1, or tensor_plan = "package.module:function" (docs/extending.md).'
         )
     try:
@@ -152,12 +150,12 @@ def check_tensor(plan: RunPlan) -> None:
         ) from error
     if not isinstance(styles, TensorPlan):
         raise UserError(
-            f"[parallel] tensor_plan: the plan of {show(plan.model_name)} gives "
+            f"[parallel] tensor_plan: the plan of {show(plan.model_name)} returns "
             f"{type(styles).__name__}, not a titan_dit.parallel.tensor.TensorPlan."
         )
     if len(styles.stream) != len(model_spec.stream):
         raise UserError(
-            f"[parallel] tensor_plan says how {len(styles.stream)} tensors of the stream lie, but "
+            f"[parallel] tensor_plan has placements for {len(styles.stream)} stream tensors, but "
             f"the model {show(plan.model_name)} has {len(model_spec.stream)}: "
             f"{', '.join(model_spec.stream)}."
         )
@@ -170,7 +168,7 @@ def check_tensor(plan: RunPlan) -> None:
 
 
 def check_context(plan: RunPlan) -> None:
-    """Tokens are sliced by cp and, with sequence parallelism, by tp; ulysses exchanges heads."""
+    """Tokens must divide by cp (and tp with sequence parallelism), heads by cp with ulysses."""
     model_spec, parallel, sizes = plan.spec, plan.parallel, plan.sizes
     tokens, slices = model_spec.num_tokens, sizes.cp
     if tokens % slices:
@@ -180,8 +178,8 @@ def check_context(plan: RunPlan) -> None:
         )
     if parallel.sequence_parallel and tokens // slices % sizes.tp:
         raise UserError(
-            f"[parallel] sequence_parallel=true: {tokens // slices} tokens of a rank do not divide "
-            f"by tp={sizes.tp}. Set sequence_parallel = false, or another tp or cp."
+            f"[parallel] sequence_parallel=true: tp={sizes.tp} does not divide the "
+            f"{tokens // slices} tokens of a rank. Set sequence_parallel = false, or change tp."
         )
     heads = model_spec.num_heads // sizes.tp
     if parallel.cp_method == "ulysses" and heads % sizes.cp:
@@ -192,22 +190,21 @@ def check_context(plan: RunPlan) -> None:
         )
     if sizes.cp > 1 and parallel.cp_method == "ring" and model_spec.mask != "none":
         raise UserError(
-            f'[parallel] cp={sizes.cp} with cp_method="ring" attends all to all, but the model '
-            f'{show(plan.model_name)} has a mask ({model_spec.mask}). Set cp_method = "ulysses".'
+            f'[parallel] cp={sizes.cp} with cp_method="ring" supports no mask, but the model '
+            f'{show(plan.model_name)} has one ({model_spec.mask}). Set cp_method = "ulysses".'
         )
 
 
 def check_pipeline(plan: RunPlan) -> None:
-    """Stages need layers, and schedules need microbatches."""
+    """Every stage needs a layer, and the pipeline schedule must support the microbatches."""
     if plan.sizes.pp == 1:
         return
     sizes, pipeline, layers = plan.sizes, plan.pipeline, plan.spec.num_layers
     stages = plan.num_stages
     if stages > layers:
         raise UserError(
-            f"[parallel] pp={sizes.pp} with [pipeline] schedule={show(pipeline.schedule)} makes "
-            f"{stages} stages, but the model has {layers} layers. Set a smaller pp or "
-            "virtual_stages."
+            f"[parallel] pp={sizes.pp} with [pipeline] schedule={show(pipeline.schedule)} has "
+            f"{stages} stages, but the model has {layers} layers. Reduce pp or virtual_stages."
         )
     if pipeline.split:
         check_split(pipeline.split, layers, stages)
@@ -219,11 +216,11 @@ def check_pipeline(plan: RunPlan) -> None:
     )
     if plan.parallel.reshard_after_forward == "always":
         raise UserError(
-            '[parallel] reshard_after_forward="always" would gather the parameters anew for every '
-            f'microbatch of pp={sizes.pp}. Set "auto".'
+            '[parallel] reshard_after_forward="always" would all-gather the parameters again for '
+            f'every microbatch of pp={sizes.pp}. Set reshard_after_forward = "auto".'
         )
 
 
 def largest_divisor(*numbers: int, below: int) -> int:
-    """The largest number under `below` that divides all of them."""
+    """The largest number under `below` that divides all `numbers`."""
     return next(n for n in range(below - 1, 0, -1) if not any(number % n for number in numbers))

@@ -1,1 +1,1 @@
-"""What a run is configured by: sections and keys, TOML and flags, names and what they stand for."""
+"""Configuration: sections, TOML and flags, catalog of names."""

@@ -1,7 +1,7 @@
-"""The only tables from names to things. Adding one is a file of its own and a line here.
+"""The tables of names. A new model, objective, dataset or schedule is a file and a line here.
 
-A user's own needs no line: "package.module:Class" stands for itself (dotted_names.py). Entries are
-imported when asked for, so that a config is read without importing what it does not use.
+A user's own needs no line: its name is "package.module:Class" (dotted_names.py). Entries are
+imported lazily: a config imports only what it uses.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 from titan_dit.config import dotted_names
 from titan_dit.config.section import Section, UserError, show
 
-if TYPE_CHECKING:  # Reading a config must not import torch before it has to.
+if TYPE_CHECKING:  # Reading a config must not import torch.
     from collections.abc import Callable
 
     from titan_dit.models.base import ModelConfig
     from titan_dit.parallel.tensor import TensorPlan
 
 SECTIONS = {
-    "model": {
-        "dit": "titan_dit.models.dit:DiTConfig",
-    },
+    "model": {"dit": "titan_dit.models.dit:DiTConfig"},
     "objective": {
         "ddpm": "titan_dit.diffusion.ddpm:DDPM",
         "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
@@ -32,7 +30,7 @@ SECTIONS = {
         "synthetic": "titan_dit.data.synthetic:Synthetic",
     },
 }
-"""Section -> name -> the dataclass that reads it."""
+"""Section -> name -> its dataclass."""
 
 SCHEDULES = {
     "gpipe": "titan_dit.schedules.looped:GPIPE",
@@ -42,29 +40,26 @@ SCHEDULES = {
     "zbv_zero_bubble": "titan_dit.schedules.v_shaped:ZBV_ZERO_BUBBLE",
     "dualpipev": "titan_dit.schedules.v_shaped:DUALPIPEV",
 }
-"""[pipeline] schedule -> the pipeline schedule."""
+"""Pipeline schedules by [pipeline] schedule."""
 
-TENSOR_PLANS = {
-    "dit": "titan_dit.parallel.plans.dit:plan",
-}
-"""Model -> how it is cut along the tensor-parallel axis."""
+TENSOR_PLANS = {"dit": "titan_dit.parallel.plans.dit:plan"}
+"""Tensor plans by [model] name."""
 
 PLAN = "[parallel] tensor_plan"
-"""The key that names another one."""
 
 MEMBERS = {
-    "model": {"spec": "the network: titan_dit.models.base.ModelConfig"},
+    "model": {"spec": "the ModelSpec, see titan_dit.models.base.ModelConfig"},
     "objective": {
-        "model_spec": "the network it wants: titan_dit.objectives.base.ObjectiveConfig",
-        "build": "the objective for a model and a dataset",
+        "model_spec": "the ModelSpec to train, see titan_dit.objectives.base.ObjectiveConfig",
+        "build": "the Objective for a model and a dataset",
     },
-    "data": {"open": "the source: titan_dit.data.base.DataConfig"},
+    "data": {"open": "the Source, see titan_dit.data.base.DataConfig"},
 }
-"""What a user's class must have to stand in a section."""
+"""Required members of a user's class, by section."""
 
 
 def variant(section: str, name: str) -> type[Section]:
-    """The dataclass that reads [section] when its name is `name`."""
+    """The dataclass of [section] for `name`."""
     where = f"[{section}] name"
     found: Any = dotted_names.look_up(SECTIONS[section], where, name)
     if ":" in name:
@@ -74,19 +69,16 @@ def variant(section: str, name: str) -> type[Section]:
         )
         if not (is_section and dataclasses.is_dataclass(found)):
             raise UserError(
-                f"{where}={show(name)}: {found.__name__} in {dotted_names.file_of(found)} is no "
-                "frozen dataclass derived from titan_dit.config.section.Named, so it cannot "
-                "hold keys."
+                f"{where}={show(name)}: {found.__name__} in {dotted_names.file_of(found)} is not "
+                "a config section. Make it a frozen dataclass derived from "
+                "titan_dit.config.section.Named."
             )
     kind: type[Section] = found
     return kind
 
 
 def tensor_plan(model: ModelConfig, chosen: str) -> Callable[[bool], TensorPlan] | None:
-    """The plan that [parallel] tensor_plan asks for; for "auto" the model's, None if it has none.
-
-    A plan is a function of whether tokens are sharded too.
-    """
+    """Look up (sequence_parallel) -> TensorPlan; None if "auto" and the model has none."""
     if chosen == "auto" and model.name not in TENSOR_PLANS:
         return None
     key, name = ("[model] name", model.name) if chosen == "auto" else (PLAN, chosen)

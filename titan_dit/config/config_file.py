@@ -1,4 +1,4 @@
-"""TOML and flags to a JobConfig, and back. Unknown keys are answered with the nearest valid one."""
+"""TOML and flags to a JobConfig, and back. Errors on unknown keys suggest the nearest one."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from titan_dit.config.section import (
 
 Tables = dict[str, dict[str, Any]]
 Variant = Callable[[str, str], type[Section]]
-"""(section, name) -> the dataclass that reads it: `catalog.variant`."""
+"""(section, name) -> its dataclass, see `catalog.variant`."""
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# The recipes are a part of the package where it is installed, and lie beside it in a clone.
+# Recipes are in the package if installed, beside it in a clone.
 INSTALLED = PACKAGE / "train_configs"
 CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
 CHOSEN_BY_NAME = ("model", "objective", "data")
 FORMAT = 3
-"""Of a run's config.toml and of the config in a checkpoint; the first format had no number."""
+"""Format number of config.toml and of a checkpoint's config; the first format had none."""
 RENAMED = {"objective.schedule": "noise_schedule"}
-"""Keys that had another name in an older format: "section.old" -> new."""
+"""Renamed keys of older formats: "section.old" -> new."""
 PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig")
 
 
 def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
-    """Read `--config FILE` and the flags `--section.key value` after it, which win."""
+    """Read `--config FILE` and its overrides `--section.key value`."""
     config_path, flags = split_arguments(arguments)
     tables = read_toml(config_path)
     for section in CHOSEN_BY_NAME:
-        # First of all: the name decides what the other keys of the section are.
+        # First: the name decides the section's other keys.
         if chosen := flags.pop(f"{section}.name", None):
             tables[section] = renamed(section, tables.get(section, {}), " ".join(chosen), variant)
     for key, texts in flags.items():
@@ -55,7 +55,7 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
 
 
 def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) -> dict[str, Any]:
-    """A file's section under a name that a flag chose: keys of the old one alone are left out."""
+    """A section whose `name` a flag overrides, without the keys that its new class lacks."""
     if table.get("name") == name:
         return table
     known = hints_of(variant(section, name))
@@ -63,7 +63,7 @@ def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) ->
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
-    """Separate the config's path from the flags; a flag's values run up to the next flag."""
+    """The config's path and the flags; a flag's values end at the next flag."""
     flags: dict[str, list[str]] = {}
     key = None
     for argument in arguments:
@@ -72,25 +72,22 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path, dict[str, list[str]
             key = key.replace("-", "_")
             flags[key] = [value] if equals else []
         elif key is None:
-            raise UserError(f"{argument!r} stands before any flag. Write --config {argument}.")
+            raise UserError(f"{argument!r} comes before any flag. Write --config {argument}.")
         else:
             flags[key].append(argument)
     config = flags.pop("config", None)
     if not config or len(config) != 1:
-        raise UserError("Which run? Give one file: --config digits.toml")
+        raise UserError("Give one config file: --config digits.toml")
     for key, values in flags.items():
         if "." not in key:
-            raise UserError(f"--{key}: flags are written --section.key value, as in the TOML.")
+            raise UserError(f"--{key}: flags have the form --section.key value, as in the TOML.")
         if not values:
-            raise UserError(f"--{key} has no value. Booleans are written out: --{key} true")
+            raise UserError(f"--{key} has no value. Write booleans out: --{key} true")
     return find_config(config[0]), flags
 
 
 def take_dry_run(arguments: Sequence[str]) -> tuple[list[str], int | None]:
-    """The arguments without `--dry-run [WORLD]`, and WORLD: 0 if it is not given, None without.
-
-    The one flag that is no key of the config.
-    """
+    """Remove `--dry-run [WORLD]` and return WORLD: 0 if omitted, None without the flag."""
     rest: list[str] = []
     values: list[str] | None = None
     into = rest
@@ -114,7 +111,7 @@ def take_dry_run(arguments: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def find_config(name: str) -> Path:
-    """A path, or the name of a file in train_configs/ with or without .toml."""
+    """Find a config by path, or by name in train_configs/, with or without .toml."""
     names = (name, f"{name}.toml")
     folders = (Path(), Path("train_configs"), CONFIG_DIR)
     for candidate in (folder / file for folder in folders for file in names):
@@ -125,7 +122,7 @@ def find_config(name: str) -> Path:
 
 
 def read_toml(path: Path) -> Tables:
-    """Parse the file; a syntax error names the file and the line."""
+    """Parse a file; UserError with file and line on a syntax error."""
     try:
         tables = tomli.loads(path.read_text())
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -133,21 +130,21 @@ def read_toml(path: Path) -> Tables:
     check_format(tables.pop("format", FORMAT), path)
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise UserError(f"{path}: {name}={show(table)} stands outside any [section].")
+            raise UserError(f"{path}: {name}={show(table)} is outside any [section].")
     return tables
 
 
 def check_format(number: object, where: object) -> None:
-    """Refuse what a later version wrote: its keys may mean something else."""
+    """Refuse the format of a later version: its keys may differ in meaning."""
     if not isinstance(number, int) or number > FORMAT:
         raise UserError(
-            f"{where}: format={show(number)} is none that this titan_dit reads, which are those up "
-            f"to {FORMAT}. A later one needs the version that wrote it."
+            f"{where}: format={show(number)}, but this titan_dit reads formats up to {FORMAT}. "
+            "Update titan_dit to the version that wrote it."
         )
 
 
 def of_record(record: Mapping[str, Any]) -> Tables:
-    """The tables of a checkpoint's record, whatever version wrote it."""
+    """The config tables of a checkpoint's record."""
     check_format(record.get("config_format", 1), "[checkpoint] its config")
     tables: Tables = record["config"]
     return tables
@@ -156,7 +153,7 @@ def of_record(record: Mapping[str, Any]) -> Tables:
 def renamed_keys(
     section: str, table: Mapping[str, Any], hints: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A section's table, its keys of older formats under today's names; `hints`: today's keys."""
+    """A section's table with keys of older formats renamed; `hints`: the current keys."""
     found = dict(table)
     for old, new in RENAMED.items():
         where, _, key = old.partition(".")
@@ -166,7 +163,7 @@ def renamed_keys(
 
 
 def flag_value(texts: list[str], hint: Any) -> Any:
-    """A flag's value, read as TOML would read it; the field's type decides text from number."""
+    """Parse a flag's value as TOML; the field's type decides between text and number."""
     if len(texts) > 1:
         return [literal(text) for text in texts]
     value = literal(texts[0])
@@ -175,13 +172,13 @@ def flag_value(texts: list[str], hint: Any) -> Any:
     try:
         conform(value, hint, "")
     except UserError:
-        # `--job.name 7` is text: take the words as they stand if that is what the field holds.
+        # `--job.name 7` is text.
         return texts[0] if hint is str else value
     return value
 
 
 def literal(text: str) -> Any:
-    """`4`, `1e-3`, `true` and `[1, 2]` are values; everything else is text."""
+    """Parse a TOML value such as `4`, `1e-3`, `true` or `[1, 2]`; anything else is text."""
     try:
         return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
@@ -189,7 +186,7 @@ def literal(text: str) -> Any:
 
 
 def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
-    """The dataclass of a section; for [model], [objective] and [data] their `name` chooses it."""
+    """The dataclass of a section; `name` selects that of [model], [objective] and [data]."""
     if section in CHOSEN_BY_NAME:
         name = tables.get(section, {}).get("name")
         if name is None:
@@ -204,14 +201,14 @@ def section_type(section: str, tables: Tables, variant: Variant) -> type[Section
 
 @functools.cache
 def plain_sections() -> dict[str, type[Section]]:
-    """The sections that have one class only."""
-    # Those chosen by name have annotations that must not be imported to be read.
+    """The sections with a single class."""
+    # Resolving the others' annotations would import torch.
     hints = get_type_hints(JobConfig, localns=dict.fromkeys(PROTOCOLS, Section))
     return {name: kind for name, kind in hints.items() if name not in CHOSEN_BY_NAME}
 
 
 def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig:
-    """Strictly: every key must exist, every value must fit."""
+    """Build the config; UserError on unknown keys and wrong values."""
     plain = {section: dict(table) for section, table in tables.items()}
     for name in (*CHOSEN_BY_NAME, "training"):
         plain.setdefault(name, {})
@@ -221,7 +218,7 @@ def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfi
 def build_sections(
     tables: Mapping[str, Mapping[str, Any]], variant: Variant, only: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The sections of some tables; with `only`, nothing else is looked at or imported."""
+    """Build the sections of `tables`; with `only`, import and check no others."""
     plain = {section: dict(table) for section, table in tables.items()}
     built: dict[str, Any] = {}
     for name, written in plain.items():
@@ -241,12 +238,12 @@ def build_sections(
 
 
 def is_required(f: dataclasses.Field[Any]) -> bool:
-    """Whether a field has no default."""
+    """True if a field has no default."""
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
 def to_tables(config: JobConfig) -> Tables:
-    """The config as plain tables, every default written out; unset (None) keys are left out."""
+    """The config as plain tables, with defaults; keys that are None are left out."""
     tables: Tables = {}
     for f in dataclasses.fields(config):
         section = getattr(config, f.name)
@@ -257,7 +254,7 @@ def to_tables(config: JobConfig) -> Tables:
 
 
 def to_toml(tables: Tables) -> str:
-    """The tables of a config as TOML; `load` reads them back to an equal one."""
+    """Config tables as TOML, which `load` reads back to an equal config."""
     lines = [f"format = {FORMAT}", ""]
     for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {show(value)}" for key, value in table.items()), ""]
@@ -265,7 +262,7 @@ def to_toml(tables: Tables) -> str:
 
 
 def changes(old: Tables, new: Tables) -> Iterator[str]:
-    """What a resumed run would change of the mathematics, one `[section] key: old -> new` each."""
+    """Changes of the mathematics on resume, each as `[section] key: old -> new`."""
     for section in sorted(old.keys() | new.keys()):
         before, after = old.get(section, {}), new.get(section, {})
         for key in sorted(before.keys() | after.keys()):

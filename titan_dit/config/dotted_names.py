@@ -1,4 +1,4 @@
-"""From a name in a config to the thing it stands for: ours by a table, a user's by its module."""
+"""Imports what a config names: ours from a table, a user's by "package.module:name"."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ from titan_dit.config.section import UserError, nearest, show
 
 
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
-    """What `name` stands for: a row of the table, or "package.module:thing".
-
-    `where` is the key that holds the name, for messages.
-    """
+    """Import a row of `table` or "package.module:thing"; `where`: the config key, for errors."""
     if ":" in name:
         return imported(name, where)
     if name not in table:
         fix = nearest(name, table) if table else ""
         raise UserError(
-            f"{where}={show(name)} is unknown.{fix} One of your own is written "
-            '"package.module:Name".'
+            f'{where}={show(name)} is unknown.{fix} Your own are written "package.module:Name".'
         )
     module, _, attribute = table[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def imported(name: str, where: str) -> Any:
-    """Import "package.module:thing"; UserError with the reason where that cannot be done."""
+    """Import "package.module:thing"; UserError with the reason on failure."""
     module_name, _, attribute = name.partition(":")
     try:
         module = import_module(module_name)
@@ -62,7 +58,7 @@ def imported(name: str, where: str) -> Any:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module; the current folder is looked in last, whatever started the process."""
+    """Import a module; the current folder is always last on the path."""
     here = str(Path.cwd())
     if sys.path[-1:] != [here] or "" in sys.path:
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]
@@ -71,7 +67,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> None:
-    """Refuse a user's class that lacks what its place asks for; `members`: name -> what it is."""
+    """Refuse a user's class without all `members` (name -> description)."""
     lacking = [f"{member} ({what})" for member, what in members.items() if not has(thing, member)]
     if lacking:
         called = getattr(thing, "__name__", name.partition(":")[2])
@@ -81,7 +77,7 @@ def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> No
 
 
 def has(thing: Any, member: str) -> bool:
-    """Whether a class has a member that is more than a placeholder."""
+    """True if a class has a member that is not abstract."""
     found = inspect.getattr_static(thing, member, None)
     return found is not None and not getattr(found, "__isabstractmethod__", False)
 
@@ -95,7 +91,7 @@ def file_of(thing: Any) -> str:
 
 
 def origins(sections: Mapping[str, object]) -> Iterator[str]:
-    """A line for each of these that is a user's: what it is and which file it was imported from."""
+    """Console lines with the class and file of everything that is not titan_dit's own."""
     for name, thing in sections.items():
         kind = thing if isinstance(thing, type) or inspect.isfunction(thing) else type(thing)
         if not kind.__module__.startswith("titan_dit."):

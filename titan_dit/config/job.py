@@ -1,4 +1,4 @@
-"""The whole of a run's configuration: [job], and every other section by its name."""
+"""The config of a run: [job] and all other sections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titan_dit.config.training import (
     ValidationConfig,
 )
 
-if TYPE_CHECKING:  # These import torch, which a wrong key must not wait for.
+if TYPE_CHECKING:  # These import torch: a wrong key is reported without waiting for it.
     from titan_dit.data.base import DataConfig
     from titan_dit.models.base import ModelConfig
     from titan_dit.objectives.base import ObjectiveConfig
@@ -31,27 +31,26 @@ if TYPE_CHECKING:  # These import torch, which a wrong key must not wait for.
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """What the run is called, where it lives, and the one seed everything is drawn from."""
+    """Name, directory, seed and hooks of the run."""
 
     section = "job"
 
     name: str = ""
-    """Name of the run; empty takes the config file's."""
+    """Run name; empty is the config file's name."""
     dir: str = ""
-    """Run directory; empty takes outputs/<name>."""
+    """Run directory; empty is outputs/<name>."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
-    """Seed of the weights, the data order, the noise and the samples."""
+    """Seed of initial weights, data order, noise and previews."""
     hooks: tuple[str, ...] = ()
-    """Classes of your own that are called as the run goes on: "package.module:Class", see
-    docs/extending.md."""
+    """Your hook classes, "package.module:Class": see docs/extending.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """A whole run. [model], [objective] and [data] are chosen by their `name` (catalog.py).
+    """A whole run. `name` selects the class of [model], [objective] and [data] (catalog.py).
 
-    Only the plan, validate.py and the trainer see the whole; everything else is given the sections
-    that it reads.
+    Only plan.py, checks/, opening.py, the trainer and the commands see the whole config; all other
+    code is given the sections that it reads.
     """
 
     job: RunConfig = field(default_factory=RunConfig)
@@ -76,27 +75,16 @@ class JobConfig:
 
 
 FREE_ON_RESUME = frozenset(
-    {
-        "job.name",
-        "job.dir",
-        "job.hooks",
-        "parallel",
-        "pipeline",
-        "remat",
-        "compile",
-        "checkpoint",
-        "faults",
-        "metrics",
-        "sampling",
-        "profile",
-    }
+    {"job.name", "job.dir", "job.hooks"}
+    | {"parallel", "pipeline", "remat", "compile"}
+    | {"checkpoint", "faults", "metrics", "sampling", "profile"}
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
-    # The numbers that a size stands for are compared one by one.
+    # The numbers behind a size are compared instead.
     | {"model.size"}
-    # The dataset itself is compared by its digest; it may move, and be read differently.
+    # The dataset is compared by its digest; its path and its reading may change.
     | {"data.name", "data.path", "data.workers", "data.verify"}
-    # What it takes of the training data is compared by itself (`ValidationConfig.num_held_out`).
+    # `ValidationConfig.num_held_out` is compared instead.
     | {"validation.every", "validation.samples", "validation.path"}
 )
-"""Sections and keys that a resumed run may change: they leave the mathematics as it was."""
+"""Sections and keys that may change on resume, because the mathematics does not depend on them."""

@@ -11,82 +11,73 @@ from titan_dit.config.section import Bound, NonNegativeInt, OneOf, PositiveInt, 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """Ranks per mesh axis; their product must equal the number of ranks started."""
+    """Ranks per mesh axis; their product must equal the world size."""
 
     section = "parallel"
 
     dp_replicate: PositiveInt = 1
-    """Data-parallel replicas of the (sharded) model: HSDP when above 1."""
+    """Replicas of the sharded model: HSDP if above 1."""
     dp_shard: Annotated[int, Bound(least=-1)] = -1
-    """Ranks that share one copy of the parameters (FSDP2); -1 takes the remaining ranks."""
+    """Ranks over which FSDP2 shards the parameters; -1 takes the remaining ranks."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks: heads and MLP of every block are cut over them."""
+    """Tensor-parallel ranks: each block's heads and MLP width are split over them."""
     cp: PositiveInt = 1
-    """Context-parallel ranks: every sample's tokens are sliced over them."""
+    """Context-parallel ranks: each sample's tokens are split over them."""
     cp_method: Literal["ring", "ulysses"] = "ring"
-    """How attention reaches the other slices: keys and values travel round (arXiv:2310.01889), or
-    heads are exchanged for tokens (arXiv:2309.14509)."""
+    """How attention reaches the other ranks' tokens: ring passes keys and values around
+    (arXiv:2310.01889), ulysses exchanges tokens for heads (arXiv:2309.14509)."""
     pp: PositiveInt = 1
-    """Pipeline-parallel ranks: the layers are cut into stages, see [pipeline]."""
+    """Pipeline-parallel ranks: the layers are split into stages, see [pipeline]."""
     sequence_parallel: bool = True
-    """With tp above 1: shard the tokens between blocks as well (arXiv:2205.05198)."""
+    """With tp above 1: shard the tokens between blocks, too (arXiv:2205.05198)."""
     tensor_plan: str = "auto"
-    """How tp cuts the model: "package.module:function"; auto takes the plan that comes with it."""
+    """How tp splits the model: "package.module:function"; auto takes the model's own plan."""
     async_tp: bool = False
-    """Send the parts of tokens while others are multiplied; CUDA, compiled blocks, tp above 1."""
+    """Overlap tp collectives with matmuls, part by part; needs CUDA, compile, and tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free the gathered parameters between forward and backward: always, never, or (auto) as FSDP2
-    does by itself, which is all but the outermost group; on one rank never. A pipeline keeps them
-    for the step."""
+    """Free all-gathered parameters after forward and gather them again in backward. auto does so
+    for the blocks if there is more than one shard, but not in a pipeline."""
     prefetch: NonNegativeInt = 0
-    """Blocks to all-gather ahead; 0 uses FSDP2's implicit prefetch, which gathers the next block as
-    soon as the host comes to it."""
+    """Blocks to all-gather ahead; 0 uses FSDP2's implicit prefetch of the next block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Section):
-    """What the ranks along pp do, and in which order. Without effect where pp is 1."""
+    """Pipeline schedule and stages. No effect if pp is 1."""
 
     section = "pipeline"
 
     schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "1f1b"
-    """Order of forward and backward passes; a schedule of your own is "package.module:NAME"."""
+    """The pipeline schedule; one of your own is "package.module:NAME"."""
     virtual_stages: PositiveInt = 1
-    """Stages per rank, for the interleaved schedules; V schedules (zbv, dualpipev) hold two."""
+    """Stages per rank of an interleaved schedule; V schedules always have two."""
     split: tuple[PositiveInt, ...] = ()
-    """Layers of each stage; empty balances them, embed and head counted as cost."""
+    """Layers per stage; empty balances the stages, with the costs of embed and head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
-    """Number formats. Weights, optimizer, EMA and reductions stay in fp32 (with fp64, in fp64)."""
+    """Number formats. Weights, optimizer, EMA and reductions are fp32 (fp64 if dtype is fp64)."""
 
     section = "precision"
 
     dtype: Literal["fp64", "fp32", "bf16"] = "bf16"
-    """Format of activations and matrix products. fp64 is for comparing layouts."""
+    """Format of activations and matmuls. fp64 is for comparing layouts."""
     attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
-    """Which kernel computes attention; auto leaves it to torch, but for few tokens in compiled bf16
-    on a CPU. flash3 and flash4 need packages of their own. One that cannot run the model is refused
-    before the first step."""
+    """Attention kernel, refused at the start if it cannot run the model. auto is torch's choice, or
+    our own for few tokens in compiled bf16 on a CPU. flash3 and flash4 need their own packages."""
     float8: Literal[
-        "off",
-        "tensorwise",
-        "rowwise",
-        "rowwise_with_gw_hp",
-        "te_delayed",
-        "te_current",
-        "te_mxfp8",
+        "off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "te_delayed", "te_current", "te_mxfp8"
     ] = "off"
-    """Format of the products of the blocks' linears: torchao's recipes, or Transformer Engine's
-    (te_*, an extra). See docs/float8.md."""
+    """float8 recipe for the blocks' linears: torchao's, or Transformer Engine's (te_*, an extra).
+    See docs/float8.md."""
     float8_layers: Literal["auto", "all"] = "auto"
-    """auto takes the shapes that gain on this device, all every one that fits."""
+    """auto converts the layers that get faster on this device, all every layer that fits."""
     float8_emulate: bool = False
-    """Round to float8 and multiply as before: for looking at the numbers on any device, slowly."""
+    """Round to float8 but multiply in the original format: numerics on any device, slowly."""
 
     def __str__(self) -> str:
-        """For the console: "bf16", or "bf16, float8 rowwise (emulated)"."""
+        """Console text: "bf16", or "bf16, float8 rowwise (emulated)"."""
         emulated = " (emulated)" if self.float8_emulate else ""
         return self.dtype + (f", float8 {self.float8}{emulated}" if self.float8 != "off" else "")
 
@@ -98,20 +89,19 @@ class CompileConfig(Section):
     section = "compile"
 
     enabled: bool = False
-    """Compile each block once (one graph serves all blocks)."""
+    """Compile the blocks; they share one graph."""
     ends: bool = False
-    """With `enabled`, compile embed and head too: two graphs more before the first step ends."""
+    """With `enabled`: compile embed and head, too, which takes two more graphs."""
     cuda_graphs: bool = False
-    """With `enabled`, replay what is compiled as CUDA graphs: for small models on one GPU, whose
-    steps wait for the host. One microbatch a step."""
+    """With `enabled`: CUDA graphs, for small, host-bound models on one GPU with one microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RematConfig(Section):
-    """What a block computes again in backward instead of keeping it: memory for time."""
+    """Activation recomputation in backward: less memory, more time. See docs/remat.md."""
 
     section = "remat"
 
     mode: Literal["none", "attention", "selective", "full"] = "none"
-    """none keeps everything; attention computes it again from q, k and v; selective keeps matrix
-    products and attention, but no norm, modulation or GELU; full keeps each block's input only."""
+    """none saves all activations. attention recomputes attention from q, k and v. selective saves
+    the outputs of matmuls and attention. full saves only each block's input."""

@@ -9,64 +9,62 @@ from titan_dit.config.section import NonNegativeFloat, NonNegativeInt, PositiveI
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """When to save, what to keep, where to go on from."""
+    """Checkpoint interval, retention and resume."""
 
     section = "checkpoint"
 
     every: NonNegativeInt = 1000
-    """Steps between checkpoints; the last step is saved too. 0 saves nothing."""
+    """Steps between checkpoints; the last step is saved, too. 0 disables checkpoints."""
     keep: NonNegativeInt = 3
     """Newest checkpoints to keep; 0 keeps all."""
     keep_every: NonNegativeInt = 0
-    """Keep those of every so many steps for good, beside the newest; 0 keeps none of them."""
+    """Also keep each checkpoint whose step is a multiple of this; 0 disables it."""
     async_save: bool = True
-    """Copy the state and write it in the background; the step waits for the copy only, which takes
-    as much host memory as the rank's state."""
+    """Write in the background: training waits only for the copy of the state to host memory."""
     max_failures: NonNegativeInt = 3
-    """Stop when so many saves in a row have failed (disk full, no permission); 0 never stops."""
+    """Stop after this many consecutive failed saves (disk full, no permission); 0 never stops."""
     dir: str = ""
-    """Where checkpoints lie: a folder, or a URL such as s3://bucket/run; empty takes checkpoints/
-    in the run directory."""
+    """Folder or URL (s3://bucket/run) of the checkpoints; empty is RUN/checkpoints."""
     resume: str = "auto"
-    """auto: the newest checkpoint of the run directory, if any. never: start afresh, refused
-    where checkpoints exist. Anything else: the path or URL of a checkpoint."""
+    """auto: the run's newest checkpoint, if any. never: step 0, an error if there are checkpoints.
+    A path or URL: another run's checkpoint initialises this run, one of its own rolls it back."""
     allow_changes: bool = False
-    """Resume although the config changes the mathematics (model, objective, data, ...)."""
+    """Resume even if keys that change the mathematics (model, objective, data, ...) differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsConfig(Section):
-    """What to do when numbers go wrong, or nothing goes on."""
+    """Bad steps, rollback and hangs."""
 
     section = "faults"
 
     max_consecutive_bad_steps: NonNegativeInt = 100
-    """After this many skipped steps in a row go back to the last good checkpoint and leave their
-    data out; 0 never does."""
+    """After this many consecutive bad steps, roll back to the last good checkpoint and skip their
+    samples; 0 never rolls back."""
     max_rollbacks: NonNegativeInt = 3
-    """Stop when the run would go back once more without having come any further; 0 stops at once,
-    without going back."""
+    """Stop after this many consecutive rollbacks without progress; 0 stops without a rollback."""
     spike_ratio: NonNegativeFloat = 0.0
-    """Skip a step whose gradient norm (before clipping) is more than this many times its running
-    average over the good steps (decay 0.99); 0 skips none for it."""
+    """Skip a step whose gradient norm (before clipping) exceeds this many times its running average
+    over good steps (decay 0.99); 0 disables spike detection."""
     spike_after: PositiveInt = 100
-    """Good steps before the average is trusted."""
+    """Good steps before spike detection starts."""
     log_samples: bool = False
-    """Write the sample numbers of every step to RUN/samples-seen: proof that none was lost."""
+    """Log every step's sample numbers to RUN/samples-seen, as proof that none is lost."""
     step_timeout_s: NonNegativeFloat = 300.0
-    """Seconds without a step after which a rank writes its stacks to hangs/ and ends, so that the
-    launcher starts the run again. Loading, saving, drawing and the first step have 1,800 or more.
-    Keep it below NCCL's own 600. 0 never ends a run."""
+    """Seconds without a finished step before a rank dumps its stacks to RUN/hangs and exits; the
+    launcher restarts the run. Loading, saving, sampling and the first step have at least 1,800.
+    Keep it below NCCL's timeout of 600. 0 disables the watchdog."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig(Section):
-    """What is written while training."""
+    """Metrics of the training steps, and their writers."""
 
     section = "metrics"
 
     every: NonNegativeInt = 10
-    """Steps between lines of metrics.jsonl and of the console; 0 writes none."""
+    """Steps between rows of metrics.jsonl and console lines. 0 still writes validations and the
+    first step of a launch (of a resumed run, on the console only)."""
     tensorboard: bool = True
     wandb: bool = False
     """Needs the extra: pip install 'titan_dit[wandb]'."""
@@ -74,16 +72,16 @@ class MetricsConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Section):
-    """Traces of a few steps, in RUN/profile: where their time went."""
+    """Profiler traces of a few steps, in RUN/profile."""
 
     section = "profile"
 
     enabled: bool = False
     start: PositiveInt = 10
-    """First profiled step, counted from 1 at every launch; the first ones compile and warm up."""
+    """First profiled step, counted from 1 at each launch; the first steps compile and warm up."""
     steps: PositiveInt = 3
-    """Steps that are profiled."""
+    """Number of profiled steps."""
     ranks: tuple[NonNegativeInt, ...] = ()
-    """Ranks that are profiled; empty is rank 0."""
+    """Profiled ranks; empty is rank 0."""
     memory: bool = False
-    """On a GPU also write every allocation with its stack, for torch's memory viewer."""
+    """On a GPU, also record every allocation with its stack, for torch's memory viewer."""

@@ -1,7 +1,6 @@
-"""What a config section is: a frozen dataclass that refuses impossible values, in words.
+"""Base classes of config sections: frozen dataclasses that check types and bounds.
 
-Nothing here or in config.py imports torch, so that a wrong key is answered before anything heavy is
-loaded. Models, objectives, datasets and commands bring sections of their own.
+Nothing here imports torch, so that a wrong key is reported quickly.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 
 class UserError(ValueError):
-    """Something the user can put right. Printed once, by one rank, without a traceback."""
+    """An error that the user can fix. Printed once, by one rank, without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Bound:
     below: float | None = None
 
     def broken_by(self, value: Any) -> str | None:
-        """The rule that `value` breaks, in words, or None. NaN breaks every bound."""
+        """The bound that `value` breaks, as text, or None. NaN breaks every bound."""
         rules = (
             (self.least, "at least", operator.ge),
             (self.most, "at most", operator.le),
@@ -66,16 +65,12 @@ Decay = Annotated[float, Bound(least=0, below=1)]
 
 
 def conform(value: object, hint: Any, where: str) -> Any:
-    """Return `value` as the type `hint` says, or raise a UserError that names `where`.
-
-    The only conversions are the ones TOML needs: an int where a float is wanted, an array where a
-    tuple is wanted.
-    """
+    """Check `value` against a type; convert int to float and array to tuple, as TOML needs it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         value = conform(value, args[0], where)
         for rule in args[1:]:
-            # Other libraries have metadata of their own there.
+            # Other libraries put their own metadata there.
             if isinstance(rule, Bound | OneOf) and (broken := rule.broken_by(value)):
                 raise UserError(f"{where}={show(value)} {broken}.")
         return value
@@ -108,11 +103,11 @@ def conform_scalar(value: object, kind: type, where: str) -> Any:
 
 
 def show(value: object) -> str:
-    """A value as TOML writes it, for messages and for the resolved config."""
+    """A value in TOML syntax, for messages and the resolved config."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # The escapes of JSON are valid in TOML, but DEL must be escaped there as well.
+        # JSON's escapes are valid in TOML, which also needs DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(show(item) for item in value) + "]"
@@ -120,26 +115,26 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the nearest valid one, else all of them."""
+    """End of an error about an unknown word: the nearest valid one, or all."""
     valid = sorted(valid)
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else f" Valid: {', '.join(valid)}."
 
 
 def hints_of(section: type) -> dict[str, Any]:
-    """The type of every field of a section, annotations resolved and bounds kept."""
+    """The resolved type of every field of a section, with its bounds."""
     hints = get_type_hints(section, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(section)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A table of the config. Every field is checked against its type and bounds when built."""
+    """A table of the config. Building it checks every field's type and bounds."""
 
     section: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Check and convert every field; subclasses add the rules that join several."""
+        """Check and convert every field; subclasses add rules across fields."""
         for name, hint in hints_of(type(self)).items():
             value = conform(getattr(self, name), hint, f"[{self.section}] {name}")
             object.__setattr__(self, name, value)
@@ -147,7 +142,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Named(Section):
-    """A section whose `name` chooses its class. Ours have short names, a user's is where it is."""
+    """A section whose `name` selects its class."""
 
     @property
     def name(self) -> str:
@@ -156,11 +151,9 @@ class Named(Section):
 
 
 def written_name(section: Section) -> str:
-    """What `name` in a config stands for this section's class.
-
-    A user's class that is derived from one of ours has the short name of that one too.
-    """
+    """The `name` that selects this section's class."""
     kind = type(section)
+    # A user's class derived from one of ours inherits its short name.
     short: object = getattr(kind, "name", None)
     if kind.__module__.startswith("titan_dit.") and isinstance(short, str):
         return short

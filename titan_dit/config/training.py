@@ -20,24 +20,24 @@ from titan_dit.config.section import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
-    """How long, how many samples a step, and how a step is taken."""
+    """Steps, batch sizes, gradient clipping and determinism."""
 
     section = "training"
 
     steps: PositiveInt
     """Optimizer steps of the whole run."""
     global_batch_size: PositiveInt
-    """Samples per step over all ranks = microbatch_size x data-parallel ranks x accumulation."""
+    """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks."""
     microbatch_size: PositiveInt | None = None
-    """Samples of one forward pass on one rank; unset takes the rank's whole share, or 1 in a
-    pipeline."""
+    """Samples per forward pass on one rank; unset is the rank's whole share, or 1 if pp is above
+    1."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Clip the gradient to this global L2 norm; 0 switches clipping off."""
+    """Clip the gradient to this global L2 norm; 0 disables clipping."""
     deterministic: bool = False
-    """Only deterministic kernels: a rerun repeats every bit, at some cost on a GPU."""
+    """Use deterministic kernels only: a rerun is bitwise equal. Slower on a GPU."""
     gc_every: NonNegativeInt = 50
-    """Steps between two runs of Python's garbage collector, on all ranks at once; 0 leaves it to
-    Python, which runs it on every rank at another moment."""
+    """Steps between garbage collections, on all ranks at once. 0 leaves them to Python, which makes
+    each rank a straggler at a different time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +48,17 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-4
-    """Learning rate after the warm-up."""
+    """Peak learning rate, after warm-up."""
     betas: tuple[Decay, ...] = (0.9, 0.999)
-    """Decay of the first and of the second moment."""
+    """Decays of the first and second moments."""
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, on every parameter."""
+    """Decoupled weight decay of every parameter."""
     fused: bool = True
-    """The fused kernel; it alone can skip a bad step without waiting for the device."""
+    """Use the fused kernel; only it skips bad steps without a host-device synchronisation."""
 
     def __post_init__(self) -> None:
-        """Two betas, no more and no less."""
+        """Require two betas."""
         super().__post_init__()
         if len(self.betas) != 2:
             raise UserError(f"[optimizer] betas={show(self.betas)} must hold two numbers.")
@@ -66,14 +66,14 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduleConfig(Section):
-    """Linear warm-up, then a decay that ends with the run."""
+    """Linear warm-up, then decay until the last step."""
 
     section = "lr_schedule"
 
     warmup_steps: NonNegativeInt = 0
     decay: Literal["cosine", "linear", "constant"] = "constant"
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the last step, as a part of [optimizer] lr."""
+    """Learning rate at the last step, as a fraction of [optimizer] lr."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,64 +83,65 @@ class EMAConfig(Section):
     section = "ema"
 
     decays: tuple[Decay, ...] = (0.9999,)
-    """Empty switches EMA off. The first one is used for previews and sampling."""
+    """One average per decay; empty disables EMA. Previews and sampling use the first."""
     every: PositiveInt = 1
-    """Steps between updates; the decay is raised to this power."""
+    """Steps between updates; an update uses decay ** every."""
     warmup: bool = True
-    """Start with the decay min(decay, (1 + k) / (10 + k)) at update k."""
+    """Use the decay min(decay, (1 + k) / (10 + k)) at update k."""
 
     def __post_init__(self) -> None:
-        """Each decay once: it names the average."""
+        """Refuse duplicate decays: they name the averages."""
         super().__post_init__()
         if len(set(self.decays)) != len(self.decays):
-            raise UserError(f"[ema] decays={show(self.decays)} names one decay twice.")
+            raise UserError(f"[ema] decays={show(self.decays)} has duplicates.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Section):
-    """The loss on samples that are not trained on."""
+    """The loss on held-out samples."""
 
     section = "validation"
 
     every: NonNegativeInt = 0
-    """Steps between validations; the last step is validated too. 0 validates never."""
+    """Steps between validations; the last step is validated, too. 0 disables validation."""
     samples: NonNegativeInt = 0
-    """Rows that leave the dataset for good, drawn by the seed, evenly over its classes; with `path`
-    the rows that are read there, 0 for all."""
+    """Rows of [data] held out from training, chosen by the seed, evenly over the classes. With
+    `path`: rows read from it, 0 for all."""
     path: str = ""
-    """Another dataset of the same kind to validate on; empty takes rows of [data] itself."""
+    """Another dataset of the same kind; empty holds out rows of [data]."""
 
     def __post_init__(self) -> None:
-        """Something to validate on."""
+        """Require rows to validate on."""
         super().__post_init__()
         if self.every and not self.samples and not self.path:
             raise UserError(
-                f"[validation] every={self.every} has nothing to validate on. Set samples (rows of "
-                "[data] that are left out of training) or path (another dataset)."
+                f"[validation] every={self.every} has nothing to validate on. Set samples (rows "
+                "held out from [data]) or path (another dataset)."
             )
 
     @property
     def num_held_out(self) -> int:
-        """Rows that leave [data]."""
+        """Rows held out from [data]."""
         return 0 if self.path else self.samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Section):
-    """Pictures drawn during training."""
+    """Previews: samples drawn during training."""
 
     section = "sampling"
 
     every: NonNegativeInt = 0
-    """Steps between previews; the last step is drawn too. 0 draws nothing."""
+    """Steps between previews; the last step has one, too. 0 disables previews."""
     num: PositiveInt = 40
+    """Samples per preview."""
     sampler: str = "auto"
-    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first of them."""
+    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first."""
     steps: PositiveInt = 25
-    """Steps of the sampler."""
+    """Sampling steps."""
     eta: Fraction = 0.0
-    """Noise that ddim adds on the way: 0 none, 1 as much as ddpm."""
+    """Noise that ddim adds in each step: 0 is none, 1 as much as ddpm."""
     cfg_scale: NonNegativeFloat = 2.0
-    """Classifier-free guidance: 1 is none."""
+    """Scale of classifier-free guidance; 1 is no guidance."""
     cfg_channels: PositiveInt | None = None
-    """Guide the first channels only (the original DiT's samples guide 3 of 4); unset guides all."""
+    """Guide only the first channels (the original DiT guides 3 of 4); unset guides all."""

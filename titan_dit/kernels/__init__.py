@@ -1,1 +1,1 @@
-"""How products and attention are computed on a device: the choice of kernels, and ours."""
+"""Kernels for attention and linear layers: the choice of torch's, and our own."""

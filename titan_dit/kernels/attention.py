@@ -37,7 +37,6 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 KEYS = (*BACKENDS, "math")
-"""All keys but auto."""
 IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
 """torch's names for other packages' flash kernels."""
 PACKAGES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
@@ -102,10 +101,7 @@ def attend(
 def by_products(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, lengths: Tensor | None = None
 ) -> Tensor:
-    """Attention by plain matmuls, with the n x n scores in memory in fp32.
-
-    Not torch's math backend: torch.compile replaces that pattern by flash.
-    """
+    """Attention by fp32 matmuls. Not torch's math backend, which torch.compile turns into flash."""
     scale, n = 1 / math.sqrt(q.shape[-1]), k.shape[2]
     if not causal and lengths is None:
         out, _ = MATH.forward(q, k, v, scale)
@@ -137,10 +133,7 @@ def use_implementation(key: str) -> None:
 
 
 def check(key: str, shape: AttentionShape) -> None:
-    """Run the chosen kernel once, forward and backward, on a sample of this rank's shape.
-
-    Raises UserError with torch's reason and the kernels that can. "auto" always can.
-    """
+    """Run the kernel once on a sample of this rank; UserError with the reason and alternatives."""
     if key == "auto":
         use_implementation(key)
         return
@@ -197,11 +190,7 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
 
 
 def reason_of(said: list[str], error: str) -> str:
-    """The reason that torch gives, in one line, without its source location.
-
-    For every backend torch warns "Flash attention kernel not used because:" and then the reason.
-    Disabled backends are left out.
-    """
+    """The reasons in torch's warnings, which follow "... kernel not used because:", as one line."""
     lines = [first_line(text) for text in said]
     reasons = [x for x in lines if not x.endswith("because:") and "disabled" not in x]
     return "; ".join(reasons) or first_line(error)
@@ -221,10 +210,7 @@ def first_line(text: str) -> str:
 
 
 def padding(head_dim: int, tokens: int, share: float) -> str | None:
-    """Console warning about the cost of a head dim that flash kernels pad; None if they do not.
-
-    `share`: fraction of the model's FLOPs in attention.
-    """
+    """Console warning if flash kernels pad the head dim; `share`: FLOPs fraction of attention."""
     whole = -(-head_dim // CHANNELS) * CHANNELS
     if whole == head_dim:
         return None

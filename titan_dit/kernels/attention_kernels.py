@@ -1,8 +1,8 @@
-"""Attention over one block of keys, such that blocks can be merged, as in ring attention.
+"""Attention over one block of keys, with a mergeable result, for ring attention.
 
-Forward returns the output and the softmax's log-sum-exp. Backward takes the output and the
-log-sum-exp of ALL blocks: a block's dQ, dK and dV are then its exact share of the whole gradient
-(FlashAttention-2, arXiv:2307.08691, sec. 3.1.2 and algorithm 2):
+Forward returns the output and the softmax's log-sum-exp (lse). Backward takes the output and lse of
+ALL blocks; dQ, dK and dV are then the block's exact share of the gradient (FlashAttention-2,
+arXiv:2307.08691, sec. 3.1.2 and algorithm 2):
 
     P = exp(scale Q K^T - lse),  dV = P^T dO,  dS = P * (dO V^T - rowsum(dO * O)),
     dQ = scale dS K,  dK = scale dS^T Q

@@ -1,9 +1,8 @@
-"""The product of a block's linear layers with oneDNN: fp32 on a CPU.
+"""oneDNN for the blocks' linear layers, fp32 on a CPU; otherwise `product` is `F.linear`.
 
-There torch copies the bias over the whole output and lets MKL add the product to it. oneDNN, which
-comes with torch, adds the bias while it writes; `benchmarks/step.py --contenders plain ours
-ours_without_onednn` measures the difference. The operator is not public: it is called here only.
-Without it, and for other devices and formats, `product` is `F.linear`.
+F.linear copies the bias over the whole output and lets MKL add the matmul. oneDNN adds the bias as
+it writes. `benchmarks/step.py --contenders plain ours ours_without_onednn` measures it. Only this
+file calls the operator, which is private to torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from titan_dit.models.layers import TokenLinear
 
 
 def apply(model: nn.Module) -> None:
-    """Let the linear layers of the blocks use `product`; for models on a CPU."""
+    """Set `product` in the blocks' linear layers; for models on a CPU."""
     for layer in model.modules():
         if isinstance(layer, TokenLinear):
             layer.product = product
@@ -27,7 +26,7 @@ def apply(model: nn.Module) -> None:
 def product(
     x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None
 ) -> Float[Tensor, "*b o"]:
-    """Input times weight, transposed, plus bias."""
+    """Return x @ weight.T + bias."""
     if bias is not None and suits_onednn(x, weight):
         result: Tensor = _OneDNN.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return result
@@ -35,7 +34,7 @@ def product(
 
 
 def suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """True for plain fp32 tensors on a CPU, outside torch.compile, which fuses by itself."""
+    """True for plain fp32 CPU tensors, outside torch.compile, which fuses the bias."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -54,7 +53,7 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _OneDNN(torch.autograd.Function):
-    """The layer and its gradients."""
+    """`product` and its gradients."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -66,6 +65,6 @@ class _OneDNN(torch.autograd.Function):
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         rows, needed = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad  # type: ignore[attr-defined]
         grad_x = onednn(grad, weight.t(), None) if needed[0] else None
-        # MKL is the faster one for this shape: few outputs, summed over all rows.
+        # MKL is faster for this shape: few outputs, summed over all rows.
         grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needed[1] else None
         return grad_x, grad_weight, rows.sum(0) if needed[2] else None

@@ -22,10 +22,7 @@ MAX_TOKENS = 512
 
 
 def suits(
-    device_type: str,
-    precision: PrecisionConfig,
-    recompute: RematConfig,
-    compilation: CompileConfig,
+    device_type: str, precision: PrecisionConfig, recompute: RematConfig, compilation: CompileConfig
 ) -> bool:
     """True if "auto" is this kernel: eager it is no faster, and remat expects flash."""
     return (
@@ -42,10 +39,7 @@ def attend(
     causal: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b heads n d"]:
-    """Softmax attention, scaled by 1 / sqrt(d), with the n x n scores in memory.
-
-    Falls back to `layers.attend` with a mask or above MAX_TOKENS.
-    """
+    """Softmax attention; falls back to `layers.attend` with a mask or above MAX_TOKENS."""
     if causal or lengths is not None or q.shape[2] > MAX_TOKENS:
         return layers.attend(q, k, v, causal, lengths)
     out: Tensor = recomputed(products, q, k, v)

@@ -42,7 +42,7 @@ def started_ranks() -> int:
 
 @contextmanager
 def start(device_type: str | None = None) -> Iterator[World]:
-    """Initialise the process group; without torchrun's environment, of one rank."""
+    """Initialise the process group; one rank without torchrun's environment."""
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(device_type)
     if device_type == "cuda":

@@ -31,10 +31,7 @@ class Ranks:
 
     @classmethod
     def with_own_group(cls) -> Ranks:
-        """Create with a dedicated gloo group, for a background thread. Collective.
-
-        Two threads on one process group would interleave their collectives.
-        """
+        """Create with a dedicated gloo group: threads must not share one. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         return cls(dist.new_group(backend="gloo", timeout=PATIENCE))

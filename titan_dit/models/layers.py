@@ -1,4 +1,4 @@
-"""Layers of transformers. Shapes: b samples, n tokens, d channels."""
+"""Transformer layers. Shapes: b samples, n tokens, d channels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_dit.models.base import Mask
 
 
 def patchify(latents: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n d"]:
-    """Latents to tokens, row by row; a token holds its patch as (p, p, c), channel fastest."""
+    """Latents to tokens in row-major order; a token is its patch as (p, p, c), channel fastest."""
     b, c, h, w = latents.shape
     # On a CPU two copies with long inner loops are twice as fast as one element-wise copy.
     channel_last = latents.flatten(2).transpose(1, 2).contiguous()
@@ -47,8 +47,7 @@ def frequencies(count: int, max_period: float, device: torch.device) -> Float[Te
 def sincos_positions(positions: Float[Tensor, "n 2"], dim: int) -> Float[Tensor, "n dim"]:
     """Fixed sin-cos embedding of the original DiT (MAE, arXiv:2111.06377).
 
-    The first half of the channels encodes the column, the second the row; in each half the sines
-    come before the cosines.
+    Channels: sines, then cosines of the column; sines, then cosines of the row.
     """
     angles = positions[:, :, None] * frequencies(dim // 4, 10000, positions.device)
     row, column = torch.cat((angles.sin(), angles.cos()), -1).unbind(1)
@@ -58,10 +57,7 @@ def sincos_positions(positions: Float[Tensor, "n 2"], dim: int) -> Float[Tensor,
 def modulate(
     x: Float[Tensor, "b n d"], shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1 d"]
 ) -> Float[Tensor, "b n d"]:
-    """Normalise every token, then shift and scale it by its sample's condition.
-
-    The adaLN of arXiv:2212.09748 sec. 3.2: LayerNorm without weights, eps 1e-6.
-    """
+    """LayerNorm without weights, then adaLN's shift and scale (arXiv:2212.09748 sec. 3.2)."""
     return scaled_add(shift, 1 + scale, F.layer_norm(x, x.shape[-1:], eps=1e-6))
 
 
@@ -160,10 +156,9 @@ class TokenLinear(nn.Linear):
     """A linear layer of a block, applied to every token: kernels and float8 may replace it."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
-    """(x, weight, bias) -> x @ weight.T + bias."""
 
     def forward(self, input: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        """Input times weight, transposed, plus bias."""
+        """Return x @ weight.T + bias."""
         return self.product(input, self.weight, self.bias)
 
 

@@ -12,13 +12,13 @@ import torch
 
 
 class Meter:
-    """Time per step between two logged steps, and how much of it was spent waiting for data."""
+    """Mean time per step between two logged steps, and its part spent waiting for data."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Start anew from now."""
+        """Reset the times."""
         self.start = time.perf_counter()
         self.steps = 0
         self.waited = 0.0
@@ -39,14 +39,14 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens in the block (previews, checkpoints) out of the time per step."""
+        """Exclude the block (previews, checkpoints) from the time per step."""
         began = time.perf_counter()
         yield
         self.start += time.perf_counter() - began
 
 
 def peak_gib(device: torch.device) -> float:
-    """Highest memory of this rank so far: of the device, on a CPU of the process."""
+    """Peak memory of this rank: of the device; on a CPU, of the process (RSS)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

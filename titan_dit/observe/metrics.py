@@ -1,4 +1,4 @@
-"""Rows of metrics: what they hold, metrics.jsonl, TensorBoard, wandb."""
+"""Rows of metrics and their writers: metrics.jsonl, TensorBoard, wandb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Writer = Callable[[Row], None]
 
 
 def curve(rows: Iterable[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a column, where it has one."""
+    """Steps and values of a column, without missing values."""
     finite = [row for row in rows if row.get(name) is not None]
     return [row["step"] for row in finite], [row[name] for row in finite]
 
@@ -36,7 +36,7 @@ def row_of(
     nan_steps: int,
     spike_steps: int,
 ) -> Row:
-    """The line of a step, `samples` from the start of training; `times` are of `Meter.read`."""
+    """The row of a step; `samples` since the start of training, `times` of `Meter.read`."""
     step_ms, data_wait_ms = times
     return {
         "step": step,
@@ -54,7 +54,7 @@ def row_of(
 
 
 def keep_rows(file: Path, resumed_step: int) -> list[Row]:
-    """The rows up to the step a run goes on from; later ones will be written anew."""
+    """Read the rows up to `resumed_step` and delete later ones from the file."""
     rows = [row for row in read_rows(file) if row["step"] <= resumed_step]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     write_whole(file, text.encode())
@@ -62,7 +62,7 @@ def keep_rows(file: Path, resumed_step: int) -> list[Row]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, without a line that a kill cut short."""
+    """Read a metrics.jsonl; skips a line truncated by a kill."""
     rows = []
     for line in file.read_text().splitlines() if file.is_file() else []:
         try:
@@ -75,7 +75,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
-    """Scalars under their names in metrics.jsonl."""
+    """A writer of TensorBoard scalars, named as in metrics.jsonl."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.utils.tensorboard import SummaryWriter
@@ -92,10 +92,10 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
 
 
 def wandb_writer(folder: Path, name: str, run: Mapping[str, Any]) -> Writer:
-    """The same rows to Weights & Biases."""
+    """A writer to Weights & Biases."""
     import wandb
 
-    # Kept in the run directory, so that a resumed run goes on in the same one.
+    # Stored, so that a resumed run continues the same wandb run.
     identity = folder / "wandb_id"
     if not identity.is_file():
         identity.write_text(uuid.uuid4().hex)
@@ -115,5 +115,5 @@ def wandb_writer(folder: Path, name: str, run: Mapping[str, Any]) -> Writer:
 
 
 def finite_or_none(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What a run writes for people: console lines, metrics.jsonl, TensorBoard, wandb, pictures."""
+"""The output of a run: console lines, metrics.jsonl, TensorBoard, wandb, previews."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titan_dit.observe.metrics import (
 
 
 class RunLog:
-    """Called on every rank, written by one. A failed write is reported; the run continues."""
+    """Called on every rank, writes on rank 0. A failed write is reported; the run continues."""
 
     def __init__(self, folder: Path, name: str, *, is_written: bool) -> None:
         self.folder, self.name, self.is_written = folder, name, is_written
@@ -35,11 +35,11 @@ class RunLog:
 
     @property
     def metrics_file(self) -> Path:
-        """A row of JSON per logged step."""
+        """The file with one JSON row per logged step."""
         return self.folder / "metrics.jsonl"
 
     def open(self, tables: Tables, config: MetricsConfig, resumed_step: int) -> None:
-        """Write the resolved config, and from here on into the run directory too."""
+        """Write the resolved config and start writing to the run directory."""
         if not self.is_written:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ class RunLog:
 
     @contextmanager
     def tolerated(self, what: str) -> Iterator[None]:
-        """Write `what` in the block. An OSError is reported once, until a write succeeds."""
+        """Catch OSError in the block that writes `what`; report it once until a write succeeds."""
         try:
             yield
         except OSError as error:
             if what not in self.failed:
-                self.say(f"{what} could not be written: {error}; training goes on without")
+                self.say(f"{what} could not be written: {error}; training continues without it")
             self.failed.add(what)
         else:
             self.failed.discard(what)
@@ -75,7 +75,7 @@ class RunLog:
                 lines.write(json.dumps(line) + "\n")
 
     def log(self, row: Row) -> None:
-        """Write a row of metrics, with every writer."""
+        """Write a row of metrics with every writer."""
         if self.is_open:
             self.rows.append(row)
             with self.tolerated("metrics"):
@@ -85,7 +85,7 @@ class RunLog:
                     write(row)
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows of later steps, which will be taken again; other writers keep theirs."""
+        """Drop metrics rows after `step`, on a rollback; other writers keep theirs."""
         if self.is_open:
             with self.tolerated("metrics"):
                 self.rows = keep_rows(self.metrics_file, step)

@@ -1,4 +1,4 @@
-"""Spread a model on the meta device over the mesh, in one visible order."""
+"""Applies kernels and parallelism to a model on the meta device, in a fixed order."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ def parallelize(
     compilation: CompileConfig,
     rows: int = 0,
 ) -> None:
-    """Choose float8 layers and attention, cut, reach other ranks, recompute, compile, shard.
-
-    `rows`: tokens of a microbatch on this rank; float8 asks for them.
-    """
+    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `rows`: tokens of a microbatch."""
     device_type = mesh.whole.device_type
     if device_type == "cpu":
         linear.apply(model)

@@ -1,7 +1,6 @@
-"""One named DeviceMesh. Its axes, slowest first: pp, dp_replicate, dp_shard, cp, tp.
+"""The DeviceMesh, with the axes pp, dp_replicate, dp_shard, cp, tp, slowest first.
 
-An axis is a field of `AxisSizes`, which says what its ranks have of their own, and a key of
-[parallel]; `parallel/apply.py` does to the model what it stands for.
+An axis is a field of `AxisSizes` and a key of [parallel]; `apply.py` applies it to the model.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titan_dit.config.layout import ParallelConfig
 
 FILL = "dp_shard"
-"""The axis that takes the ranks that are left."""
+"""The axis that takes the remaining ranks."""
 
 
 def axis(
     *, samples: bool = False, copies: bool = False, fsdp: bool = False, loss: bool = False
 ) -> Any:
-    """A mesh axis, by what differs between its ranks.
+    """A mesh axis and the roles of its ranks.
 
     `samples`: they read different samples. `copies`: they hold equal parameters. `fsdp`: FSDP
     shards parameters over them. `loss`: each has a share of the loss.
@@ -36,7 +35,7 @@ def axis(
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSizes:
-    """Ranks along each axis, in the order of the mesh."""
+    """Ranks per axis, in mesh order."""
 
     pp: int = axis(loss=True)
     dp_replicate: int = axis(samples=True, copies=True, loss=True)
@@ -45,7 +44,7 @@ class AxisSizes:
     tp: int = axis()
 
     def product(self, role: str, *, has: bool = True) -> int:
-        """Ranks along all axes that have a role of `axis`, or that have it not."""
+        """Product of the axes with a role (`has=False`: without it)."""
         return math.prod(getattr(self, name) for name in axes(role, has=has))
 
     @property
@@ -70,15 +69,12 @@ class AxisSizes:
 
 
 def axes(role: str, *, has: bool = True) -> tuple[str, ...]:
-    """Names of the axes that have a role of `axis`, or that have it not, in the mesh's order."""
+    """Names of the axes with a role (`has=False`: without it), in mesh order."""
     return tuple(f.name for f in fields(AxisSizes) if f.metadata[role] == has)
 
 
 def solve(config: ParallelConfig, world_size: int, resuming: bool = False) -> AxisSizes:
-    """Fill in dp_shard=-1; whether the product is the number of ranks is for checks/ to say.
-
-    `following`: of a run that has begun and may come back on other ranks, see `refit`.
-    """
+    """Resolve dp_shard=-1; on resume, `refit`. checks/ compares the product with the world size."""
     sizes = {f.name: getattr(config, f.name) for f in fields(AxisSizes)}
     if resuming:
         return refit(sizes, world_size)
@@ -89,10 +85,7 @@ def solve(config: ParallelConfig, world_size: int, resuming: bool = False) -> Ax
 
 
 def refit(sizes: Mapping[str, int], world_size: int) -> AxisSizes:
-    """pp, cp and tp stay as they are; dp_replicate and dp_shard share the ranks there are.
-
-    dp_replicate stays if it can, else it is the largest part of itself that divides the ranks.
-    """
+    """Fit dp_shard, and dp_replicate if necessary, to `world_size`; pp, cp and tp are fixed."""
     found = {name: sizes[name] for name in axes("samples", has=False)}
     left = max(1, world_size // math.prod(found.values()))
     for name in axes("samples"):
@@ -103,7 +96,7 @@ def refit(sizes: Mapping[str, int], world_size: int) -> AxisSizes:
 
 
 def refitted(config: ParallelConfig, sizes: AxisSizes) -> list[str]:
-    """A line for every size that the config fixes and the ranks have changed."""
+    """A console line per configured size that `refit` has changed."""
     lines = []
     for name in axes("samples"):
         fixed, found = getattr(config, name), getattr(sizes, name)
@@ -113,7 +106,7 @@ def refitted(config: ParallelConfig, sizes: AxisSizes) -> list[str]:
 
 
 class Mesh:
-    """The DeviceMesh of a run and the parts of it that others ask for."""
+    """The DeviceMesh of a run and its submeshes."""
 
     def __init__(self, sizes: AxisSizes, device_type: str) -> None:
         self.sizes = sizes
@@ -121,7 +114,7 @@ class Mesh:
         self.whole = init_device_mesh(
             device_type, tuple(asdict(sizes).values()), mesh_dim_names=names
         )
-        # Kept: asking for a flattened mesh by its name again is deprecated.
+        # Kept: looking up a flattened mesh by name is deprecated.
         self.data = self.whole[axes("samples")]._flatten("data")
         self.shard = self.whole[axes("fsdp")]._flatten("shard")
         self.loss = self.whole[axes("loss")]._flatten("loss")
@@ -131,54 +124,48 @@ class Mesh:
             self.whole[axes("copies")]._flatten(self.copies)
 
     def axis(self, name: str) -> DeviceMesh:
-        """The ranks along one axis that this rank is among."""
+        """The 1D submesh of an axis."""
         return self.whole[name]
 
     @property
     def data_rank(self) -> int:
-        """Which part of every batch this rank reads."""
+        """Index of this rank's share of every batch."""
         return self.data.get_local_rank()
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """Where parameters are sharded; 2D (copies, shard) for HSDP.
-
-        The ranks of one sample's parts (cp) share parameters as those of different samples do.
-        """
+        """The mesh for FSDP2, over dp_shard and cp; 2D (copies, shard) for HSDP."""
         if self.sizes.product("copies") == 1:
             return self.shard
         several = [name for name in axes("fsdp") if getattr(self.sizes, name) > 1]
         if len(several) < 2 and self.copies in axes("copies"):
             return self.whole[self.copies, (several or [FILL])[0]]
         with warnings.catch_warnings():
-            # There is no other way yet to a mesh of a plain and a flattened axis.
+            # torch has no other way to combine a plain and a flattened axis.
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.whole[self.copies, "shard"]
 
     @property
     def speaks_for_samples(self) -> bool:
-        """True on the first of the ranks that work on the same samples."""
+        """True on the first of the ranks with the same samples."""
         names = axes("samples", has=False)
         return not any(self.whole[name].get_local_rank() for name in names)
 
     def sum_loss(self, value: Tensor) -> Tensor:
-        """Sum of the ranks' shares of the loss: over samples, parts of samples and stages.
-
-        Of one loss, or of several at once.
-        """
-        # fp32: ranks without a loss would not know its format.
+        """All-reduce the ranks' loss shares; one loss, or several as a vector."""
+        # fp32: ranks without a loss do not know its dtype.
         total = value.detach().float().clone()
         dist.all_reduce(total, group=self.loss.get_group())
         return total
 
     def sum_over_data(self, value: Tensor) -> Tensor:
-        """Sum over the ranks that read different samples."""
+        """All-reduce over the data-parallel ranks."""
         total = value.clone()
         dist.all_reduce(total, group=self.data.get_group())
         return total
 
     def gather_over_data(self, rows: Tensor) -> Tensor:
-        """Every data rank's rows (equally many), in the order of ranks, on every rank."""
+        """All-gather equally sized rows over the data-parallel ranks, in rank order."""
         parts = [torch.empty_like(rows) for _ in range(self.sizes.data)]
         dist.all_gather(parts, rows.contiguous(), group=self.data.get_group())
         return torch.cat(parts)

@@ -12,7 +12,7 @@ from titan_dit.recovery.rollback import Rollbacks
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress after a step, equal on all ranks; the default is the start of a run."""
+    """Progress after a step, equal on all ranks; the default is step 0."""
 
     step: int = 0
     cursor: int = 0
@@ -24,7 +24,7 @@ class Progress:
 
     @classmethod
     def of(cls, record: Mapping[str, Any], rollbacks: Rollbacks | None = None) -> Progress:
-        """Read from a checkpoint's record; an empty record is the start of a run.
+        """Read from a checkpoint's record; an empty record is step 0.
 
         Adds the skipped ranges of later `rollbacks`. Old records have only `nan_steps`, no guard.
         """

@@ -1,4 +1,4 @@
-"""A run's tensors and progress out of a checkpoint: when it resumes and when it rolls back."""
+"""Loads a run's tensors and progress from a checkpoint, to resume or to roll back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from titan_dit.recovery.rollback import BadSteps, Rollbacks
 
 @dataclass(frozen=True)
 class Restored:
-    """A run whose tensors are those of a checkpoint."""
+    """The result of loading a checkpoint."""
 
     progress: Progress
     lines: tuple[str, ...]
-    """For the console."""
+    """Console lines."""
 
 
 def resumed(
@@ -32,9 +32,9 @@ def resumed(
     tensors: Tensors,
     ema: EMA,
 ) -> Restored | None:
-    """Load the checkpoint that [checkpoint] resume asks for; None if the run begins at step 0.
+    """Load the checkpoint selected by [checkpoint] resume; None to start at step 0. Collective.
 
-    Every rank calls. Raises UserError if the checkpoint belongs to another run.
+    Raises UserError if the checkpoint's config or data differs from the run's.
     """
     start, ranks = resume.starting_point(checkpoints, settings.resume), Ranks()
     path, record = start.path, start.record
@@ -61,10 +61,7 @@ def rolled_back(
     tensors: Tensors,
     ema: EMA,
 ) -> Restored:
-    """Load the newest checkpoint from before the bad steps, whose samples are skipped from now on.
-
-    Every rank calls. Raises UserError if the run cannot roll back.
-    """
+    """Load the newest checkpoint before the bad steps, or raise UserError. Collective."""
     checkpoints.wait()
     start = resume.newest_before(checkpoints, bad.first)
     context = resume.folder_of(run), checkpoints, config

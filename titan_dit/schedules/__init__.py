@@ -1,1 +1,1 @@
-"""Pipeline orders as data: who computes what, in which order, and how long that takes."""
+"""Pipeline schedules as data: the order of each rank's actions, its proof and its simulation."""

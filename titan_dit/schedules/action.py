@@ -1,7 +1,7 @@
-"""What a pipeline rank does: forward or backward of one microbatch through one stage.
+"""Actions of a pipeline rank: forward or backward of one microbatch through one stage.
 
-An order gives every rank its actions, one after another. It holds computation only: messages follow
-from it, because a stage's input is the output of the stage before (forward) or after (backward).
+An order lists every rank's actions. It holds computation only. Communication follows from it: a
+stage's input is the output of the previous stage (forward) or of the next one (backward).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import NamedTuple, TypeAlias
 
 
 class Kind(StrEnum):
-    """The four computations, by the letters of the zero-bubble paper (arXiv:2401.10241 sec. 2)."""
+    """The four computations; zero-bubble schedules split B into I and W (arXiv:2401.10241)."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The full backward: gradients of the input and of the weights."""
     BACKWARD_INPUT = "I"
-    """Gradient of the input, which the stage before waits for."""
+    """Gradient of the input, for which the previous stage waits."""
     BACKWARD_WEIGHT = "W"
-    """Gradient of the weights, which nobody waits for: it fills idle time."""
+    """Gradient of the weights, for which no stage waits: it fills bubbles."""
 
 
 class Action(NamedTuple):
-    """One computation. Stages count along the model, microbatches along the rank's batch."""
+    """One computation of one stage (in model order) on one microbatch."""
 
     kind: Kind
     stage: int
@@ -36,20 +36,20 @@ class Action(NamedTuple):
 
 
 Order: TypeAlias = tuple[tuple[Action, ...], ...]
-"""For every pipeline rank its actions, in sequence."""
+"""The actions of every pipeline rank, in sequence."""
 
 ANY_STAGE = -1
-"""In a program: the weight gradient that has waited longest, whichever its stage."""
+"""In a program: the oldest pending weight gradient of any stage."""
 
 Program: TypeAlias = Iterable[tuple[Kind, int]]
-"""Actions of a rank without their microbatches: (kind, stage)."""
+"""A rank's actions without microbatches: (kind, stage)."""
 
 
 def number(program: Program) -> tuple[Action, ...]:
-    """Give every action its microbatch: each stage takes its microbatches in order.
+    """Number the microbatches of a program: each stage takes them in order.
 
-    A full backward and an input gradient count as one; a weight gradient belongs to the oldest
-    input gradient (of its stage, or of any) that has none yet.
+    A weight gradient takes the oldest microbatch (of its stage, or of any) whose input gradient is
+    done and whose weight gradient is not.
     """
     counts: dict[tuple[bool, int], int] = {}
     waiting: list[Action] = []
@@ -70,10 +70,10 @@ def number(program: Program) -> tuple[Action, ...]:
 
 
 def peak_activations(order: Order) -> tuple[int, ...]:
-    """The most microbatches that each rank holds at once, counted per stage.
+    """Maximum number of microbatches whose activations each rank holds, counted per stage.
 
-    A stage's activations live from its forward until its full backward or weight gradient. A rank
-    with v stages holds v times as many, each 1/v as large as those of a rank with one.
+    Activations live from the forward to the full backward or weight gradient. With v stages per
+    rank each counts 1/v of the activations of a rank with one stage.
     """
     peaks = []
     for actions in order:

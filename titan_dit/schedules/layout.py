@@ -1,7 +1,7 @@
-"""Which rank holds which stages, and what each schedule demands of the run.
+"""The stages of every rank, and the requirements of each pipeline schedule.
 
 Two layouts: loop (rank r holds stages r, r + pp, r + 2 pp, ...), and V (rank r holds stages r and
-2 pp - 1 - r, so that the first rank has both ends of the model: arXiv:2401.10241 sec. 6).
+2 pp - 1 - r: rank 0 has both ends of the model, arXiv:2401.10241 sec. 6).
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from titan_dit.schedules.schedule import schedule_of
 
 
 def stages_per_rank(schedule: str, virtual_stages: int = 1) -> int:
-    """Stages that one rank holds: virtual_stages if interleaved, two in a V, else one.
+    """Stages per rank: virtual_stages if interleaved, two if V-shaped, else one.
 
-    Raises UserError for a schedule that does not exist or cannot hold `virtual_stages`. A V
-    schedule takes 1, the key's default, for "not set".
+    Raises UserError for an unknown schedule, or if the user's `virtual_stages` does not fit it.
     """
     found = schedule_of(schedule)
     if virtual_stages < 1:
@@ -24,14 +23,14 @@ def stages_per_rank(schedule: str, virtual_stages: int = 1) -> int:
     if found.v_shaped:
         if virtual_stages not in (1, 2):
             raise UserError(
-                f"[pipeline] schedule={show(schedule)} always holds two stages per rank, but "
-                f"virtual_stages={virtual_stages}. Leave virtual_stages out, or choose an "
+                f"[pipeline] schedule={show(schedule)} always has two stages per rank, but "
+                f"virtual_stages={virtual_stages}. Remove virtual_stages, or use an "
                 "interleaved schedule."
             )
         return 2
     if virtual_stages != 1:
         raise UserError(
-            f"[pipeline] schedule={show(schedule)} holds one stage per rank, but "
+            f"[pipeline] schedule={show(schedule)} has one stage per rank, but "
             f'virtual_stages={virtual_stages}. Set schedule="interleaved_1f1b" or virtual_stages=1.'
         )
     return 1
@@ -40,7 +39,7 @@ def stages_per_rank(schedule: str, virtual_stages: int = 1) -> int:
 def stages_of_rank(
     schedule: str, rank: int, num_ranks: int, virtual_stages: int = 1
 ) -> tuple[int, ...]:
-    """The stages that pipeline rank `rank` holds, in the order of the model."""
+    """The stages of pipeline rank `rank`, in model order."""
     num = stages_per_rank(schedule, virtual_stages)
     if schedule_of(schedule).v_shaped:
         return rank, 2 * num_ranks - 1 - rank
@@ -48,7 +47,7 @@ def stages_of_rank(
 
 
 def rank_of_stage(schedule: str, stage: int, num_ranks: int) -> int:
-    """The pipeline rank that holds `stage`."""
+    """The pipeline rank of `stage`."""
     if schedule_of(schedule).v_shaped:
         return min(stage, 2 * num_ranks - 1 - stage)
     return stage % num_ranks
@@ -57,8 +56,8 @@ def rank_of_stage(schedule: str, stage: int, num_ranks: int) -> int:
 def check_schedule(
     schedule: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
 ) -> None:
-    """Raise UserError unless the schedule can run so many microbatches on so many ranks."""
+    """Raise UserError unless the schedule supports these microbatches, ranks and stages."""
     num = stages_per_rank(schedule, virtual_stages)
     if num_microbatches < 1:
-        raise UserError(f"A pipeline step needs microbatches, but there are {num_microbatches}.")
+        raise UserError(f"A pipeline step needs at least one microbatch, not {num_microbatches}.")
     schedule_of(schedule).check(schedule, num_ranks, num_microbatches, num)

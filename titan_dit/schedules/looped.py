@@ -1,6 +1,6 @@
-"""Orders in which the stages go round the ranks: GPipe, 1F1B, interleaved, zero bubble.
+"""Schedules with looped stages: GPipe, 1F1B, interleaved 1F1B, interleaved zero bubble.
 
-Each function writes the program of one rank: p ranks, m microbatches, v stages per rank.
+Each function returns one rank's program: p ranks, m microbatches, v stages per rank.
 """
 
 from __future__ import annotations
@@ -15,51 +15,50 @@ from titan_dit.schedules.schedule import Schedule
 def gpipe(rank: int, p: int, m: int, v: int) -> Program:
     """All forwards, then all backwards (arXiv:1811.06965 sec. 2.3).
 
-    With forward and backward as slow on every stage, (p - 1) / (m + p - 1) of the time is idle; a
-    rank holds all m microbatches.
+    With equal stages the bubble is (p - 1) / (m + p - 1) of the time. A rank holds m microbatches.
     """
     return [(Kind.FORWARD, rank)] * m + [(Kind.BACKWARD, rank)] * m
 
 
 def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> Program:
-    """A backward as soon as there is one: PipeDream-Flush, 1F1B (arXiv:2104.04473 sec. 2.2).
+    """1F1B, PipeDream-Flush: each backward as early as possible (arXiv:2104.04473 sec. 2.2).
 
-    Idle like GPipe, but a rank holds min(m, p - rank) microbatches.
+    The bubble is GPipe's, but a rank holds only min(m, p - rank) microbatches.
     """
-    ahead = min(m, p - 1 - rank)
+    warmup = min(m, p - 1 - rank)
     forwards = [(Kind.FORWARD, rank)] * m
     backwards = [(Kind.BACKWARD, rank)] * m
-    return _one_of_each(forwards, backwards, ahead)
+    return _with_warmup(forwards, backwards, warmup)
 
 
 def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> Program:
-    """1F1B over v stages per rank, round by round (arXiv:2104.04473 sec. 2.2).
+    """1F1B with v stages per rank, in rounds (arXiv:2104.04473 sec. 2.2).
 
-    A rank takes `round_size` microbatches through one of its stages, then through the next. With
-    rounds of p and equal stages, (p - 1) / (v m + p - 1) of the time is idle.
+    In a round `round_size` microbatches pass one of the rank's stages. With rounds of p and equal
+    stages the bubble is (p - 1) / (v m + p - 1) of the time.
     """
     size = round_size(p, m)
-    # Each rank up front is ahead by two: one for the forward's way down, one for the backward's up.
-    ahead = min(v * m, (v - 1) * size + 2 * (p - 1 - rank))
-    forwards = [(Kind.FORWARD, stage) for stage in _round_trip(rank, p, m, v)]
-    backwards = [(Kind.BACKWARD, stage) for stage in reversed(_round_trip(rank, p, m, v))]
-    return _one_of_each(forwards, backwards, ahead)
+    # Two more than on the next rank: one for the way of the forward, one for the backward's.
+    warmup = min(v * m, (v - 1) * size + 2 * (p - 1 - rank))
+    forwards = [(Kind.FORWARD, stage) for stage in _stage_sequence(rank, p, m, v)]
+    backwards = [(Kind.BACKWARD, stage) for stage in reversed(_stage_sequence(rank, p, m, v))]
+    return _with_warmup(forwards, backwards, warmup)
 
 
 def interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> Iterator[tuple[Kind, int]]:
-    """Interleaved 1F1B with weight gradients put off into the gaps (arXiv:2401.10241 sec. 2.3).
+    """Interleaved 1F1B with delayed weight gradients in the bubbles (arXiv:2401.10241 sec. 2.3).
 
-    ZB-H1 when v = 1: rank r is up to r weight gradients behind its input gradients, so that every
-    rank holds min(m, p) microbatches, as the first rank of 1F1B does. With equal stages and all
-    three kinds equally long, (p - 1) / (3 v m + p - 1) of the time is idle.
+    With v = 1 this is ZB-H1: rank r delays up to r weight gradients, so that every rank holds
+    min(m, p) microbatches, like rank 0 of 1F1B. If F, I and W take equally long on all stages, the
+    bubble is (p - 1) / (3 v m + p - 1) of the time.
     """
     size = round_size(p, m)
-    # By one, not two: the way up is now as short as an input gradient.
-    ahead = min(v * m, (v - 1) * size + (p - 1 - rank))
-    forwards = [(Kind.FORWARD, stage) for stage in _round_trip(rank, p, m, v)]
-    inputs = [(Kind.BACKWARD_INPUT, stage) for stage in reversed(_round_trip(rank, p, m, v))]
+    # One more, not two: an input gradient takes half of a full backward.
+    warmup = min(v * m, (v - 1) * size + (p - 1 - rank))
+    forwards = [(Kind.FORWARD, stage) for stage in _stage_sequence(rank, p, m, v)]
+    inputs = [(Kind.BACKWARD_INPUT, stage) for stage in reversed(_stage_sequence(rank, p, m, v))]
     behind = 0
-    for kind, stage in _one_of_each(forwards, inputs, ahead):
+    for kind, stage in _with_warmup(forwards, inputs, warmup):
         yield kind, stage
         if kind is Kind.BACKWARD_INPUT:
             behind += 1
@@ -71,52 +70,51 @@ def interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> Iterator[tuple
 
 
 def round_size(num_ranks: int, num_microbatches: int) -> int:
-    """Microbatches that an interleaved rank takes through one stage before it turns to the next.
+    """Microbatches per stage and round of an interleaved schedule.
 
-    `num_ranks` in arXiv:2104.04473 sec. 2.2. It may be more, as long as all rounds are equal, and
-    it is less where there are fewer microbatches than ranks.
+    arXiv:2104.04473 sec. 2.2 uses `num_ranks`. Here it may be more, to get equal rounds, or less,
+    with fewer microbatches than ranks.
     """
     return num_microbatches // max(1, num_microbatches // num_ranks)
 
 
 def rounds_are_equal(num_ranks: int, num_microbatches: int) -> bool:
-    """Whether the microbatches fall into equal rounds."""
+    """True if the microbatches divide into equal rounds."""
     return num_microbatches % round_size(num_ranks, num_microbatches) == 0
 
 
 def needs_equal_rounds(name: str, p: int, m: int, v: int) -> None:
-    """Raise UserError unless the microbatches fall into equal rounds."""
-    # With one stage per rank there is nothing to turn to, and any number will do.
+    """Raise UserError unless the microbatches divide into equal rounds."""
+    # One stage per rank has no rounds.
     if v > 1 and not rounds_are_equal(p, m):
         fewer, more = (_nearest(p, m, step) for step in (-1, 1))
         raise UserError(
             f"[pipeline] schedule={show(name)} on [parallel] pp={p} needs microbatches in {m // p} "
             f"equal rounds, but microbatches={m}. Set [training] microbatch_size or "
-            f"global_batch_size so that a rank has {fewer} or {more} of them, or any multiple "
-            "of pp."
+            f"global_batch_size so that a rank has {fewer} or {more}, or any multiple of pp."
         )
 
 
 def _nearest(num_ranks: int, num_microbatches: int, step: int) -> int:
-    """The next number of microbatches up or down that falls into equal rounds."""
+    """The nearest number of microbatches, up or down, that divides into equal rounds."""
     while not rounds_are_equal(num_ranks, num_microbatches):
         num_microbatches += step
     return num_microbatches
 
 
-def _round_trip(rank: int, p: int, m: int, v: int) -> list[int]:
-    """The stage of each of a rank's v * m forwards; its backwards run through it from the end."""
+def _stage_sequence(rank: int, p: int, m: int, v: int) -> list[int]:
+    """The stages of a rank's v * m forwards; reversed, those of its backwards."""
     size = round_size(p, m)
     return [((k // size) % v) * p + rank for k in range(v * m)]
 
 
-def _one_of_each(
-    forwards: list[tuple[Kind, int]], backwards: list[tuple[Kind, int]], ahead: int
+def _with_warmup(
+    forwards: list[tuple[Kind, int]], backwards: list[tuple[Kind, int]], warmup: int
 ) -> list[tuple[Kind, int]]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards left over."""
-    steady = len(forwards) - ahead
-    pairs = zip(forwards[ahead:], backwards[:steady], strict=True)
-    return forwards[:ahead] + [action for pair in pairs for action in pair] + backwards[steady:]
+    """`warmup` forwards, then alternating forwards and backwards, then the remaining backwards."""
+    steady = len(forwards) - warmup
+    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
+    return forwards[:warmup] + [action for pair in pairs for action in pair] + backwards[steady:]
 
 
 GPIPE = Schedule(program=gpipe)

@@ -1,4 +1,4 @@
-"""The order of every schedule, by the name it has in [pipeline] schedule."""
+"""The order of a pipeline schedule, by its [pipeline] schedule name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from titan_dit.schedules.schedule import schedule_of
 def pipeline_order(
     schedule: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
 ) -> Order:
-    """What every pipeline rank computes in a step, and in which order.
-
-    `virtual_stages` is for the interleaved schedules. Raises UserError where the schedule cannot
-    run so many microbatches on so many ranks (see `check_schedule`).
-    """
+    """The actions of every pipeline rank in a step. Raises UserError as `check_schedule` does."""
     check_schedule(
         schedule,
         num_ranks=num_ranks,

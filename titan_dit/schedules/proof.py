@@ -1,4 +1,4 @@
-"""Proof that an order computes every gradient once and never comes to a standstill."""
+"""Proof that an order computes every gradient once and never deadlocks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from titan_dit.schedules.action import Action, Kind, Order
 
 
 def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
-    """Raise ValueError, naming the first fault, unless the order is right.
+    """Raise ValueError with the first error, unless the order is valid.
 
-    Right means: each stage lives on one rank; it takes every microbatch forward once and backward
-    once (in full, or input and weight gradient); it takes them in sequence, because torch's runtime
-    matches losses to microbatches by it; all ranks come to the end, each waiting for its next
-    input before it does anything else; and a rank uses the messages of another in the sequence in
-    which that sends them, so that one channel per pair and direction is enough.
+    - Each stage is on one rank.
+    - It runs every microbatch forward once and backward once (in full, or as I and W).
+    - It runs them in sequence: torch's runtime matches losses to microbatches by it.
+    - All ranks finish, although each waits for its next input before it does anything else.
+    - A rank uses messages in the sequence of their sending: one channel per pair is enough.
     """
     _check_places(order, num_stages)
     _check_counts(order, num_stages, num_microbatches)
@@ -23,8 +23,8 @@ def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
     _check_channels(order, execution(order))
 
 
-def needs(action: Action, num_stages: int) -> Iterator[Action]:
-    """What must be done before an action; a backward is named by its BACKWARD_INPUT."""
+def inputs_of(action: Action, num_stages: int) -> Iterator[Action]:
+    """The inputs of an action; a full backward counts as BACKWARD_INPUT."""
     kind, stage, _ = action
     if kind is Kind.FORWARD:
         if stage > 0:
@@ -37,21 +37,21 @@ def needs(action: Action, num_stages: int) -> Iterator[Action]:
             yield action._replace(kind=Kind.BACKWARD_INPUT, stage=stage + 1)
 
 
-def made_by(action: Action) -> Action:
-    """What others wait for: a full backward makes the input gradient too."""
+def output_of(action: Action) -> Action:
+    """The output of an action; that of a full backward is an input gradient, too."""
     return action._replace(kind=Kind.BACKWARD_INPUT) if action.kind is Kind.BACKWARD else action
 
 
 def num_stages_of(order: Order) -> int:
-    """The number of stages an order speaks of."""
+    """Number of stages of an order."""
     return 1 + max(action.stage for actions in order for action in actions)
 
 
 def execution(order: Order) -> list[tuple[int, Action]]:
-    """All actions with their ranks, in a sequence in which every input comes before its use.
+    """All (rank, action), sorted so that every input comes before its use.
 
-    Messages are buffered by the receiver. Raises ValueError where the ranks wait for each other;
-    whether they do depends on the order alone and not on how long anything takes.
+    The receiver buffers messages. Raises ValueError on a deadlock, which depends on the order only,
+    not on timings.
     """
     num_stages = num_stages_of(order)
     sequence: list[tuple[int, Action]] = []
@@ -63,9 +63,9 @@ def execution(order: Order) -> list[tuple[int, Action]]:
         for rank, actions in enumerate(order):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                if not done.issuperset(needs(action, num_stages)):
+                if not done.issuperset(inputs_of(action, num_stages)):
                     break
-                done.add(made_by(action))
+                done.add(output_of(action))
                 sequence.append((rank, action))
                 position[rank] += 1
                 progress = True
@@ -75,7 +75,7 @@ def execution(order: Order) -> list[tuple[int, Action]]:
         if position[rank] < len(actions)
     ]
     if stuck:
-        raise ValueError(f"Deadlock: these wait for what never comes: {', '.join(stuck)}.")
+        raise ValueError(f"Deadlock: these wait for each other: {', '.join(stuck)}.")
     return sequence
 
 
@@ -100,7 +100,7 @@ def _check_counts(order: Order, num_stages: int, num_microbatches: int) -> None:
             )
             if forward != 1 or (full, inputs, weights) not in ((1, 0, 0), (0, 1, 1)):
                 raise ValueError(
-                    f"Stage {stage} has microbatch {microbatch} forward {forward} times, backward "
+                    f"Stage {stage} runs microbatch {microbatch} forward {forward} times, backward "
                     f"{full} times in full, {inputs} times for inputs, {weights} for weights."
                 )
     if counts:
@@ -120,20 +120,20 @@ def _check_sequence(order: Order) -> None:
 
 
 def _check_channels(order: Order, sequence: list[tuple[int, Action]]) -> None:
-    """Compare what each pair of ranks sends with what it uses, forward and backward apart."""
+    """Compare sent and used messages of each pair of ranks and direction."""
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, action in sequence}
     channel_of: dict[Action, tuple[int, int, Kind]] = {}
     for rank, action in sequence:
-        for message in needs(action, num_stages):
+        for message in inputs_of(action, num_stages):
             if (source := rank_of[message.stage]) != rank:
                 channel_of[message] = source, rank, message.kind
     sent: defaultdict[tuple[int, int, Kind], list[Action]] = defaultdict(list)
     for _, action in sequence:
-        if (message := made_by(action)) in channel_of:
+        if (message := output_of(action)) in channel_of:
             sent[channel_of[message]].append(message)
     next_of = {channel: iter(messages) for channel, messages in sent.items()}
-    # A dict keeps the sequence in which its keys came: that of the messages' use.
+    # The dict is in the sequence of the messages' use.
     for message, channel in channel_of.items():
         if (earlier := next(next_of[channel])) != message:
             source, target, _ = channel

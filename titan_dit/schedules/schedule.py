@@ -1,4 +1,4 @@
-"""What a pipeline schedule is: a program for every rank, and what it demands of the run."""
+"""A pipeline schedule: a program for every rank, and its requirements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "[pipeline] schedule"
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A row of `catalog.SCHEDULES`, or what a user's dotted name stands for."""
+    """A row of `catalog.SCHEDULES`, or a user's own."""
 
     program: Callable[[int, int, int, int], Program]
     """(rank, ranks p, microbatches m, stages per rank v) -> the rank's actions, in order."""
@@ -26,7 +26,7 @@ class Schedule:
     splits_backward: bool = False
     """Input and weight gradients are computed separately."""
     check: Callable[[str, int, int, int], None] = lambda name, p, m, v: None
-    """(name, p, m, v): raise UserError if the schedule cannot run m microbatches."""
+    """(name, p, m, v): raise UserError if the schedule does not support m microbatches."""
 
 
 def schedule_of(name: str) -> Schedule:

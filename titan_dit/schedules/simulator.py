@@ -1,8 +1,8 @@
-"""How long an order takes: every action's start and end, from what each costs.
+"""Simulates an order: start and end of every action, from the costs of actions.
 
-A rank computes one action at a time, in its order, as soon as the rank is free and the input is
-there. Messages take time but no computing; between two ranks they stay in sequence. Units are the
-caller's: what comes out is in the unit of the costs.
+A rank runs its actions in order, each as soon as its input has arrived. Messages have a latency but
+do not occupy the ranks, and between two ranks they stay in sequence. Times are in the unit of the
+costs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from titan_dit.schedules.action import Action, Kind, Order, peak_activations
-from titan_dit.schedules.proof import execution, made_by, needs, num_stages_of
+from titan_dit.schedules.proof import execution, inputs_of, num_stages_of, output_of
 
 Costs: TypeAlias = Mapping[tuple[Kind, int], float]
 """Time of one microbatch by (kind, stage)."""
 
 Latency: TypeAlias = float | Callable[[int, int], float]
-"""Time from the end of an action to the arrival of its output, or that by (source, target) rank."""
+"""Time from the end of an action to the arrival of its output; may depend on (source, target)."""
 
 
 class TimedAction(NamedTuple):
@@ -33,28 +33,28 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What an order did, per rank where it says so."""
+    """The timeline of an order."""
 
     timeline: tuple[TimedAction, ...]
-    """Every action; the actions of one rank in the sequence in which it ran them."""
+    """All actions; those of one rank are in sequence."""
     busy: tuple[float, ...]
-    """Time that each rank computed."""
+    """Busy time of each rank."""
     peak_activations: tuple[int, ...]
-    """The most microbatches that each rank held at once, counted per stage."""
+    """See `action.peak_activations`."""
 
     @property
     def makespan(self) -> float:
-        """From the start to the end of the last action of any rank."""
+        """Time from the start to the end of the last action."""
         return max(span.end for span in self.timeline)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Time that each rank waited, from the start to the end of the last action of any rank."""
+        """Idle time of each rank within the makespan."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def idle_fraction(self) -> float:
-        """The share of all ranks' time that was waited away: the bubble."""
+        """The bubble: idle fraction of all ranks' time."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
@@ -67,10 +67,10 @@ def stage_costs(
     embed: float = 0.0,
     head: float = 0.0,
 ) -> dict[tuple[Kind, int], float]:
-    """Costs of stages that hold so many layers each; a full backward costs both its parts.
+    """Costs of stages with `layers` layers each; a full backward costs the sum of its parts.
 
-    `forward`, `backward_input` and `backward_weight` are what one layer takes; `embed` and `head`
-    are what they cost beside the first and the last stage's layers, in layers.
+    `forward`, `backward_input`, `backward_weight`: times of one layer. `embed`, `head`: extra costs
+    of the first and last stage, in layers.
     """
     size = list(layers)
     size[0] += embed
@@ -97,11 +97,11 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Simulation:
-    """Run an order through time. Raises ValueError where its ranks wait for each other.
+    """Simulate an order. Raises ValueError on a deadlock.
 
-    `slowness` multiplies the costs of each rank. `jitter` is the standard deviation of the
-    logarithm of a factor of mean 1 on every cost and latency. It is drawn from (seed, action), so
-    that two orders of the same stages meet the same luck.
+    `slowness`: a factor on the costs of each rank. `jitter`: standard deviation of the log of a
+    random factor (mean 1) on every cost and latency. It is drawn from (seed, action): two orders of
+    the same stages get the same factors.
     """
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
@@ -113,21 +113,22 @@ def simulate(
     timeline = []
     for rank, action in execution(order):
         inputs = (
-            made[x] if rank_of[x.stage] == rank else arrived[x] for x in needs(action, num_stages)
+            made[x] if rank_of[x.stage] == rank else arrived[x]
+            for x in inputs_of(action, num_stages)
         )
         start = max(free[rank], *inputs, 0.0)
-        took = costs[action.kind, action.stage] * luck(jitter, seed, str(action))
+        took = costs[action.kind, action.stage] * jitter_factor(jitter, seed, str(action))
         took *= slowness[rank] if slowness else 1.0
         free[rank] = start + took
         busy[rank] += took
         timeline.append(TimedAction(rank, action, start, free[rank]))
 
-        message = made_by(action)
+        message = output_of(action)
         made[message] = free[rank]
         target = rank_of.get(_reader(message), rank)
         if target != rank:
             travel = latency(rank, target) if callable(latency) else latency
-            travel *= luck(jitter, seed, f"message {message}")
+            travel *= jitter_factor(jitter, seed, f"message {message}")
             channel = rank, target, message.kind
             # Messages do not overtake each other.
             last[channel] = max(last.get(channel, 0.0), free[rank] + travel)
@@ -136,14 +137,14 @@ def simulate(
 
 
 def _reader(message: Action) -> int:
-    """The stage that waits for a stage's output; for a weight gradient the stage itself."""
+    """The stage that receives an output; the stage itself for a weight gradient."""
     onward = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: -1}
     return message.stage + onward.get(message.kind, 0)
 
 
-def luck(jitter: float, seed: int, name: str) -> float:
-    """A factor of mean 1, log-normal, the same for the same seed and name in every process."""
+def jitter_factor(jitter: float, seed: int, name: str) -> float:
+    """A log-normal factor of mean 1, a pure function of (seed, name) in every process."""
     if jitter == 0:
         return 1.0
-    # Seeded with text, random.Random takes all of it; hash() would differ between processes.
+    # A text seed: hash() would differ between processes.
     return random.Random(f"{seed} {name}").lognormvariate(-jitter * jitter / 2, jitter)

@@ -1,7 +1,7 @@
-"""Orders in which the stages go down the ranks and back up: ZB-V and DualPipeV.
+"""V-shaped schedules, whose stages go down the ranks and back up: ZB-V and DualPipeV.
 
-Each function writes the program of one rank: p ranks, m microbatches. The rank holds stage
-`rank` on the way down and stage 2p - 1 - rank on the way up.
+Each function returns one rank's program: p ranks, m microbatches, the stages `rank` (down) and
+2p - 1 - rank (up).
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 def zbv_zero_bubble(rank: int, p: int, m: int, v: int) -> Program:
     """ZB-V (arXiv:2401.10241 sec. 6): no rank is idle between its first and its last action.
 
-    That holds where forward, input and weight gradient take equally long and m >= 2p - 1. A rank
-    holds at most 2p microbatches of its two stages, as much as the first rank of 1F1B.
-
-    The pattern needs 2p - 1 microbatches. With fewer it is written for 2p - 1 and the caller drops
-    those too many: microbatches do not wait for each other, so what is left is still an order.
+    This assumes that F, I and W take equally long and m >= 2p - 1. A rank holds at most 2p
+    microbatches of its two half-size stages, as much as rank 0 of 1F1B. With fewer than 2p - 1
+    microbatches the caller drops the excess, which is valid: microbatches are independent.
     """
     m = max(m, 2 * p - 1)
     down, up = rank, 2 * p - 1 - rank
@@ -36,13 +34,12 @@ def zbv_zero_bubble(rank: int, p: int, m: int, v: int) -> Program:
 
 
 def dualpipev(rank: int, p: int, m: int, v: int) -> Program:
-    """DualPipeV: the way down and the way up overlap (arXiv:2412.19437 sec. 3.2.1, cut in half).
+    """DualPipeV: one half of DualPipe (arXiv:2412.19437 sec. 3.2.1), for m >= 2p.
 
-    Follows github.com/deepseek-ai/DualPipe and needs m >= 2p; a rank holds at most 2p + 1
-    microbatches of its two stages. Where the original runs a forward and a backward at once, to
-    hide the exchange of experts, they stand here one after the other. A DiT has no such exchange,
-    and so the forward's output leaves before the backward has run: a step of 4 ranks and 8
-    microbatches is idle for 3 of 51 units of time, in pairs for 6 of 54.
+    Follows github.com/deepseek-ai/DualPipe. A rank holds at most 2p + 1 microbatches of its two
+    stages. The original overlaps a forward and a backward to hide the all-to-all of experts. A DiT
+    has none, so the two run one after the other and the forward's output is sent earlier: with 4
+    ranks and 8 microbatches the bubble is 3 of 51 time units instead of 6 of 54.
     """
     down, up = rank, 2 * p - 1 - rank
     after = p - 1 - rank
@@ -51,7 +48,7 @@ def dualpipev(rank: int, p: int, m: int, v: int) -> Program:
     fill += [(I, up), (W, ANY_STAGE), (F, up)] * after
     steady = [(F, down), (B, up), (F, up), (B, down)] * (m - 2 * p + rank + 1)
     drain = [(B, up), (F, up), (B, down)] * after
-    # The second half of what is left leaves its weight gradients for the end.
+    # The second half of the drain delays its weight gradients.
     drain += [(B, up), (B, down)] * ((rank + 1) // 2)
     if rank % 2 == 0:
         drain += [(B, up), (I, down)]
@@ -66,7 +63,7 @@ def needs_two_per_rank(name: str, p: int, m: int, v: int) -> None:
         raise UserError(
             f"[pipeline] schedule={show(name)} on [parallel] pp={p} needs at least 2 x pp = "
             f"{2 * p} microbatches, but microbatches={m}. Set a smaller [training] microbatch_size "
-            'or a larger global_batch_size, or schedule="zbv_zero_bubble", which takes any number.'
+            'or a larger global_batch_size, or schedule="zbv_zero_bubble", which accepts any.'
         )
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, synced to the disk, then renamed."""
+"""Atomic, durable file writes: write a temporary file, fsync, rename."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""The end of the name of what is being written."""
+"""Suffix of temporary files."""
 
 
 @contextmanager
 def replacing(file: Path, mark: str = "") -> Iterator[Path]:
-    """The path to write to within the block; at its end it takes the place of `file`.
-
-    If the block raises, `file` stays as it was. `mark` keeps writers of one file apart.
-    """
+    """Yield a path to write to; if the block succeeds, rename it. `mark`: a suffix per writer."""
     aside = file.with_name(f"{file.name}{mark}{PARTIAL}")
     try:
         yield aside
@@ -29,13 +26,13 @@ def replacing(file: Path, mark: str = "") -> Iterator[Path]:
 
 
 def write_whole(file: Path, data: bytes) -> None:
-    """Write a file; it survives a power cut once this returns."""
+    """Write a file atomically and durably."""
     with replacing(file) as aside:
         aside.write_bytes(data)
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Fsync a folder, so that new names survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
