@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from titan_dit.checkpoint import checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.commands import sample as sampling
-from titan_dit.commands.restore import find_checkpoint, restore
+from titan_dit.commands.trained_model import find_checkpoint, load_trained
 from titan_dit.config.section import UserError
 
 FIXTURE = Path(__file__).resolve().parent / "fixtures" / "dit_reference.safetensors"
@@ -108,7 +108,7 @@ def converted_again(cwd, name, **flags):
     run, file, back = (str(cwd / part) for part in (name, f"{name}.safetensors", f"{name}_back"))
     convert.main(convert.Options(source=run, to=file))
     convert.main(convert.Options(source=file, to=back, **flags))
-    return restore(find_checkpoint(Path(back), None), "ema", None, CPU).objective.path
+    return load_trained(find_checkpoint(Path(back), None), "ema", None, CPU).objective.path
 
 
 def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
@@ -128,7 +128,7 @@ def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):
     save_file(state, converted / "fixed.safetensors")
     source, target = str(converted / "fixed.safetensors"), str(converted / "fixed")
     convert.main(convert.Options(source=source, to=target, heads=4))
-    assert not restore(Path(target), "ema", None, CPU).objective.path.learn_sigma
+    assert not load_trained(Path(target), "ema", None, CPU).objective.path.learn_sigma
     out = str(converted / "fixed_samples.safetensors")
     sampling.main(sampling.Options(run=target, out=out, num=2, steps=3, sampler="ddpm"))
     assert load_file(out)["samples"].isfinite().all()
@@ -206,7 +206,7 @@ START = (
 
 
 def weights_of(path, which):
-    restored = restore(path, which, None, CPU)
+    restored = load_trained(path, which, None, CPU)
     return {name: p.detach() for name, p in restored.model.named_parameters()}
 
 
@@ -244,7 +244,7 @@ def test_samples_of_imported_weights_are_in_the_units_of_the_autoencoder(trained
     assert "ddim, 2 steps" in done_well(done).stdout
     drawn = load_file(trained / "s.safetensors")["samples"]
     assert drawn.shape == (4, 4, 8, 8)
-    assert restore(trained / "imported", "ema", None, CPU).objective.data.scale == 0.18215
+    assert load_trained(trained / "imported", "ema", None, CPU).objective.data.scale == 0.18215
 
 
 def test_an_average_that_would_be_forgotten_is_not_begun_with(trained):
@@ -262,7 +262,7 @@ def test_every_average_begins_at_the_imported_one(trained):
         weights_of(trained / "imported", "model"),
     )
     for decay in (0.5, 0.9):
-        found = dict(restore(path, "ema", decay, CPU).model.named_parameters())
+        found = dict(load_trained(path, "ema", decay, CPU).model.named_parameters())
         moved = torch.lerp(model["blocks.0.mlp.up.weight"], expected, decay)
         torch.testing.assert_close(found["blocks.0.mlp.up.weight"].detach(), moved)
 

@@ -11,7 +11,7 @@ import torch
 from commands import metrics, only_error, train, train_command
 from running import Running, launcher
 
-from titan_dit.commands.restore import find_checkpoint, restore
+from titan_dit.commands.trained_model import find_checkpoint, load_trained
 from titan_dit.data.latents import write_shards
 
 SHORT = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
@@ -88,7 +88,9 @@ def test_a_run_whose_rank_and_then_launcher_are_killed_ends_as_if_undisturbed(tm
 
 def same_weights(first, second, weights):
     parts = [
-        restore(find_checkpoint(run, None), weights, None, torch.device("cpu")).model.state_dict()
+        load_trained(
+            find_checkpoint(run, None), weights, None, torch.device("cpu")
+        ).model.state_dict()
         for run in (first, second)
     ]
     assert parts[0].keys() == parts[1].keys()

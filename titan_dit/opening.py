@@ -24,7 +24,6 @@ from titan_dit.objectives.base import Objective
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import resume
-from titan_dit.schedules.schedule import schedule_of
 from titan_dit.validation.validation_set import ValidationSet, open_checked
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
@@ -69,8 +68,8 @@ class Opened:
         """The parts that may come from a user's module, by section."""
         config, plan = self.config, self.plan
         parts = {"model": config.model, "objective": config.objective, "data": config.data}
-        if plan.sizes.pp > 1:
-            parts["pipeline"] = schedule_of(plan.pipeline.schedule).program
+        if plan.sizes.pp > 1 and ":" in plan.pipeline.schedule:
+            parts["pipeline"] = plan.pipeline.schedule
         if plan.tensor_plan_function:
             parts["parallel"] = plan.tensor_plan_function
         return parts | dict(self.objective.imported(config.sampling))

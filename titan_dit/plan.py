@@ -29,11 +29,11 @@ from titan_dit.schedules.action import Order
 from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
 from titan_dit.schedules.layout import (
     check_schedule,
+    pipeline_order,
     rank_of_stage,
     stages_of_rank,
     stages_per_rank,
 )
-from titan_dit.schedules.orders import pipeline_order
 from titan_dit.schedules.schedule import schedule_of
 
 

@@ -248,8 +248,9 @@ class Trainer:
         numbers = self.batch_plan(begin)[0][0], self.batch_plan(cursor)[1]
         bad = rollback.BadSteps(first, last, numbers)
         with self.watchdog.slow("rolling back"), self.meter.paused():
-            context = self.checkpoints, self.config.job, self.config.faults
-            self.continue_from(restore.rolled_back(*context, bad, self.tensors(), self.ema))
+            context = self.checkpoints, self.config.job, self.config.faults, bad
+            found = restore.rolled_back(*context, self.tensors(), self.ema, self.say)
+            self.continue_from(found)
         self.log.add(fault_log.FILE, fault_log.rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
@@ -309,17 +310,15 @@ class Trainer:
         self.say(*self.checkpoints.poll())
 
     def resume(self) -> None:
-        """Load the checkpoint selected by [checkpoint] resume, if any."""
+        """Load the checkpoint selected by [checkpoint] resume, if there is one."""
         context = self.checkpoints, self.config.job, self.config.checkpoint, self.identity
-        if found := restore.resumed(*context, self.tensors(), self.ema):
-            self.continue_from(found)
+        if progress := restore.resumed(*context, self.tensors(), self.ema, self.say):
+            self.continue_from(progress)
 
-    def continue_from(self, restored: restore.Restored) -> None:
-        """Set the progress of a checkpoint whose tensors are loaded."""
-        progress = restored.progress
+    def continue_from(self, progress: Progress) -> None:
+        """Continue from the progress of a checkpoint whose tensors are loaded."""
         self.step, self.cursor, self.ledger = progress.step, progress.cursor, progress.ledger
         self.guard.load(progress.guard)
-        self.say(*restored.lines)
 
     def open_sample_log(self) -> None:
         """Start the sample log if [faults] log_samples is set."""

@@ -121,7 +121,7 @@ def alive(group):
     return True
 
 
-class Dying(shard_job.Plan):
+class Dying(shard_job.PackPlan):
     """A plan whose worker exits on reading the last class."""
 
     def read(self, row):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_dit.checkpoint.staging import Tensors, leaves
+from titan_dit.checkpoint.staging import TensorTree, leaves
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, read_text, store_of
 from titan_dit.checkpoint.torch_files import Reader, Writer
 from titan_dit.config.section import UserError
@@ -37,7 +37,7 @@ class Damaged(UserError):
 
 def write(
     final: Location,
-    tensors: Tensors,
+    tensors: TensorTree,
     record: Mapping[str, Any],
     ranks: Ranks | None = None,
     begin: Callable[[], None] | None = None,
@@ -75,7 +75,7 @@ def begin_save(final: Location, ranks: Ranks, begin: Callable[[], None] | None) 
     return store_of(final).begin(final) if ranks.is_first else None
 
 
-def write_tensors(writer: Writer, tensors: Tensors, ranks: Ranks) -> dict[str, Any]:
+def write_tensors(writer: Writer, tensors: TensorTree, ranks: Ranks) -> dict[str, Any]:
     """Write this rank's shards; return bytes and SHA-256 of its files."""
     with warnings.catch_warnings():
         # A single process saving without a process group is intended.
@@ -148,7 +148,7 @@ def digest_of(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load(path: Location, tensors: Tensors, *, verified: bool = False) -> None:
+def load(path: Location, tensors: TensorTree, *, verified: bool = False) -> None:
     """Load into `tensors` in place, resharding from the saved layout to theirs.
 
     `tensors` may be a subset of the saved names. `verified` skips the digest check. Raises
@@ -229,7 +229,7 @@ def describe(path: Location) -> dict[str, Any]:
     return {"bytes": store.size(path), "sha256": digest}
 
 
-def flatten(tensors: Tensors, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def flatten(tensors: TensorTree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield (dotted name, tensor) of nested dicts, with DCP's names."""
     for name, value in tensors.items():
         if isinstance(value, Mapping):

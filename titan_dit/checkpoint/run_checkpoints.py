@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from titan_dit.checkpoint.checkpoint import write
-from titan_dit.checkpoint.staging import Staging, Tensors
+from titan_dit.checkpoint.staging import Staging, TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, store_of
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
@@ -56,7 +56,7 @@ class Checkpoints:
         """The checkpoint with a manifest of the highest step, or None."""
         return next(reversed(self.complete()), None)
 
-    def save(self, step: int, tensors: Tensors, record: Mapping[str, Any]) -> Location:
+    def save(self, step: int, tensors: TensorTree, record: Mapping[str, Any]) -> Location:
         """Start saving the checkpoint of `step`; return its final path. Collective.
 
         `record` holds plain values: step, cursor, counters, config. Returns once `tensors` may
@@ -93,7 +93,7 @@ class Checkpoints:
         self,
         step: int,
         path: Location,
-        tensors: Tensors,
+        tensors: TensorTree,
         record: Mapping[str, Any],
         begin: Callable[[], None] | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-Tensors: TypeAlias = Mapping[str, Any]
+TensorTree: TypeAlias = Mapping[str, Any]
 """Nested dicts of tensors; a DTensor is saved and loaded by its local shards."""
 
 
@@ -19,10 +19,10 @@ class Staging:
     def __init__(self) -> None:
         self.layout: list[tuple[torch.Size, torch.dtype]] = []
         self.buffers: list[Tensor] = []
-        self.tree: Tensors = {}
+        self.tree: TensorTree = {}
 
     @torch.no_grad()
-    def copy(self, tensors: Tensors) -> Tensors:
+    def copy(self, tensors: TensorTree) -> TensorTree:
         """Copy this rank's shards synchronously; the result is valid until the next call."""
         originals = list(leaves(tensors))
         shards = [t.to_local() if isinstance(t, DTensor) else t for t in originals]
@@ -51,7 +51,7 @@ def like(original: Tensor, copy: Tensor) -> Tensor:
     return DTensor(copy, original._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def leaves(tensors: Tensors) -> Iterator[Tensor]:
+def leaves(tensors: TensorTree) -> Iterator[Tensor]:
     """Yield the tensors of nested dicts, in order."""
     for value in tensors.values():
         if isinstance(value, Mapping):
@@ -60,7 +60,7 @@ def leaves(tensors: Tensors) -> Iterator[Tensor]:
             yield value
 
 
-def rebuilt(tensors: Tensors, copies: Iterator[Tensor]) -> dict[str, Any]:
+def rebuilt(tensors: TensorTree, copies: Iterator[Tensor]) -> dict[str, Any]:
     """The same nested dicts with `copies` as leaves."""
     return {
         name: rebuilt(value, copies) if isinstance(value, Mapping) else next(copies)

@@ -13,6 +13,7 @@ from titan_dit.parallel.tensor import TensorPlan, shard_dim
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.balance import check_split
 from titan_dit.schedules.layout import check_schedule
+from titan_dit.schedules.proof import check
 
 
 def check_spec(plan: RunPlan) -> None:
@@ -214,6 +215,12 @@ def check_pipeline(plan: RunPlan) -> None:
         num_microbatches=plan.num_microbatches if plan.resuming else plan.whole_microbatches,
         virtual_stages=pipeline.virtual_stages,
     )
+    if ":" in pipeline.schedule:
+        try:
+            order = plan.order(plan.num_microbatches)
+            check(order, num_stages=stages, num_microbatches=plan.num_microbatches)
+        except ValueError as error:
+            raise UserError(f"[pipeline] schedule={show(pipeline.schedule)}: {error}") from None
     if plan.parallel.reshard_after_forward == "always":
         raise UserError(
             '[parallel] reshard_after_forward="always" would all-gather the parameters again for '

@@ -10,7 +10,7 @@ import tyro
 
 from titan_dit.checkpoint.checkpoint import damaged_files
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
-from titan_dit.commands.restore import checkpoints_in
+from titan_dit.commands.trained_model import checkpoints_in
 from titan_dit.config.section import Section, UserError
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console

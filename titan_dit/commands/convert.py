@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_dit import __version__
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
-from titan_dit.commands.restore import find_checkpoint, restore
+from titan_dit.commands.trained_model import find_checkpoint, load_trained
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
     Bound,
@@ -197,7 +197,7 @@ def write_original(source: Location, target: Path, options: Options) -> None:
     if target.suffix not in weight_file.SUFFIXES:
         raise UserError(f"--to {target}: name a .pt or .safetensors file.")
     path = find_checkpoint(source, options.step, "--from")
-    run = restore(path, options.weights or "ema", options.decay, torch.device("cpu"))
+    run = load_trained(path, options.weights or "ema", options.decay, torch.device("cpu"))
     config = run.model_config
     if not isinstance(config, DiTConfig):
         raise UserError(f"--from {source}: model {config.name}; only a DiT can be exported.")

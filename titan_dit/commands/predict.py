@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.restore import Restored, device_of, find_checkpoint, restore
+from titan_dit.commands.trained_model import TrainedModel, device_of, find_checkpoint, load_trained
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
@@ -53,7 +53,7 @@ def main(options: Options) -> None:
         raise UserError(f"--out {out}: name a .safetensors file.")
     device = device_of(options.device)
     path = find_checkpoint(location(options.checkpoint), options.step, "--checkpoint")
-    run = restore(path, options.weights, options.decay, device)
+    run = load_trained(path, options.weights, options.decay, device)
     diffusion = run.diffusion("predict")
     inputs = read_inputs(Path(options.inputs), diffusion)
     size, parts = len(inputs["x"]), []
@@ -67,7 +67,9 @@ def main(options: Options) -> None:
 
 
 @torch.no_grad()
-def predict(run: Restored, diffusion: Diffusion, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def predict(
+    run: TrainedModel, diffusion: Diffusion, inputs: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Return `out` [b, c_out, h, w]; with noise, also the loss per sample and its terms [b]."""
     model, path = diffusion.model, diffusion.path
     x, t, y = model.tokenize(inputs["x"]), inputs["t"], inputs["y"]

@@ -18,7 +18,7 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import step_of
 from titan_dit.checkpoint.store import Location
 from titan_dit.checks.device import replayable_precision
-from titan_dit.commands.restore import checkpoints_in, device_of
+from titan_dit.commands.trained_model import checkpoints_in, device_of
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig

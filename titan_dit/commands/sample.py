@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.restore import device_of, find_checkpoint, restore
+from titan_dit.commands.trained_model import device_of, find_checkpoint, load_trained
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
@@ -82,7 +82,7 @@ def main(options: Options) -> None:
         raise UserError(f"--out {out}: name a .safetensors or .png file.")
     device = device_of(options.device)
     path = find_checkpoint(location(options.run), options.step)
-    run = restore(path, options.weights, options.decay, device)
+    run = load_trained(path, options.weights, options.decay, device)
     diffusion = run.diffusion("sample")
     drawing.check(diffusion.path, diffusion.model, options, "--{}")
     sampler = drawing.sampler_of(diffusion.path, options.sampler, "--sampler")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan_dit.config.section import UserError
-from titan_dit.system import streams
+from titan_dit.system import stdio
 
 RDZV_CONF = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
 """A node is lost after 4 s without a heartbeat, and the rendezvous waits 3 s for more nodes.
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> NoReturn:
     os.environ.update(defaults(os.environ, ranks, cores))
     if "--nnodes" in rendezvous:
         nodes, endpoint = os.environ["NNODES"], os.environ["RDZV_ENDPOINT"]
-        streams.write(sys.stderr, f"titan_dit: rendezvous of {nodes} nodes at {endpoint}\n")
+        stdio.write(sys.stderr, f"titan_dit: rendezvous of {nodes} nodes at {endpoint}\n")
     become(
         *("titan_dit.launcher.launch", *rendezvous, "--nproc-per-node", str(ranks)),
         *("--max-restarts", max_restarts(os.environ), "-m", TRAINER, *words),
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> NoReturn:
 def become(module: str, *arguments: str) -> NoReturn:
     """Replace this process by `python -m module` (exec)."""
     sys.stdout.flush()
-    streams.write(sys.stderr, "")
+    stdio.write(sys.stderr, "")
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 

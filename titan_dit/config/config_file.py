@@ -59,6 +59,7 @@ def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) ->
     if table.get("name") == name:
         return table
     known = hints_of(variant(section, name))
+    table = renamed_keys(section, table, known)
     return {key: value for key, value in table.items() if key in known} | {"name": name}
 
 

@@ -91,8 +91,14 @@ def file_of(thing: Any) -> str:
 
 
 def origins(sections: Mapping[str, object]) -> Iterator[str]:
-    """Console lines with the class and file of everything that is not titan_dit's own."""
-    for name, thing in sections.items():
+    """For every thing from a user's module, a line with its module and file.
+
+    A thing is an instance, a class, a function or, as text, an imported "package.module:name".
+    """
+    for section, thing in sections.items():
+        if isinstance(thing, str):
+            yield f"[{section}] {thing} is from {sys.modules[thing.partition(':')[0]].__file__}"
+            continue
         kind = thing if isinstance(thing, type) or inspect.isfunction(thing) else type(thing)
         if not kind.__module__.startswith("titan_dit."):
-            yield f"[{name}] {kind.__module__}:{kind.__qualname__} is from {file_of(kind)}"
+            yield f"[{section}] {kind.__module__}:{kind.__qualname__} is from {file_of(kind)}"

@@ -29,7 +29,9 @@ class Bound:
     below: float | None = None
 
     def broken_by(self, value: Any) -> str | None:
-        """The bound that `value` breaks, as text, or None. NaN breaks every bound."""
+        """The bound that a number breaks, as text, or None. NaN breaks every bound."""
+        if not isinstance(value, int | float):
+            return None
         rules = (
             (self.least, "at least", operator.ge),
             (self.most, "at most", operator.le),

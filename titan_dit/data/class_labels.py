@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.files import LABEL_LIMIT, BadFileError, read_label
 from titan_dit.data.manifest import MANIFEST
-from titan_dit.system import streams
+from titan_dit.system import stdio
 
 MANY_LABELS = 20_000
 
@@ -97,7 +97,7 @@ def missing_error(root: Path, num: int, first: Sequence[object]) -> UserError:
 def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
     """Read label files, about 20 s per million; threads would not be faster."""
     if len(paths) > MANY_LABELS and os.environ.get("RANK", "0") == "0":
-        streams.write(
+        stdio.write(
             sys.stderr,
             f"reading {len(paths):,} label files in {paths[0].parent}; shards open without this "
             "delay: `python -m titan_dit data pack`\n",

@@ -20,7 +20,7 @@ from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import agreed, read_folder_manifest
-from titan_dit.system import streams
+from titan_dit.system import stdio
 
 REMEDY = (
     "Fix or replace the file, or pack the folder: `python -m titan_dit data pack` drops and "
@@ -110,7 +110,7 @@ class LatentFolder(Source):
             if time.monotonic() - written >= every_s and os.environ.get("RANK", "0") == "0":
                 written = time.monotonic()
                 line = f"verified {row + 1:,} of {len(self):,} files\n"
-                streams.write(sys.stderr, line)
+                stdio.write(sys.stderr, line)
 
     def _probe(self, most: int = 32) -> tuple[tuple[int, int, int], torch.dtype]:
         """Return the common shape and dtype of one file of each of up to `most` classes."""

@@ -40,7 +40,7 @@ from titan_dit.data.manifest import (
 )
 from titan_dit.system.files import write_whole
 
-DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
+STORED_DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class LatentShards(Source):
         self.manifest = manifest = read_manifest(path)
         self.shards = [self._open_shard(entry, manifest, verify) for entry in manifest["shards"]]
         self.ends = list(itertools.accumulate(len(labels) for _, labels in self.shards))
-        self.dtype = DTYPES[manifest["dtype"]]
+        self.dtype = STORED_DTYPES[manifest["dtype"]]
         # numpy copies one small row several times faster than torch does.
         self._mapped = [latents.numpy() for latents, _ in self.shards]
         self.labels = torch.cat([labels for _, labels in self.shards])
@@ -163,7 +163,7 @@ class LatentShards(Source):
         except SafetensorError as error:
             raise UserError(f"[data] {path}: not a readable shard ({error}). {remedy}") from None
         expected = (entry["count"], *manifest["shape"])
-        if tuple(latents.shape) != expected or latents.dtype != DTYPES[manifest["dtype"]]:
+        if tuple(latents.shape) != expected or latents.dtype != STORED_DTYPES[manifest["dtype"]]:
             raise UserError(
                 f"[data] {path}: holds {latents.dtype} {list(latents.shape)}, but the manifest "
                 f"says {manifest['dtype']} {list(expected)}. {remedy}"
@@ -227,8 +227,8 @@ def write_shards(
     if not len(latents):
         raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample.")
     check_labels(labels, len(latents), num_classes, path)
-    if latents.dtype not in DTYPES.values():
-        raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(DTYPES)}.")
+    if latents.dtype not in STORED_DTYPES.values():
+        raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(STORED_DTYPES)}.")
     if not (finite := latents.flatten(1).isfinite().all(1)).all():
         row = int((~finite).nonzero()[0])
         raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Remove such rows.")

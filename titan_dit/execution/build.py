@@ -129,11 +129,7 @@ def place_modules(
 
 
 def executor_of(
-    plan: RunPlan,
-    objective: Objective,
-    mesh: Mesh,
-    parts: dict[int, Model],
-    device: torch.device,
+    plan: RunPlan, objective: Objective, mesh: Mesh, parts: dict[int, Model], device: torch.device
 ) -> Executor:
     """The executor of the parts, on all tokens or on a cp rank's slice of them."""
     executor = whole_token_executor(
@@ -196,8 +192,6 @@ def shapes_of(plan: RunPlan) -> Shapes:
             ),
             predictions=tuple(empty(spec, local(spec)) for spec in model_spec.predictions.values()),
             losses=torch.empty(
-                size,
-                plan.tokens_per_rank,
-                dtype=torch.promote_types(plan.dtype, torch.float32),
+                size, plan.tokens_per_rank, dtype=torch.promote_types(plan.dtype, torch.float32)
             ),
         )

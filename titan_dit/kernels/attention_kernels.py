@@ -1,7 +1,7 @@
 """Attention over one block of keys, with a mergeable result, for ring attention.
 
-Forward returns the output and the softmax's log-sum-exp (lse). Backward takes the output and lse of
-ALL blocks; dQ, dK and dV are then the block's exact share of the gradient (FlashAttention-2,
+Forward returns the output and the softmax's log-sum-exp (lse). Backward takes the output and lse
+of ALL blocks; dQ, dK and dV are then the block's exact share of the gradient (FlashAttention-2,
 arXiv:2307.08691, sec. 3.1.2 and algorithm 2):
 
     P = exp(scale Q K^T - lse),  dV = P^T dO,  dS = P * (dO V^T - rowsum(dO * O)),
@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+ForwardKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """(q, k, v, scale) -> out in the dtype of q, lse in fp32 (fp64 for fp64)."""
-Backward: TypeAlias = Callable[
+BackwardKernel: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
 ]
 """(d_out, q, k, v, out, lse, scale) -> dq, dk, dv in the dtype of q."""
@@ -33,8 +33,8 @@ Backward: TypeAlias = Callable[
 class Kernel:
     """A forward and its backward."""
 
-    forward: Forward
-    backward: Backward
+    forward: ForwardKernel
+    backward: BackwardKernel
 
 
 def suitable(q: Tensor) -> Kernel:

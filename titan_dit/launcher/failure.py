@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_dit.config.section import UserError
-from titan_dit.system import streams
+from titan_dit.system import stdio
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, UNREAD = 2, 1, 130, 141
 """UNREAD: 128 + SIGPIPE, as for any command whose reader closed the pipe early."""
@@ -44,7 +44,7 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     Exits by os._exit: at interpreter shutdown a broken process group can block forever, and a
     thread of an intact one has aborted finished runs.
     """
-    streams.open_missing()
+    stdio.open_missing()
     try:
         code = returned(main)
         atexit._run_exitfuncs()  # Handlers of loggers and worker processes.
@@ -64,14 +64,14 @@ def returned(main: Callable[[], int | None]) -> int:
     except SystemExit as error:
         if isinstance(error.code, int | None):
             return error.code or 0
-        streams.write(sys.stderr, f"{error.code}\n")
+        stdio.write(sys.stderr, f"{error.code}\n")
         return INTERNAL_ERROR
 
 
 def is_unread(error: BaseException) -> bool:
     """Return True if a command's output pipe was closed; False while training."""
     is_pipe = isinstance(error, BrokenPipeError) and not is_training
-    return is_pipe and any(map(streams.has_lost_reader, (sys.stdout, sys.stderr)))
+    return is_pipe and any(map(stdio.has_lost_reader, (sys.stdout, sys.stderr)))
 
 
 def flushed(code: int) -> int:
@@ -83,14 +83,14 @@ def flushed(code: int) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        streams.silence(sys.stdout)
+        stdio.silence(sys.stdout)
         if not is_training and not code:
             if isinstance(error, BrokenPipeError):
                 code = UNREAD
-            elif error.errno not in streams.GONE:
-                streams.write(sys.stderr, f"error: standard output: {error}\n")
+            elif error.errno not in stdio.GONE:
+                stdio.write(sys.stderr, f"error: standard output: {error}\n")
                 code = INTERNAL_ERROR
-    streams.write(sys.stderr, "")
+    stdio.write(sys.stderr, "")
     return code
 
 
@@ -122,7 +122,7 @@ def report(message: str, is_user_error: bool) -> None:
     """Print the message; under a launcher pass it on, which prints the root cause only."""
     if not is_launched():
         if message:
-            streams.write(sys.stderr, message + "\n")
+            stdio.write(sys.stderr, message + "\n")
         return
     details = {"timestamp": str(int(time.time())), "moment": time.time(), "user": is_user_error}
     leave_note({"message": {"message": message, "extraInfo": details}})

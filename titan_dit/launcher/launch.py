@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_dit.launcher.failure import INTERRUPTED
 from titan_dit.launcher.signals import Listener
-from titan_dit.system import streams
+from titan_dit.system import stdio
 
 if TYPE_CHECKING:
     from titan_dit.launcher.agent import Agent, ChildFailedError
@@ -84,7 +84,7 @@ class Launcher:
         except agent.Stopped:
             return self.code()
         except agent.RendezvousError as error:
-            streams.write(
+            stdio.write(
                 sys.stderr,
                 "error: the rendezvous failed (RDZV_ENDPOINT, NNODES). Either not enough nodes "
                 "joined, or another node ended first and reports why. If the node of RDZV_ENDPOINT "
@@ -102,18 +102,18 @@ class Launcher:
         if self.asked and asked_to_end and is_consequence(failure):
             say("stopped before the first step finished: nothing new to save")
             return self.code()
-        streams.write(sys.stderr, message_of(rank, failure) + "\n")
+        stdio.write(sys.stderr, message_of(rank, failure) + "\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def say(line: str) -> None:
     """Print a line to this node's console."""
-    streams.write(sys.stderr, f"titan_dit: {line}\n")
+    stdio.write(sys.stderr, f"titan_dit: {line}\n")
 
 
 def main() -> int:
     """`python -m titan_dit.launcher.launch [torchrun options] -m titan_dit.train --config ...`."""
-    streams.open_missing()
+    stdio.open_missing()
     # torchrun logs every failure several times; the root cause is printed below.
     logging.disable(logging.ERROR)
     # Otherwise restarted ranks reuse the store of the dead ones and read stale keys.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titan_dit.launcher.failure import INTERRUPTED, LEFT, is_launched
 from titan_dit.launcher.signals import Listener
-from titan_dit.system import streams
+from titan_dit.system import stdio
 
 PATIENCE_S = 5.0
 """A rank blocked in a collective with a dead rank leaves after this long, or after twice the last
@@ -133,7 +133,7 @@ class StopRequest:
             if signal.SIGINT in self.heard:
                 os._exit(INTERRUPTED)
             again = "\nfinishing the step and saving; Ctrl-C again exits at once\n"
-            streams.write(sys.stderr, again)
+            stdio.write(sys.stderr, again)
         self.heard.append(number)
 
     def leave_if_stuck(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from titan_dit.system import streams
+from titan_dit.system import stdio
 
 LOSS = "validation_loss"
 """Key of the validation loss in a row of metrics."""
@@ -19,7 +19,7 @@ def say(line: str) -> None:
 
 def mention(line: str) -> None:
     """Print a line of a run; a closed stdout does not stop the run."""
-    streams.write(sys.stdout, line + "\n")
+    stdio.write(sys.stdout, line + "\n")
 
 
 def progress(row: dict[str, Any], steps: int) -> str:

@@ -60,7 +60,7 @@ def apply(
     if is_transformer_engine(precision.float8):
         transformer_engine.convert(model, chosen.keys(), precision.float8)
         return plan
-    convert(model, chosen, precision, sizes.dp_shard * sizes.cp)
+    convert(model, chosen, precision, sizes.product("fsdp"))
     # gloo cannot send float8: without CUDA, tokens are gathered in their own dtype.
     if sizes.tp > 1 and precision.float8 == "tensorwise" and device_type == "cuda":
         return replace(plan, block=float8_styles(plan.block, model))
@@ -106,10 +106,7 @@ def convert(
 
     # FSDP2 cannot all-gather float8 weights from shards of unequal size.
     even = {name for name, shape in chosen.items() if shards and shape.outputs % shards == 0}
-    for config, names in (
-        (gathered, even),
-        (plain, chosen.keys() - even),
-    ):
+    for config, names in ((gathered, even), (plain, chosen.keys() - even)):
         torchao.convert_to_float8_training(model, module_filter_fn=named(names), config=config)
     if gathered is not plain:
         # With tp, torch logs that it reduces each amax over two axes in turn.
@@ -129,8 +126,7 @@ def scale_before_gathers(model: nn.Module) -> None:
         for layer in model.modules()
     ):
         model.register_forward_pre_hook(
-            lambda module, _: torchao.precompute_float8_dynamic_scale_for_fsdp(module),
-            prepend=True,
+            lambda module, _: torchao.precompute_float8_dynamic_scale_for_fsdp(module), prepend=True
         )
 
 
@@ -176,8 +172,7 @@ def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str
             if not all(layers[k] for k in columns) or not isinstance(gathered_from(style), Shard):
                 continue
             replaced[name] = float8_tensor_parallel.PrepareFloat8ModuleInput(
-                input_layouts=style.input_layouts,
-                desired_input_layouts=style.desired_input_layouts,
+                input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
             )
             for k in columns:
                 replaced[k] = float8_tensor_parallel.Float8ColwiseParallel()

@@ -137,9 +137,9 @@ class Mesh:
         """The mesh for FSDP2, over dp_shard and cp; 2D (copies, shard) for HSDP."""
         if self.sizes.product("copies") == 1:
             return self.shard
-        several = [name for name in axes("fsdp") if getattr(self.sizes, name) > 1]
-        if len(several) < 2 and self.copies in axes("copies"):
-            return self.whole[self.copies, (several or [FILL])[0]]
+        others = [name for name in axes("fsdp") if name != FILL and getattr(self.sizes, name) > 1]
+        if not others and self.copies in axes("copies"):
+            return self.whole[self.copies, FILL]
         with warnings.catch_warnings():
             # torch has no other way to combine a plain and a flattened axis.
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")

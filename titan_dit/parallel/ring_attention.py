@@ -118,17 +118,17 @@ def travel_backward(
     moving = torch.stack((k, v))
     incoming = peers.send(moving) if peers.size > 1 else moving
     dq, home = block(moving)
-    resuming = None
+    pending = None
     for hop in range(1, peers.size):
         moving = peers.arrive(incoming)
         incoming = peers.send(moving) if hop < peers.size - 1 else moving
         more, dkv = block(moving)
         dq = dq + more
-        if resuming is not None:
-            dkv = dkv + peers.arrive(resuming)
-        resuming = peers.send(dkv)
-    if resuming is not None:
-        home = home + peers.arrive(resuming)
+        if pending is not None:
+            dkv = dkv + peers.arrive(pending)
+        pending = peers.send(dkv)
+    if pending is not None:
+        home = home + peers.arrive(pending)
     return dq.to(q.dtype), home.to(q.dtype)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TypeAlias
 
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
-from titan_dit.checkpoint.staging import Tensors
+from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.launcher.ranks import Ranks
@@ -14,14 +15,8 @@ from titan_dit.recovery import resume, rollback
 from titan_dit.recovery.progress import Progress
 from titan_dit.recovery.rollback import BadSteps, Rollbacks
 
-
-@dataclass(frozen=True)
-class Restored:
-    """The result of loading a checkpoint."""
-
-    progress: Progress
-    lines: tuple[str, ...]
-    """Console lines."""
+Say: TypeAlias = Callable[..., None]
+"""Prints console lines."""
 
 
 def resumed(
@@ -29,9 +24,10 @@ def resumed(
     run: RunConfig,
     settings: CheckpointConfig,
     identity: resume.Identity,
-    tensors: Tensors,
+    tensors: TensorTree,
     ema: EMA,
-) -> Restored | None:
+    say: Say,
+) -> Progress | None:
     """Load the checkpoint selected by [checkpoint] resume; None to start at step 0. Collective.
 
     Raises UserError if the checkpoint's config or data differs from the run's.
@@ -41,6 +37,7 @@ def resumed(
     if path is None:
         ranks.run_on_first(lambda: resume.check_not_elsewhere(run, settings))
         return None
+    say(*start.messages())
     if not settings.allow_changes:
         resume.check_same_mathematics(path, record, identity)
     load = resume.load_imported if record.get("imported") else resume.load
@@ -50,7 +47,8 @@ def resumed(
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
     if ranks.is_first:
         resume.set_aside_newer(checkpoints, start)
-    return Restored(progress, (*start.messages(), f"resumed from {path}"))
+    say(f"resumed from {path}")
+    return progress
 
 
 def rolled_back(
@@ -58,9 +56,10 @@ def rolled_back(
     run: RunConfig,
     config: FaultsConfig,
     bad: BadSteps,
-    tensors: Tensors,
+    tensors: TensorTree,
     ema: EMA,
-) -> Restored:
+    say: Say,
+) -> Progress:
     """Load the newest checkpoint before the bad steps, or raise UserError. Collective."""
     checkpoints.wait()
     start = resume.newest_before(checkpoints, bad.first)
@@ -69,5 +68,5 @@ def rolled_back(
     rollbacks = Ranks().run_on_first(lambda: rollback.roll_back(*context, bad, start))
     assert start.path
     resume.load(start.path, start.record, tensors, ema)
-    lines = *start.messages(), bad.message(start.path)
-    return Restored(Progress.of(start.record, rollbacks), lines)
+    say(*start.messages(), bad.message(start.path))
+    return Progress.of(start.record, rollbacks)

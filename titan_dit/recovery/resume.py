@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.checkpoint import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
-from titan_dit.checkpoint.staging import Tensors
+from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import catalog
 from titan_dit.config.config_file import (
@@ -33,7 +33,7 @@ from titan_dit.launcher.failure import is_restarted
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
 
-WHAT_WEIGHTS_ARE = ("name", "prediction", "noise_schedule", "steps", "learn_sigma")
+WHAT_WEIGHTS_ARE = ("name", "prediction", "noise_schedule", "schedule", "steps", "learn_sigma")
 """Keys of [objective] that define the network's prediction."""
 
 
@@ -255,7 +255,7 @@ def check_same_mathematics(path: Location, record: Mapping[str, Any], identity: 
         )
 
 
-def load(path: Location, record: Mapping[str, Any], tensors: Tensors, ema: EMA) -> None:
+def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
     """Load a verified checkpoint in place; an EMA that it lacks starts at the weights."""
     saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
     kept = {decay: average for decay, average in ema.averages.items() if decay in saved}
@@ -263,7 +263,7 @@ def load(path: Location, record: Mapping[str, Any], tensors: Tensors, ema: EMA) 
     ema.restart(except_for=saved)
 
 
-def load_imported(path: Location, record: Mapping[str, Any], tensors: Tensors, ema: EMA) -> None:
+def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
     """Load imported weights into a new run; every EMA starts at the imported one.
 
     AdamW's moments start at zero unless the checkpoint has them.

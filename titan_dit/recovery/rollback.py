@@ -70,9 +70,7 @@ def read(folder: Path) -> Rollbacks:
         return Rollbacks()
     values = json.loads((folder / FILE).read_text())
     return Rollbacks(
-        tuple(Skipped(*entry) for entry in values["skipped"]),
-        values["in_vain"],
-        values["reached"],
+        tuple(Skipped(*entry) for entry in values["skipped"]), values["in_vain"], values["reached"]
     )
 
 

@@ -7,6 +7,7 @@ Two layouts: loop (rank r holds stages r, r + pp, r + 2 pp, ...), and V (rank r 
 from __future__ import annotations
 
 from titan_dit.config.section import UserError, show
+from titan_dit.schedules.action import Order, number
 from titan_dit.schedules.schedule import schedule_of
 
 
@@ -61,3 +62,25 @@ def check_schedule(
     if num_microbatches < 1:
         raise UserError(f"A pipeline step needs at least one microbatch, not {num_microbatches}.")
     schedule_of(schedule).check(schedule, num_ranks, num_microbatches, num)
+
+
+def pipeline_order(
+    schedule: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
+) -> Order:
+    """The actions of every pipeline rank in a step. Raises UserError as `check_schedule` does."""
+    check_schedule(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        virtual_stages=virtual_stages,
+    )
+    num = stages_per_rank(schedule, virtual_stages)
+    program = schedule_of(schedule).program
+    return tuple(
+        tuple(
+            action
+            for action in number(program(rank, num_ranks, num_microbatches, num))
+            if action.microbatch < num_microbatches
+        )
+        for rank in range(num_ranks)
+    )

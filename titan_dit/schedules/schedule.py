@@ -28,6 +28,11 @@ class Schedule:
     check: Callable[[str, int, int, int], None] = lambda name, p, m, v: None
     """(name, p, m, v): raise UserError if the schedule does not support m microbatches."""
 
+    def __post_init__(self) -> None:
+        """Stages lie in a V or are interleaved."""
+        if self.v_shaped and self.interleaved:
+            raise UserError(f"{KEY}: a Schedule is v_shaped or interleaved, not both.")
+
 
 def schedule_of(name: str) -> Schedule:
     """The schedule that [pipeline] schedule names; UserError if there is none."""

@@ -20,8 +20,9 @@ def replacing(file: Path, mark: str = "") -> Iterator[Path]:
         with aside.open("rb") as written:
             os.fsync(written.fileno())
         aside.replace(file)
-    finally:
+    except BaseException:
         aside.unlink(missing_ok=True)
+        raise
     sync_folder(file.parent)
 
 

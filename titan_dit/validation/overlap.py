@@ -12,7 +12,7 @@ import torch
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
 from titan_dit.launcher.process_group import World
-from titan_dit.system import streams
+from titan_dit.system import stdio
 
 BATCH = 256
 REPORT_EVERY_S = 10.0
@@ -37,7 +37,7 @@ def check_overlap(
             said = time.monotonic()
             left = (said - began) / done * (len(mine) - done)
             text = f"[validation] compared {done * world.size:,} of {len(training):,} rows of "
-            streams.write(sys.stderr, f"{text}[data] with {path}  ETA {left:.0f} s\n")
+            stdio.write(sys.stderr, f"{text}[data] with {path}  ETA {left:.0f} s\n")
     shared = set().union(*world.gather(found))
     if shared:
         raise UserError(

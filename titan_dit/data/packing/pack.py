@@ -22,6 +22,7 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import (
     CLAIM,
@@ -35,7 +36,7 @@ from titan_dit.data.manifest import (
 )
 from titan_dit.data.packing.claim import claimed
 from titan_dit.data.packing.images import read_image
-from titan_dit.data.packing.shard_job import DTYPES, ChunkRecord, Plan, read_record, writing
+from titan_dit.data.packing.shard_job import ChunkRecord, PackPlan, read_record, writing
 from titan_dit.data.packing.workers import Progress, pack_here, run_workers
 
 DROPPED = "dropped.json"
@@ -57,7 +58,7 @@ def make_plan(
     image_size: int | None = None,
     shard_size: int | None = None,
     text: str | None = None,
-) -> Plan:
+) -> PackPlan:
     """List a folder and plan its shards."""
     listing, stated = list_folder(source, num_classes, classes), read_folder_manifest(source)
     pictures = listing.kind == "images"
@@ -77,9 +78,9 @@ def make_plan(
         "shift": agreed("shift", shift, stated["shift"], 127.5 if pictures else 0.0, source),
         "value_range": [0.0, 255.0] if pictures else None,
     }
-    bytes_each = math.prod(shape) * DTYPES[dtype].itemsize
+    bytes_each = math.prod(shape) * STORED_DTYPES[dtype].itemsize
     size = shard_size or max(1, SHARD_BYTES // bytes_each)
-    return Plan(listing, output.resolve().name, shape, dtype, size, image_size, about)
+    return PackPlan(listing, output.resolve().name, shape, dtype, size, image_size, about)
 
 
 def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tuple[int, int, int]:
@@ -119,7 +120,7 @@ def read_sample(listing: Listing, path: Path, image_size: int | None) -> Shaped[
 
 
 def pack(
-    plan: Plan, output: Path, workers: int, progress: Progress
+    plan: PackPlan, output: Path, workers: int, progress: Progress
 ) -> list[tuple[int, str]] | None:
     """Write the shards and the manifest; return the dropped files, or None if already packed."""
     check_output(plan, output)
@@ -163,7 +164,7 @@ def pack(
     return [drop for record in records for drop in record.dropped]
 
 
-def check_output(plan: Plan, output: Path) -> None:
+def check_output(plan: PackPlan, output: Path) -> None:
     """Refuse an output that is inside the input, or holds anything but this plan's files."""
     root = plan.listing.root.resolve()
     if output.resolve() == root or root in output.resolve().parents:
@@ -202,7 +203,7 @@ def has_size(output: Path, file: str, size: int) -> bool:
     return (output / file).is_file() and (output / file).stat().st_size == size
 
 
-def restore_records(plan: Plan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
+def restore_records(plan: PackPlan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
     """Turn the manifest of a dataset with lost shards back into chunk records.
 
     `find_finished` then returns the chunks to keep. A chunk is packed again if its shard or the
@@ -224,7 +225,7 @@ def restore_records(plan: Plan, output: Path, digest: str, manifest: dict[str, A
     (output / MANIFEST).unlink()
 
 
-def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, ChunkRecord]:
+def find_finished(plan: PackPlan, output: Path, digest: str) -> dict[int, ChunkRecord]:
     """Return the records of finished chunks, from this run or an earlier one."""
     found = {}
     for chunk in range(plan.num_chunks):
@@ -234,7 +235,7 @@ def find_finished(plan: Plan, output: Path, digest: str) -> dict[int, ChunkRecor
     return found
 
 
-def write_all(plan: Plan, output: Path, digest: str, records: list[ChunkRecord]) -> None:
+def write_all(plan: PackPlan, output: Path, digest: str, records: list[ChunkRecord]) -> None:
     """Write the list of dropped files, then the manifest; then delete the chunk records."""
     names = plan.listing.names
     dropped = [
@@ -261,7 +262,7 @@ def write_all(plan: Plan, output: Path, digest: str, records: list[ChunkRecord])
     clean(plan, output)
 
 
-def clean(plan: Plan, output: Path, all_of_it: bool = False) -> None:
+def clean(plan: PackPlan, output: Path, all_of_it: bool = False) -> None:
     """Delete the files for resuming; with `all_of_it`, also the shards and the folder."""
     endings = "json|safetensors" if all_of_it else "json"
     leftover = (
@@ -276,7 +277,7 @@ def clean(plan: Plan, output: Path, all_of_it: bool = False) -> None:
             output.rmdir()
 
 
-def classes_without_samples(plan: Plan, dropped: list[tuple[int, str]]) -> list[int]:
+def classes_without_samples(plan: PackPlan, dropped: list[tuple[int, str]]) -> list[int]:
     """Return the classes whose files were all dropped."""
     labels = plan.listing.labels
     lost = torch.bincount(labels[[row for row, _ in dropped]], minlength=plan.listing.num_classes)

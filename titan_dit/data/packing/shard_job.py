@@ -26,16 +26,15 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing
 from titan_dit.data.manifest import write_json
 from titan_dit.data.packing.images import read_image
 from titan_dit.system.files import write_whole
 
-DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
-
 
 @dataclass(frozen=True)
-class Plan:
+class PackPlan:
     """Everything that determines the shards' bytes; not the workers or the output path."""
 
     listing: Listing
@@ -74,7 +73,7 @@ class Plan:
         if self.listing.kind == "images":
             return read_image(path, self.image_size, self.shape)
         latent = read_latent(path, self.shape)
-        packed = latent.to(DTYPES[self.dtype])
+        packed = latent.to(STORED_DTYPES[self.dtype])
         if self.dtype == "float16" and packed.isinf().any():
             raise BadFileError("not finite in float16: above 65504. Pack with --dtype float32")
         return packed
@@ -94,12 +93,12 @@ class ChunkRecord:
 
 
 def pack_chunk(
-    plan: Plan, digest: str, output: Path, chunk: int, report: Callable[[int, int], None]
+    plan: PackPlan, digest: str, output: Path, chunk: int, report: Callable[[int, int], None]
 ) -> None:
     """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
     rows = plan.rows(chunk)
     dropped: list[tuple[int, str]] = []
-    latents = torch.empty(len(rows), *plan.shape, dtype=DTYPES[plan.dtype])
+    latents = torch.empty(len(rows), *plan.shape, dtype=STORED_DTYPES[plan.dtype])
     kept: list[int] = []
     for row in rows:
         try:
@@ -149,12 +148,7 @@ def read_record(output: Path, stem: str) -> ChunkRecord | None:
 
 
 def work(
-    plan: Plan,
-    output: Path,
-    chunks: list[int],
-    counts: Any,
-    place: int,
-    errors: Connection,
+    plan: PackPlan, output: Path, chunks: list[int], counts: Any, place: int, errors: Connection
 ) -> None:
     """Entry point of a worker process: packs its chunks, counts in shared memory.
 

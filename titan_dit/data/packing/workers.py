@@ -13,13 +13,13 @@ from pathlib import Path
 
 from titan_dit.config.section import UserError
 from titan_dit.data.packing import shard_job
-from titan_dit.data.packing.shard_job import Plan, pack_chunk
+from titan_dit.data.packing.shard_job import PackPlan, pack_chunk
 
 Progress = Callable[[int, int], None]
 """Called often with (files done, of which dropped)."""
 
 
-def pack_here(plan: Plan, output: Path, todo: list[int], progress: Progress) -> None:
+def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress) -> None:
     """Pack the chunks of `todo` in this process."""
     digest, counts = plan.digest(), [0, 0]
 
@@ -36,7 +36,7 @@ def pack_here(plan: Plan, output: Path, todo: list[int], progress: Progress) -> 
 
 
 def run_workers(
-    plan: Plan, output: Path, todo: list[int], workers: int, progress: Progress
+    plan: PackPlan, output: Path, todo: list[int], workers: int, progress: Progress
 ) -> None:
     """Pack the chunks of `todo` in worker processes; worker i takes todo[i::workers]."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.

@@ -23,7 +23,7 @@ USED = ("model", "objective", "ema")
 
 
 @dataclass(frozen=True)
-class Restored:
+class TrainedModel:
     """A network with trained weights, its config and its objective."""
 
     path: Location
@@ -85,7 +85,9 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def restore(path: Location, weights: str, decay: float | None, device: torch.device) -> Restored:
+def load_trained(
+    path: Location, weights: str, decay: float | None, device: torch.device
+) -> TrainedModel:
     """Build a checkpoint's network and load its "ema" or "model" weights.
 
     "ema" falls back to "model" if the run has no EMA.
@@ -112,4 +114,4 @@ def restore(path: Location, weights: str, decay: float | None, device: torch.dev
         checkpoint.load(path, {"model": tensors})
         weights = "model"
     bound = objective.build(model_config, objective.facts(record["data"]))
-    return Restored(path, record["step"], model_config, bound, model.eval(), weights)
+    return TrainedModel(path, record["step"], model_config, bound, model.eval(), weights)
