@@ -199,7 +199,7 @@ def test_a_hook_that_raises_is_named_and_the_run_ends_in_good_order(folder):
 REFUSED = [
     (("--model.name", "mine.gpt:GTPConfig"), "Did you mean GPTConfig?"),
     (("--model.name", "mine.gtp:GPTConfig"), "there is no module mine.gtp, neither installed nor"),
-    (("--model.name", "mine.gpt:Windows"), "Windows in .*gpt.py has no spec \\(the network"),
+    (("--model.name", "mine.gpt:Windows"), "Windows in .*gpt.py has no spec \\(the ModelSpec"),
     (("--data.name", "digits"), "has the fields latent, label, but \\[objective\\] takes text"),
     (("--objective.name", "ddpm"), 'GPTConfig" has no num_classes, sample_shape'),
     (("--sampling.every", "5"), "has no preview. Set every = 0"),
