@@ -1,0 +1,67 @@
+"""Links and quoted messages of the documentation."""
+
+import ast
+import re
+
+import pytest
+from commands import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
+
+
+def anchors(page):
+    """GitHub's anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title.lower()) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        found = page.parent / file if file else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def messages():
+    """All texts of the package, the shell scripts included; values of f-strings are blanks."""
+    texts = [(ROOT / name).read_text() for name in ("scripts/environment.sh", "run_train.sh")]
+    for file in (ROOT / "titan_dit").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                ]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_messages_that_troubleshooting_quotes_exist():
+    """The words of a quote between its values, where three or more stand together."""
+    page, known = (ROOT / "docs" / "troubleshooting.md").read_text(), messages()
+    quotes = re.findall(r"^\| (`[^|]*`)[^|]* \|", page, re.MULTILINE)
+    words = [
+        " ".join(run)
+        for quote in re.findall(r"`([^`]+)`", "\n".join(quotes))
+        for run in runs_of_words(quote)
+    ]
+    assert len(words) > 20
+    assert [run for run in words if run not in known] == []
+
+
+def runs_of_words(quote):
+    """Three or more plain words in a row."""
+    run = []
+    for word in [*quote.split(), ""]:
+        if re.fullmatch(r"[a-z][a-z'-]*[.,;]?", word):
+            run.append(word)
+        else:
+            if len(run) > 2:
+                yield run
+            run = []
