@@ -22,7 +22,7 @@ from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.launcher.watchdog import Watchdog
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
-from titan_dit.observe.flops import Work
+from titan_dit.observe.flops import Work, peak_tflops
 from titan_dit.observe.meter import Meter, peak_gib
 from titan_dit.observe.metrics import Row, row_of
 from titan_dit.observe.profile import Profile
@@ -60,7 +60,7 @@ class Trainer:
         self.built = built = build(plan, self.objective, self.mesh, device)
         self.executor, self.parameters = built.executor, built.parameters
         sizes = plan.global_batch_size, plan.spec.num_tokens, built.flops_per_sample
-        self.work = Work.of(*sizes, world.size, device, plan.precision.dtype)
+        self.work = Work(*sizes, world.size, peak_tflops(device, plan.precision.dtype))
 
         self.optimizer = build_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema)

@@ -1,7 +1,7 @@
 """A step reads no tensor's value on the host, and leaves no tensor in a reference cycle.
 
 On a GPU the host would wait for the value, and the device run dry; and memory that a cycle holds is
-not free before Python's collector has run, which is seldom (see `garbage.py`).
+freed only when Python's garbage collector runs (system/garbage_collection.py).
 """
 
 import gc

@@ -44,13 +44,6 @@ class Work:
     peak_tflops: float | None
     """Of one rank's device; None if unknown."""
 
-    @classmethod
-    def of(
-        cls, samples: int, tokens: int, flops: int, ranks: int, device: torch.device, dtype: str
-    ) -> Work:
-        """Work of a run with `dtype` of [precision] on one `device` per rank."""
-        return cls(samples, tokens, flops, ranks, peak_tflops(device, dtype))
-
     def rates(self, step_ms: float) -> dict[str, float | None]:
         """Throughput and MFU of a step of `step_ms`, by the keys of metrics.jsonl."""
         samples_per_s = self.samples / step_ms * 1e3

@@ -38,8 +38,5 @@ def schedule_of(name: str) -> Schedule:
     """The schedule that [pipeline] schedule names; UserError if there is none."""
     found = look_up(catalog.SCHEDULES, KEY, name)
     if not isinstance(found, Schedule):
-        raise UserError(
-            f"{KEY}={show(name)} is a {type(found).__name__}, not a "
-            "titan_dit.schedules.schedule.Schedule."
-        )
+        raise UserError(f"{KEY}={show(name)} is a {type(found).__name__}, not a Schedule.")
     return found
