@@ -94,7 +94,7 @@ def test_orders_of_one_stage_per_rank_are_what_torch_runs(schedule):
             assert render(order) == as_torch_runs_it(schedule, p, m), (p, m)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[2:])
+@pytest.mark.parametrize("schedule", [*CLASSES][2:])
 def test_orders_of_several_stages_per_rank_are_what_torch_plans(schedule):
     for p, v, m, order in cases(schedule):
         # With one stage per rank we take any number of microbatches, torch only equal rounds.

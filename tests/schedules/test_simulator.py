@@ -3,7 +3,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from known import SCHEDULES, V_SHAPED
+from known import SCHEDULES, SPLIT_BACKWARD, V_SHAPED
 from order_text import from_csv, parse
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
@@ -51,7 +51,7 @@ def test_v_schedules_are_idle_only_until_the_first_forward_arrives(schedule):
             assert idle(schedule, p, m) == pytest.approx((p - 1) / (6 * m + p - 1)), (p, m)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[3:])
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
 def test_zero_bubble_schedules_are_idle_for_less_than_half_of_1f1b(schedule):
     for p, m in GRID:
         if m >= 2 * p > 2 and m % p == 0:
