@@ -42,6 +42,18 @@ SCHEDULES = {
 }
 """Pipeline schedules by [pipeline] schedule."""
 
+SAMPLERS = {
+    "ddpm": {
+        "ddim": "titan_dit.diffusion.samplers.discrete:ddim",
+        "ddpm": "titan_dit.diffusion.samplers.discrete:ddpm",
+    },
+    "rectified_flow": {
+        "heun": "titan_dit.diffusion.samplers.ode:heun",
+        "euler": "titan_dit.diffusion.samplers.ode:euler",
+    },
+}
+"""Objective -> name -> its samplers; the first is what "auto" takes."""
+
 TENSOR_PLANS = {"dit": "titan_dit.parallel.plans.dit:plan"}
 """Tensor plans by [model] name."""
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.config import catalog
 from titan_dit.config.dotted_names import look_up
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
@@ -18,18 +19,6 @@ from titan_dit.diffusion.guidance import guided, scales
 from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.rng import SampleRNG
-
-# The samplers of each kind of diffusion; "auto" takes the first.
-SAMPLERS = {
-    "ddpm": {
-        "ddim": "titan_dit.diffusion.samplers.discrete:ddim",
-        "ddpm": "titan_dit.diffusion.samplers.discrete:ddpm",
-    },
-    "rectified_flow": {
-        "heun": "titan_dit.diffusion.samplers.ode:heun",
-        "euler": "titan_dit.diffusion.samplers.ode:euler",
-    },
-}
 
 
 @runtime_checkable
@@ -51,8 +40,8 @@ class Drawing(Protocol):
 
 def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sampler") -> Sampler:
     """The sampler `name` of a path ("auto": its first); UserError if it does not fit."""
-    table = SAMPLERS.get(path.name, {})
-    if name not in table and any(name in others for others in SAMPLERS.values()):
+    table = catalog.SAMPLERS.get(path.name, {})
+    if name not in table and any(name in others for others in catalog.SAMPLERS.values()):
         raise UserError(
             f"{where}={show(name)} does not fit [objective] name={show(path.name)}. "
             f"Valid: auto, {', '.join(table)}."

@@ -130,13 +130,13 @@ class Diffusion(Objective):
     def loss(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
-        """See `Path.loss`."""
+        """See `ProbabilityPath.loss`."""
         return self.path.loss(predictions["prediction"], targets)
 
     def terms(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
-        """See `Path.terms`."""
+        """See `ProbabilityPath.terms`."""
         return self.path.terms(predictions["prediction"], targets)
 
     def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:

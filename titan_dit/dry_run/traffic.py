@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -187,10 +187,12 @@ def group_name(args: Sequence[Any]) -> str:
 
 def axes_of(mesh: Mesh) -> dict[str, tuple[str, int]]:
     """(axis, size) of every process group of a mesh, by group name."""
-    parts = {"data": mesh.data, "loss": mesh.loss, "shard": mesh.shard}
+    parts = {"data": mesh.data, "loss": mesh.loss, "shard": mesh.shard, "copies": mesh.copies}
     parts |= {axis: mesh.whole[axis] for axis in mesh.whole.mesh_dim_names or ()}
-    sharding = [name for name in axes("fsdp") if name == FILL or getattr(mesh.sizes, name) > 1]
-    titles = {"shard": " x ".join(sharding)}
+    sizes = asdict(mesh.sizes)
+    sharding = [name for name in axes("fsdp") if name == FILL or sizes[name] > 1]
+    copies = [name for name in axes("copies") if sizes[name] > 1]
+    titles = {"shard": " x ".join(sharding), "copies": " x ".join(copies)}
     found = {
         str(part.get_group().group_name): (titles.get(name, name), part.size())
         for name, part in parts.items()

@@ -160,7 +160,6 @@ class Objective:
         """
         return {}
 
-    @abstractmethod
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
     ) -> Preview:

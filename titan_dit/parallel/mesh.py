@@ -27,8 +27,10 @@ def axis(
 ) -> Any:
     """A mesh axis and the roles of its ranks.
 
-    `samples`: they read different samples. `copies`: they hold equal parameters. `fsdp`: FSDP
-    shards parameters over them. `loss`: each has a share of the loss.
+    `samples`: they read different samples. `copies`: they hold equal parameters, and
+    FSDP all-reduces their gradients. `fsdp`: FSDP shards parameters over them. `loss`: each has a
+    share of the loss. With neither `copies` nor `fsdp`, the parameters must differ between the
+    ranks, as along pp, or be DTensors over them, as along tp: the gradient norm relies on it.
     """
     return field(default=1, metadata=dict(samples=samples, copies=copies, fsdp=fsdp, loss=loss))
 
@@ -118,10 +120,8 @@ class Mesh:
         self.data = self.whole[axes("samples")]._flatten("data")
         self.shard = self.whole[axes("fsdp")]._flatten("shard")
         self.loss = self.whole[axes("loss")]._flatten("loss")
-        self.copies = axes("copies")[0]
-        if len(axes("copies")) > 1:
-            self.copies = "copies"
-            self.whole[axes("copies")]._flatten(self.copies)
+        copies, several = self.whole[axes("copies")], len(axes("copies")) > 1
+        self.copies = copies._flatten("copies") if several else copies
 
     def axis(self, name: str) -> DeviceMesh:
         """The 1D submesh of an axis."""
@@ -138,12 +138,13 @@ class Mesh:
         if self.sizes.product("copies") == 1:
             return self.shard
         others = [name for name in axes("fsdp") if name != FILL and getattr(self.sizes, name) > 1]
-        if not others and self.copies in axes("copies"):
-            return self.whole[self.copies, FILL]
+        (copies,) = self.copies.mesh_dim_names or ()
+        if not others and copies in axes("copies"):
+            return self.whole[copies, FILL]
         with warnings.catch_warnings():
             # torch has no other way to combine a plain and a flattened axis.
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-            return self.whole[self.copies, "shard"]
+            return self.whole[copies, "shard"]
 
     @property
     def speaks_for_samples(self) -> bool:
