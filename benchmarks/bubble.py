@@ -27,7 +27,7 @@ from titan_dit.execution.base import Output, Shapes
 from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.objectives.base import Prepared
 from titan_dit.schedules.action import Kind
-from titan_dit.schedules.layout import pipeline_order, rank_of_stage, stages_of_rank
+from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.schedules.schedule import schedule_of
 from titan_dit.schedules.simulator import Costs, simulate
 

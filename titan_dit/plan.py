@@ -27,7 +27,7 @@ from titan_dit.parallel.mesh import AxisSizes, solve
 from titan_dit.parallel.tensor import TensorPlan, uncut
 from titan_dit.schedules.action import Order
 from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
-from titan_dit.schedules.layout import (
+from titan_dit.schedules.placement import (
     check_schedule,
     pipeline_order,
     rank_of_stage,

@@ -115,7 +115,7 @@ class Trainer:
                 if logged or validated:
                     self.report(reading, lr, self.validate() if validated else {})
             self.call_hooks("step_ended", stop)
-            if self.guard.limit:
+            if self.guard.streak_end:
                 self.roll_back()
                 batches, first_step = self.batches(), self.step + 1
                 continue
@@ -142,7 +142,7 @@ class Trainer:
         every = self.config.checkpoint.every
         if self.guard.unread:
             self.read_guard()
-        if self.guard.limit:
+        if self.guard.streak_end:
             self.roll_back()
         elif every and self.step >= first_step and not self.due(every):
             self.save()

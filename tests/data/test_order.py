@@ -117,7 +117,7 @@ def test_ranks_that_do_not_divide_the_batch_repeat_their_last_sample(batch, rank
         numbers, after = plan(cursor)
         found = []
         for order, part in zip(orders, parts, strict=True):
-            assert len(part[step]) == order.num_rows == (rows or -(-batch // ranks))
+            assert len(part[step]) == order.padded_size == (rows or -(-batch // ranks))
             real, filler = part[step][: order.num_real], part[step][order.num_real :]
             assert [n for n, _ in real] == list(order.share(cursor)) != []
             assert set(filler) <= {real[-1]}

@@ -53,10 +53,10 @@ def test_what_is_not_finite_is_bad_whenever_one_looks(every):
 def test_a_row_of_bad_steps_ends_with_a_good_one():
     norms = [1.0, math.nan, math.nan, 1.0, math.nan, math.nan, math.nan]
     _, guard = verdicts(norms[:6], max_consecutive_bad_steps=3)
-    assert guard.limit is None
+    assert guard.streak_end is None
     _, guard = verdicts(norms, max_consecutive_bad_steps=3)
-    assert (guard.num_consecutive, guard.streak, guard.limit) == (3, (5, 32), (7, 48))
-    assert verdicts(norms, max_consecutive_bad_steps=0)[1].limit is None
+    assert (guard.num_consecutive, guard.streak, guard.streak_end) == (3, (5, 32), (7, 48))
+    assert verdicts(norms, max_consecutive_bad_steps=0)[1].streak_end is None
 
 
 @pytest.mark.parametrize("looked_at", [6, 7, 9, 12])
@@ -68,7 +68,7 @@ def test_it_does_not_matter_when_a_row_that_is_too_long_is_looked_at(looked_at):
         guard.check(step, 8 * (step - 1), norm, norm)
     bad = guard.read(alone).bad
     assert [step.step for step in bad] == [4, 5, 6]
-    assert (guard.streak, guard.limit, guard.num_consecutive) == ((4, 24), (6, 40), 3)
+    assert (guard.streak, guard.streak_end, guard.num_consecutive) == ((4, 24), (6, 40), 3)
 
 
 def by_hand(norms, ratio, after):

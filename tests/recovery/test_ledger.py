@@ -65,7 +65,7 @@ def roll_back(folder, checkpoints, config, steps):
     """As the trainer, but without verifying the files."""
     older = [path for path in checkpoints.complete() if step_of(path) < steps.first]
     start = Start(older[-1], {"step": step_of(older[-1])}) if older else Start()
-    return start.path, rollback.roll_back(folder, checkpoints, config, steps, start)
+    return start.path, rollback.record_rollback(folder, checkpoints, config, steps, start)
 
 
 def bad(first, last, batch=10):

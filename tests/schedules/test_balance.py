@@ -5,7 +5,7 @@ import pytest
 
 from titan_dit.config.section import UserError
 from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
-from titan_dit.schedules.layout import pipeline_order
+from titan_dit.schedules.placement import pipeline_order
 from titan_dit.schedules.simulator import simulate, stage_costs
 
 

@@ -12,8 +12,8 @@ from order_text import render
 
 from titan_dit.config.section import UserError
 from titan_dit.schedules.action import Kind, peak_activations
-from titan_dit.schedules.layout import pipeline_order, stages_of_rank, stages_per_rank
 from titan_dit.schedules.looped import rounds_are_equal
+from titan_dit.schedules.placement import pipeline_order, stages_of_rank, stages_per_rank
 from titan_dit.schedules.proof import check
 
 CLASSES = {

@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import (
     _simulate_comms_compute,
 )
 
-from titan_dit.schedules.layout import pipeline_order, rank_of_stage, stages_per_rank
+from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_per_rank
 
 P, M = 4, 8
 

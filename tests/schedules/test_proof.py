@@ -6,7 +6,7 @@ from known import SCHEDULES
 from order_text import from_csv
 
 from titan_dit.schedules.action import Action, Kind
-from titan_dit.schedules.layout import pipeline_order, stages_per_rank
+from titan_dit.schedules.placement import pipeline_order, stages_per_rank
 from titan_dit.schedules.proof import check, execution, inputs_of, num_stages_of, output_of
 
 P, M = 3, 6

@@ -123,7 +123,7 @@ class Watched:
         return True if is_stale else None
 
     def at(self, stamp: float) -> Watched:
-        """Updated with the time stamp of a new look."""
+        """The lock as seen at a later poll; `stamp`: its modification time then."""
         if stamp == self.stamp:
             return self
         return replace(self, stamp=stamp, silent_s=-self.watched_s, was_renewed=True)

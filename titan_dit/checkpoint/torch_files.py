@@ -169,4 +169,4 @@ class DigestedDisk(Digested, filesystem.FileSystem):
 
 
 class DigestedRemote(Digested, RemoteFiles):
-    """torch's fsspec files, digested."""
+    """torch's fsspec files, with the SHA-256 of each written file."""

@@ -12,7 +12,7 @@ from titan_dit.parallel.mesh import axes
 from titan_dit.parallel.tensor import TensorPlan, shard_dim
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.balance import check_split
-from titan_dit.schedules.layout import check_schedule
+from titan_dit.schedules.placement import check_schedule
 from titan_dit.schedules.proof import check
 
 

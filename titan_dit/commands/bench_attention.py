@@ -78,7 +78,7 @@ def main(options: Options) -> None:
     heads, head_dim = options.shape
     console.say(
         f"{options.batch} samples, {heads} heads of {head_dim} channels, {options.dtype}, "
-        f"{place(device)['device']}"
+        f"{describe_device(device)['device']}"
     )
     rows, refused = [], {}
     for tokens in options.tokens:
@@ -95,7 +95,7 @@ def main(options: Options) -> None:
     for name, reason in refused.items():
         console.say(f"{name}: {reason}")
     if options.out:
-        found = {"benchmark": "attention", **place(device), "batch": options.batch}
+        found = {"benchmark": "attention", **describe_device(device), "batch": options.batch}
         found |= {"heads": heads, "head_dim": head_dim, "dtype": options.dtype}
         path = Path(options.out)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def as_text(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def place(device: torch.device) -> dict[str, Any]:
+def describe_device(device: torch.device) -> dict[str, Any]:
     """Describe the device and torch's version."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     found = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}

@@ -78,7 +78,7 @@ class NumberedSamples:
     def __getitems__(self, pairs: list[tuple[int, int]]) -> Stored | UserError:
         """Read the rows of a batch.
 
-        Errors are returned, as raising in a worker prints a traceback. A failed read is a
+        Errors are returned, because raising in a worker prints a traceback. A failed read becomes a
         Disruption, to be retried: the files were checked when the source was opened.
         """
         try:
@@ -149,7 +149,7 @@ def load(
     reads. Copies to a GPU are asynchronous, through pinned memory.
     """
     total_weight = float(order.plan.global_batch_size)
-    weight = (torch.arange(order.num_rows, device=device) < order.num_real).float()
+    weight = (torch.arange(order.padded_size, device=device) < order.num_real).float()
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital'")

@@ -89,7 +89,7 @@ def epoch_permutation(seed: int, epoch: int, num_rows: int) -> Tensor:
 class RankOrder:
     """One data-parallel rank's share of every batch: (sample number, row) pairs.
 
-    Shares are contiguous and differ by at most one sample. Every rank reads `rows` samples: it
+    Shares are contiguous and differ by at most one sample. Every rank reads `size` samples: it
     pads its share with copies of its last sample, which have weight 0.
     """
 
@@ -97,14 +97,14 @@ class RankOrder:
     epochs: EpochOrder
     rank: int
     num_ranks: int
-    rows: int | None = None
+    size: int | None = None
     """Samples per rank including padding; None for the largest share."""
 
     @property
     def bounds(self) -> SampleRange:
         """(first, end) of the share within a batch; never empty."""
-        size = self.plan.global_batch_size
-        return self.rank * size // self.num_ranks, (self.rank + 1) * size // self.num_ranks
+        batch = self.plan.global_batch_size
+        return self.rank * batch // self.num_ranks, (self.rank + 1) * batch // self.num_ranks
 
     @property
     def num_real(self) -> int:
@@ -113,9 +113,9 @@ class RankOrder:
         return end - first
 
     @property
-    def num_rows(self) -> int:
+    def padded_size(self) -> int:
         """Samples per rank including padding."""
-        return self.rows or -(-self.plan.global_batch_size // self.num_ranks)
+        return self.size or -(-self.plan.global_batch_size // self.num_ranks)
 
     def share(self, cursor: int) -> Sequence[int]:
         """Return the rank's unpadded sample numbers of the step that starts at `cursor`."""
@@ -126,5 +126,5 @@ class RankOrder:
         while True:
             mine = self.share(cursor)
             pairs = list(zip(mine, self.epochs.rows(mine), strict=True))
-            yield pairs + pairs[-1:] * (self.num_rows - len(pairs))
+            yield pairs + pairs[-1:] * (self.padded_size - len(pairs))
             _, cursor = self.plan(cursor)

@@ -60,7 +60,7 @@ class ProbabilityPath(Protocol):
 
     @property
     def last_timestep(self) -> int:
-        """The noisiest timestep, in the network's unit; the cleanest is 0."""
+        """The noisiest timestep, in the network's unit; timestep 0 is clean data."""
 
     @property
     def most_sampling_steps(self) -> int | None:
@@ -95,7 +95,7 @@ class ProbabilityPath(Protocol):
         """The terms whose sum is `loss`, by name."""
 
     def process(self, predict: Predict, channels: int) -> Any:
-        """Wrap the network for the samplers of this path."""
+        """What this path's samplers call: (x, t) -> velocity for flows, a `Denoiser` for DDPM."""
 
 
 @runtime_checkable

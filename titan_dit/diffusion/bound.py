@@ -1,4 +1,4 @@
-"""The variational bound of discrete diffusion, in bits (arXiv:2006.11239 sec. 2 and 3.3)."""
+"""The variational bound of discrete-time diffusion, in bits (arXiv:2006.11239 sec. 2 and 3.3)."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class DDPM(DiffusionConfig):
         return least + (spread + 1) / 2 * (most - least)
 
     def process(self, predict: Predict, channels: int) -> Reverse:
-        """Wrap the network for the samplers of discrete diffusion."""
+        """The `Denoiser` that the samplers of discrete diffusion call."""
         return Reverse(self, predict, channels)
 
 

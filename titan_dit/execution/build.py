@@ -76,7 +76,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
             plan.precision,
             plan.remat,
             plan.compile,
-            rows=plan.microbatch_size * plan.tokens_per_rank,
+            tokens=plan.microbatch_size * plan.tokens_per_rank,
         )
         parts[stage] = model
     return parts, count, flops

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _Pipelin
 
 from titan_dit.models.base import Model
 
-KEYWORD = "static."
+KEYWORD = "side."
 """Prefix of the side inputs' names, which torch passes as keywords."""
 
 
@@ -106,9 +106,9 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """Called by torch with the first stage's input or a stream, and with our keywords."""
-        static = {k.removeprefix(KEYWORD): v for k, v in kwargs.items() if k.startswith(KEYWORD)}
+        side = {k.removeprefix(KEYWORD): v for k, v in kwargs.items() if k.startswith(KEYWORD)}
         inputs = {k: v for k, v in kwargs.items() if not k.startswith(KEYWORD)}
-        out = self.submod({self.first_input: args[0], **inputs} if self.is_first else args, static)
+        out = self.submod({self.first_input: args[0], **inputs} if self.is_first else args, side)
         if self.is_last:
             return out
         # A tensor that passes through is a view of its input, which torch cannot detach in place.

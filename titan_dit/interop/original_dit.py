@@ -47,7 +47,7 @@ Moments: TypeAlias = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Original:
-    """The network of an original state dict: its config and output channels."""
+    """Config and output channels, inferred from a state dict of facebookresearch/DiT."""
 
     config: DiTConfig
     output_channels: int
@@ -221,7 +221,7 @@ def check(
 
 
 def check_positions(found: Float[Tensor, "1 n d"], model: DiTConfig) -> None:
-    """Refuse a `pos_embed` that differs from the fixed table, as it is not stored."""
+    """Refuse a `pos_embed` that differs from the fixed table: our models compute the table."""
     difference = (found.float() - positions(model)).abs().max().item()
     # In half-precision files, the positions are rounded too.
     if difference > max(ROUNDING, torch.finfo(found.dtype).eps):

@@ -22,7 +22,7 @@ Failures = Mapping[int, ProcessFailure]
 
 
 def root_cause(failures: Failures) -> tuple[int, ProcessFailure]:
-    """The failure that caused the others: the earliest one with its own message."""
+    """The failure that most likely caused the others; the earliest of equally likely ones."""
 
     def moment(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         message = item[1].message
@@ -57,7 +57,7 @@ def is_consequence(failure: ProcessFailure) -> bool:
 
 
 def message_of(rank: int, failure: ProcessFailure, then: str = RESUME_HINT) -> str:
-    """The console message of a failure; `then` says what happens next."""
+    """The console message of a failure; `then`: what happens next, unless it is a user error."""
     message = failure.message
     if isinstance(message, dict):
         text: str = message["message"]

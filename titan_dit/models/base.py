@@ -130,7 +130,7 @@ def default_initializer(name: str, tensor: Tensor) -> Initializer:
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """The [model] section: a frozen dataclass that describes its network."""
+    """What a [model] section must have; it is a frozen dataclass."""
 
     @property
     def name(self) -> str:

@@ -291,7 +291,7 @@ class DiT(Model):
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward per sample: 2 per multiply-add of a matmul, no recompute.
 
-        Megatron's DiT formula is 0.5% too high. Here the last modulation is per sample, the patch
+        0.5% below Megatron's formula for DiT: here the last modulation is per sample, the patch
         embedding has no input gradient, and the timestep MLP counts in full.
         """
         h, layers, _, patch = self.config.shape

@@ -19,14 +19,14 @@ def parallelize(
     precision: PrecisionConfig,
     recompute: RematConfig,
     compilation: CompileConfig,
-    rows: int = 0,
+    tokens: int = 0,
 ) -> None:
-    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `rows`: tokens of a microbatch."""
+    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `tokens`: those of a microbatch."""
     device_type = mesh.whole.device_type
     if device_type == "cpu":
         linear.apply(model)
     if precision.float8 != "off":
-        styles = float8.apply(model, styles, precision, mesh.sizes, rows, device_type)
+        styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type)
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.axis("tp"), styles)
     async_tp.apply(mesh.axis("tp") if parallel.async_tp and mesh.sizes.tp > 1 else None)

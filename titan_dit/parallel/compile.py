@@ -1,6 +1,7 @@
 """torch.compile, block by block: all blocks share one graph, so it is compiled once.
 
-Only this file uses the private counters of torch._dynamo and compiler lookup of torch._inductor.
+Only this file uses the private counters of torch._dynamo and the C++ compiler lookup of
+torch._inductor.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Method = Literal["ring", "ulysses"]
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, method: Method, attention: str = "auto") -> None:
-    """Make every attention layer of the model attend over all ranks of the 1D mesh `cp`.
+    """Make every attention layer of the model attend over all ranks of the 1D `mesh`.
 
     `attention`: a key of [precision] attention.
     """

@@ -65,7 +65,7 @@ class Exchange:
         return _wait(incoming)
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """See `Peers.all_to_all`."""
+        """Send parts[i] to rank i; differentiable."""
         result: Tensor = _AllToAll.apply(parts, self.size, self.group)  # type: ignore[no-untyped-call]
         return result
 

@@ -39,15 +39,15 @@ def apply(
     plan: TensorPlan,
     precision: PrecisionConfig,
     sizes: AxisSizes,
-    rows: int,
+    tokens: int,
     device_type: str,
 ) -> TensorPlan:
     """Convert a model on the meta device, before tensor parallelism; returns the adapted plan.
 
-    `rows`: tokens of a microbatch on this rank. Raises UserError if no layer fits float8. Layers
+    `tokens`: those of a microbatch on this rank. Raises UserError if no layer fits float8. Layers
     that float8 would not make faster are not converted, see `account`.
     """
-    layers = linears(model, plan, sizes, rows)
+    layers = linears(model, plan, sizes, tokens)
     chosen = {name: shape for name, shape in layers.items() if suits(shape, precision, device_type)}
     if layers and not any(shape.fits for shape in layers.values()):
         shapes = sorted({(s.rows, s.inputs, s.outputs) for s in layers.values()})
@@ -67,7 +67,9 @@ def apply(
     return plan
 
 
-def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict[str, LinearShape]:
+def linears(
+    model: Model, plan: TensorPlan, sizes: AxisSizes, tokens: int
+) -> dict[str, LinearShape]:
     """The blocks' linears over tokens, by name, with their shapes on one rank."""
     found = {}
     for key, block in model.blocks.items():
@@ -76,7 +78,7 @@ def linears(model: Model, plan: TensorPlan, sizes: AxisSizes, rows: int) -> dict
                 style = plan.block.get(name)
                 inputs = layer.in_features // sizes.tp ** isinstance(style, RowwiseParallel)
                 outputs = layer.out_features // sizes.tp ** isinstance(style, ColwiseParallel)
-                found[f"blocks.{key}.{name}"] = LinearShape(rows, inputs, outputs)
+                found[f"blocks.{key}.{name}"] = LinearShape(tokens, inputs, outputs)
     return found
 
 

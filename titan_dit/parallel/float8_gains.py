@@ -82,7 +82,7 @@ class LinearShape:
 
     @property
     def fits(self) -> bool:
-        """True if float8 matmuls support the shape."""
+        """True if all sizes are multiples of `UNIT`, as float8 matmuls need."""
         return not any(size % UNIT for size in (self.rows, self.inputs, self.outputs))
 
 

@@ -1,7 +1,7 @@
-"""Detects bad steps, which are skipped, and decides when to roll back.
+"""Detects bad steps, which are skipped, and decides when to roll back (rollback.py: whether).
 
 A step is bad if its gradient norm is not finite or is a spike, far above its running average. A
-non-finite loss makes the norm non-finite (`LocalExecutor.step`). The verdict stays on the device;
+non-finite loss makes the norm non-finite (`LocalExecutor.run`). The verdict stays on the device;
 the host reads the verdicts of several steps at once.
 """
 
@@ -76,7 +76,7 @@ class Guard:
         self.nan_steps = self.spike_steps = self.num_consecutive = 0
         self.streak: tuple[int, int] | None = None
         """(step, cursor) of the first step of the current streak of bad steps."""
-        self.limit: tuple[int, int] | None = None
+        self.streak_end: tuple[int, int] | None = None
         """(step, cursor) of the step at which the streak reached max_consecutive_bad_steps."""
 
     @property
@@ -117,7 +117,7 @@ class Guard:
             self.count(step, kind)
             if kind != "good":
                 bad.append((step, kind, norm))
-            if self.limit:
+            if self.streak_end:
                 break
         # All ranks have the same bad steps, so they all enter this collective or none does.
         losses = sum_loss(torch.stack([step.loss for step, _, _ in bad])).tolist() if bad else []
@@ -138,19 +138,19 @@ class Guard:
         here = step.step, step.cursor
         self.streak = self.streak or here
         if 0 < self.config.max_consecutive_bad_steps <= self.num_consecutive:
-            self.limit = here
+            self.streak_end = here
 
     @property
     def to_undo(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(step, cursor before it) of the first and of the last of too many bad steps in a row."""
         assert self.streak
-        assert self.limit
-        return self.streak, self.limit
+        assert self.streak_end
+        return self.streak, self.streak_end
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint, as of the last read; synchronises the device."""
         assert not self.unread, "a checkpoint with unread verdicts"
-        assert not self.limit, "a checkpoint of steps to be rolled back"
+        assert not self.streak_end, "a checkpoint of steps to be rolled back"
         return {
             "nan_steps": self.nan_steps,
             "spike_steps": self.spike_steps,
@@ -162,7 +162,7 @@ class Guard:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load the values of `state`; old checkpoints have only `nan_steps`."""
-        self.unread, self.limit = [], None
+        self.unread, self.streak_end = [], None
         self.nan_steps = saved["nan_steps"]
         self.spike_steps = saved.get("spike_steps", 0)
         self.num_consecutive = saved.get("in_a_row", 0)

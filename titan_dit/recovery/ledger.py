@@ -67,7 +67,7 @@ class Ledger:
 
     @property
     def untrained_ranges(self) -> tuple[SampleRange, ...]:
-        """Merged ranges drawn by bad steps."""
+        """Sample numbers of bad steps, as merged ranges."""
         return merged((entry.first, entry.end) for entry in self.untrained)
 
     def skip(self, entries: Iterable[Skipped]) -> Ledger:

@@ -65,7 +65,7 @@ def rolled_back(
     start = resume.newest_before(checkpoints, bad.first)
     context = resume.folder_of(run), checkpoints, config
     # Only the first rank changes the disk; if it cannot, all ranks raise.
-    rollbacks = Ranks().run_on_first(lambda: rollback.roll_back(*context, bad, start))
+    rollbacks = Ranks().run_on_first(lambda: rollback.record_rollback(*context, bad, start))
     assert start.path
     resume.load(start.path, start.record, tensors, ema)
     say(*start.messages(), bad.message(start.path))

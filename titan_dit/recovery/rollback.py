@@ -74,7 +74,7 @@ def read(folder: Path) -> Rollbacks:
     )
 
 
-def roll_back(
+def record_rollback(
     folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps, start: Start
 ) -> Rollbacks:
     """Roll back to `start`: rename newer checkpoints and record the rollback. Rank 0 only.
@@ -101,7 +101,8 @@ def refusal(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str) -> s
     return (
         f"[faults] max_consecutive_bad_steps={config.max_consecutive_bad_steps}: the last "
         f"{bad.last - bad.first + 1} steps up to step {bad.last} had a non-finite loss or gradient "
-        f"or a spike, and the run cannot roll back: {reason}. Lower [optimizer] lr, inspect the "
-        f"data (python -m titan_dit replay --run {folder} --step {bad.first}), or resume from an "
-        "older checkpoint with --checkpoint.resume PATH."
+        f"or a spike, and the run cannot roll back: {reason}. Lower [optimizer] lr (with "
+        "--checkpoint.allow_changes true), inspect the data (python -m titan_dit replay --run "
+        f"{folder} --step {bad.first}), or resume from an older checkpoint with "
+        "--checkpoint.resume PATH."
     )

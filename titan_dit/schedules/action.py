@@ -1,7 +1,7 @@
 """Actions of a pipeline rank: forward or backward of one microbatch through one stage.
 
-An order lists every rank's actions. It holds computation only. Communication follows from it: a
-stage's input is the output of the previous stage (forward) or of the next one (backward).
+An `Order` lists, for every rank, its actions in sequence: computation only. Communication follows:
+a stage's input is the output of the previous stage (forward) or of the next one (backward).
 """
 
 from __future__ import annotations

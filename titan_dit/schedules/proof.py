@@ -12,10 +12,10 @@ def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
     """Raise ValueError with the first error, unless the order is valid.
 
     - Each stage is on one rank.
-    - It runs every microbatch forward once and backward once (in full, or as I and W).
-    - It runs them in sequence: torch's runtime matches losses to microbatches by it.
+    - Each stage runs every microbatch forward once and backward once (in full, or as I and W).
+    - Each stage runs them in order: torch's runtime matches losses to microbatches by order.
     - All ranks finish, although each waits for its next input before it does anything else.
-    - A rank uses messages in the sequence of their sending: one channel per pair is enough.
+    - A rank uses messages in the order sent: one channel per pair of ranks is enough.
     """
     _check_places(order, num_stages)
     _check_counts(order, num_stages, num_microbatches)

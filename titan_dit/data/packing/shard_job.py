@@ -50,7 +50,7 @@ class PackPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks; a chunk whose files are all dropped has no shard."""
+        """Number of chunks; one whose files are all dropped gets no shard."""
         return -(-len(self.listing.names) // self.shard_size)
 
     def rows(self, chunk: int) -> range:

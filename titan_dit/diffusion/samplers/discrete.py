@@ -1,4 +1,4 @@
-"""Samplers of discrete diffusion, on all steps or on a respaced subset."""
+"""Samplers of discrete-time diffusion, on all steps or on a respaced subset."""
 
 from __future__ import annotations
 

@@ -4,13 +4,13 @@ from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
 from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError
-from titan_dit.schedules.layout import (
+from titan_dit.schedules.looped import round_size
+from titan_dit.schedules.placement import (
     check_schedule,
     rank_of_stage,
     stages_of_rank,
     stages_per_rank,
 )
-from titan_dit.schedules.looped import round_size
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
