@@ -14,10 +14,7 @@ GONE = (errno.EPIPE, errno.EIO)
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write and flush; silence the stream if its reader is gone.
-
-    On a full disk the text stays in the stream's buffer.
-    """
+    """Write and flush. A full disk keeps the text buffered; a lost reader silences the stream."""
     try:
         stream.write(text)
         stream.flush()

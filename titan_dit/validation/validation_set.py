@@ -177,8 +177,7 @@ def losses_of_all(
     """`losses` of the weights, and of every average of them as NAME_ema_DECAY."""
 
     def measured() -> dict[str, float]:
-        settings = {"seed": seed, "batch_size": batch_size}
-        return losses(chosen, objective, executor, share, alive, **settings)
+        return losses(chosen, objective, executor, share, alive, seed=seed, batch_size=batch_size)
 
     found = measured()
     for average in ema.averages:
