@@ -1,4 +1,4 @@
-"""The tables of names. A new model, objective, dataset or schedule is a file and a line here.
+"""The tables of names: a new model, objective, dataset, sampler or schedule has a line here.
 
 A user's own needs no line: its name is "package.module:Class" (dotted_names.py). Entries are
 imported lazily: a config imports only what it uses.

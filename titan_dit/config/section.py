@@ -144,7 +144,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Named(Section):
-    """A section whose `name` selects its class."""
+    """A section with several classes: `name` is in the catalog, or "package.module:Class"."""
 
     @property
     def name(self) -> str:

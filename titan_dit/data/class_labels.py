@@ -55,7 +55,7 @@ def number_classes(
 
 
 def refuse_mixture(root: Path, folders: list[str]) -> None:
-    """Refuse numeric among other folder names: in sorted order, a stray one shifts all labels."""
+    """Refuse folders of which only some have numeric names: a stray one would shift labels."""
     by_number = [name for name in folders if name.isdecimal()]
     by_name = [name for name in folders if not name.isdecimal()]
     if by_number and by_name:

@@ -200,7 +200,7 @@ def is_mean_and_std(facts: LatentFacts, channels: int) -> bool:
 
 
 def check_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: int) -> None:
-    """Raise UserError on a std below 0. Call it on CPU tensors: it reads values."""
+    """Raise UserError if a stored std is below 0. Takes CPU tensors: a GPU would synchronise."""
     if is_mean_and_std(facts, channels) and stored[:, channels:].min() < 0:
         raise UserError(
             f"[data] holds {2 * channels} channels and [model] channels={channels}: they are read "

@@ -63,7 +63,7 @@ class RectifiedFlow(DiffusionConfig):
         noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
     ) -> Corrupted:
-        """Inputs and targets for a given noise and timestep."""
+        """Inputs and targets for a noise and a timestep, the latter in the network's unit."""
         t = (timestep / TIMESTEPS)[:, None, None]
         return Corrupted(
             inputs={

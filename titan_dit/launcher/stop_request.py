@@ -137,7 +137,7 @@ class StopRequest:
         self.heard.append(number)
 
     def leave_if_stuck(self) -> None:
-        """Exit if no step finishes, unless the launcher asked all ranks to stop."""
+        """Wait two steps (`PATIENCE_S` at least); exit if none ended, unless all ranks stop."""
         before = self.boundaries
         time.sleep(max(PATIENCE_S, 2 * self.step_s))
         is_order = signal.SIGUSR1 in self.heard

@@ -61,7 +61,7 @@ class Watchdog:
         self.expect(*before)
 
     def expect(self, doing: str, allowance: float) -> None:
-        """Restart the timeout."""
+        """Restart the timeout at `allowance` seconds; the report of a hang names `doing`."""
         self.doing, self.allowance, self.moment = doing, allowance, time.monotonic()
         # Re-arming costs 0.1 ms: skip it on short steps, but not if the allowance grows beyond the
         # armed time.

@@ -180,7 +180,7 @@ def host_threads(timed: Iterable[Event]) -> dict[tuple[Any, Any], list[Event]]:
 
 
 def segments(events: Sequence[Event]) -> list[Segment]:
-    """Nested events of one thread as disjoint segments; time outside all events has none."""
+    """Nested events of one thread as disjoint segments, each with its chain of open events."""
     found: list[Segment] = []
     stack: list[tuple[float, tuple[str, ...]]] = []  # (end, chain) of open events
     has_segment: list[bool] = []  # of each open event

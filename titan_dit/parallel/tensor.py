@@ -150,10 +150,7 @@ class ModulationColwise(ColwiseParallel):
 
 
 class Replicated(ParallelStyle):
-    """Replicated parameters (DTensors); inputs and outputs are plain and equal on all ranks.
-
-    Not for a module that sees sharded tokens: torch's `SequenceParallel` sums its gradients.
-    """
+    """Replicated parameters (DTensors), for a module whose inputs are whole on all ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def distribute(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:

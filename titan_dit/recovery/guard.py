@@ -1,4 +1,4 @@
-"""Detects bad steps, which are skipped, and decides when to roll back (rollback.py: whether).
+"""Detects bad steps, which are skipped, and counts them; rollback.py decides on a rollback.
 
 A step is bad if its gradient norm is not finite or is a spike, far above its running average. A
 non-finite loss makes the norm non-finite (`LocalExecutor.run`). The verdict stays on the device;

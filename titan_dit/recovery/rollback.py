@@ -1,4 +1,4 @@
-"""Rollback to the last good checkpoint after too many consecutive bad steps.
+"""Decides and records a rollback after too many consecutive bad steps; restore.py loads it.
 
 The bad steps' samples are skipped from then on. `RUN/rollbacks.json` records this at once, because
 the run may end before its next checkpoint.
@@ -82,27 +82,30 @@ def record_rollback(
     Raises UserError and changes nothing if rollback is disabled, no checkpoint precedes the bad
     steps, or `max_rollbacks` brought no progress.
     """
-    rollbacks = read(folder).with_rollback(bad)
-    if config.max_rollbacks == 0:
-        raise UserError(refusal(folder, config, bad, "max_rollbacks=0"))
+    rollbacks, limit = read(folder).with_rollback(bad), config.max_rollbacks
+    lower = "lower [optimizer] lr with --checkpoint.allow_changes true"
+    older = "resume from an older checkpoint with --checkpoint.resume PATH"
+    if limit == 0:
+        fix = f"Allow rollbacks: --faults.max_rollbacks 3; or {lower}."
+        raise UserError(refusal(folder, config, bad, "max_rollbacks=0", fix))
     if start.path is None:
-        raise UserError(refusal(folder, config, bad, f"no checkpoint from before step {bad.first}"))
-    if rollbacks.in_vain > config.max_rollbacks:
-        reason = f"max_rollbacks={config.max_rollbacks} brought no progress"
-        raise UserError(refusal(folder, config, bad, reason))
+        reason = f"no checkpoint from before step {bad.first}"
+        raise UserError(refusal(folder, config, bad, reason, "Lower [optimizer] lr in a new run."))
+    if rollbacks.in_vain > limit:
+        reason = f"max_rollbacks={limit} brought no progress"
+        fix = f"{lower.capitalize()}, or {older}."
+        raise UserError(refusal(folder, config, bad, reason, fix))
     # Rename first: after a kill in between, the run repeats the bad steps and rolls back again.
     set_aside_newer(checkpoints, start)
     rollbacks.write(folder)
     return rollbacks
 
 
-def refusal(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str) -> str:
-    """The error message of a run that cannot roll back."""
+def refusal(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str, fix: str) -> str:
+    """The error message of a run that cannot roll back, for a reason."""
     return (
         f"[faults] max_consecutive_bad_steps={config.max_consecutive_bad_steps}: the last "
         f"{bad.last - bad.first + 1} steps up to step {bad.last} had a non-finite loss or gradient "
-        f"or a spike, and the run cannot roll back: {reason}. Lower [optimizer] lr (with "
-        "--checkpoint.allow_changes true), inspect the data (python -m titan_dit replay --run "
-        f"{folder} --step {bad.first}), or resume from an older checkpoint with "
-        "--checkpoint.resume PATH."
+        f"or a spike, and the run cannot roll back: {reason}. {fix} The samples: "
+        f"python -m titan_dit replay --run {folder} --step {bad.first}. See docs/bad-numbers.md."
     )

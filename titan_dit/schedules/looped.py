@@ -84,7 +84,7 @@ def rounds_are_equal(num_ranks: int, num_microbatches: int) -> bool:
 
 
 def needs_equal_rounds(name: str, p: int, m: int, v: int) -> None:
-    """Raise UserError unless the microbatches divide into equal rounds."""
+    """Raise UserError if v > 1 and the m microbatches do not fill equal rounds over p ranks."""
     # One stage per rank has no rounds.
     if v > 1 and not rounds_are_equal(p, m):
         fewer, more = (_nearest(p, m, step) for step in (-1, 1))
