@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def as_python(words: list[str], options: type[Section]) -> list[str]:
-    """Convert TOML booleans (true) to tyro's Python ones (True)."""
+    """Rewrite the TOML booleans (true) in `words` as Python ones (True), which tyro expects."""
     switches = {
         f"--{name}".replace("_", "-") for name, kind in hints_of(options).items() if kind is bool
     }

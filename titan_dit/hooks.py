@@ -90,7 +90,7 @@ class Hooks:
                 self.make(name, kind)
 
     def make(self, name: str, kind: type[Hook]) -> None:
-        """Build a hook and keep an exception for `raise_failure`: other ranks may not build it."""
+        """Build a hook; keep its exception for `raise_failure`: rank0 hooks run on rank 0 only."""
         try:
             self.hooks.append((name, kind()))
         except (Exception, SystemExit) as error:

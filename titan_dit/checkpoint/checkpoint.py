@@ -65,7 +65,7 @@ def write(
 
 
 def do_nothing() -> None:
-    """Do nothing: the other ranks' part of an action of rank 0."""
+    """No-op that the other ranks pass to `run_on_all` when only rank 0 acts."""
 
 
 def begin_save(final: Location, ranks: Ranks, begin: Callable[[], None] | None) -> Any:
@@ -92,7 +92,7 @@ def write_tensors(writer: Writer, tensors: TensorTree, ranks: Ranks) -> dict[str
 def commit(
     aside: Location, final: Location, record: Mapping[str, Any], written: Mapping[str, Any]
 ) -> None:
-    """Write the manifest, then rename the folder to `final`."""
+    """Write the manifest, then commit the folder as `final` (on a disk: rename it)."""
     store = store_of(aside)
     check_shared(store, aside, written)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -122,7 +122,7 @@ def check_shared(store: Store, folder: Location, written: Mapping[str, Any]) -> 
 
 
 def read_record(path: Location) -> dict[str, Any]:
-    """Read the manifest: the record given to `write`, plus `files`."""
+    """Read the manifest: the record given to `write`, plus `format`, `written_at` and `files`."""
     manifest = path / MANIFEST
     if not store_of(path).has(manifest):
         raise UserError(

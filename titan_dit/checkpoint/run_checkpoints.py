@@ -53,7 +53,7 @@ class Checkpoints:
         return [path for path in self.folders() if store.has(path / MANIFEST)]
 
     def newest(self) -> Location | None:
-        """The checkpoint with a manifest of the highest step, or None."""
+        """The newest checkpoint that has a manifest, or None."""
         return next(reversed(self.complete()), None)
 
     def save(self, step: int, tensors: TensorTree, record: Mapping[str, Any]) -> Location:

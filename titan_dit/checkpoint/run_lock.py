@@ -65,7 +65,7 @@ class Holder:
 
     @classmethod
     def this(cls, run: Path) -> Holder:
-        """This process, as of now."""
+        """Return a Holder for this process, holding since now."""
         where = str(run.resolve()), socket.gethostname(), process_identity.machine()
         pid, since = os.getpid(), f"{datetime.now():%Y-%m-%d %H:%M}"
         return cls(*where, pid, process_identity.start_of(pid), os.environ.get(LAUNCH, ""), since)
@@ -214,17 +214,17 @@ class Lock:
         return None
 
     def has_stopped(self, within_s: float) -> bool:
-        """Return True if the renewal thread has stopped.
+        """Wait up to `within_s` for the renewal thread; return True if it has stopped.
 
-        A lock whose renewal hangs is not released: a late write could overwrite the next launch's
-        lock. It becomes stale instead.
+        A lock whose renewal hangs is left to become stale. If it were released, a late write could
+        overwrite the next launch's lock.
         """
         if self.renewing is not None:
             self.renewing.join(within_s)
         return self.renewing is None or not self.renewing.is_alive()
 
     def release(self) -> None:
-        """Delete the lock if this process holds it, and empty folders created by `take`."""
+        """Delete this process's lock, then the folders created by `take` that are empty."""
         with suppress(Exception), self.exclusive():
             if self.read() in (None, self.own):
                 self.store.delete(self.file)
@@ -290,9 +290,9 @@ def hold_locks(run: Path, checkpoints: Location | None, say: Say) -> Iterator[No
 
 
 def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -> None:
-    """Acquire both locks and append them to `locks`. Raises UserError.
+    """Acquire the lock of each folder and append it to `locks`. Raises UserError if one is in use.
 
-    A lock that cannot be written is only reported: an unwritable folder fails at its first file.
+    A lock that cannot be written is only reported. The run fails later, at its first write there.
     """
     own = Holder.this(run)
     lock = Lock(run, own, say)

@@ -64,7 +64,7 @@ class Reader(filesystem.FileSystemReader):
         self.fs = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`. Raises UserError if it is damaged or imports other globals."""
+        """Read `.metadata`. Raises UserError if it is damaged or imports a disallowed global."""
         path = self.folder / METADATA
         try:
             with store_of(self.folder).open(path) as file:
@@ -159,13 +159,13 @@ class Digested:
         self.written[PurePosixPath(path).name] = entry
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """As torch's; DCP renames the metadata file last."""
+        """As torch's, and rename the record: DCP writes `.metadata` under a temporary name."""
         super().rename(path, new_path)  # type: ignore[misc]
         self.written[PurePosixPath(new_path).name] = self.written.pop(PurePosixPath(path).name)
 
 
 class DigestedDisk(Digested, filesystem.FileSystem):
-    """torch's disk files, digested."""
+    """torch's local files, with the SHA-256 of each written file."""
 
 
 class DigestedRemote(Digested, RemoteFiles):

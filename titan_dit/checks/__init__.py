@@ -1,7 +1,7 @@
 """Config checks across sections, ranks and device; they run before anything is built.
 
-Sections check their own values, and diffusion/fits.py its models and data. Every message names the
-section, the values and a fix.
+Sections check their own values. diffusion/fits.py checks a diffusion objective's model and data.
+Every message names the section, the values and a fix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from titan_dit.plan import RunPlan
 
 
 def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -> None:
-    """Raise a UserError for incompatible settings, equal on all ranks; with a device, probe it."""
+    """Raise UserError on all ranks if settings conflict; with `on`, also check that device."""
     layout.check_spec(plan)
     layout.check_world(plan)
     layout.check_batch(plan)

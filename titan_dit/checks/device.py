@@ -145,10 +145,10 @@ def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -
 
 
 def replayable_precision(precision: PrecisionConfig, device: torch.device) -> PrecisionConfig:
-    """The closest precision to a run's that this device can replay.
+    """The run's `precision`, or the closest one that `device` supports, for a replay.
 
-    float8 falls back to emulation, and to no float8 for recipes without emulation. A missing
-    attention kernel falls back to "auto".
+    float8 covers all layers that fit. It falls back to emulation, or to "off" for recipes without
+    emulation. A missing attention kernel falls back to "auto".
     """
     every = replace(precision, float8_layers="all")
     probe = attention.AttentionShape(1, 64, 64, DTYPES[precision.dtype], device)

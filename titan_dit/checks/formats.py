@@ -11,7 +11,7 @@ from titan_dit.plan import RunPlan
 
 
 def check_compile(plan: RunPlan) -> None:
-    """Refuse compiled split backwards, and CUDA graphs with several ranks or microbatches."""
+    """Refuse compiling a split backward, and CUDA graphs with several ranks or microbatches."""
     settings, pipeline = plan.compile, plan.pipeline
     if plan.splits_backward and settings.enabled:
         raise UserError(
@@ -36,7 +36,7 @@ def check_compile(plan: RunPlan) -> None:
 
 
 def check_remat(plan: RunPlan) -> None:
-    """Refuse recomputation modes that torch cannot run, or runs several times per block."""
+    """Refuse modes that torch cannot run, or that would recompute a block several times."""
     config, pipeline, sizes = plan.remat, plan.pipeline, plan.sizes
     if plan.splits_backward and config.mode in ("selective", "full"):
         # selective: "Trying to backward an extra time". full: correct, but each partial backward
@@ -56,7 +56,7 @@ def check_remat(plan: RunPlan) -> None:
 
 
 def check_float8(plan: RunPlan) -> None:
-    """Refuse float8 and async_tp settings that are incompatible on any device."""
+    """Refuse float8 and async_tp settings that conflict with others, whatever the device."""
     precision = plan.precision
     if plan.parallel.async_tp:
         check_async_tp(plan)
@@ -77,7 +77,7 @@ def check_float8(plan: RunPlan) -> None:
 
 
 def check_async_tp(plan: RunPlan) -> None:
-    """Refuse async_tp without tp, sequence parallelism or the compiler, which fuses it."""
+    """Refuse async_tp unless tp > 1, sequence parallelism and compilation are all on."""
     if plan.sizes.tp == 1 or not plan.parallel.sequence_parallel or not plan.compile.enabled:
         raise UserError(
             f"[parallel] async_tp=true overlaps the all-gathers and reduce-scatters of compiled "
@@ -88,7 +88,7 @@ def check_async_tp(plan: RunPlan) -> None:
 
 
 def check_transformer_engine(plan: RunPlan) -> None:
-    """Refuse Transformer Engine with emulation, tp, pp, compilation or recomputation."""
+    """Refuse Transformer Engine with emulation, tp, pp, compilation, selective or full remat."""
     float8 = show(plan.precision.float8)
     if plan.precision.float8_emulate:
         raise UserError(

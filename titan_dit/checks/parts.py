@@ -109,7 +109,7 @@ def check_row(source: Source, objective: Objective, data: str) -> None:
 
 
 def check_modules(plan: RunPlan, objective: Objective) -> None:
-    """Refuse objective parameters under a split backward, and those with values already."""
+    """Refuse objective modules with a split backward, or built outside the meta device."""
     modules = objective.modules()
     if modules is None:
         return

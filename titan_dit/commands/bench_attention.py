@@ -67,7 +67,7 @@ class Options(Section):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Heads and head dim: the flags', else the named model's."""
+        """Heads and head dim, each from its flag if set, else from the named model."""
         hidden, _, heads = SIZES[(self.size or "XL").partition("/")[0]]
         return self.heads or heads, self.head_dim or hidden // heads
 
@@ -106,8 +106,8 @@ def main(options: Options) -> None:
 def row(name: str, shape: attention.AttentionShape, batch: int, laps: int) -> dict[str, Any]:
     """Benchmark one kernel on one shape: median times, TFLOP/s and relative error.
 
-    `error`: max |difference| from exact fp32 attention over its max, on the first queries of the
-    first sample's first head.
+    `error`: max |output - exact| / max |exact|, with exact attention in fp32, on the first queries
+    of the first sample's first head.
     """
     try:
         forward, backward, error = measure(attention.attend_by(name), shape, batch, laps)

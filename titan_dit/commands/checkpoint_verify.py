@@ -42,7 +42,7 @@ def main(options: Options) -> None:
 
 
 def examine(path: Location) -> tuple[str, str]:
-    """Return the damage of a checkpoint ("" if none), and its size as text."""
+    """Return what is damaged ("" if nothing), and the checkpoint's size as text."""
     record, what = readable(path)
     if what:
         return what, ""

@@ -100,7 +100,7 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
 
 
 def sizes_of_classes(labels: Tensor, facts: LatentFacts) -> str:
-    """Format the number and names of the classes, the smallest and the largest."""
+    """Format the number of classes, their first names, and the smallest and the largest class."""
     sizes = labels.bincount(minlength=facts.num_classes)
     names = facts.class_names
     ends = [

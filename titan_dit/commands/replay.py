@@ -142,10 +142,10 @@ def main(options: Options) -> None:
 
 
 def check_taken(run: Path, step: int, every: int, steps: int) -> bool:
-    """Return True if the run recorded the step, False if it may have crashed in it.
+    """Return True if the run recorded `step`, False if it may have crashed in it.
 
-    `every`: steps between metrics rows; `steps`: of the whole run. Raises UserError for any later
-    step.
+    `every`: steps between metrics rows; `steps`: length of the whole run. Raises UserError for a
+    step that the run cannot have started.
     """
     newest = newest_step(run)
     if step > newest:  # Slow to read: every step of every rank.
@@ -195,7 +195,7 @@ def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
 
 
 def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequence[int]:
-    """Return the indices of the microbatches to run."""
+    """Return the indices of the microbatches of `size` samples to run: `chosen`, or all if None."""
     count = -(-num_samples // size)
     if chosen is None:
         return range(count)
@@ -210,7 +210,7 @@ def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequ
 def rebuilt(
     config: JobConfig, objective: Objective, origin: Origin, size: int, device: torch.device
 ) -> Built:
-    """Build the run's network with its weights on one device, in the run's precision."""
+    """Build the network with `origin`'s weights on one device, in a replayable precision."""
     alone = replace(
         config,
         parallel=ParallelConfig(),
@@ -288,7 +288,7 @@ def is_finite(values: Tensor) -> list[bool]:
 def report(
     samples: Sequence[Replayed], norms: Sequence[tuple[int, int, float]], show: int
 ) -> Iterator[str]:
-    """Yield the lines to print."""
+    """Yield the lines to print; of the finite samples, the `show` of the highest loss."""
     faulty = [sample for sample in samples if sample.not_finite]
     others = [sample for sample in samples if not sample.not_finite]
     for number, size, norm in norms:

@@ -63,7 +63,7 @@ def find_checkpoint(run: Location, step: int | None, flag: str = "--run") -> Loc
 
 
 def checkpoints_in(run: Location) -> Checkpoints:
-    """Return the checkpoints of a run directory ([checkpoint] dir included) or of their folder."""
+    """Return the checkpoints in a run directory, its [checkpoint] dir, or a checkpoints folder."""
     names = store_of(run).names(run)
     if any(NAME.fullmatch(name) for name in names):
         return Checkpoints(run)
@@ -90,7 +90,7 @@ def load_trained(
 ) -> TrainedModel:
     """Build a checkpoint's network and load its "ema" or "model" weights.
 
-    "ema" falls back to "model" if the run has no EMA.
+    `decay` selects the EMA; None: the first. Without any EMA, "ema" falls back to "model".
     """
     record = checkpoint.read_record(path)
     sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)

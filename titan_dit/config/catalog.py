@@ -1,6 +1,6 @@
 """The tables of names: a new model, objective, dataset, sampler or schedule has a line here.
 
-A user's own needs no line: its name is "package.module:Class" (dotted_names.py). Entries are
+A user's own class needs no line: its name is "package.module:Class" (dotted_names.py). Entries are
 imported lazily: a config imports only what it uses.
 """
 
@@ -90,7 +90,7 @@ def variant(section: str, name: str) -> type[Section]:
 
 
 def tensor_plan(model: ModelConfig, chosen: str) -> Callable[[bool], TensorPlan] | None:
-    """Look up (sequence_parallel) -> TensorPlan; None if "auto" and the model has none."""
+    """Look up the tensor plan function `chosen`; "auto": the model's, None if it has none."""
     if chosen == "auto" and model.name not in TENSOR_PLANS:
         return None
     key, name = ("[model] name", model.name) if chosen == "auto" else (PLAN, chosen)

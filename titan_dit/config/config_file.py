@@ -55,7 +55,7 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
 
 
 def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) -> dict[str, Any]:
-    """A section whose `name` a flag overrides, without the keys that its new class lacks."""
+    """Set a section's `name` to a flag's value; drop the keys that the named class lacks."""
     if table.get("name") == name:
         return table
     known = hints_of(variant(section, name))
@@ -187,7 +187,7 @@ def literal(text: str) -> Any:
 
 
 def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
-    """The dataclass of a section; `name` selects that of [model], [objective] and [data]."""
+    """A section's dataclass; in [model], [objective] and [data], the key `name` selects it."""
     if section in CHOSEN_BY_NAME:
         name = tables.get(section, {}).get("name")
         if name is None:
@@ -263,7 +263,7 @@ def to_toml(tables: Tables) -> str:
 
 
 def changes(old: Tables, new: Tables) -> Iterator[str]:
-    """Changes of the mathematics on resume, each as `[section] key: old -> new`."""
+    """Config changes on resume that affect the training math, as `[section] key: old -> new`."""
     for section in sorted(old.keys() | new.keys()):
         before, after = old.get(section, {}), new.get(section, {})
         for key in sorted(before.keys() | after.keys()):

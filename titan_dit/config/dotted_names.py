@@ -1,4 +1,4 @@
-"""Imports what a config names: ours from a table, a user's by "package.module:name"."""
+"""Import classes and functions named in a config: built-in or "package.module:name"."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def file_of(thing: Any) -> str:
 
 
 def origins(sections: Mapping[str, object]) -> Iterator[str]:
-    """For every thing from a user's module, a line with its module and file.
+    """Yield a line with module and file for every entry that is from a user's module.
 
-    A thing is an instance, a class, a function or, as text, an imported "package.module:name".
+    An entry is an instance, a class, a function or an imported "package.module:name".
     """
     for section, thing in sections.items():
         if isinstance(thing, str):

@@ -67,7 +67,7 @@ Decay = Annotated[float, Bound(least=0, below=1)]
 
 
 def conform(value: object, hint: Any, where: str) -> Any:
-    """Check `value` against a type; convert int to float and array to tuple, as TOML needs it."""
+    """Check `value` against the type `hint`; a float takes a TOML int, a tuple a TOML array."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         value = conform(value, args[0], where)
@@ -117,7 +117,7 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """End of an error about an unknown word: the nearest valid one, or all."""
+    """Ending of an "unknown word" message: the nearest valid word, or all valid words."""
     valid = sorted(valid)
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else f" Valid: {', '.join(valid)}."

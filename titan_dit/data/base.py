@@ -63,7 +63,7 @@ class DataFacts:
 
     @property
     def about(self) -> str:
-        """Console text shown after the count."""
+        """Console text shown after the number of samples."""
         return ""
 
     def as_json(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def refuse_mixture(root: Path, folders: list[str]) -> None:
 
 
 def enough_classes(root: Path, found: int, num_classes: int | None) -> int:
-    """Return the number of classes; refuses fewer than were found."""
+    """Return `num_classes`, or `found` if unset; refuses `num_classes` below `found`."""
     if num_classes is not None and found > num_classes:
         raise UserError(
             f"[data] path={root}: num_classes={num_classes}, but there are {found} classes (0 to "
@@ -112,7 +112,7 @@ def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
 
 
 def few(names: Sequence[object], num: int = 4, total: int | None = None) -> str:
-    """Format the first `num` names and the number of the rest; `total` if not all are given."""
+    """Format the first `num` of `names`, and how many of `total` (default: `names`) are left."""
     shown, total = ", ".join(str(name) for name in names[:num]), total or len(names)
     return shown if total <= num else f"{shown} and {total - num:,} more"
 

@@ -64,7 +64,7 @@ def read_label(path: Path) -> int:
 
 
 def read_tensor(path: Path) -> Tensor:
-    """Read the single tensor of a .npy, .pt or .safetensors file."""
+    """Read the tensor of a .npy, .pt or .safetensors file; of several entries, `latent`."""
     data, suffix = read_whole(path), path.suffix.lower()
     if suffix == ".npy":
         return read_npy(data)
@@ -125,7 +125,7 @@ def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def read_pt(data: bytearray) -> Tensor:
-    """Read the single tensor of a .pt file, with weights_only=True."""
+    """Read the tensor of a .pt file, or its entry `latent`, with weights_only=True."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of pickle protocols.

@@ -40,7 +40,7 @@ def held_out_rows(source: Source, seed: int, count: int) -> tuple[int, ...]:
 
 
 def shuffled(seed: int, size: int) -> Int64[Tensor, " size"]:
-    """Return a permutation of range(size), independent of the epochs' (`rng.permutation`)."""
+    """Return a permutation of range(size), independent of every epoch's `rng.permutation`."""
     drawn = words(seed, "validation", torch.zeros(1, dtype=torch.int64), 2 * size).view(size, 2)
     return torch.argsort((drawn[:, 0] >> 1) << 31 | drawn[:, 1] >> 1, stable=True)
 

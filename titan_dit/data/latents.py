@@ -66,7 +66,7 @@ class Latents(DataConfig):
 def open_latents(
     path: Path, scale: float | None = None, shift: float | None = None, verify: bool = False
 ) -> LatentShards | LatentFolder:
-    """Open the dataset in a folder, shards or single files."""
+    """Open a dataset of shards or single files; `verify` reads and checks all data first."""
     if listing.layout_of(path) == "shards":
         source = LatentShards(path, verify=verify)
         agreed("scale", scale, source.facts.scale, 1.0, path)
@@ -144,7 +144,7 @@ class LatentShards(Source):
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
     ) -> tuple[Shaped[Tensor, "n c h w"], Int64[Tensor, " n"]]:
-        """Map a shard; check its size, shapes, dtypes and labels without reading its latents."""
+        """Map a shard; check size, shapes, dtypes and labels; with `verify`, also its SHA-256."""
         path = self.path / entry["file"]
         remedy = "Restore the file, or pack the dataset again."
         if not path.is_file():

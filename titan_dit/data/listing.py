@@ -140,7 +140,7 @@ def list_folder(
 
 
 def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | None) -> Listing:
-    """List a folder per class; names are the labels, or are numbered in sorted order."""
+    """List one folder per class; labels follow `classes`, else numeric names, else sorted order."""
     folders, beside = entries(root)
     if beside := [name for name in beside if name != MANIFEST]:
         raise UserError(

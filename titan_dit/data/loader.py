@@ -145,8 +145,8 @@ def load(
 ) -> Iterator[Batch]:
     """Yield endless batches from `cursor` on, on `device`, in their stored dtypes.
 
-    The cursor is the only position; the loader keeps no state. `inspect` runs in the process that
-    reads. Copies to a GPU are asynchronous, through pinned memory.
+    The cursor is the only position; the loader keeps no state. `inspect` validates the fields in
+    the process that reads them. Copies to a GPU are asynchronous, through pinned memory.
     """
     total_weight = float(order.plan.global_batch_size)
     weight = (torch.arange(order.padded_size, device=device) < order.num_real).float()

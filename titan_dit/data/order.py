@@ -66,7 +66,7 @@ class EpochOrder:
         return torch.tensor(self.held_out) - torch.arange(len(self.held_out))
 
     def rows(self, sample_numbers: Sequence[int]) -> list[int]:
-        """Map sample number n to place n % N of the permutation of epoch n // N."""
+        """Map sample number n to place n % num_rows of the permutation of epoch n // num_rows."""
         numbers = torch.tensor(sample_numbers)
         epochs, places = numbers // self.num_rows, numbers % self.num_rows
         rows = torch.empty_like(numbers)
@@ -81,7 +81,7 @@ class EpochOrder:
 
 @lru_cache(maxsize=2)  # A batch can span two epochs.
 def epoch_permutation(seed: int, epoch: int, num_rows: int) -> Tensor:
-    """Cache `rng.permutation`."""
+    """`rng.permutation`, cached for the last two epochs."""
     return permutation(seed, epoch, num_rows)
 
 

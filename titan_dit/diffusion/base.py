@@ -60,16 +60,16 @@ class ProbabilityPath(Protocol):
 
     @property
     def last_timestep(self) -> int:
-        """The noisiest timestep, in the network's unit; timestep 0 is clean data."""
+        """The noisiest timestep, in the network's unit; timestep 0 is the least noisy one."""
 
     @property
     def most_sampling_steps(self) -> int | None:
         """Maximum number of sampling steps; None for no limit."""
 
     def output_channels(self, channels: int) -> int:
-        """Channels that the network predicts for latents of `channels`.
+        """Number of channels that the network predicts for latents with `channels` channels.
 
-        Guidance applies to the first `channels` of them.
+        Guidance applies to the first `channels` predicted ones.
         """
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:

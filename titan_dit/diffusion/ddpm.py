@@ -55,7 +55,7 @@ class DDPM(DiffusionConfig):
 
     @property
     def last_timestep(self) -> int:
-        """Steps count from 0."""
+        """T - 1: steps count from 0."""
         return self.steps - 1
 
     @property
@@ -125,12 +125,12 @@ class DDPM(DiffusionConfig):
     def split(
         self, prediction: Float[Tensor, "b n d"], channels: int
     ) -> tuple[Float[Tensor, "b n p c"], Float[Tensor, "b n p _"]]:
-        """Split a prediction into its `channels` per latent pixel and those of the variance."""
+        """Split the channels of a latent pixel: the first `channels`, and those of the variance."""
         pixels = by_channel(prediction, self.output_channels(channels))
         return pixels[..., :channels], pixels[..., channels:]
 
     def weight(self, snr: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Min-SNR weight: min(SNR, gamma) for x_0, over SNR for eps, over SNR + 1 for v.
+        """Min-SNR weight m = min(SNR, gamma): m for x_0, m / SNR for eps, m / (SNR + 1) for v.
 
         All three give the error of x_0 the same weight (arXiv:2303.09556 sec. 3.4).
         """
@@ -155,9 +155,9 @@ class DDPM(DiffusionConfig):
     def log_variance(
         self, spread: Float[Tensor, "b n p _"], step: Int64[Tensor, " b"], tables: Tables
     ) -> Float[Tensor, "b n p _"]:
-        """Interpolate the log variance: -1 is the posterior's, 1 is beta (arXiv:2102.09672 eq. 15).
+        """Interpolate the log variance from the posterior's (`spread` -1) to log beta (`spread` 1).
 
-        Without a learned variance it is beta.
+        See arXiv:2102.09672 eq. 15. Without a learned variance `spread` is 1.
         """
         most = per_sample(tables.log_beta, step, spread)
         least = per_sample(tables.posterior_log_variance, step, spread)
@@ -184,7 +184,7 @@ class Reverse:
     def __call__(
         self, x: Float[Tensor, "b n d"], step: Int64[Tensor, " b"], tables: Tables
     ) -> Denoised:
-        """The network's estimate of x_0 and its variance at a step of `tables`."""
+        """Estimate x_0 and the log variance of the reverse step, at a step of `tables`."""
         prediction = self.predict(x, tables.timestep[step])
         noisy = by_channel(x, self.channels)
         values, spread = self.objective.split(prediction, self.channels)

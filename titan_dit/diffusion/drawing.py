@@ -101,9 +101,9 @@ def generate(
 ) -> Float[Tensor, "b n d"]:
     """Draw one sample per label, as tokens.
 
-    The noise of sample i depends on (seed, i) only, not on the batch or the number of ranks.
-    `cfg_channels`: number of leading channels to guide; None guides all. `noise`: initial noise
-    instead of the seed's.
+    The noise of a sample depends only on `seed` and on its entry in `numbers`, not on the batch or
+    the number of ranks. `cfg_channels`: number of leading channels to guide; None guides all.
+    `noise`: initial noise instead of the seed's.
     """
     rng, static = SampleRNG(seed, numbers), model.static(labels.device)
     channels, (_, values) = model.sample_shape[0], model.token_shape

@@ -54,7 +54,7 @@ class DiffusionConfig(ObjectiveConfig):
         return LatentFacts.from_json(values)
 
     def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
-        """Latents of the model's own shape."""
+        """Facts and fields of latents with the model's own shape."""
         latent = as_latent_model(model, self.name)
         shape, classes = latent.sample_shape, latent.num_classes
         facts = LatentFacts(count=0, shape=shape, num_classes=classes)
@@ -165,7 +165,7 @@ class Diffusion(Objective):
         return () if line is None else (line,)
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
-        """The sampler, if it is used."""
+        """The sampler, if [sampling] every turns previews on."""
         if not sampling.every:
             return {}
         return {"sampling": drawing.sampler_of(self.path, sampling.sampler)}

@@ -181,7 +181,7 @@ class FakeRank:
     def run(
         self, share: int, size: int, fewer: int, enough: int, count: int
     ) -> tuple[Peak, Traffic]:
-        """Run steps of `fewer` and of `enough` microbatches; extrapolate traffic to `count`."""
+        """Steps of `fewer`, then `enough` microbatches (see `step`); traffic scaled to `count`."""
         with self.mode, self.memory, self.traffic:
             # Warm-up: allocates the optimizer's state, and gives the first traffic count.
             self.step(share, size, fewer)
@@ -192,7 +192,7 @@ class FakeRank:
         return self.memory.peak(), self.traffic.traffic.extrapolate(count, enough, before, fewer)
 
     def step(self, share: int, size: int, count: int) -> None:
-        """`Trainer.train_step` on the first `count` microbatches of the rank."""
+        """`Trainer.train_step` on `count` microbatches of `size` from a rank's `share` samples."""
         log = self.memory
         with log.phase("inputs", StorageKind.INPUTS):
             prepared = first_rows(self.prepare(share), size * count)
@@ -209,7 +209,7 @@ class FakeRank:
             self.ema.update(self.ema.config.every, skip=bad)
 
     def prepare(self, share: int) -> Prepared:
-        """A prepared batch of zeros."""
+        """Prepare a batch of `share` samples whose fields are zero."""
         empty = {
             name: torch.zeros(share, *(size or 1 for size in field.shape), dtype=field.dtype)
             for name, field in self.fields.items()
@@ -232,7 +232,7 @@ class FakeRank:
 
 
 def first_rows(prepared: Prepared, rows: int) -> Prepared:
-    """Views of the first samples, so that the whole batch stays in memory."""
+    """Views of the first samples, not copies: the whole batch stays in memory, as in training."""
     return next(prepared.microbatches(rows))
 
 
@@ -247,7 +247,7 @@ MOST_MICROBATCHES = 16
 
 
 def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
-    """(smallest count that the schedule accepts, smallest that peaks as high as `count`)."""
+    """Fewest microbatches that can run; fewest with the peak of `count`, or MOST_MICROBATCHES."""
     pp = plan.sizes.pp
     if pp == 1:
         # From the second microbatch on, accumulated gradients are in memory, too.

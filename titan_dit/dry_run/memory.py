@@ -174,7 +174,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.mark((result,), StorageKind.UNREDUCED)
 
     def _mark_gathered(self, module: nn.Module, _: Any) -> None:
-        """Before a module's forward: parameters that are not shards are gathered ones."""
+        """Before a module's forward: mark parameters that are not shards as gathered."""
         for parameter in module._parameters.values():
             if parameter is None or id(parameter) in self.seen_parameters:
                 continue

@@ -129,7 +129,7 @@ def plural(count: int, word: str, ending: str = "s") -> str:
 
 
 def number(value: float) -> str:
-    """1.386e14 as "138.6T"."""
+    """1.386e14 as "138.6 TFLOP"."""
     for limit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
         if value >= limit:
             return f"{value / limit:.4g} {letter}FLOP"

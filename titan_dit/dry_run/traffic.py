@@ -34,7 +34,7 @@ class Traffic:
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def extrapolate(self, count: int, own: int, other: Traffic, others: int) -> Traffic:
-        """Traffic of `count` microbatches, from this for `own` and `other` for `others` of them.
+        """Extrapolate to `count` microbatches: self has the traffic of `own`, `other` of `others`.
 
         Linear in the microbatches: each sends the same, and the rest of a step is constant.
         """
@@ -63,7 +63,7 @@ def ring_forward(args: Sequence[Any], size: int) -> Message:
 
 
 def ring_backward(args: Sequence[Any], size: int) -> Message:
-    """Keys and values once more, and their gradients in fp32."""
+    """Keys, values and their fp32 gradients to the next rank, size - 1 times."""
     k, v = args[2], args[3]
     gradients = (k.numel() + v.numel()) * accumulator(k.dtype).itemsize
     return "ring", (size - 1) * (bytes_of(k, v) + gradients)
@@ -72,7 +72,7 @@ def ring_backward(args: Sequence[Any], size: int) -> Message:
 def operation(
     name: str, given: Callable[[Sequence[Any]], Any], share: Callable[[int], float]
 ) -> Reader:
-    """A reader: bytes of the `given` arguments times `share` of the group size."""
+    """Make a reader: sends the bytes of `given(args)` times `share(group size)`, as `name`."""
 
     def read(args: Sequence[Any], size: int) -> Message:
         return name, bytes_of(given(args)) * share(size)
@@ -96,12 +96,12 @@ def to_others(size: int) -> float:
 
 
 def to_all(size: int) -> float:
-    """Share sent when every other rank gets all of it."""
+    """Share sent when every other rank gets the rank's whole tensor."""
     return size - 1
 
 
 def twice(size: int) -> float:
-    """Share sent by a reduce-scatter and an all-gather."""
+    """Share sent by an all-reduce: a reduce-scatter, then an all-gather."""
     return 2 * (size - 1) / size
 
 
@@ -134,7 +134,7 @@ SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 
 
 class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts every collective within the context in `traffic`."""
+    """Within the context, counts collectives and sends; the result is `traffic`."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

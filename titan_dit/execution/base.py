@@ -38,7 +38,7 @@ class Shapes:
 
 
 def unchanged(value: Tensor) -> Tensor:
-    """The sum over a single data-parallel rank."""
+    """The identity: the sum over data-parallel ranks if there is only one."""
     return value
 
 
@@ -47,7 +47,7 @@ def by_name(
     names: tuple[str, ...],
     tokens: int,
 ) -> TokenLoss:
-    """Adapt an objective's loss to a head's output; checks their shapes and the names."""
+    """Adapt an objective's loss to a head's output; checks prediction count and loss shape."""
 
     def named(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
         several = (output,) if isinstance(output, Tensor) else output
@@ -112,7 +112,7 @@ class Executor(ABC):
 
 
 def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
-    """Raise UserError if the prepared names are not those of the model's spec."""
+    """Raise UserError if prepared names differ from the spec's, or weights cannot be summed."""
     for kind in ("inputs", "context", "static"):
         given, taken = getattr(prepared, kind), getattr(model_spec, kind)
         if given.keys() != taken.keys():

@@ -110,9 +110,9 @@ class PipelinedExecutor(Executor):
         finish: Callable[[Output, int], Tensor],
         like: Tensor,
     ) -> Tensor:
-        """Forward only; `finish` of every microbatch's output, concatenated, on every rank.
+        """Forward only; `finish(output, number)` of all microbatches, concatenated, on every rank.
 
-        `like`: the result of one microbatch, on the meta device.
+        `like`: what `finish` returns for one microbatch, on the meta device.
         """
         outputs: list[Tensor] = []
         streams: dict[tuple[int, int], tuple[Stream, list[dist.Work]]] = {}

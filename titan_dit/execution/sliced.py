@@ -37,7 +37,7 @@ class TokenDims:
 
 
 def dims_of(specs: Mapping[str, TensorSpec], batch: int) -> dict[str, int]:
-    """The token dims of tensors with `batch` leading dims."""
+    """The token dims of tensors with `batch` (0 or 1) batch dims before the dims of their spec."""
     return {
         name: spec.token_dim + batch for name, spec in specs.items() if spec.token_dim is not None
     }

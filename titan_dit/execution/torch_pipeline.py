@@ -20,7 +20,7 @@ KEYWORD = "side."
 
 
 class Buffers(dict[int, tuple[Any, ...]]):
-    """Receive buffers by microbatch, allocated on first use like microbatch 0's."""
+    """Receive buffers by microbatch; allocated on first use, in the shapes of microbatch 0's."""
 
     def __missing__(self, microbatch: int) -> tuple[Any, ...]:
         if microbatch == 0:
@@ -73,7 +73,7 @@ class Stage(PipelineStage):
         return made
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Called by torch for one microbatch; its cache holds the input from here on."""
+        """Called by torch for one microbatch; frees its receive buffer: torch caches the input."""
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.args_recv_info.release(fwd_chunk_id)
         return out
@@ -168,7 +168,7 @@ class Runtime(_PipelineScheduleRuntime):
         self.shapes_are_known = True
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-        """In torch 2.13 the ranks agree here that all know their shapes."""
+        """In torch 2.13 the ranks check here that all know their shapes; a dry run skips it."""
         if not self.shapes_are_known:
             super()._warmup_p2p(stages, has_backward, p2p_done)
             return
@@ -189,4 +189,4 @@ class Runtime(_PipelineScheduleRuntime):
         return self.losses[mb_index] if stage.is_last else None
 
     def _update_losses(self, stages: Any, losses: Any) -> None:
-        """Do nothing: `losses` has them."""
+        """Do nothing: `self.losses` holds the losses, the argument is not used."""

@@ -243,11 +243,11 @@ def positions(model: DiTConfig) -> Float[Tensor, "1 n d"]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return a sentence with the first names of a file."""
+    """Return a sentence that lists a few tensor names of a file."""
     few = first(list(names), 4)
     return f" It holds {', '.join(few)}." if few else " It holds no tensors."
 
 
 def first(lines: list[str], most: int) -> list[str]:
-    """Return the first lines, and the number of the others."""
+    """Return at most `most` lines, and one more that counts the rest."""
     return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]

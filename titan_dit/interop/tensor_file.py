@@ -50,7 +50,7 @@ def write_tensors(
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:
-    """Refuse labels that are not integers <= num_classes; num_classes or below 0 is no label."""
+    """Refuse non-integers and labels above num_classes; num_classes or a negative is no label."""
     if labels.is_floating_point() or labels.dtype == torch.bool or labels.max() > num_classes:
         raise UserError(
             f"{flag} {path}: labels must be integers up to {num_classes}; {num_classes} means no "

@@ -93,7 +93,7 @@ def attend(
     *,
     backend: SDPBackend,
 ) -> Tensor:
-    """Attention by one of torch's backends; RuntimeError if it cannot run it."""
+    """Attention by one of torch's backends; RuntimeError if the backend refuses these tensors."""
     with sdpa_kernel(backend):
         return layers.attend(q, k, v, causal, lengths)
 
@@ -112,10 +112,10 @@ def by_products(
 
 
 def use_implementation(key: str) -> None:
-    """Replace torch's flash kernels by another package's, or restore them.
+    """Use the flash kernels of the key's package, or torch's own if the key names no package.
 
     torch can only do this for the whole process. Raises RuntimeError if torch does not support the
-    package or it is missing.
+    package or the package is missing.
     """
     current = getattr(implementations, "current_flash_attention_impl", lambda: None)()
     wanted = IMPLEMENTATIONS.get(key)
@@ -190,7 +190,7 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
 
 
 def reason_of(said: list[str], error: str) -> str:
-    """The reasons in torch's warnings, which follow "... kernel not used because:", as one line."""
+    """The reasons in torch's warnings `said`, as one line; the first line of `error` if none."""
     lines = [first_line(text) for text in said]
     reasons = [x for x in lines if not x.endswith("because:") and "disabled" not in x]
     return "; ".join(reasons) or first_line(error)

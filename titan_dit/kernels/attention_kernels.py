@@ -202,7 +202,7 @@ def _cudnn_backward(
 
 
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Make the channel dim contiguous: the kernels accept any other strides."""
+    """Make the channel dim contiguous; the kernels accept any strides in the other dims."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 

@@ -53,7 +53,7 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _OneDNN(torch.autograd.Function):
-    """`product` and its gradients."""
+    """`onednn` and its gradients."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

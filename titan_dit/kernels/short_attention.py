@@ -1,8 +1,8 @@
 """Attention over few tokens, for bf16 on a CPU, where torch's flash kernel is slow.
 
 Up to MAX_TOKENS tokens flash reaches a quarter of a matmul's speed there. This uses plain matmuls
-and a softmax, which torch.compile fuses into few kernels. Backward recomputes them, so it saves no
-more than flash does. `benchmarks/step.py --bf16` measures it.
+and a softmax, which torch.compile fuses into few kernels. Backward recomputes the forward, which
+saves no more than flash does. `benchmarks/step.py --bf16` measures it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TOKENS = 512
 def suits(
     device_type: str, precision: PrecisionConfig, recompute: RematConfig, compilation: CompileConfig
 ) -> bool:
-    """True if "auto" is this kernel: eager it is no faster, and remat expects flash."""
+    """True if "auto" means this kernel: compiled (eager it is no faster) and without remat."""
     return (
         (device_type, precision.dtype, precision.attention) == ("cpu", "bf16", "auto")
         and compilation.enabled

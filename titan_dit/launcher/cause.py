@@ -57,7 +57,7 @@ def is_consequence(failure: ProcessFailure) -> bool:
 
 
 def message_of(rank: int, failure: ProcessFailure, then: str = RESUME_HINT) -> str:
-    """The console message of a failure; `then`: what happens next, unless it is a user error."""
+    """The console message of a failure; `then`: what happens next, left out for user errors."""
     message = failure.message
     if isinstance(message, dict):
         text: str = message["message"]

@@ -39,10 +39,10 @@ def training_started() -> None:
 
 
 def run_and_exit(main: Callable[[], int | None]) -> None:
-    """Run `main`, report an exception once, and exit with its code.
+    """Run `main`, report an exception once, and exit with the exit code of either.
 
     Exits by os._exit: at interpreter shutdown a broken process group can block forever, and a
-    thread of an intact one has aborted finished runs.
+    thread of an intact process group can abort a finished run.
     """
     stdio.open_missing()
     try:
@@ -119,7 +119,7 @@ def is_restarted() -> bool:
 
 
 def report(message: str, is_user_error: bool) -> None:
-    """Print the message; under a launcher pass it on, which prints the root cause only."""
+    """Print the message, or leave it to the launcher, which prints the root cause only."""
     if not is_launched():
         if message:
             stdio.write(sys.stderr, message + "\n")

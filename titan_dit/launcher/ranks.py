@@ -22,7 +22,7 @@ class Failed(RuntimeError):
 
 
 class Ranks:
-    """All ranks, on the default or a dedicated process group; one rank without any."""
+    """All ranks, on the default process group or `group`; a single rank if torch has no group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group

@@ -137,7 +137,7 @@ class StopRequest:
         self.heard.append(number)
 
     def leave_if_stuck(self) -> None:
-        """Wait two steps (`PATIENCE_S` at least); exit if none ended, unless all ranks stop."""
+        """Wait two step times, at least PATIENCE_S; exit if no step ends, unless all ranks stop."""
         before = self.boundaries
         time.sleep(max(PATIENCE_S, 2 * self.step_s))
         is_order = signal.SIGUSR1 in self.heard

@@ -19,8 +19,8 @@ def read_image(
 ) -> UInt8[Tensor, "c h w"]:
     """Read an image file: one channel if grey, else RGB; transparency on white.
 
-    With `shape`, grey becomes RGB if `shape` has three channels; any other difference raises
-    BadFileError.
+    `size` crops to a square, see `center_crop`. If `shape` has three channels, grey becomes RGB;
+    any other difference from `shape` raises BadFileError.
     """
     data = read_whole(path)
     try:
@@ -52,8 +52,8 @@ def on_white(image: Image.Image) -> Image.Image:
 def center_crop(image: Image.Image, size: int) -> Image.Image:
     """Resize and center-crop to `size` x `size`, like ADM (arXiv:2105.05233) and DiT.
 
-    Halves with a box filter while the shorter side is >= 2 * size, then resizes it bicubically: one
-    large bicubic step would alias.
+    Halves the image with a box filter while its shorter side is >= 2 * size. The last resize is
+    bicubic: one large bicubic step would alias.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)

@@ -263,7 +263,7 @@ def write_all(plan: PackPlan, output: Path, digest: str, records: list[ChunkReco
 
 
 def clean(plan: PackPlan, output: Path, all_of_it: bool = False) -> None:
-    """Delete the files for resuming; with `all_of_it`, also the shards and the folder."""
+    """Delete the files kept for resuming; with `all_of_it`, also the shards and the folder."""
     endings = "json|safetensors" if all_of_it else "json"
     leftover = (
         rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{TEMPORARY}"

@@ -59,7 +59,7 @@ class PackPlan:
         return range(first, min(first + self.shard_size, len(self.listing.names)))
 
     def digest(self) -> str:
-        """Return a SHA-256 of the plan, independent of the input and output paths."""
+        """Return a SHA-256 of the plan, independent of the parent folders of input and output."""
         listing = self.listing
         parts = (self.name, self.shape, self.dtype, self.shard_size, self.image_size, listing.kind)
         sha = hashlib.sha256(json.dumps([*parts, self.about], sort_keys=True).encode())
@@ -150,7 +150,7 @@ def read_record(output: Path, stem: str) -> ChunkRecord | None:
 def work(
     plan: PackPlan, output: Path, chunks: list[int], counts: Any, place: int, errors: Connection
 ) -> None:
-    """Entry point of a worker process: packs its chunks, counts in shared memory.
+    """Entry point of worker `place`: packs `chunks`, adds its progress to the shared `counts`.
 
     Sends an error's message to the parent. Exits if the parent dies.
     """

@@ -1,1 +1,1 @@
-"""Samplers: noise to samples by a callable; they know no model."""
+"""Samplers: turn noise into samples by calling a velocity or a `Denoiser`; they know no model."""

@@ -31,7 +31,7 @@ def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings)
 
 
 def heun(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
-    """Second order, two evaluations per step (arXiv:2206.00364 alg. 1, without churn)."""
+    """Second order, two evaluations in every step, the last too (cf. arXiv:2206.00364 alg. 1)."""
     x, line = noise, times(noise, settings.steps)
     for t, t_next in itertools.pairwise(line):
         step = (t_next - t)[:, None, None]
