@@ -48,7 +48,7 @@ def stream_key(seed: int, stream: str) -> tuple[int, int]:
 def words(
     seed: int, stream: str, numbers: Int64[Tensor, " b"], count: int, first: int = 0
 ) -> Int64[Tensor, "b count"]:
-    """Random 32-bit words number `first` to `first + count` of each sample's stream."""
+    """Random 32-bit words `first` to `first + count` - 1 of each sample's stream."""
     blocks = torch.arange(first // 4, (first + count + 3) // 4, device=numbers.device)
     numbers, blocks = numbers[:, None], blocks.expand(len(numbers), -1)
     lanes = philox(

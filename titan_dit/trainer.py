@@ -166,7 +166,7 @@ class Trainer:
 
     @contextmanager
     def paused(self, what: str) -> Iterator[Callable[[], None]]:
-        """Pause the meter and extend the watchdog's timeout; yields a call that restarts it."""
+        """Pause the meter, extend the watchdog's timeout; yields a call to restart the timeout."""
         with self.watchdog.slow(what) as alive, self.meter.paused():
             yield alive
             self.collector.full()
@@ -195,10 +195,10 @@ class Trainer:
         return loader.load(*given, workers=self.config.data.workers)
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step; return this rank's share of the loss, the gradient norm and the lr.
+        """One optimizer step; return (this rank's share of the loss, gradient norm, lr).
 
-        No host-device synchronisation. A bad step (see `Guard`) changes neither weights nor
-        averages on any rank.
+        No host-device synchronisation with the fused AdamW. A bad step (see `Guard`) changes
+        neither weights nor averages on any rank.
         """
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
@@ -228,7 +228,7 @@ class Trainer:
         return reading
 
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
-        """Log and print a row of metrics."""
+        """Log and print a row of metrics; `validated` holds its validation losses, if any."""
         row = self.row = validated | row_of(
             *(self.step, self.cursor, reading.loss, reading.grad_norm, lr),
             times=self.meter.read(),
@@ -265,7 +265,7 @@ class Trainer:
             return validation_set.losses_of_all(*given, self.ema, alive, seed, size)
 
     def preview(self) -> None:
-        """Draw samples with the first EMA, split over the data ranks, and the loss curve."""
+        """Draw the preview, split over the data ranks, with the first EMA; then the loss curve."""
         given = self.config.sampling, self.config.job.seed, self.data_share
         with self.paused("drawing"), self.ema.swapped_in():
             preview = self.objective.preview(self.executor.predict, *given)
@@ -273,7 +273,7 @@ class Trainer:
             self.log.draw_curve()
 
     def write_profile(self, *, stopped: bool = False) -> None:
-        """Write the profile if its steps are over; all ranks wait for the profiled ones."""
+        """Write the profile if it is over or training has `stopped`; all ranks wait for it."""
         if self.profile.is_over(stopped=stopped):
             with self.watchdog.slow("profiling"), self.meter.paused():
                 with self.log.tolerated("the profile"):

@@ -82,8 +82,8 @@ def scaled_add(
 ) -> Float[Tensor, "b n d"]:
     """Compute `base + scale * x`; `scale`, and a `base` of one token, broadcast over the tokens.
 
-    The plain expression takes two passes over the tokens in forward. torch.addcmul takes one, but
-    an extra one in backward. This takes neither.
+    The plain expression makes two passes over the tokens in forward. torch.addcmul makes one, but
+    its backward makes an extra one. This function avoids both extra passes.
     """
     result: Tensor = _ScaledAdd.apply(base, scale, x)  # type: ignore[no-untyped-call]
     return result
@@ -110,7 +110,7 @@ class TimestepEmbedder(nn.Module):
         self.down = nn.Linear(hidden, hidden)
 
     def forward(self, timestep: Float[Tensor, " b"]) -> Float[Tensor, "b d"]:
-        """`timestep` in the original's units, 0 to 1000, always fp32."""
+        """Embed `timestep`, given in the original DiT's units (0 to 1000) and always in fp32."""
         angles = timestep[:, None] * frequencies(self.FREQUENCIES, 10000, timestep.device)
         # fp32 up to here: bf16 cannot tell timestep 997 from 1000.
         features = torch.cat((angles.cos(), angles.sin()), -1).to(self.up.weight.dtype)
@@ -184,7 +184,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b n d"], lengths: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b n d"]:
-        """Attend over the n tokens; `lengths` (by keyword) where the mask is by lengths."""
+        """Attend over the n tokens; mask "lengths" requires `lengths`, passed by keyword."""
         # Split before transposing: backward then joins the three gradients in one copy.
         split = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
         q, k, v = (part.transpose(1, 2) for part in split)  # each [b, heads, n, head_dim]

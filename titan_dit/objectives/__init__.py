@@ -1,1 +1,1 @@
-"""Objectives: a batch and its random numbers to inputs, targets and a loss per token."""
+"""Objectives: map a batch and its random numbers to inputs, targets and a loss per token."""

@@ -84,7 +84,7 @@ class Preview:
 
 @dataclass(frozen=True)
 class DataShare:
-    """A rank's share of the preview's samples, and the all-gather that joins the shares."""
+    """A data-parallel rank's share of the samples, and the all-gather that joins the shares."""
 
     device: torch.device
     rank: int = 0
@@ -94,7 +94,7 @@ class DataShare:
 
 
 class Objective:
-    """A training objective: a batch to inputs, targets and a loss per token.
+    """A training objective: maps a batch to inputs, targets and a loss per token.
 
     All randomness comes from the rng, a pure function of seed and sample number. `takes`,
     `prepare` and `loss` are required; the other members have defaults.
@@ -126,12 +126,12 @@ class Objective:
     def describe(self, fields: Fields, rng: SampleRNG) -> Mapping[str, Tensor]:
         """Values per sample, [b] each, for faults.jsonl and `replay`.
 
-        The fault log reads no data and passes empty `fields`: then only values drawn from `rng`.
+        With empty `fields` (the fault log reads no data) return only the values drawn from `rng`.
         """
         return {}
 
     def inspect(self, fields: Fields) -> None:
-        """Check stored fields, on the CPU in the loader's process; UserError refuses them."""
+        """Check stored fields, on the CPU in the loader's process; refuse them with UserError."""
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> Mapping[str, Prepared]:
         """Prepared batches to validate on, by name; the validation loss is their mean."""
@@ -142,7 +142,7 @@ class Objective:
         return ()
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
-        """Other objects in use, by config section; the console prints the files of a user's own."""
+        """Further parts in use (a sampler), by config section; the console prints user files."""
         return {}
 
     def modules(self) -> nn.ModuleDict | None:
@@ -163,7 +163,7 @@ class Objective:
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
     ) -> Preview:
-        """Draw the preview that [sampling] configures. Every rank calls it, if `previews`."""
+        """Draw the preview of [sampling], on every rank. Needs `ObjectiveConfig.previews`."""
         raise NotImplementedError
 
 

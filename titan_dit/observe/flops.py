@@ -34,7 +34,7 @@ def peak_tflops(device: torch.device, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Work:
-    """Samples, tokens and FLOPs of a step of all ranks, for throughput and MFU."""
+    """Samples of a step over all ranks, and the cost per sample, for throughput and MFU."""
 
     samples: int
     tokens_per_sample: int

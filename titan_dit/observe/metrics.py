@@ -75,7 +75,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
-    """A writer of TensorBoard scalars, named as in metrics.jsonl."""
+    """A writer of TensorBoard scalars, named as in metrics.jsonl; purges steps > `resumed_step`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.utils.tensorboard import SummaryWriter

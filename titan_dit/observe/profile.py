@@ -55,7 +55,7 @@ class Profile:
         return record_function(MARK + name) if self.window else nullcontext()
 
     def is_over(self, *, stopped: bool = False) -> bool:
-        """True if a profile is ready to write: after its last step, or the last of the launch."""
+        """True if a profile is ready to write: after its last step, or when training `stopped`."""
         if not self.config.enabled or self.span is None:
             return False
         return stopped or self.taken == self.config.start + self.config.steps - 1

@@ -23,7 +23,7 @@ BAR_TOP, BAR_HEIGHT = 56, 64
 
 
 def cuts(summary: Summary, width: int) -> list[tuple[TimeKind, int, int]]:
-    """(kind, first pixel, pixel after the last) of the stacked bar, which they fill."""
+    """(kind, first pixel, pixel after the last) of each part of the stacked bar, without gaps."""
     edges, so_far = [], 0.0
     for kind in TimeKind:
         first, so_far = round(so_far / summary.wall_ms * width), so_far + summary.ms[kind]

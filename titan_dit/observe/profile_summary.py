@@ -1,11 +1,11 @@
 """Wall time of the profiled steps by kind, from the events of a trace.
 
-Every moment has one kind. Compute comes first; kernels on several streams share it equally. Next
-comes communication, which is exposed if nothing computes, then the host's wait for data, then idle.
-So the kinds add up to the wall time. Hidden communication (behind compute) is reported separately.
+A moment counts as compute if any kernel computes; concurrent kernels share the moment equally. Else
+it counts as exposed communication, else as the host's wait for data, else as idle. So the kinds add
+up to the wall time. Communication hidden behind compute is reported separately.
 
-On a CPU the main thread's operators take the place of kernels, each with its self time, and gloo's
-work that of communication. Idle is Python and torch between operators.
+A CPU has no kernels: the main thread's operators count instead, each with its self time. gloo's
+collectives count as communication. Idle is Python and torch between operators.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a thread with one stack of nested operators, outermost first in `chain`."""
+    """Time span of a thread with an unchanged stack of operators: `chain`, outermost first."""
 
     start: float
     end: float
@@ -212,7 +212,7 @@ def segments(events: Sequence[Event]) -> list[Segment]:
 
 
 def operator_spans(stretches: Iterable[Segment]) -> Iterator[Interval]:
-    """Compute and waits of a CPU's main thread, from its operators."""
+    """Compute and collectives of a CPU's main thread, from its operators; no waits for data."""
     for stretch in stretches:
         name = stretch.chain[-1]
         # Autograd and Python frames are overhead. Waits for data are counted as a whole.

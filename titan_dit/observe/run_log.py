@@ -39,7 +39,7 @@ class RunLog:
         return self.folder / "metrics.jsonl"
 
     def open(self, tables: Tables, config: MetricsConfig, resumed_step: int) -> None:
-        """Write the resolved config and start writing to the run directory."""
+        """Write the resolved config, drop rows after `resumed_step`, open the metrics writers."""
         if not self.is_written:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ class EMA:
             torch.cuda.current_stream().wait_stream(self._beside)
 
     def decay(self, decay: float, step: int) -> float:
-        """The decay of the update after step `step` (1-based); smaller during warm-up."""
+        """Decay of the update after `step` (1-based): (`decay`, less in warm-up) ** [ema] every."""
         if self.config.warmup:
             update = step // self.config.every
             decay = min(decay, (1 + update) / (10 + update))
@@ -68,7 +68,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
-        """Update every average, unless `skip` (a scalar on the device) is true."""
+        """Update all averages if [ema] every divides `step`, unless `skip` (on device) is true."""
         if step % self.config.every:
             return
         if self._beside is None:

@@ -10,7 +10,7 @@ from titan_dit.config.training import LRScheduleConfig
 def learning_rate(config: LRScheduleConfig, peak: float, step: int, steps: int) -> float:
     """The learning rate of step `step` (1-based) of `steps`: linear warm-up, then decay.
 
-    The first step has peak / warmup_steps, the last one peak * min_lr_ratio.
+    Warm-up starts at peak / warmup_steps. Decay ends at peak * min_lr_ratio ("constant": peak).
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps

@@ -21,7 +21,7 @@ def parallelize(
     compilation: CompileConfig,
     tokens: int = 0,
 ) -> None:
-    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `tokens`: those of a microbatch."""
+    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `tokens`: see `float8.apply`."""
     device_type = mesh.whole.device_type
     if device_type == "cpu":
         linear.apply(model)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def apply(mesh: DeviceMesh | None) -> None:
-    """Enable it for compiled blocks over the 1D mesh `tp`; None disables it."""
+    """Enable async TP for compiled blocks over the 1D tp `mesh`; None disables async TP."""
     if mesh is None:
         if "torch._inductor.config" in sys.modules:
             sys.modules["torch._inductor.config"]._micro_pipeline_tp = False  # type: ignore[attr-defined]

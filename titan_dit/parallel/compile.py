@@ -69,10 +69,10 @@ def check(config: CompileConfig, device: torch.device) -> None:
 
 
 def skip_probes() -> None:
-    """Skip inductor's probes for vector instructions if the compiler accepts all of the CPU's.
+    """Skip inductor's vector ISA probes if the compiler accepts the flags of all the CPU's ISAs.
 
-    With an empty cache each probe is compiled and loaded, 3 s each. The addition in `check` tests
-    the widest instructions anyway.
+    With an empty cache inductor compiles and loads each probe, in 3 s. The addition in `check`
+    tests the widest instructions anyway.
     """
     import torch._inductor.config as inductor
     from torch._inductor import cpp_builder, cpu_vec_isa

@@ -24,7 +24,7 @@ Method = Literal["ring", "ulysses"]
 def apply(model: nn.Module, mesh: DeviceMesh, method: Method, attention: str = "auto") -> None:
     """Make every attention layer of the model attend over all ranks of the 1D `mesh`.
 
-    `attention`: a key of [precision] attention.
+    `attention`: the value of [precision] attention, for ring; Ulysses keeps the layer's kernel.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if not layers:

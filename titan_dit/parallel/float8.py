@@ -1,7 +1,7 @@
 """float8 matmuls in the blocks' linears. Only this file imports torchao, and only if needed.
 
 Weights, gradients and optimizer states keep their dtypes and names, so checkpoints do not depend on
-float8. Only the operands of a matmul are cast, just before it, with dynamic scales.
+float8. Only operands of matmuls are cast: just before the matmul, or before their all-gather.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def apply(
     """Convert a model on the meta device, before tensor parallelism; returns the adapted plan.
 
     `tokens`: those of a microbatch on this rank. Raises UserError if no layer fits float8. Layers
-    that float8 would not make faster are not converted, see `account`.
+    that float8 would not make faster are not converted, see `suits`.
     """
     layers = linears(model, plan, sizes, tokens)
     chosen = {name: shape for name, shape in layers.items() if suits(shape, precision, device_type)}
@@ -96,8 +96,8 @@ def convert(
 ) -> None:
     """Replace the chosen linears by torchao's, which keep their parameters.
 
-    With tensorwise, FSDP all-gathers weights in float8, with one scale for all `shards`; None
-    means no FSDP.
+    With tensorwise, FSDP all-gathers a weight in float8 if its rows divide evenly by `shards`. All
+    shards of a weight have one scale. `shards` is None without FSDP.
     """
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
@@ -116,11 +116,11 @@ def convert(
 
 
 def scale_before_gathers(model: nn.Module) -> None:
-    """Recompute the scales of float8 all-gathers before every forward; call it after FSDP.
+    """Recompute the scales of float8 all-gathers before every forward; call it after `fsdp.shard`.
 
     Weights change between forwards: by a step, a checkpoint, a swapped-in average. A stale scale
-    would clip values that have grown. The hook precedes FSDP's, whose stream casts the weights and
-    waits only for work launched before it.
+    would clip values that have grown. This hook runs before FSDP's hook, because FSDP's stream
+    casts the weights and waits only for work launched before FSDP's hook.
     """
     torchao, kind = load_torchao(), float8_linear()
     if any(
@@ -133,7 +133,7 @@ def scale_before_gathers(model: nn.Module) -> None:
 
 
 def console_lines(parts: Iterable[nn.Module], precision: PrecisionConfig) -> list[str]:
-    """Console line with the number of torchao's float8 layers; empty if it is not in use."""
+    """Console line with the number of torchao's float8 layers; empty if torchao is not in use."""
     if precision.float8 == "off" or is_transformer_engine(precision.float8):
         return []
     kind = float8_linear()

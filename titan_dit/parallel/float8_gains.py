@@ -1,14 +1,14 @@
 """Which linear layers gain from float8: by measurement if there is one, else by the roofline.
 
 A layer's training step is three matmuls of M rows, K inputs and N outputs, 2 M K N FLOPs each.
-float8 halves the time of two or three of them. The overhead is passes over the memory of input,
-weight and output gradient: for the amax, and for the casts in the layouts that the matmuls need. So
+float8 halves the time of `products` (two or three) of them. The overhead is memory traffic: passes
+over input, weight and output gradient, for the amax and for the casts to the matmuls' layouts. So
 float8 gains if
 
-    products x M K N / (bytes of input, weight and gradient) > FLOPs per byte of the device.
+    products x M K N / (bytes of these passes) > FLOPs per byte of the device.
 
-The roofline ignores launches and kernels below their peak. `python benchmarks/float8_shapes.py`
-measures, and writes the table that takes precedence.
+The roofline ignores launch overhead and assumes peak throughput. Measurements take precedence:
+`python benchmarks/float8_shapes.py` writes their table.
 """
 
 from __future__ import annotations

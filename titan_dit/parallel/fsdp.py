@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over dp_shard (arXiv:2304.11277).
+"""FSDP2: parameters, gradients, optimizer state sharded over dp_shard and cp (arXiv:2304.11277).
 
 Only this file calls torch's fully_shard and the methods that it adds.
 """

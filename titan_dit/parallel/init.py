@@ -19,8 +19,8 @@ def initialize(
 ) -> None:
     """Allocate a model that is on the meta device, and initialise its weights.
 
-    Each tensor has its own generator, seeded by (seed, name). It is drawn whole on the device, then
-    reduced to this rank's shard: the extra memory is at most one whole tensor.
+    Each tensor has its own generator, seeded by (seed, name). The whole tensor is drawn on the
+    device, then reduced to this rank's shard: the extra memory is at most one whole tensor.
     """
     model.to_empty(device=device)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):

@@ -148,7 +148,7 @@ class Mesh:
 
     @property
     def speaks_for_samples(self) -> bool:
-        """True on one rank per data-parallel rank: the one at 0 along pp, cp and tp."""
+        """True on one of the ranks that read the same samples: the one at 0 along pp, cp and tp."""
         names = axes("samples", has=False)
         return not any(self.whole[name].get_local_rank() for name in names)
 

@@ -90,7 +90,7 @@ def selective_contexts() -> Any:
 def policy(
     context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
 ) -> CheckpointPolicy:
-    """Save the outputs of KEPT; recompute the rest."""
+    """Save the outputs of KEPT, except partial sums over tp; recompute the rest."""
     out = context.op_output
     # A row-parallel matmul is a partial sum over all ranks' tokens. Its reduction is saved instead,
     # with this rank's tokens only; the compiler then does not recompute the matmul.

@@ -21,10 +21,10 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks, scaled by 1 / sqrt(d).
 
-    `kernel`: the kernel of a block, or its key in [precision] attention.
+    `kernel`: attends to one rank's keys at a time; a `Kernel` or a value of [precision] attention.
 
-    Each rank sends 2 (c-1)/c b n h elements in forward, with b n h over all tokens. Backward sends
-    as many, and as many again in fp32 for the gradients of keys and values.
+    Each rank sends 2 (c-1)/c b n h elements in forward, with h = heads x d. Backward sends as many,
+    and as many again in fp32 for the gradients of keys and values.
     """
     result: Tensor = _RingAttention.apply(q, k, v, peers, kernel)  # type: ignore[no-untyped-call]
     return result
@@ -84,8 +84,8 @@ def travel_forward(
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention over two sets of keys.
 
-    Each is weighted by its share of the softmax's sum, exp(lse - both) <= 1: no overflow. In fp32,
-    because bf16 rounding would accumulate over c blocks.
+    Each output is weighted by its share of the softmax's sum, exp(lse - merged lse) <= 1: it cannot
+    overflow. `out` is fp32, because bf16 rounding would accumulate over c blocks.
     """
     both = torch.logaddexp(lse, new_lse)
     out = out * (lse - both).exp()[..., None] + new_out * (new_lse - both).exp()[..., None]

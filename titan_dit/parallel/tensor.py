@@ -135,7 +135,7 @@ def join(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 class ModulationColwise(ColwiseParallel):
     """A column-parallel linear whose output is all-gathered and applied to the rank's tokens.
 
-    With sharded tokens a rank's gradient covers only its tokens: a partial sum.
+    With sharded tokens each rank's output gradient covers only its tokens: a partial sum.
     """
 
     def __init__(self, sequence_parallel: bool) -> None:
@@ -167,7 +167,7 @@ class Replicated(ParallelStyle):
 class HeadNorm(ParallelStyle):
     """A norm with one weight shared by all heads, on sharded heads: [b, heads, n, head_dim].
 
-    A rank's gradient covers only its heads: a partial sum, which FSDP reduces.
+    A rank's weight gradient covers only its heads: a partial sum over tp, which FSDP reduces.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

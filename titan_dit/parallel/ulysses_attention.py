@@ -25,8 +25,8 @@ def ulysses_attention(
 
     `attend`: computes attention over all tokens for heads/c heads, with the mask.
 
-    One all-to-all comes before it and one after it; the bits are those of one rank. Each rank sends
-    8 (c-1)/c^2 b n h elements in forward and backward together, with b n h over all tokens.
+    One all-to-all precedes `attend`, one follows. The result is bitwise that of one rank. Each rank
+    sends 8 (c-1)/c^2 b n h elements in forward and backward together, with h = heads x d.
     """
     c, heads = peers.size, q.shape[1]
     if heads % c:

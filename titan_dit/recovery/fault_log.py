@@ -27,7 +27,7 @@ def bad_step(
     rows: Sequence[int],
     described: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """The line of a bad step and its samples, in the order of `numbers`."""
+    """The line of a bad step; `rows` and `described` have one entry per sample of `numbers`."""
     return {
         "step": bad.step,
         "kind": bad.kind,

@@ -104,8 +104,8 @@ class Guard:
     def read(self, sum_loss: Callable[[Tensor], Tensor]) -> Reading:
         """Read the verdicts since the last read; synchronises the device. Collective.
 
-        Counting stops at the step that reaches the limit, so the rollback does not depend on how
-        often this is read. `sum_loss` all-reduces the ranks' loss shares. Needs at least one step.
+        Counting stops at max_consecutive_bad_steps, so the rollback does not depend on the interval
+        between reads. `sum_loss` all-reduces the ranks' loss shares. Needs an unread step.
         """
         taken, self.unread = self.unread, []
         verdicts = [step.grad_norm for step in taken] + [step.is_spike.float() for step in taken]
@@ -142,7 +142,7 @@ class Guard:
 
     @property
     def to_undo(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(step, cursor before it) of the first and of the last of too many bad steps in a row."""
+        """(step, cursor before it) of the first and of the last bad step that a rollback undoes."""
         assert self.streak
         assert self.streak_end
         return self.streak, self.streak_end

@@ -50,7 +50,7 @@ class Ledger:
         )
 
     def as_json(self, cursor: int, num_rows: int) -> dict[str, Any]:
-        """Serialise for a checkpoint's record; `num_rows` of the dataset give the epoch."""
+        """Serialise for a checkpoint's record; `num_rows`, the rows per epoch, give the epoch."""
         out = count(self.skipped_ranges, below=cursor) + count(self.untrained_ranges)
         return {
             "samples": cursor,

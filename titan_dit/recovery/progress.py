@@ -37,7 +37,7 @@ class Progress:
         )
 
     def as_record(self, num_rows: int) -> dict[str, Any]:
-        """The keys that `of` reads; `num_rows` of the dataset give the epoch."""
+        """The keys that `of` reads; `num_rows`, the rows per epoch, give the epoch."""
         return {
             "step": self.step,
             "cursor": self.cursor,

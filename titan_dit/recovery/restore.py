@@ -30,7 +30,7 @@ def resumed(
 ) -> Progress | None:
     """Load the checkpoint selected by [checkpoint] resume; None to start at step 0. Collective.
 
-    Raises UserError if the checkpoint's config or data differs from the run's.
+    Raises UserError if the checkpoint does not match `identity`, unless allow_changes is set.
     """
     start, ranks = resume.starting_point(checkpoints, settings.resume), Ranks()
     path, record = start.path, start.record

@@ -50,8 +50,8 @@ def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
 def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
     """Return True if the run has taken a step; it may then resume on another number of ranks.
 
-    A run that ended before its first checkpoint counts, too. Raises UserError if `never` meets
-    checkpoints: early, before any error that the launcher would retry.
+    A run that ended before its first checkpoint counts, too. Raises UserError if resume is `never`
+    but there are checkpoints: early, before any error that the launcher would retry.
     """
     if wanted(settings.resume) == "never":
         candidates(checkpoints_of(run, settings), "never")
@@ -64,7 +64,7 @@ def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
 def wanted(resume: str) -> str:
     """The effective [checkpoint] resume: `never` becomes `auto` for restarted ranks.
 
-    `never` is for the first ranks of a job; the launcher's restarts resume from its checkpoints.
+    `never` holds for a job's first launch; restarted ranks resume from that job's checkpoints.
     """
     return "auto" if resume == "never" and is_restarted() else resume
 
@@ -105,7 +105,7 @@ def newest_before(checkpoints: Checkpoints, step: int) -> Start:
 
 
 def first_undamaged(choose: Callable[[], list[Location]]) -> Start:
-    """Return the first checkpoint without damaged files. Collective."""
+    """Return the first undamaged checkpoint of `choose()`, which rank 0 calls. Collective."""
     ranks = Ranks()
     damaged: dict[Location, str] = {}
     # Rank 0's view decides: a shared disk may show a new folder to some ranks earlier.
@@ -126,10 +126,10 @@ def first_undamaged(choose: Callable[[], list[Location]]) -> Start:
 
 
 def candidates(checkpoints: Checkpoints, resume: str) -> list[Location]:
-    """The checkpoints that [checkpoint] resume selects, in order of preference.
+    """The checkpoints that `resume` (auto, never or a path) selects, in order of preference.
 
-    Another run's checkpoint initialises this run; one of its own rolls it back. Either happens
-    once: afterwards the same command resumes from the newest checkpoint.
+    A path of this run rolls this run back; a path of another run initialises this run. Either
+    happens once: afterwards the same command resumes from this run's newest checkpoint.
     """
     own = own_newest_first(checkpoints)
     if resume == "auto":
@@ -178,7 +178,7 @@ def own_newest_first(checkpoints: Checkpoints) -> list[Location]:
 
 
 def readable(path: Location) -> tuple[dict[str, Any], str]:
-    """(record, what is wrong with the manifest or "")."""
+    """(record, ""), or ({}, what is wrong with the manifest)."""
     if not store_of(path).has(path / MANIFEST):
         return {}, f"{MANIFEST} is missing"
     try:
@@ -223,14 +223,14 @@ class Identity:
     """Rows of the dataset that are left out of training, for validation."""
 
     def as_record(self) -> dict[str, Any]:
-        """Its keys of a checkpoint's record."""
+        """The identity as keys of a checkpoint's record."""
         return {"config": self.config, "config_format": FORMAT, "data": dict(self.data)}
 
 
 def check_same_mathematics(path: Location, record: Mapping[str, Any], identity: Identity) -> None:
     """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
 
-    Imported weights belong to no run: only the model and its prediction must agree.
+    Imported weights belong to no run: only [model] and `WHAT_WEIGHTS_ARE` must agree.
     """
     # Built again: keys that did not exist then get their defaults, as they do now.
     before = build(of_record(record), catalog.variant)
@@ -264,7 +264,7 @@ def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EM
 
 
 def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
-    """Load imported weights into a new run; every EMA starts at the imported one.
+    """Load imported weights into a new run; every EMA starts at the imported EMA.
 
     AdamW's moments start at zero unless the checkpoint has them.
     """

@@ -1,4 +1,4 @@
-"""Decides and records a rollback after too many consecutive bad steps; restore.py loads it.
+"""Decides and records a rollback after too many consecutive bad steps; restore.py carries it out.
 
 The bad steps' samples are skipped from then on. `RUN/rollbacks.json` records this at once, because
 the run may end before its next checkpoint.
@@ -80,7 +80,7 @@ def record_rollback(
     """Roll back to `start`: rename newer checkpoints and record the rollback. Rank 0 only.
 
     Raises UserError and changes nothing if rollback is disabled, no checkpoint precedes the bad
-    steps, or `max_rollbacks` brought no progress.
+    steps, or the last `max_rollbacks` rollbacks brought no progress.
     """
     rollbacks, limit = read(folder).with_rollback(bad), config.max_rollbacks
     lower = "lower [optimizer] lr with --checkpoint.allow_changes true"
@@ -102,7 +102,7 @@ def record_rollback(
 
 
 def refusal(folder: Path, config: FaultsConfig, bad: BadSteps, reason: str, fix: str) -> str:
-    """The error message of a run that cannot roll back, for a reason."""
+    """The error message of a run that cannot roll back: why (`reason`) and what to do (`fix`)."""
     return (
         f"[faults] max_consecutive_bad_steps={config.max_consecutive_bad_steps}: the last "
         f"{bad.last - bad.first + 1} steps up to step {bad.last} had a non-finite loss or gradient "

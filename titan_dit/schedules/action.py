@@ -48,8 +48,8 @@ Program: TypeAlias = Iterable[tuple[Kind, int]]
 def number(program: Program) -> tuple[Action, ...]:
     """Number the microbatches of a program: each stage takes them in order.
 
-    A weight gradient takes the oldest microbatch (of its stage, or of any) whose input gradient is
-    done and whose weight gradient is not.
+    A weight gradient takes the oldest microbatch that has an input gradient but no weight gradient
+    yet: the oldest of its stage, or with ANY_STAGE of all stages.
     """
     counts: dict[tuple[bool, int], int] = {}
     waiting: list[Action] = []
@@ -70,10 +70,10 @@ def number(program: Program) -> tuple[Action, ...]:
 
 
 def peak_activations(order: Order) -> tuple[int, ...]:
-    """Maximum number of microbatches whose activations each rank holds, counted per stage.
+    """Each rank's peak number of (microbatch, stage) pairs whose activations it holds.
 
     Activations live from the forward to the full backward or weight gradient. With v stages per
-    rank each counts 1/v of the activations of a rank with one stage.
+    rank a pair has 1/v of the activations of a microbatch on a rank with one stage.
     """
     peaks = []
     for actions in order:

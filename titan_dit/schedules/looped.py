@@ -34,8 +34,8 @@ def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> Program:
 def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> Program:
     """1F1B with v stages per rank, in rounds (arXiv:2104.04473 sec. 2.2).
 
-    In a round `round_size` microbatches pass one of the rank's stages. With rounds of p and equal
-    stages the bubble is (p - 1) / (v m + p - 1) of the time.
+    In each round, `round_size` microbatches pass through one of the rank's stages. If `round_size`
+    is p and all stages are equal, the bubble is (p - 1) / (v m + p - 1) of the time.
     """
     size = round_size(p, m)
     # Two more than on the next rank: one for the way of the forward, one for the backward's.

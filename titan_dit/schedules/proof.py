@@ -13,9 +13,9 @@ def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
 
     - Each stage is on one rank.
     - Each stage runs every microbatch forward once and backward once (in full, or as I and W).
-    - Each stage runs them in order: torch's runtime matches losses to microbatches by order.
+    - Each stage runs F, B and I in microbatch order: torch's runtime matches losses by order.
     - All ranks finish, although each waits for its next input before it does anything else.
-    - A rank uses messages in the order sent: one channel per pair of ranks is enough.
+    - A rank uses messages in the order sent: one channel per (sender, receiver, kind) is enough.
     """
     _check_places(order, num_stages)
     _check_counts(order, num_stages, num_microbatches)
@@ -120,7 +120,7 @@ def _check_sequence(order: Order) -> None:
 
 
 def _check_channels(order: Order, sequence: list[tuple[int, Action]]) -> None:
-    """Compare sent and used messages of each pair of ranks and direction."""
+    """Raise ValueError unless each (sender, receiver, kind) uses its messages in the order sent."""
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, action in sequence}
     channel_of: dict[Action, tuple[int, int, Kind]] = {}

@@ -29,7 +29,7 @@ class Schedule:
     """(name, p, m, v): raise UserError if the schedule does not support m microbatches."""
 
     def __post_init__(self) -> None:
-        """Stages lie in a V or are interleaved."""
+        """Refuse a schedule that is both V-shaped and interleaved."""
         if self.v_shaped and self.interleaved:
             raise UserError(f"{KEY}: a Schedule is v_shaped or interleaved, not both.")
 

@@ -17,8 +17,8 @@ def zbv_zero_bubble(rank: int, p: int, m: int, v: int) -> Program:
     """ZB-V (arXiv:2401.10241 sec. 6): no rank is idle between its first and its last action.
 
     This assumes that F, I and W take equally long and m >= 2p - 1. A rank holds at most 2p
-    microbatches of its two half-size stages, as much as rank 0 of 1F1B. With fewer than 2p - 1
-    microbatches the caller drops the excess, which is valid: microbatches are independent.
+    microbatches of its two half-size stages, as much as rank 0 of 1F1B. For a smaller m the program
+    has 2p - 1 microbatches. The caller drops those beyond m: microbatches are independent.
     """
     m = max(m, 2 * p - 1)
     down, up = rank, 2 * p - 1 - rank

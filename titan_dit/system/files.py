@@ -13,7 +13,7 @@ PARTIAL = ".partial"
 
 @contextmanager
 def replacing(file: Path, mark: str = "") -> Iterator[Path]:
-    """Yield a path to write to; if the block succeeds, rename it. `mark`: a suffix per writer."""
+    """Yield a temporary path (`mark` in its suffix); rename it to `file` if the block succeeds."""
     aside = file.with_name(f"{file.name}{mark}{PARTIAL}")
     try:
         yield aside

@@ -51,7 +51,7 @@ def text_of(compared: Mapping[str, Any]) -> str:
 def open_set(
     config: ValidationConfig, data: DataConfig, source: Source, held_out: Sequence[int], seed: int
 ) -> ValidationSet | None:
-    """Open the validation set; None if validation is off. Raises UserError."""
+    """Open [validation] path, else take the `held_out` rows of `source`; None if disabled."""
     if not config.every:
         return None
     if not config.path:
