@@ -31,7 +31,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Saves the same as attention on one rank: q, k, v, out and the log-sum-exp."""
+    """Saves for backward only this rank's q, k, v, out and log-sum-exp."""
 
     @staticmethod
     def forward(

@@ -88,7 +88,7 @@ def local_shapes(
 
 
 def enter(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
-    """Whole plain tensors to the sharded stream between blocks."""
+    """Convert the stream's whole plain tensors to the placements in `plan.stream`."""
     local = tuple(
         split(tensor, mesh, placement.dim) if isinstance(placement, Shard) else tensor
         for tensor, placement in zip(stream, plan.stream, strict=True)
