@@ -1,9 +1,8 @@
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
-from small_config import TEXT, load_small, refuse_small
+from small_config import TEXT
 from tiny import tiny_config
 from unchecked import unchecked
 
@@ -11,16 +10,6 @@ from titan_dit.config import config_file
 from titan_dit.config.catalog import variant
 from titan_dit.config.config_file import CONFIG_DIR, build, to_tables, to_toml
 from titan_dit.config.section import UserError
-
-
-@pytest.fixture
-def load(tmp_path):
-    return partial(load_small, tmp_path)
-
-
-@pytest.fixture
-def refused(tmp_path):
-    return partial(refuse_small, tmp_path)
 
 
 def test_values_defaults_and_the_name_of_the_file(load):

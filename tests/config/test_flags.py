@@ -1,19 +1,6 @@
-from functools import partial
-
 import pytest
-from small_config import load_small, refuse_small
 
 from titan_dit.config.config_file import to_tables
-
-
-@pytest.fixture
-def load(tmp_path):
-    return partial(load_small, tmp_path)
-
-
-@pytest.fixture
-def refused(tmp_path):
-    return partial(refuse_small, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 import copy
-from functools import partial
 
 import pytest
-from small_config import load_small
 
 from titan_dit.config.config_file import changes, to_tables
 
@@ -45,11 +43,6 @@ MAY_NOT_CHANGE = [
     "ema.decays",
     "ema.every",
 ]
-
-
-@pytest.fixture
-def load(tmp_path):
-    return partial(load_small, tmp_path)
 
 
 @pytest.fixture
