@@ -2,7 +2,7 @@
 
 Four gloo ranks run every schedule through the trainer's executor. Stages only sleep for known
 times: in forward, for the input gradient and for the weight gradient. Any other time is bubble,
-communication and torch's runtime.
+communication and the loop.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from titan_dit.execution.base import Output, Shapes
 from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.objectives.base import Prepared
+from titan_dit.parallel.links import Links
 from titan_dit.schedules.action import Kind
 from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.schedules.schedule import schedule_of
@@ -152,7 +153,7 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
     rows = case.num_microbatches
     executor = PipelinedExecutor(
         parts,  # type: ignore[arg-type]
-        mesh,
+        Links(mesh),
         case.order,
         [rank_of_stage(case.schedule, stage, case.num_ranks) for stage in range(last + 1)],
         Shapes(
@@ -164,12 +165,11 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
         ),
         mean,
         1,
-        rows,
         torch.device("cpu"),
     )
     tokens = torch.randn(rows, TOKENS, WIDTH)
     prepared = Prepared({"tokens": tokens}, {"x": tokens}, torch.ones(rows), float(rows))
-    timed = [watch(stage) for stage in executor.runtime._stages]
+    timed = [watch(stage) for stage in executor.stages.values()]
     spans = []
     for _ in range(repeats + 1):
         for log in timed:
@@ -195,24 +195,29 @@ class Ran:
 def watch(stage: Any) -> dict[tuple[Kind, int, int], float]:
     """Wrap a stage to log the seconds of each action; return the log."""
     log: dict[tuple[Kind, int, int], float] = {}
+    running: list[Kind] = []
 
-    def timed(name: str, kind_of: Callable[[dict[str, Any]], Kind]) -> None:
+    def timed(name: str, kind: Kind) -> None:
         function = getattr(stage, name)
 
-        def wrapped(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: Any) -> Any:
+            if running:  # The first stage runs its weight gradient as a full backward.
+                return function(*args)
+            running.append(kind)
             start = time.monotonic()
-            out = function(microbatch, *args, **kwargs)
-            log[kind_of(kwargs), stage.stage_index, microbatch] = time.monotonic() - start
+            out = function(*args)
+            # A stage takes its microbatches in sequence.
+            number = sum(of == kind for of, _, _ in log)
+            log[kind, stage.index, number] = time.monotonic() - start
+            running.clear()
             return out
 
         setattr(stage, name, wrapped)
 
-    timed("forward_one_chunk", lambda _: Kind.FORWARD)
-    timed(
-        "backward_one_chunk",
-        lambda given: Kind.BACKWARD if given["full_backward"] else Kind.BACKWARD_INPUT,
-    )
-    timed("backward_weight_one_chunk", lambda _: Kind.BACKWARD_WEIGHT)
+    timed("forward", Kind.FORWARD)
+    timed("backward", Kind.BACKWARD)
+    timed("backward_input", Kind.BACKWARD_INPUT)
+    timed("backward_weight", Kind.BACKWARD_WEIGHT)
     return log
 
 

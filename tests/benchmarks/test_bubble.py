@@ -15,7 +15,7 @@ def test_ranks_wait_as_long_as_the_simulator_says(tmp_path):
     cases = [bubble.Case(name, 4, 4, v, 0.25) for name, v in kinds]
     rows = bubble.measure(cases, 1, str(tmp_path / "times.pt"))
     for row in rows:
-        # The overhead of torch's runtime and gloo is about a millisecond per action.
+        # The overhead of the loop and gloo is about a millisecond per action.
         assert row["step, measured / simulated"] == pytest.approx(1, abs=0.03), row
     for row in rows[:2]:
         assert row["measured / simulated"] == pytest.approx(1, abs=0.03), row

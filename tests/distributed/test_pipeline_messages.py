@@ -1,24 +1,34 @@
-"""Buffers and messages of pipeline ranks: freed after use; in one order on both sides."""
+"""The loop of a pipeline: torch's bits, its messages, and how long it keeps tensors."""
 
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import on_ranks
 from tiny import gradients, randomize, tiny_config
+from torch_runtime import gradients_in_torch
 
-from titan_dit.execution.pipelined import forward_order
-from titan_dit.execution.torch_pipeline import Buffers
+from titan_dit.execution.loop import AHEAD, Inbox, Loop
+from titan_dit.parallel.links import Links
 from titan_dit.trainer import Trainer
 
 MICROBATCHES = 8
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv_zero_bubble": 1,
+    "dualpipev": 1,
+}
+# torch 2.11 opens V pipelines by messages from a rank to itself, which gloo refuses.
+V_SHAPED = ("zbv_zero_bubble", "dualpipev") if torch.__version__ < "2.12" else ()
 
 
-def trainer_of(world, schedule, virtual_stages):
+def trainer_of(world, schedule, virtual_stages, **parallel):
     config = tiny_config(
         model={"layers": 4},
-        parallel={"pp": world.size},
+        parallel={"pp": 2, **parallel},
         pipeline={"schedule": schedule, "virtual_stages": virtual_stages},
         training={"global_batch_size": MICROBATCHES, "microbatch_size": 1},
     )
@@ -27,72 +37,150 @@ def trainer_of(world, schedule, virtual_stages):
     return trainer
 
 
-def most_buffers(world):
-    """The most microbatches that a stage has buffers for during a step, and after it."""
-    most, make = [0], Buffers.__missing__
-
-    def counted(self, microbatch):
-        made = make(self, microbatch)
-        most[0] = max(most[0], len(self))
-        return made
-
-    trainer = trainer_of(world, "1f1b", 1)
-    with mock.patch.object(Buffers, "__missing__", counted):
-        gradients(trainer)
-    stages = trainer.executor.runtime._stages
-    kept = [len(stage.args_recv_info) for stage in stages]
-    kept += [len(stage.grad_recv_info) for stage in stages]
-    return most[0], kept
+def on_two_ranks(world):
+    return {
+        "bits": {name: both_gradients(world, name, v) for name, v in SCHEDULES.items()},
+        "buffers": {name: most_buffers(world, name, v) for name, v in SCHEDULES.items()},
+        "messages": {name: messages(world, name, v) for name, v in SCHEDULES.items()},
+        "groups": groups(world),
+    }
 
 
-def test_a_rank_receives_into_as_many_buffers_as_it_has_microbatches_under_way():
-    for most, kept in on_ranks(2, most_buffers):
-        # Microbatch 0's is the template; one more is in use, another may be arriving.
-        assert 2 <= most <= 3
-        assert kept == [1, 1]
+@pytest.fixture(scope="module")
+def two_ranks():
+    return on_ranks(2, on_two_ranks)
 
 
-def messages_of_a_prediction(world, cases):
-    """(source, target, bytes) of every message in the order of this rank, for each case."""
-    found = []
-    for case in cases:
-        trainer, line = trainer_of(world, *case), []
-        send, receive = dist.isend, dist.irecv
-
-        def isend(tensor, dst, group, send=send, line=line):
-            line.append((world.rank, dst, tensor.nbytes))
-            return send(tensor, dst, group)
-
-        def irecv(tensor, src, group, receive=receive, line=line):
-            line.append((src, world.rank, tensor.nbytes))
-            return receive(tensor, src, group)
-
-        model = trainer.config.model
-        inputs = {
-            "tokens": torch.randn(3, *model.token_shape),
-            "timestep": torch.rand(3),
-            "labels": torch.arange(3),
-        }
-        with mock.patch.object(dist, "isend", isend), mock.patch.object(dist, "irecv", irecv):
-            trainer.executor.predict(inputs, model.static(world.device))
-        found.append(line)
+def both_gradients(world, schedule, virtual_stages, **parallel):
+    """Ours, torch's with our order, torch's with its own, where torch has them."""
+    trainer = trainer_of(world, schedule, virtual_stages, **parallel)
+    found = {"ours": gradients(trainer)}
+    if schedule not in V_SHAPED:
+        found["torch"] = gradients_in_torch(trainer)
+    if schedule == "interleaved_1f1b":
+        found["torch's order"] = gradients_in_torch(trainer, own_order=True)
     return found
 
 
-def test_two_ranks_have_the_messages_of_a_prediction_in_the_same_line():
-    """NCCL runs the messages of two ranks one after another, in both directions."""
-    cases = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 1)]
-    first, second = on_ranks(2, messages_of_a_prediction, cases)
-    for case, one, other in zip(cases, first, second, strict=True):
-        assert one == other, case
-        # Two tensors for each of three rows, over every boundary between the ranks.
-        assert len(one) == 2 * 3 * {"1f1b": 1, "interleaved_1f1b": 3, "zbv_zero_bubble": 2}[case[0]]
+def assert_equal_bits(found):
+    ours, expected = found.pop("ours"), found
+    for who, (loss, theirs) in expected.items():
+        assert ours[0] == loss, who
+        assert ours[1].keys() == theirs.keys()
+        assert all(torch.equal(ours[1][name], theirs[name]) for name in theirs), who
 
 
-@pytest.mark.parametrize("stage_ranks", [[0, 1], [0, 1, 0, 1], [0, 1, 2, 2, 1, 0], [0, 1, 2] * 3])
-def test_every_stage_follows_the_one_before_it(stage_ranks):
-    order = forward_order(stage_ranks, 3)
-    assert len(set(order)) == len(order) == 3 * len(stage_ranks)
-    for stage, number in order:
-        if stage:
-            assert order.index((stage - 1, number)) < order.index((stage, number))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_loop_gives_the_bits_of_torchs_runtime(schedule, two_ranks):
+    for found in two_ranks:
+        case = found["bits"][schedule]
+        assert len(case) == 1 + (schedule not in V_SHAPED) + (schedule == "interleaved_1f1b")
+        assert_equal_bits(dict(case))
+
+
+def sharded_gradients(world):
+    cases = [("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2)]
+    return [both_gradients(world, *case, dp_shard=2) for case in cases]
+
+
+def test_the_loop_gives_the_bits_of_torchs_runtime_with_fsdp():
+    for cases in on_ranks(4, sharded_gradients):
+        assert len(cases) == 2
+        for found in cases:
+            assert_equal_bits(found)
+
+
+def most_buffers(world, schedule, virtual_stages):
+    """The most messages that had been posted and not used during a step, and after it."""
+    most, loops, post, create = [0], [], Inbox.post, Loop.__init__
+
+    def counted(self, message):
+        post(self, message)
+        most[0] = max(most[0], len(self.arriving))
+
+    def noted(self, *args):
+        create(self, *args)
+        loops.append(self)
+
+    trainer = trainer_of(world, schedule, virtual_stages)
+    with mock.patch.object(Inbox, "post", counted), mock.patch.object(Loop, "__init__", noted):
+        gradients(trainer)
+    (loop,) = loops
+    kept = [len(stage.kept) + len(stage.weights_due) for stage in loop.stages.values()]
+    return most[0], kept, len(loop.inbox.arriving) + len(loop.made)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_rank_holds_few_messages_and_nothing_after_a_step(schedule, two_ranks):
+    for found in two_ranks:
+        most, kept, left = found["buffers"][schedule]
+        # One in use, and the inputs of the next actions, whatever the number of microbatches.
+        assert 1 <= most <= 1 + AHEAD
+        assert not any(kept)
+        assert left == 0
+
+
+def messages(world, schedule, virtual_stages):
+    """By direction, the names of all messages of a step and of a prediction, as posted."""
+    sent, received, names = {}, {}, []
+    pass_on, empty, send, receive = Loop.pass_on, Loop.empty, Links.send, Links.receive
+
+    def named(self, message, tensors):
+        names[:] = [str(message)]
+        pass_on(self, message, tensors)
+
+    def created(self, message):
+        names[:] = [str(message)]
+        return empty(self, message)
+
+    def sending(self, tensors, target):
+        sent.setdefault((self.rank, target), []).extend(names)
+        return send(self, tensors, target)
+
+    def receiving(self, tensors, source):
+        received.setdefault((source, self.rank), []).extend(names)
+        return receive(self, tensors, source)
+
+    trainer = trainer_of(world, schedule, virtual_stages)
+    model = trainer.config.model
+    inputs = {
+        "tokens": torch.randn(3, *model.token_shape),
+        "timestep": torch.rand(3),
+        "labels": torch.arange(3),
+    }
+    with (
+        mock.patch.multiple(Loop, pass_on=named, empty=created),
+        mock.patch.multiple(Links, send=sending, receive=receiving),
+    ):
+        gradients(trainer)
+        trainer.executor.predict(inputs, model.static(world.device))
+    return sent, received
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_both_ends_post_the_messages_of_a_direction_in_the_same_sequence(schedule, two_ranks):
+    (sent, received), (its_sent, its_received) = (rank["messages"][schedule] for rank in two_ranks)
+    assert sent == its_received
+    assert received == its_sent
+    boundaries = {"1f1b": 1, "gpipe": 1, "zbv_zero_bubble": 2, "dualpipev": 2}.get(schedule, 3)
+    # Forward and backward of eight microbatches, forward of three rows.
+    count = sum(map(len, (*sent.values(), *received.values())))
+    assert count == boundaries * (2 * MICROBATCHES + 3)
+
+
+def groups(world):
+    """Groups of a rank and their sizes: of a pipeline, and of a second one on the same ranks."""
+    found = []
+    for _ in range(2):
+        links = trainer_of(world, "interleaved_1f1b", 2).mesh.links
+        found.append({pair: (g.size(), g.group_name) for pair, g in links.groups.items()})
+    return found
+
+
+def test_two_ranks_have_one_group_for_each_direction(two_ranks):
+    for found in two_ranks:
+        first, second = found["groups"]
+        assert first == second, "a second mesh opened groups again"
+        assert first.keys() == {(0, 1), (1, 0)}
+        assert all(size == 2 for size, _ in first.values())
+        assert len({name for _, name in first.values()}) == 2

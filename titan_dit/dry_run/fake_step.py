@@ -27,8 +27,6 @@ from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
 from titan_dit.execution.build import build_stages, executor_of, place_modules
-from titan_dit.execution.pipelined import PipelinedExecutor
-from titan_dit.execution.sliced import SlicedExecutor
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
@@ -225,21 +223,12 @@ class FakeRank:
     def executor(self, rows: int) -> Executor:
         """The executor for a batch with `rows` samples on this rank."""
         plan = replace(self.plan, global_batch_size=rows * self.mesh.sizes.data)
-        executor = executor_of(plan, self.objective, self.mesh, self.parts, CPU)
-        if pipeline := pipelined(executor):
-            pipeline.runtime.skip_shape_exchange()
-        return executor
+        return executor_of(plan, self.objective, self.mesh, self.parts, CPU)
 
 
 def first_rows(prepared: Prepared, rows: int) -> Prepared:
     """Views of the first samples, not copies: the whole batch stays in memory, as in training."""
     return next(prepared.microbatches(rows))
-
-
-def pipelined(executor: Executor) -> PipelinedExecutor | None:
-    """The pipeline executor, or None without a pipeline."""
-    inner = executor.inner if isinstance(executor, SlicedExecutor) else executor
-    return inner if isinstance(inner, PipelinedExecutor) else None
 
 
 MOST_MICROBATCHES = 16

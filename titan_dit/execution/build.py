@@ -154,13 +154,12 @@ def whole_token_executor(
         return LocalExecutor(parts[0], loss, plan.microbatch_size)
     return PipelinedExecutor(
         parts,
-        mesh.axis("pp"),
+        mesh.links,
         plan.order(plan.num_microbatches),
         plan.stage_ranks,
         shapes_of(plan),
         loss,
         plan.microbatch_size,
-        plan.num_microbatches,
         device,
     )
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_dit.execution.base import (
     NOTHING,
@@ -20,59 +18,74 @@ from titan_dit.execution.base import (
     first_of,
     loss_share,
 )
-from titan_dit.execution.torch_pipeline import Runtime, Stage
-from titan_dit.models.base import Model, Stream
+from titan_dit.execution.loop import Loop
+from titan_dit.execution.stage import Stage
+from titan_dit.models.base import Model, SideInputs
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
+from titan_dit.parallel.links import Links
+from titan_dit.schedules.action import Action, Kind, Order
+from titan_dit.schedules.messages import Channels, channels
 
 
 class PipelinedExecutor(Executor):
-    """Runs this rank's stages of the pipeline along `mesh`."""
+    """Runs this rank's stages of a pipeline; `links` connect its ranks."""
 
     def __init__(
         self,
         parts: Mapping[int, Model],
-        mesh: DeviceMesh,
-        order: Sequence[Sequence[object]],
+        links: Links,
+        order: Order,
         stage_ranks: Sequence[int],
         shapes: Shapes,
         loss: TokenLoss,
         microbatch_size: int,
-        num_microbatches: int,
         device: torch.device,
     ) -> None:
-        self.parts, self.mesh, self.stage_ranks = dict(parts), mesh, stage_ranks
+        self.links, self.order, self.stage_ranks = links, order, stage_ranks
         self.shapes, self.loss, self.device = shapes, loss, device
         self.microbatch_size = microbatch_size
-        self.prepared: list[Prepared] = []
-        self.last = len(stage_ranks) - 1
-        stages = [
-            Stage(
-                part,
-                index,
-                len(stage_ranks),
-                device,
-                input_args=(shapes.given,) if index == 0 else shapes.stream,
-                output_args=shapes.predictions if index == self.last else shapes.stream,
-                group=mesh.get_group(),
-            )
-            for index, part in sorted(parts.items())
-        ]
-        self.runtime = Runtime(stages, order, num_microbatches, self.loss_of, shapes.first_input)
-
-    def loss_of(self, output: Output, microbatch: int) -> Tensor:
-        """This microbatch's share of the loss."""
-        part = self.prepared[microbatch]
-        loss = loss_share(self.loss(output, part.targets), part)
-        # The gradient's factor becomes NaN with the loss, see `LocalExecutor.run`.
-        return loss * (1 + 0 * loss.detach())
+        count = len(stage_ranks)
+        self.stages = {
+            index: Stage(part, index, count, shapes.stream) for index, part in sorted(parts.items())
+        }
+        self.channels = channels(order, stage_ranks)
+        links.open(self.channels)
 
     def run(self, prepared: Prepared) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""
-        self.prepared = list(prepared.microbatches(self.microbatch_size))
-        return self.runtime.step_microbatches(
-            [part.inputs for part in self.prepared], [part.side_inputs for part in self.prepared]
+        parts = list(prepared.microbatches(self.microbatch_size))
+        losses: list[Tensor] = []
+
+        def loss_of(output: Output, microbatch: int) -> Tensor:
+            loss = share_of(self.loss, output, parts[microbatch])
+            losses.append(loss.detach())
+            return loss
+
+        for stage in self.stages.values():
+            fsdp.gather(stage.part)
+            fsdp.hold_gradients(stage.part)
+        self.perform(
+            self.order,
+            self.channels,
+            [part.inputs for part in parts],
+            [part.side_inputs for part in parts],
+            loss_of,
         )
+        return sum(losses, torch.zeros((), device=prepared.weight.device))
+
+    def perform(
+        self,
+        order: Order,
+        channels: Channels,
+        inputs: Sequence[Mapping[str, Tensor]],
+        side_inputs: Sequence[SideInputs],
+        finish: Callable[[Output, int], Tensor],
+    ) -> None:
+        """This rank's actions of an order; see `Loop.run`."""
+        loop = Loop(self.stages, self.stage_ranks, channels, self.links, self.device)
+        actions = loop.planned(order[self.links.rank])
+        loop.run(actions, inputs, side_inputs, finish)
 
     @torch.no_grad()
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
@@ -115,45 +128,16 @@ class PipelinedExecutor(Executor):
         `like`: what `finish` returns for one microbatch, on the meta device.
         """
         outputs: list[Tensor] = []
-        streams: dict[tuple[int, int], tuple[Stream, list[dist.Work]]] = {}
-        sends: list[dist.Work] = []
-        for stage, number in forward_order(self.stage_ranks, len(inputs)):
-            if stage in self.parts:
-                if stage == 0:
-                    given: Any = inputs[number]
-                else:
-                    given, arriving = streams.pop((stage, number))
-                    wait_for(arriving)
-                out = self.parts[stage](given, side_inputs[number])
-                if stage == self.last:
-                    outputs.append(finish(out, number))
-                elif stage + 1 in self.parts:
-                    streams[stage + 1, number] = out, []
-                else:
-                    sends += [self.send(tensor, stage + 1) for tensor in out]
-            elif stage + 1 in self.parts:
-                streams[stage + 1, number] = self.receive(stage)
-        wait_for(sends)
-        for part in self.parts.values():
-            fsdp.reshard(part)
+
+        def collect(output: Output, number: int) -> Tensor:
+            outputs.append(finish(output, number))
+            return outputs[-1]
+
+        order = forward_order(self.stage_ranks, len(inputs))
+        self.perform(order, channels(order, self.stage_ranks), inputs, side_inputs, collect)
+        for stage in self.stages.values():
+            fsdp.reshard(stage.part)
         return self.broadcast_last(outputs, len(inputs), like)
-
-    def global_rank(self, stage: int) -> int:
-        """The global rank of a stage of this pipeline."""
-        return dist.get_global_rank(self.mesh.get_group(), self.stage_ranks[stage])
-
-    def send(self, tensor: Tensor, stage: int) -> dist.Work:
-        """Start sending to the rank of a stage."""
-        work = dist.isend(tensor.contiguous(), self.global_rank(stage), self.mesh.get_group())
-        assert work is not None
-        return work
-
-    def receive(self, stage: int) -> tuple[Stream, list[dist.Work]]:
-        """Start receiving the output stream of a stage on another rank."""
-        stream = tuple(torch.empty_like(t, device=self.device) for t in self.shapes.stream)
-        source, group = self.global_rank(stage), self.mesh.get_group()
-        works = [dist.irecv(tensor, source, group) for tensor in stream]
-        return stream, [work for work in works if work is not None]
 
     def broadcast_last(self, outputs: list[Tensor], count: int, like: Tensor) -> Tensor:
         """Broadcast the last stage's outputs to every rank of the pipeline."""
@@ -163,24 +147,26 @@ class PipelinedExecutor(Executor):
             if outputs
             else torch.empty(shape, dtype=like.dtype, device=self.device)
         )
-        dist.broadcast(whole, self.global_rank(self.last), self.mesh.get_group())
+        mesh, source = self.links.mesh, self.links.global_rank(self.stage_ranks[-1])
+        dist.broadcast(whole, source, mesh.get_group())
         return whole
 
 
-def forward_order(stage_ranks: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
-    """The order of (stage, microbatch) in which all ranks compute, send and receive outputs.
+def share_of(loss: TokenLoss, output: Output, part: Prepared) -> Tensor:
+    """A microbatch's share of the loss, in fp32 or fp64."""
+    share = loss_share(loss(output, part.targets), part)
+    # The gradient's factor becomes NaN with the loss, see `LocalExecutor.run`.
+    return share * (1 + 0 * share.detach())
 
-    NCCL runs the messages between two ranks one after another, in both directions. One global order
-    makes both ranks post them in the same order, which prevents deadlocks.
-    """
+
+def forward_order(stage_ranks: Sequence[int], num_microbatches: int) -> Order:
+    """The order of a pass without backward: each rank's first stage, then its second."""
     num_ranks = len(set(stage_ranks))
     stages = range(len(stage_ranks))
     every = [(stage, number) for stage in stages for number in range(num_microbatches)]
-    # The first stage of every rank, then the second: no rank is idle.
-    return sorted(every, key=lambda item: (item[0] // num_ranks, item[1], item[0]))
-
-
-def wait_for(works: Iterable[dist.Work]) -> None:
-    """Wait for messages in flight."""
-    for work in works:
-        work.wait()
+    # In the sequence of one global order: no rank waits for a later message.
+    every.sort(key=lambda item: (item[0] // num_ranks, item[1], item[0]))
+    return tuple(
+        tuple(Action(Kind.FORWARD, *item) for item in every if stage_ranks[item[0]] == rank)
+        for rank in range(num_ranks)
+    )

@@ -6,6 +6,7 @@ Only this file calls torch's fully_shard and the methods that it adds.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,6 +79,57 @@ def sync_gradients(model: nn.Module, enabled: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
         model.set_is_last_backward(enabled)
+
+
+def gather(model: nn.Module) -> None:
+    """Start to all-gather all parameters, for a pipeline stage; the forward waits for them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard(async_op=True)
+
+
+def hold_gradients(model: nn.Module) -> None:
+    """Accumulate the gradients of each following backward, until `reduce_gradients`."""
+    if isinstance(model, FSDPModule):
+        set_last(model, False)
+        module: Any = model
+        if hasattr(model, "finalize_backward"):  # New in torch 2.15.
+            module.set_manual_backward_finalization(True)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce the accumulated gradients and free the all-gathered parameters.
+
+    FSDP's own hooks do this in a backward by autograd; a split backward does not run them.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    set_last(model, True)
+    module: Any = model
+    if hasattr(model, "finalize_backward"):  # New in torch 2.15.
+        module.finalize_backward()
+        module.set_manual_backward_finalization(False)
+        return
+    root = module._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        for group in groups_of(state):
+            group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def set_last(model: FSDPModule, is_last: bool) -> None:
+    """After the last backward FSDP reduces gradients and frees the gathered parameters."""
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+    model.set_is_last_backward(is_last)
+
+
+def groups_of(state: Any) -> list[Any]:
+    """FSDP's parameter groups of a module; torch 2.11 has one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: list[Any] = state._fsdp_param_groups
+        return groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def reshard(model: nn.Module) -> None:

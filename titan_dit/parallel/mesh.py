@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_dit.config.layout import ParallelConfig
+from titan_dit.parallel.links import Links
 
 FILL = "dp_shard"
 """The axis that takes the remaining ranks."""
@@ -122,6 +123,7 @@ class Mesh:
         self.loss = self.whole[axes("loss")]._flatten("loss")
         copies, several = self.whole[axes("copies")], len(axes("copies")) > 1
         self.copies = copies._flatten("copies") if several else copies
+        self.links = Links(self.whole["pp"])
 
     def axis(self, name: str) -> DeviceMesh:
         """The 1D submesh of an axis."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 
 from titan_dit.schedules.action import Action, Kind, Order
+from titan_dit.schedules.messages import inputs_of, output_of
 
 
 def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
@@ -13,7 +13,7 @@ def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
 
     - Each stage is on one rank.
     - Each stage runs every microbatch forward once and backward once (in full, or as I and W).
-    - Each stage runs F, B and I in microbatch order: torch's runtime matches losses by order.
+    - Each stage runs F, B and I in microbatch order.
     - All ranks finish, although each waits for its next input before it does anything else.
     - A rank uses messages in the order sent: one channel per (sender, receiver, kind) is enough.
     """
@@ -21,25 +21,6 @@ def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
     _check_counts(order, num_stages, num_microbatches)
     _check_sequence(order)
     _check_channels(order, execution(order))
-
-
-def inputs_of(action: Action, num_stages: int) -> Iterator[Action]:
-    """The inputs of an action; a full backward counts as BACKWARD_INPUT."""
-    kind, stage, _ = action
-    if kind is Kind.FORWARD:
-        if stage > 0:
-            yield action._replace(stage=stage - 1)
-    elif kind is Kind.BACKWARD_WEIGHT:
-        yield action._replace(kind=Kind.BACKWARD_INPUT)
-    else:
-        yield action._replace(kind=Kind.FORWARD)
-        if stage < num_stages - 1:
-            yield action._replace(kind=Kind.BACKWARD_INPUT, stage=stage + 1)
-
-
-def output_of(action: Action) -> Action:
-    """The output of an action; that of a full backward is an input gradient, too."""
-    return action._replace(kind=Kind.BACKWARD_INPUT) if action.kind is Kind.BACKWARD else action
 
 
 def num_stages_of(order: Order) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from titan_dit.schedules.action import Action, Kind, Order, peak_activations
-from titan_dit.schedules.proof import execution, inputs_of, num_stages_of, output_of
+from titan_dit.schedules.messages import inputs_of, output_of, reader_of
+from titan_dit.schedules.proof import execution, num_stages_of
 
 Costs: TypeAlias = Mapping[tuple[Kind, int], float]
 """Time of one microbatch by (kind, stage)."""
@@ -125,7 +126,7 @@ def simulate(
 
         message = output_of(action)
         made[message] = free[rank]
-        target = rank_of.get(_reader(message), rank)
+        target = rank_of.get(reader_of(message), rank)
         if target != rank:
             travel = latency(rank, target) if callable(latency) else latency
             travel *= jitter_factor(jitter, seed, f"message {message}")
@@ -134,12 +135,6 @@ def simulate(
             last[channel] = max(last.get(channel, 0.0), free[rank] + travel)
             arrived[message] = last[channel]
     return Simulation(tuple(timeline), tuple(busy), peak_activations(order))
-
-
-def _reader(message: Action) -> int:
-    """The stage that receives an output; the stage itself for a weight gradient."""
-    onward = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: -1}
-    return message.stage + onward.get(message.kind, 0)
 
 
 def jitter_factor(jitter: float, seed: int, name: str) -> float:

@@ -1,0 +1,108 @@
+"""One stage of a pipeline: forward and backward of its microbatches, without communication.
+
+Only this file calls torch's split backward, which is private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from titan_dit.config.section import UserError
+from titan_dit.execution.base import Output
+from titan_dit.models.base import Model, SideInputs, Stream
+
+Gradients: TypeAlias = Sequence[Tensor] | None
+"""Of the floating-point tensors of a stage's output stream; None if the output is the loss."""
+
+
+class Stage:
+    """A part of the model on this rank. Frees what no later action of a microbatch needs."""
+
+    def __init__(self, part: Model, index: int, num_stages: int, stream: Stream) -> None:
+        self.part, self.index, self.stream = part, index, stream
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.kept: dict[int, tuple[Stream, Stream]] = {}
+        """Inputs and outputs of the microbatches between forward and backward."""
+        self.weights_due: dict[int, Any] = {}
+        """What is left of the microbatches between the gradients of input and weights."""
+
+    def forward(self, given: Mapping[str, Tensor] | Stream, side_inputs: SideInputs) -> Output:
+        """The output of this stage; the first one takes named inputs, the others a stream."""
+        out: Output = self.part(given, side_inputs)
+        if self.is_last:
+            return out
+        self.check(out)
+        # A tensor that passes through is a view of its input. torch's split backward detaches
+        # outputs in place, which it cannot do to views.
+        return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
+
+    def check(self, out: Output) -> None:
+        """Raise UserError unless an output has the shapes and dtypes of the stream.
+
+        The next rank receives into buffers of these shapes.
+        """
+        found = [(t.shape, t.dtype) for t in out]
+        wanted = [(t.shape, t.dtype) for t in self.stream]
+        if found != wanted:
+            raise UserError(
+                f"[model] stage {self.index} returns a stream of {shown(out)}, but the spec says "
+                f"{shown(self.stream)}. Make `ModelSpec.stream` and the blocks agree."
+            )
+
+    def keep(self, microbatch: int, inputs: Stream, outputs: Stream) -> None:
+        """Keep a microbatch for its backward; the output of the last stage is the loss."""
+        self.kept[microbatch] = inputs, outputs
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Stream:
+        """Full backward: returns the input gradients, accumulates those of the weights."""
+        inputs, outputs, gradients = self.graph_of(microbatch, gradients)
+        torch.autograd.backward(outputs, gradients)
+        return gradients_of(inputs)
+
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Stream:
+        """Return the input gradients; `backward_weight` must follow."""
+        if self.is_first:  # It has no input gradient: all its work is for the weights.
+            self.weights_due[microbatch] = gradients
+            return ()
+        inputs, outputs, gradients = self.graph_of(microbatch, gradients)
+        parameters = self.part.parameters()
+        _, self.weights_due[microbatch] = stage_backward_input(
+            outputs, gradients, list(inputs), parameters
+        )
+        return gradients_of(inputs)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Accumulate the gradients of the weights."""
+        due = self.weights_due.pop(microbatch)
+        if self.is_first:
+            self.backward(microbatch, due)
+        else:
+            stage_backward_weight(self.part.parameters(), due)
+
+    def graph_of(
+        self, microbatch: int, gradients: Gradients
+    ) -> tuple[Stream, list[Tensor], list[Tensor] | None]:
+        """The differentiable inputs and outputs of a microbatch, and the outputs' gradients."""
+        inputs, outputs = self.kept.pop(microbatch)
+        learning = tuple(tensor for tensor in inputs if tensor.requires_grad)
+        if gradients is None:
+            return learning, list(outputs), None
+        floating = [tensor for tensor in outputs if tensor.is_floating_point()]
+        pairs = zip(floating, gradients, strict=True)
+        used = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+        return learning, [tensor for tensor, _ in used], [gradient for _, gradient in used]
+
+
+def gradients_of(inputs: Stream) -> Stream:
+    """The gradients of a stage's inputs after its backward; an unused input has zeros."""
+    return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
+
+
+def shown(stream: Output) -> str:
+    """The shapes and dtypes of a stream, for an error message."""
+    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in stream)

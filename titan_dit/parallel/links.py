@@ -1,0 +1,97 @@
+"""Point-to-point process groups of a pipeline: one for each pair of ranks and direction.
+
+NCCL runs the messages of a group one after another, in the order in which they were posted, and
+before torch 2.13 those of all peers in one queue. With a group per peer and direction a message
+waits for no message of another peer or of the other direction.
+
+Only this file sets and reads the names of process groups, which are private in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Links:
+    """The groups of this rank along a mesh axis, opened by their two ends alone."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.rank = mesh.get_local_rank()
+        self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Open the groups of (source, target) that contain this rank; equal pairs on all ranks."""
+        # The same sequence on all ranks: two ends that open in another one would deadlock.
+        for source, target in sorted(set(pairs)):
+            if self.rank not in (source, target) or (source, target) in self.groups:
+                continue
+            # Another mesh over the same ranks may have opened it.
+            name = f"{self.mesh.get_group().group_name}:{source}->{target}"
+            self.groups[source, target] = opened(name) or self.new_group(source, target, name)
+
+    def new_group(self, source: int, target: int, name: str) -> dist.ProcessGroup:
+        """Open a group; its two ranks call this, and wait for each other."""
+        with named(name):
+            group: dist.ProcessGroup = dist.new_group(
+                [self.global_rank(source), self.global_rank(target)],
+                # A GPU run's default group has gloo, too, whose sockets would be of no use.
+                backend="nccl" if self.mesh.device_type == "cuda" else None,
+                use_local_synchronization=True,
+                group_desc=f"pipeline rank {source} to {target}",
+            )
+        return group
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the world of a rank on this axis."""
+        return dist.get_global_rank(self.mesh.get_group(), rank)
+
+    def send(self, tensors: Sequence[Tensor], target: int) -> list[dist.Work]:
+        """Start sending the tensors of one message; they must live until the works are done."""
+        return self._post(dist.isend, tensors, (self.rank, target), target)
+
+    def receive(self, tensors: Sequence[Tensor], source: int) -> list[dist.Work]:
+        """Start receiving a message, in the sequence in which `source` sends its messages."""
+        return self._post(dist.irecv, tensors, (source, self.rank), source)
+
+    def _post(
+        self,
+        operation: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        pair: tuple[int, int],
+        peer: int,
+    ) -> list[dist.Work]:
+        group, peer = self.groups[pair], self.global_rank(peer)
+        # One NCCL kernel for all tensors of a message.
+        works = dist.batch_isend_irecv([dist.P2POp(operation, t, peer, group) for t in tensors])
+        return [work for work in works if work is not None]
+
+
+def opened(name: str) -> dist.ProcessGroup | None:
+    """The group of this name, if there is one."""
+    private: Any = distributed_c10d
+    names: Mapping[dist.ProcessGroup, str] = private._world.pg_names
+    return next((group for group, its in names.items() if its == name), None)
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Give the process group that is opened within the block this name.
+
+    torch names a group that only some ranks open after the number of groups of a rank, which
+    differs between ranks of a pipeline: its two ends would wait for each other.
+    """
+    private: Any = distributed_c10d
+    own = private._process_group_name
+    private._process_group_name = lambda *_, **__: name
+    try:
+        yield
+    finally:
+        private._process_group_name = own
