@@ -59,7 +59,7 @@ def test_a_backward_gives_autograds_gradients_and_keeps_nothing(kind):
     for ours, its in zip((*found, *weights), expected, strict=True):
         assert torch.equal(ours, its)
     assert not stage.kept
-    assert not stage.weights_due
+    assert not stage.halves
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -90,7 +90,9 @@ def test_the_first_stage_does_its_backward_with_the_weights():
 def test_a_stream_of_other_shapes_is_refused():
     tokens, condition, mask = stream()
     stage = Stage(Part(), 1, 3, (tokens, condition[:2], mask))
-    with pytest.raises(UserError, match=r"stage 1 .* \[3, 4\] float64, \[3, 4\] .* \[2, 4\] float64"):
+    with pytest.raises(
+        UserError, match=r"stage 1 .* \[3, 4\] float64, \[3, 4\] .* \[2, 4\] float64"
+    ):
         stage.forward(stream(), {})
 
 
