@@ -21,7 +21,7 @@ spelling:
 	$(PYTHON) -m codespell_lib
 
 conflicts:
-	! grep -rnE '^(<<<<<<<|>>>>>>>) ' --include='*.md' --include='*.py' --include='*.toml' --exclude-dir=.venv .
+	! grep -rnE '^(<<<<<<<|>>>>>>>) ' --include='*.md' --include='*.py' --include='*.toml' --exclude-dir='.venv*' .
 
 format:
 	$(PYTHON) -m ruff check --fix .

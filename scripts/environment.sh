@@ -1,10 +1,11 @@
 # Sourced by run_train.sh, run_tests.sh and the Makefile: finds or makes the Python environment.
 #
-#   use_environment        sets $python to a Python with the dependencies of titan_dit
-#   use_environment dev    the same with the tools for tests and checks
+#   use_environment          sets $python to a Python with the dependencies of titan_dit
+#   use_environment dev      the same with the tools for tests and checks
+#   use_torch 2.11.0         the same as dev, with another torch than the lock file's
 #
 # The active environment (virtualenv, conda, container) is used if it meets pyproject.toml.
-# Otherwise .venv is made in the clone, once, from the lock files.
+# Otherwise .venv is made in the clone, once, from the lock files. use_torch makes .venv-2.11.0.
 # Every step checks its exit status, because a caller may not use `set -e`.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -17,10 +18,11 @@ use_environment() {
     [ "$extra" = dev ] && locks+=(requirements-dev.lock)
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-    python=$root/.venv/bin/python
+    venv=$root/.venv
+    python=$venv/bin/python
     active=$(command -v python3 || command -v python || true)
     # The clone's own .venv is checked against the lock files, activated or not.
-    if [ -n "$active" ] && [ "$(dirname "$active")" != "$root/.venv/bin" ] &&
+    if [ -n "$active" ] && [ "$(dirname "$active")" != "$venv/bin" ] &&
         "$active" "$root/scripts/needs.py" $extra; then
         python=$active
         say "using the active environment, $active"
@@ -33,21 +35,35 @@ use_environment() {
     fi
 }
 
-# True if .venv was completed from lock files that start with $1.
+use_torch() {
+    local version=$1 wanted
+    locks=(requirements.lock requirements-dev.lock)
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+    venv=$root/.venv-$version
+    python=$venv/bin/python
+    # torch 2.11 needs setuptools<82, the lock has a newer one, and building a wheel needs 77.
+    wanted=$(cd "$root" && sed -e "s/^torch==.*/torch==$version/" \
+        -e "s/^setuptools==.*/setuptools>=77/" "${locks[@]}")
+    if ! is_made "$wanted"; then
+        alone make_environment "$wanted" || exit 1
+    fi
+}
+
+# True if $venv was completed from lock files that start with $1.
 is_made() {
     [ -x "$python" ] || return 1
-    case "$(cat "$root/.venv/.made_from" 2>/dev/null)" in "$1"*) return 0 ;; *) return 1 ;; esac
+    case "$(cat "$venv/.made_from" 2>/dev/null)" in "$1"*) return 0 ;; *) return 1 ;; esac
 }
 
 # Run a command under a lock that all nodes and processes of this clone share.
 alone() {
-    local lock=$root/.venv.lock status=0 said=
+    local lock=$venv.lock status=0 said=
     until mkdir "$lock" 2>/dev/null; do
-        [ -n "$said" ] || say "another process is making .venv; waiting (if the lock is stale: rmdir $lock)"
+        [ -n "$said" ] || say "another process is making ${venv##*/}; waiting (if the lock is stale: rmdir $lock)"
         said=1
         sleep 2
     done
-    trap 'rmdir "$root/.venv.lock" 2>/dev/null' EXIT
+    trap 'rmdir "$venv.lock" 2>/dev/null' EXIT
     is_made "$2" || "$@" || status=1
     rmdir "$lock"
     trap - EXIT
@@ -58,23 +74,23 @@ make_environment() {
     local wanted=$1 base packages
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         base=$(find_python) || return 1
-        say "making .venv with $("$base" --version); this happens once and changes only the clone"
-        rm -rf "$root/.venv"
-        "$base" -m venv "$root/.venv" || return 1
+        say "making ${venv##*/} with $("$base" --version); this happens once and changes only the clone"
+        rm -rf "$venv"
+        "$base" -m venv "$venv" || return 1
     fi
-    rm -f "$root/.venv/.made_from"
-    say "installing ${locks[*]} into .venv (half a minute with a CPU build of torch):"
+    rm -f "$venv/.made_from"
+    say "installing ${locks[*]} into ${venv##*/} (half a minute with a CPU build of torch):"
     # Show only the names of the packages that pip collects.
-    (cd "$root" && "$python" -m pip install --disable-pip-version-check --progress-bar off \
-        "${locks[@]/#/-r}") | sed -un 's/^Collecting \([^ ]*\).*/  \1/p' >&2
-    if [ "${PIPESTATUS[0]}" != 0 ]; then
+    printf '%s\n' "$wanted" | "$python" -m pip install --disable-pip-version-check \
+        --progress-bar off -r /dev/stdin | sed -un 's/^Collecting \([^ ]*\).*/  \1/p' >&2
+    if [ "${PIPESTATUS[1]}" != 0 ]; then
         say "pip failed: see its error above. Fix it and run the same command again."
         return 1
     fi
     # Makes `python -m titan_dit` work from any folder, as an editable install would.
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1
     echo "$root" >"$packages/titan_dit.pth" || return 1
-    printf '%s\n' "$wanted" >"$root/.venv/.made_from" || return 1
+    printf '%s\n' "$wanted" >"$venv/.made_from" || return 1
     say "done"
 }
 

@@ -29,7 +29,7 @@ def test_versions_are_read_from_their_leading_numbers(text, numbers):
 @pytest.mark.parametrize(
     ("requirement", "met"),
     [
-        ("torch>=2.11,<2.14", True),
+        ("torch>=2.11,<2.16", True),
         ("torch>=2.11,<2.12", False),
         ("torch>=3", False),
         ("no-such-package>=1", False),
@@ -58,7 +58,8 @@ def test_the_locks_pin_everything_that_pyproject_asks_for():
 
 
 def test_no_script_installs_torch_without_its_version():
-    for script in ("run_train.sh", "run_tests.sh", "scripts/environment.sh", ".ci/run", "Makefile"):
+    scripts = ("run_train.sh", "run_tests.sh", ".ci/run", "Makefile")
+    for script in (*scripts, "scripts/environment.sh", "scripts/with_torch.sh"):
         text = (ROOT / script).read_text()
         assert not re.search(r"pip install[^\n]*\btorch", text), script
 
@@ -75,6 +76,17 @@ def use_environment(path, *extra):
         check=True,
     )
     return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.13", "2.15.0.dev1", ""])
+def test_another_torch_needs_an_exact_version_within_the_range(version):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "torch>=2.11,<2.16" in project["dependencies"]
+    script = ROOT / "scripts" / "with_torch.sh"
+    done = subprocess.run([script, version], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"titan_dit: scripts/with_torch.sh {version or '(no version)'}: ")
+    assert "from 2.11 to 2.15" in done.stderr
 
 
 def test_an_active_environment_that_has_everything_is_used(tmp_path):

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from titan_dit.config.section import Section, UserError, hints_of
-from titan_dit.launcher import failure
+from titan_dit.launcher import failure, torch_range
 
 # Command "a b" is titan_dit/commands/a_b.py with a dataclass `Options` and `main(options)`. Only
 # `train` parses its own arguments, as its flags are the config's keys.
@@ -42,6 +42,7 @@ def main() -> None:
         there = f"There is: {', '.join(group or COMMANDS)}."
         raise UserError(f"{' '.join(words[:2] if group else words[:1])}: no such command. {there}")
 
+    torch_range.check_torch()
     if name == "train":
         from titan_dit.commands import train
 

@@ -9,7 +9,7 @@ import sys
 from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher import failure
+from titan_dit.launcher import failure, torch_range
 
 
 def main() -> int:
@@ -19,6 +19,7 @@ def main() -> int:
         if os.environ.get("RANK", "0") == "0":
             show_help(arguments)
         return 0
+    torch_range.check_torch()
     arguments, dry_run_world = config_file.take_dry_run(arguments)
     config = config_file.load(arguments, catalog.variant)
     if dry_run_world is not None:

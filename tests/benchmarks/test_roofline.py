@@ -61,7 +61,8 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
-        left_out = ("mm", "linear", "scaled_dot_product", "detach", "empty", "randn")
+        # torch 2.15 runs _unsafe_view, a view that is not called one, as an operator.
+        left_out = ("mm", "linear", "scaled_dot_product", "detach", "empty", "randn", "_unsafe_view")
         if not func.is_view and not any(part in func._schema.name for part in left_out):
             tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
             self.elements += sum(map(elements_in_memory, tensors))
@@ -169,6 +170,8 @@ def test_a_layer_sends_what_the_operators_of_a_step_do(axis, remat, method):
         _, counted = collectives.sent(case, 1)
         if axis == "tp":  # The ends of the network send, too.
             counted = collectives.sent(case, 2)[1] - counted
+            if torch.__version__ < "2.12":  # See docs/torch-versions.md.
+                counted -= 2 * 3 / 4 * collectives.BATCH * collectives.HIDDEN * collectives.BF16
     send = limits.tensor_parallel_s if axis == "tp" else limits.context_parallel_s
     shape = {"hidden": collectives.HIDDEN, "heads": collectives.HEADS}
     shape |= {"latent_size": collectives.LATENT, "layers": 1}

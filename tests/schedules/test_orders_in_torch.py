@@ -1,9 +1,11 @@
 import re
+from unittest import mock
 
 import pytest
 from known import SCHEDULES
 from order_text import from_csv, render, to_csv
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
     _Action,
     _PipelineScheduleRuntime,
     _simulate_comms_compute,
@@ -33,9 +35,11 @@ def test_torch_reads_every_action(order):
 
 def test_torchs_runtime_loads_the_csv_and_comes_to_the_end(schedule, order, tmp_path):
     num_stages = P * stages_per_rank(schedule)
-    runtime = object.__new__(_PipelineScheduleRuntime)
+    # The defaults of this torch's options, without stages.
+    with mock.patch.object(PipelineScheduleMulti, "__init__", lambda self: None):
+        runtime = _PipelineScheduleRuntime()
     runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = P, num_stages, M
-    runtime._stages, runtime._defer_pp_recv, runtime.pipeline_order = [], False, {}
+    runtime._stages, runtime.pipeline_order = [], {}
     path = tmp_path / "order.csv"
     path.write_text(to_csv(order))
     assert from_csv(path.read_text()) == order

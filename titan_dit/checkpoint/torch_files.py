@@ -16,11 +16,17 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from titan_dit.checkpoint.store import URL, Location, store_of
 from titan_dit.config.section import UserError
+
+try:  # New in torch 2.15, which warns about the module below.
+    from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[import-not-found]
+        _FileSystem as RemoteFiles,
+    )
+except ImportError:
+    from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
 
 METADATA = ".metadata"
 COPIED_AHEAD = 10_000_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -45,6 +46,9 @@ KEPT = (
     "_c10d_functional::all_to_all_single",
 )
 """Operators whose outputs `selective` saves."""
+OPERATORS_FORGET = torch.__version__ < "2.12"
+"""torch 2.11's compiler splits addcmul into operators that are not marked to be recomputed, and saves
+them: 3 h per token instead of 1. With contexts each operator gets its own mark."""
 
 
 def apply(model: Model, config: RematConfig) -> None:
@@ -70,7 +74,12 @@ def is_not_about_in_place(record: logging.LogRecord) -> bool:
 
 def keep_input(block: nn.Module, stream: Stream, side: SideInputs) -> Stream:
     """The block's forward, saving only its input."""
-    result: Stream = recomputed(type(block).forward, block, stream, side)
+    forward = type(block).forward
+    result: Stream
+    if OPERATORS_FORGET and torch.compiler.is_compiling():
+        result = recomputed(forward, block, stream, side, context_fn=empty_contexts)
+    else:
+        result = recomputed(forward, block, stream, side)
     return result
 
 
@@ -87,17 +96,32 @@ def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
+def empty_contexts() -> Any:
+    """As `selective_contexts`, saving the output of no operator."""
+    return create_selective_checkpoint_contexts([])  # type: ignore[no-untyped-call]
+
+
 def policy(
-    context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
+    context: SelectiveCheckpointContext, operator: Any, *inputs: Any, **_: Any
 ) -> CheckpointPolicy:
-    """Save the outputs of KEPT, except partial sums over tp; recompute the rest."""
-    out = context.op_output
+    """Save the outputs of KEPT, except partial sums over tp; recompute the rest.
+
+    torch 2.11 asks before it runs the operator, and asks again in the recomputation: the answer
+    depends on the inputs only.
+    """
     # A row-parallel matmul is a partial sum over all ranks' tokens. Its reduction is saved instead,
     # with this rank's tokens only; the compiler then does not recompute the matmul.
-    part_of_sum = isinstance(out, DTensor) and any(p.is_partial() for p in out.placements)
-    if operator in kept_operators() and not part_of_sum:
+    if operator in kept_operators() and not is_part_of_sum(operator, inputs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_part_of_sum(operator: Any, inputs: Sequence[Any]) -> bool:
+    """True if a matmul's output is a partial sum: the dim that it contracts is sharded."""
+    rows = inputs[1 if operator is torch.ops.aten.addmm.default else 0]
+    return isinstance(rows, DTensor) and any(
+        p.is_partial() or p.is_shard(rows.ndim - 1) for p in rows.placements
+    )
 
 
 @functools.cache
