@@ -62,7 +62,15 @@ class Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
         # torch 2.15 runs _unsafe_view, a view that is not called one, as an operator.
-        left_out = ("mm", "linear", "scaled_dot_product", "detach", "empty", "randn", "_unsafe_view")
+        left_out = (
+            "mm",
+            "linear",
+            "scaled_dot_product",
+            "detach",
+            "empty",
+            "randn",
+            "_unsafe_view",
+        )
         if not func.is_view and not any(part in func._schema.name for part in left_out):
             tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
             self.elements += sum(map(elements_in_memory, tensors))

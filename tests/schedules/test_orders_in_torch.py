@@ -36,7 +36,7 @@ def test_torch_reads_every_action(order):
 def test_torchs_runtime_loads_the_csv_and_comes_to_the_end(schedule, order, tmp_path):
     num_stages = P * stages_per_rank(schedule)
     # The defaults of this torch's options, without stages.
-    with mock.patch.object(PipelineScheduleMulti, "__init__", lambda self: None):
+    with mock.patch.object(PipelineScheduleMulti, "__init__", return_value=None):
         runtime = _PipelineScheduleRuntime()
     runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = P, num_stages, M
     runtime._stages, runtime.pipeline_order = [], {}
