@@ -1,6 +1,8 @@
 """Links and quoted messages of the documentation."""
 
 import ast
+import contextlib
+import importlib.util
 import re
 
 import pytest
@@ -65,3 +67,23 @@ def runs_of_words(quote):
             if len(run) > 2:
                 yield run
             run = []
+
+
+def names_of(example):
+    """(module, name) of everything that an example imports from the package."""
+    for node in ast.walk(ast.parse(example)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_dit"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_the_examples_in_python_import_what_exists():
+    found = set()
+    for page in PAGES:
+        for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            with contextlib.suppress(SyntaxError):  # A line of a table, not a program.
+                found |= set(names_of(example))
+    assert len(found) > 20
+    for module, name in sorted(found):
+        made = importlib.import_module(module)
+        is_there = hasattr(made, name) or importlib.util.find_spec(f"{module}.{name}")
+        assert is_there, f"from {module} import {name}"

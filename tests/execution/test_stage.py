@@ -59,7 +59,7 @@ def test_a_backward_gives_autograds_gradients_and_keeps_nothing(kind):
     for ours, its in zip((*found, *weights), expected, strict=True):
         assert torch.equal(ours, its)
     assert not stage.kept
-    assert not stage.weights_due
+    assert not stage.halves
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -40,63 +40,70 @@ def posted(order, stage_ranks, rank):
 
 def makespan(order, stage_ranks, costs, queue_of):
     """The time of the last action; None for a deadlock."""
-    ends = {m: pair for pair, sent in channels(order, stage_ranks).items() for m in sent}
-    posts, queues = {}, {}
-    for rank in range(len(order)):
-        done = 0
-        for what, name in posted(order, stage_ranks, rank):
-            if what == "run":
-                done += 1
-                continue
-            posts.setdefault(name, []).append((rank, done))
-            queues.setdefault(queue_of(rank, *ends[name]), []).append(name)
-    return _run(order, len(stage_ranks), costs, ends, posts, queues)
+    return Ranks(order, stage_ranks, costs, queue_of).run()
 
 
-def _run(order, num_stages, costs, ends, posts, queues):
-    finished = [[0.0] for _ in order]  # By rank: when its first n actions are done.
-    heads = dict.fromkeys(queues, 0)
-    free = dict.fromkeys(queues, 0.0)
-    queues_of = {}
-    for queue, names in queues.items():
-        for name in names:
-            queues_of.setdefault(name, []).append(queue)
-    arrived = {}
+class Ranks:
+    """Ranks that compute, and queues that carry their messages."""
 
-    def advance(rank):
+    def __init__(self, order, stage_ranks, costs, queue_of):
+        self.order, self.num_stages, self.costs = order, len(stage_ranks), costs
+        lines = channels(order, stage_ranks)
+        self.ends = {message: pair for pair, line in lines.items() for message in line}
+        self.posts, self.queues, self.queues_of = {}, {}, {}
+        for rank in range(len(order)):
+            done = 0
+            for what, name in posted(order, stage_ranks, rank):
+                if what == "run":
+                    done += 1
+                    continue
+                queue = queue_of(rank, *self.ends[name])
+                self.posts.setdefault(name, []).append((rank, done))
+                self.queues.setdefault(queue, []).append(name)
+                self.queues_of.setdefault(name, []).append(queue)
+        # By rank: when its first n actions are done.
+        self.finished = [[0.0] for _ in order]
+        self.free, self.arrived = dict.fromkeys(self.queues, 0.0), {}
+
+    def run(self):
+        progress = True
+        while progress:
+            progress = any([self.advance(rank) for rank in range(len(self.order))])
+            for queue in self.queues:
+                while self.deliver(queue):
+                    progress = True
+        pairs = zip(self.finished, self.order, strict=True)
+        if any(len(done) <= len(actions) for done, actions in pairs):
+            return None
+        return max(done[-1] for done in self.finished)
+
+    def advance(self, rank):
         """Run the actions of a rank whose messages have arrived."""
-        before = len(finished[rank])
-        for action in order[rank][before - 1 :]:
-            inputs = inputs_of(action, num_stages)
-            needed = [m for m in inputs if m in ends and ends[m][1] == rank]
-            if any(m not in arrived for m in needed):
+        done = self.finished[rank]
+        before = len(done)
+        for action in self.order[rank][before - 1 :]:
+            inputs = inputs_of(action, self.num_stages)
+            needed = [m for m in inputs if m in self.ends and self.ends[m][1] == rank]
+            if any(m not in self.arrived for m in needed):
                 break
-            start = max([finished[rank][-1], *(arrived[m] for m in needed)])
-            finished[rank].append(start + costs[action.kind, action.stage])
-        return len(finished[rank]) > before
+            start = max([done[-1], *(self.arrived[m] for m in needed)])
+            done.append(start + self.costs[action.kind, action.stage])
+        return len(done) > before
 
-    def deliver(queue):
+    def deliver(self, queue):
         """Carry the first message of a queue, if both ends are there."""
-        if heads[queue] == len(queues[queue]):
+        if not self.queues[queue]:
             return False
-        name = queues[queue][heads[queue]]
-        both = queues_of[name]
-        if any(queues[q][heads[q]] != name for q in both if heads[q] < len(queues[q])):
+        name = self.queues[queue][0]
+        both = [self.queues[q] for q in self.queues_of[name]]
+        if any(names[0] != name for names in both):
             return False
-        if any(done >= len(finished[rank]) for rank, done in posts[name]):
+        if any(done >= len(self.finished[rank]) for rank, done in self.posts[name]):
             return False
-        ready = [finished[rank][done] for rank, done in posts[name]]
-        arrived[name] = max(*ready, *(free[q] for q in both)) + LATENCY
-        for q in both:
-            free[q], heads[q] = arrived[name], heads[q] + 1
+        ready = [self.finished[rank][done] for rank, done in self.posts[name]]
+        ready += [self.free[q] for q in self.queues_of[name]]
+        self.arrived[name] = max(ready) + LATENCY
+        for q in self.queues_of[name]:
+            self.free[q] = self.arrived[name]
+            self.queues[q].pop(0)
         return True
-
-    progress = True
-    while progress:
-        progress = any([advance(rank) for rank in range(len(order))])
-        for queue in queues:
-            while deliver(queue):
-                progress = True
-    if any(len(done) <= len(actions) for done, actions in zip(finished, order, strict=True)):
-        return None
-    return max(done[-1] for done in finished)

@@ -6,8 +6,8 @@ from known import SCHEDULES
 from order_text import from_csv
 
 from titan_dit.schedules.action import Action, Kind
-from titan_dit.schedules.placement import pipeline_order, stages_per_rank
 from titan_dit.schedules.messages import inputs_of, output_of
+from titan_dit.schedules.placement import pipeline_order, stages_per_rank
 from titan_dit.schedules.proof import check, execution, num_stages_of
 
 P, M = 3, 6

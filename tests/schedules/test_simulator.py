@@ -8,8 +8,8 @@ from order_text import from_csv, parse
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from titan_dit.schedules.action import Kind, peak_activations
-from titan_dit.schedules.placement import pipeline_order, stages_per_rank
 from titan_dit.schedules.messages import inputs_of, output_of
+from titan_dit.schedules.placement import pipeline_order, stages_per_rank
 from titan_dit.schedules.simulator import jitter_factor, simulate, stage_costs
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 24)]

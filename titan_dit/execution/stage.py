@@ -1,19 +1,16 @@
-"""One stage of a pipeline: forward and backward of its microbatches, without communication.
-
-Only this file calls torch's split backward, which is private.
-"""
+"""One stage of a pipeline: forward and backward of its microbatches, without communication."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from titan_dit.config.section import UserError
 from titan_dit.execution.base import Output
+from titan_dit.execution.split_backward import WeightHalf, backward_input
 from titan_dit.models.base import Model, SideInputs, Stream
 
 Gradients: TypeAlias = Sequence[Tensor] | None
@@ -28,8 +25,10 @@ class Stage:
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.kept: dict[int, tuple[Stream, Stream]] = {}
         """Inputs and outputs of the microbatches between forward and backward."""
-        self.weights_due: dict[int, Any] = {}
-        """What is left of the microbatches between the gradients of input and weights."""
+        self.halves: dict[int, WeightHalf] = {}
+        """The rest of the backwards of which only the first half is done."""
+        self.postponed: dict[int, Gradients] = {}
+        """The whole backwards of the first stage, which wait for those of the weights."""
 
     def forward(self, given: Mapping[str, Tensor] | Stream, side_inputs: SideInputs) -> Output:
         """The output of this stage; the first one takes named inputs, the others a stream."""
@@ -37,9 +36,7 @@ class Stage:
         if self.is_last:
             return out
         self.check(out)
-        # A tensor that passes through is a view of its input. torch's split backward detaches
-        # outputs in place, which it cannot do to views.
-        return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
+        return out
 
     def check(self, out: Output) -> None:
         """Raise UserError unless an output has the shapes and dtypes of the stream.
@@ -62,27 +59,24 @@ class Stage:
         """Full backward: returns the input gradients, accumulates those of the weights."""
         inputs, outputs, gradients = self.graph_of(microbatch, gradients)
         torch.autograd.backward(outputs, gradients)
-        return gradients_of(inputs)
+        return with_zeros([tensor.grad for tensor in inputs], inputs)
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Stream:
         """Return the input gradients; `backward_weight` must follow."""
         if self.is_first:  # It has no input gradient: all its work is for the weights.
-            self.weights_due[microbatch] = gradients
+            self.postponed[microbatch] = gradients
             return ()
         inputs, outputs, gradients = self.graph_of(microbatch, gradients)
         parameters = self.part.parameters()
-        _, self.weights_due[microbatch] = stage_backward_input(
-            outputs, gradients, list(inputs), parameters
-        )
-        return gradients_of(inputs)
+        found, self.halves[microbatch] = backward_input(outputs, gradients, inputs, parameters)
+        return with_zeros(found, inputs)
 
     def backward_weight(self, microbatch: int) -> None:
         """Accumulate the gradients of the weights."""
-        due = self.weights_due.pop(microbatch)
         if self.is_first:
-            self.backward(microbatch, due)
+            self.backward(microbatch, self.postponed.pop(microbatch))
         else:
-            stage_backward_weight(self.part.parameters(), due)
+            self.halves.pop(microbatch).run()
 
     def graph_of(
         self, microbatch: int, gradients: Gradients
@@ -98,9 +92,10 @@ class Stage:
         return learning, [tensor for tensor, _ in used], [gradient for _, gradient in used]
 
 
-def gradients_of(inputs: Stream) -> Stream:
-    """The gradients of a stage's inputs after its backward; an unused input has zeros."""
-    return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
+def with_zeros(gradients: Sequence[Tensor | None], inputs: Stream) -> Stream:
+    """The gradients of a stage's inputs; an unused input has zeros."""
+    pairs = zip(gradients, inputs, strict=True)
+    return tuple(torch.zeros_like(t) if gradient is None else gradient for gradient, t in pairs)
 
 
 def shown(stream: Output) -> str:

@@ -1,0 +1,164 @@
+"""A backward in two halves: the gradients of the inputs, later those of the weights.
+
+Zero-bubble schedules send the input gradients at once and fill bubbles with the second half
+(arXiv:2401.10241 sec. 2). The first half runs the nodes of autograd's graph that lead to an input.
+Where one of them also leads to weights, the gradient that reaches it is kept: the second half
+starts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Gradients: TypeAlias = tuple[Tensor | None, ...]
+
+
+class WeightHalf:
+    """The gradients of the weights, still to be computed."""
+
+    def __init__(self, edges: Sequence[GradientEdge], groups: Sequence[Group]) -> None:
+        # A node is owned by those that lead to it; an edge keeps the graph alive, but no output.
+        self.edges, self.groups = edges, groups
+        self.kept: dict[Node, Gradients] = {}
+        """The gradients of a node's outputs, from the first half."""
+        self.given: dict[Node, list[tuple[GradientEdge, Tensor]]] = {}
+        """The gradients of the stage's outputs that lead to weights, but to no input."""
+
+    def run(self) -> None:
+        """Add the gradients of the weights to their `grad`; call once."""
+        for group in self.groups:
+            starts = [
+                (GradientEdge(node, number), gradient)
+                for node in group.nodes
+                for number, gradient in enumerate(self.kept.get(node, ()))
+                if gradient is not None
+            ]
+            starts += [start for node in group.nodes for start in self.given.get(node, ())]
+            if starts:
+                self.accumulate(group, *zip(*starts, strict=True))
+
+    def accumulate(
+        self, group: Group, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]
+    ) -> None:
+        """Add the gradients of the weights of a group."""
+        # With a weight in common, one node may lead to another, by way of other groups' nodes. What
+        # it passes on is kept already.
+        several = len(group.nodes) > 1
+        hooks = [
+            node.register_prehook(lambda _, kept=self.kept[node]: kept)
+            for node in group.nodes
+            if several and node in self.kept
+        ]
+        found = torch.autograd.grad(
+            edges, group.weights, gradients, retain_graph=several, allow_unused=True
+        )
+        for hook in hooks:
+            hook.remove()
+        for weight, gradient in zip(group.weights, found, strict=True):
+            if weight.grad is None:
+                weight.grad = gradient
+            elif gradient is not None:
+                weight.grad += gradient
+
+
+@dataclass
+class Group:
+    """Nodes with weights in common."""
+
+    nodes: list[Node]
+    weights: list[Tensor]
+
+
+def backward_input(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
+    inputs: Sequence[Tensor],
+    weights: Iterable[Tensor],
+) -> tuple[Gradients, WeightHalf]:
+    """Return the gradients of the inputs, None where unused, and the rest of the backward.
+
+    `gradients`: of the outputs; None for a scalar loss.
+    """
+    edges = [get_gradient_edge(tensor) for tensor in outputs]
+    learning = [weight for weight in weights if weight.requires_grad]
+    graph = Graph(
+        [edge.node for edge in edges],
+        [get_gradient_edge(tensor).node for tensor in inputs],
+        [get_gradient_edge(weight).node for weight in learning],
+    )
+    half = WeightHalf(edges, graph.groups(learning))
+    for place, edge in enumerate(edges):
+        if gradients is not None and not graph.leads_on[edge.node]:
+            half.given.setdefault(edge.node, []).append((edge, gradients[place]))
+
+    def keep(node: Node) -> Any:
+        def hook(found: Gradients) -> None:
+            half.kept[node] = found
+
+        return node.register_prehook(hook)
+
+    hooks = [keep(node) for node in graph.starts if graph.leads_on[node]]
+    found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
+    for hook in hooks:
+        hook.remove()
+    return found, half
+
+
+class Graph:
+    """What the nodes of autograd's graph lead to."""
+
+    def __init__(
+        self, roots: Sequence[Node], inputs: Sequence[Node], weights: Sequence[Node]
+    ) -> None:
+        self.leads_on = dict.fromkeys(inputs, True) | dict.fromkeys(weights, False)
+        """Whether a node leads to an input."""
+        self.own = {node: frozenset[int]() for node in inputs}
+        """The weights that a node leads to, but no other node that leads to an input."""
+        self.own |= {node: frozenset((place,)) for place, node in enumerate(weights)}
+        for root in roots:
+            self.trace(root)
+        self.starts = [
+            node
+            for node, places in self.own.items()
+            if places and (self.leads_on[node] or node in roots)
+        ]
+        """The nodes that lead to an input and, by another way, to weights; and the roots that lead
+        to weights alone."""
+
+    def trace(self, root: Node) -> None:
+        """Add all nodes that a root leads to."""
+        stack = [(root, False)]
+        while stack:
+            node, is_ready = stack.pop()
+            if node in self.own:
+                continue
+            after = [following for following, _ in node.next_functions if following is not None]
+            if not is_ready:
+                stack.append((node, True))
+                stack += [(following, False) for following in after]
+                continue
+            self.leads_on[node] = any(self.leads_on[following] for following in after)
+            ways = (self.own[following] for following in after if not self.leads_on[following])
+            self.own[node] = frozenset[int]().union(*ways)
+
+    def groups(self, weights: Sequence[Tensor]) -> list[Group]:
+        """The starts; those with a weight in common in one group."""
+        group_of: dict[int, tuple[list[Node], set[int]]] = {}
+        for node in self.starts:
+            nodes, places = [node], set(self.own[node])
+            for place in self.own[node]:
+                if place in group_of:
+                    its_nodes, its_places = group_of[place]
+                    nodes += [one for one in its_nodes if one not in nodes]
+                    places |= its_places
+            group_of |= dict.fromkeys(places, (nodes, places))
+        found = {id(group): group for group in group_of.values()}.values()
+        made = [Group(nodes, [weights[p] for p in sorted(places)]) for nodes, places in found]
+        # Groups of several nodes first: they also run nodes of others, which those free.
+        return sorted(made, key=lambda group: len(group.nodes), reverse=True)
