@@ -35,7 +35,9 @@ class Uses(ast.NodeVisitor):
         self.own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
         self.own |= {
             n.attr
-            for n in ast.walk(tree)
+            for start in ast.walk(tree)
+            if isinstance(start, ast.FunctionDef) and start.name == "__init__"
+            for n in ast.walk(start)
             if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and is_self(n.value)
         }
         self.docstrings = {
