@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from titan_dit.launcher.process_group import World, set_deterministic
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
-from titan_dit.recovery import resume
+from titan_dit.recovery import kept_keys, resume
 from titan_dit.validation.validation_set import ValidationSet, open_checked
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
@@ -84,6 +84,7 @@ class Opened:
 
 def open_run(config: JobConfig, world: World) -> Opened:
     """Resolve, check and open everything; does not write to the run directory. Collective."""
+    config = replace(config, job=kept_keys.settled(config.job, config.checkpoint))
     job, data, validation = config.job, config.data, config.validation
     if config.training.deterministic:
         set_deterministic()

@@ -98,7 +98,7 @@ def main(options: Options) -> None:
     run = Path(options.run)
     if not (run / "config.toml").is_file():
         raise UserError(f"--run {run}: no config.toml found. Give a run directory.")
-    config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
+    config = config_file.build(config_file.of_run(run / "config.toml"), catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
     origin = origin_of(run, options.step, config.training.global_batch_size)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
