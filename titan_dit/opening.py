@@ -107,7 +107,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
         hooks,
         source,
         objective,
-        EpochOrder.of(job.seed, len(source), held_out),
+        EpochOrder.of(job.seed, len(source), held_out, job.data_order),
         open_checked(*sets, job.seed, resume.folder_of(job), world),
         resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

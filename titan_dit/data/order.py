@@ -14,6 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from titan_dit.data.feistel import Permutation
 from titan_dit.data.sample_ranges import SampleRange
 from titan_dit.rng import permutation
 
@@ -54,11 +55,15 @@ class EpochOrder:
     """Number of training rows."""
     held_out: tuple[int, ...] = ()
     """Rows held out of training, ascending."""
+    data_order: str = "feistel"
+    """[job] data_order: feistel, or sort for older runs."""
 
     @classmethod
-    def of(cls, seed: int, num_rows: int, held_out: tuple[int, ...] = ()) -> EpochOrder:
+    def of(
+        cls, seed: int, num_rows: int, held_out: tuple[int, ...] = (), data_order: str = "feistel"
+    ) -> EpochOrder:
         """Return the order of a dataset of `num_rows` rows, including the held-out ones."""
-        return cls(seed, num_rows - len(held_out), held_out)
+        return cls(seed, num_rows - len(held_out), held_out, data_order)
 
     @cached_property
     def remaining_before(self) -> Tensor:
@@ -72,15 +77,22 @@ class EpochOrder:
         rows = torch.empty_like(numbers)
         for epoch in set(epochs.tolist()):
             inside = epochs == epoch
-            rows[inside] = epoch_permutation(self.seed, epoch, self.num_rows)[places[inside]]
+            rows[inside] = self.permuted(epoch, places[inside])
         if self.held_out:
             # Training row i is dataset row i + the number of held-out rows before it.
             rows = rows + torch.searchsorted(self.remaining_before, rows, right=True)
         return rows.tolist()
 
+    def permuted(self, epoch: int, places: Tensor) -> Tensor:
+        """Map places in an epoch to training rows."""
+        if self.data_order == "sort":
+            return sorted_permutation(self.seed, epoch, self.num_rows)[places]
+        order = Permutation.of(self.seed, "data_order", epoch, self.num_rows)
+        return torch.from_numpy(order(places.numpy()))
+
 
 @lru_cache(maxsize=2)  # A batch can span two epochs.
-def epoch_permutation(seed: int, epoch: int, num_rows: int) -> Tensor:
+def sorted_permutation(seed: int, epoch: int, num_rows: int) -> Tensor:
     """`rng.permutation`, cached for the last two epochs."""
     return permutation(seed, epoch, num_rows)
 
