@@ -122,7 +122,7 @@ def main(options: Options) -> None:
         )
     objective = config.objective.build(config.model, source.facts)
     job = config.job.settled()
-    held_out = held_out_rows(source, job.seed, config.validation.num_held_out)
+    held_out = held_out_rows(source, job.seed, config.validation.num_held_out, job.data_order)
     with process_group.start(device_of(options.device).type) as world:
         replayer = Replayer(
             job.seed,
