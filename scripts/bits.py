@@ -39,6 +39,8 @@ EVERY_CASE = (
     "--pipeline.schedule 1f1b --compile.enabled false "
 )
 SMALL = "--training.steps 10 --training.global_batch_size 16 --model.hidden 32 --model.layers 2"
+OLDER_WAYS = "--job.data_order sort --job.initial_weights generator"
+"""The only ones of trees without these keys."""
 CASES = {
     "digits": "--training.steps 50 --ema.decays 0.999 0.5",
     "ddpm": SMALL.replace("10", "20") + " --objective.name ddpm",
@@ -77,7 +79,15 @@ def run(name: str, tree: Path) -> dict[str, str]:
         folder = Path(temporary)
         write_latents(folder / "latents")
         config = ("--config", str(tree / "train_configs" / "digits.toml"))
-        titan_dit(name, tree, folder, "train", *config, *(EVERY_CASE + CASES[name]).split())
+        titan_dit(
+            name,
+            tree,
+            folder,
+            "train",
+            *config,
+            *(EVERY_CASE + CASES[name]).split(),
+            *older_ways(tree),
+        )
         done = folder / "run"
         found = dict(steps_of(done)) | dict(tensors_of(next(done.glob("checkpoints/step-*"))))
         preview = np.array(Image.open(next(done.glob("samples/*.png"))))
@@ -88,6 +98,13 @@ def run(name: str, tree: Path) -> dict[str, str]:
             found[f"sample {flags}".strip()] = digest(samples)
     sys.stderr.write(f"{name:<14}{time.monotonic() - began:6.1f} s\n")
     return found
+
+
+def older_ways(tree: Path) -> list[str]:
+    """Flags with which a tree draws order and weights as older trees do."""
+    file = tree / "titan_dit" / "config" / "job.py"
+    has_keys = file.is_file() and "data_order" in file.read_text()
+    return OLDER_WAYS.split() if has_keys else []
 
 
 def titan_dit(case: str, tree: Path, folder: Path, *arguments: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import commands
 import pytest
+import tomli
 import torch
 from safetensors.torch import load_file
 
@@ -35,6 +36,8 @@ def test_it_goes_on_with_the_losses_that_version_had(folder):
         assert rows[step]["loss"] == pytest.approx(was["loss"], rel=1e-6)
         assert rows[step]["grad_norm"] == pytest.approx(was["grad_norm"], rel=1e-5)
         assert rows[step]["skipped_steps"] == was["skipped_steps"]
+    job = tomli.loads((folder / "run-0.1" / "config.toml").read_text())["job"]
+    assert (job["data_order"], job["initial_weights"]) == ("sort", "generator")
 
 
 def test_it_draws_the_samples_that_version_drew(folder):

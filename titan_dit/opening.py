@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,10 +20,11 @@ from titan_dit.data.order import EpochOrder
 from titan_dit.execution.build import Built
 from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
-from titan_dit.recovery import resume
+from titan_dit.recovery import kept_keys, resume
 from titan_dit.validation.validation_set import ValidationSet, open_checked
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
@@ -84,6 +85,7 @@ class Opened:
 
 def open_run(config: JobConfig, world: World) -> Opened:
     """Resolve, check and open everything; does not write to the run directory. Collective."""
+    config = replace(config, job=kept_keys.settled(config.job, config.checkpoint))
     job, data, validation = config.job, config.data, config.validation
     if config.training.deterministic:
         set_deterministic()
@@ -93,12 +95,14 @@ def open_run(config: JobConfig, world: World) -> Opened:
     validate(config, plan, world.device)
     hooks = Hooks(job.hooks, world.is_main)
     hooks.raise_failure(world.gather)
-    source = data.open()
+    on_first = Ranks().run_on_first
+    source = data.open_surveyed(on_first(data.survey))
     check_source(source, data.name)
     objective = config.objective.build(config.model, source.facts)
     parts = plan, objective, source.fields, data.name
     validate_parts(*parts, source, previews=bool(config.sampling.every))
-    held_out = held_out_rows(source, job.seed, validation.num_held_out)
+    chosen = job.seed, validation.num_held_out, job.data_order
+    held_out = on_first(lambda: held_out_rows(source, *chosen))
     sets = validation, data, source, held_out
     return Opened(
         config,
@@ -106,7 +110,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
         hooks,
         source,
         objective,
-        EpochOrder.of(job.seed, len(source), held_out),
-        open_checked(*sets, job.seed, resume.folder_of(job), world),
+        EpochOrder.of(job.seed, len(source), held_out, job.data_order),
+        open_checked(*sets, job, resume.folder_of(job), world),
         resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -43,6 +44,8 @@ class RunPlan:
 
     name: str
     seed: int
+    initial_weights: Literal["auto", "counter", "generator"]
+    """[job] initial_weights, never "auto"."""
     sizes: AxisSizes
     world_size: int
     resuming: bool
@@ -173,6 +176,8 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
     return RunPlan(
         name=config.job.name,
         seed=config.job.seed,
+        # Only `open_run` knows if the run has started. Until then it counts as new.
+        initial_weights=config.job.settled().initial_weights,
         sizes=solve(config.parallel, world_size, resuming),
         world_size=world_size,
         resuming=resuming,

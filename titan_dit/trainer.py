@@ -49,8 +49,9 @@ class Trainer:
     """A run on this rank. The constructor does not write to the run directory."""
 
     def __init__(self, config: JobConfig, world: World) -> None:
-        self.config, self.world, job = config, world, config.job
         self.opened = opened = open_run(config, world)
+        config, job = opened.config, opened.config.job
+        self.config, self.world = config, world
         self.plan, self.hooks, self.identity = opened.plan, opened.hooks, opened.identity
         self.source, self.epochs, self.objective = opened.source, opened.epochs, opened.objective
         self.validation_set = opened.validation_set

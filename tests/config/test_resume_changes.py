@@ -25,6 +25,8 @@ MAY_CHANGE = [
 ]
 MAY_NOT_CHANGE = [
     "job.seed",
+    "job.data_order",
+    "job.initial_weights",
     "model.name",
     "model.hidden",
     "model.qk_norm",

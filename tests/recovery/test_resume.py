@@ -273,6 +273,27 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
     assert "--checkpoint.allow_changes true" in lines[-1]
 
 
+def test_a_record_without_the_ways_of_drawing_means_the_old_ones(tmp_path):
+    """Formats below 4 had neither key of [job]."""
+    tables = copy.deepcopy(TABLES)
+    for key in config_file.BEFORE_FORMAT_4:
+        del tables["job"][key]
+    record = {"config": tables, "config_format": 3, "data": {"digest": "abc"}}
+    old = Identity(
+        changed(job__data_order="sort", job__initial_weights="generator"), {"digest": "abc"}, 0
+    )
+    check_same_mathematics(tmp_path, record, old)
+    new = Identity(
+        changed(job__data_order="feistel", job__initial_weights="counter"), {"digest": "abc"}, 0
+    )
+    with pytest.raises(UserError) as caught:
+        check_same_mathematics(tmp_path, record, new)
+    assert str(caught.value).splitlines()[1:3] == [
+        '  [job] data_order: "sort" -> "feistel"',
+        '  [job] initial_weights: "generator" -> "counter"',
+    ]
+
+
 def test_other_data_is_refused_wherever_it_lies(tmp_path):
     with pytest.raises(UserError, match=r"\[data\]: the contents differ"):
         check(tmp_path, TABLES, digest="xyz")

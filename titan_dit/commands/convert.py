@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -177,6 +177,8 @@ def record_of(original: Original, objective: dict[str, Any], scale: float) -> di
         "training": {"steps": 1, "global_batch_size": 1},
         "ema": {"decays": [float(EMA_DECAY)], "warmup": False},
     }
+    whole = config_file.build(tables, catalog.variant)
+    whole = replace(whole, job=whole.job.settled())
     facts = LatentFacts(
         shape=config.sample_shape, count=0, num_classes=config.num_classes, scale=scale
     )
@@ -185,7 +187,7 @@ def record_of(original: Original, objective: dict[str, Any], scale: float) -> di
         "cursor": 0,
         "nan_steps": 0,
         "imported": True,
-        "config": config_file.to_tables(config_file.build(tables, catalog.variant)),
+        "config": config_file.to_tables(whole),
         "config_format": config_file.FORMAT,
         "data": facts.as_json(),
         "versions": {"titan_dit": __version__, "torch": torch.__version__},

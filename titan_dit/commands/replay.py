@@ -98,7 +98,7 @@ def main(options: Options) -> None:
     run = Path(options.run)
     if not (run / "config.toml").is_file():
         raise UserError(f"--run {run}: no config.toml found. Give a run directory.")
-    config = config_file.load(["--config", str(run / "config.toml")], catalog.variant)
+    config = config_file.build(config_file.of_run(run / "config.toml"), catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
     origin = origin_of(run, options.step, config.training.global_batch_size)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
@@ -121,13 +121,14 @@ def main(options: Options) -> None:
             "digest). Restore that dataset."
         )
     objective = config.objective.build(config.model, source.facts)
-    held_out = held_out_rows(source, config.job.seed, config.validation.num_held_out)
+    job = config.job.settled()
+    held_out = held_out_rows(source, job.seed, config.validation.num_held_out, job.data_order)
     with process_group.start(device_of(options.device).type) as world:
         replayer = Replayer(
-            config.job.seed,
+            job.seed,
             objective,
             source,
-            EpochOrder.of(config.job.seed, len(source), held_out),
+            EpochOrder.of(job.seed, len(source), held_out, job.data_order),
             rebuilt(config, objective, origin, size, world.device),
             len(origin.numbers),
         )

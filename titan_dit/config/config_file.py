@@ -30,8 +30,10 @@ PACKAGE = Path(__file__).resolve().parent.parent
 INSTALLED = PACKAGE / "train_configs"
 CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
 CHOSEN_BY_NAME = ("model", "objective", "data")
-FORMAT = 3
+FORMAT = 4
 """Format number of config.toml and of a checkpoint's config; the first format had none."""
+BEFORE_FORMAT_4 = {"data_order": "sort", "initial_weights": "generator"}
+"""Keys of [job] that older formats lack, and what their runs did."""
 RENAMED = {"objective.schedule": "noise_schedule"}
 """Renamed keys of older formats: "section.old" -> new."""
 PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig")
@@ -122,33 +124,48 @@ def find_config(name: str) -> Path:
     raise UserError(f"--config {name}: no such file, here or in train_configs/ ({known}).")
 
 
-def read_toml(path: Path) -> Tables:
-    """Parse a file; UserError with file and line on a syntax error."""
+def read_toml(path: Path, unnumbered: int = FORMAT) -> Tables:
+    """Parse a file; UserError with file and line on a syntax error.
+
+    `unnumbered` is the format of a file that names none.
+    """
     try:
         tables = tomli.loads(path.read_text())
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
-    check_format(tables.pop("format", FORMAT), path)
+    number = check_format(tables.pop("format", unnumbered), path)
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise UserError(f"{path}: {name}={show(table)} is outside any [section].")
-    return tables
+    return of_format(number, tables)
 
 
-def check_format(number: object, where: object) -> None:
+def of_run(path: Path) -> Tables:
+    """The tables of a run's config.toml; the first ones had no format number."""
+    return read_toml(path, unnumbered=1)
+
+
+def of_format(number: int, tables: Tables) -> Tables:
+    """Tables of an older format with the keys of [job] that it lacks."""
+    if number >= 4:
+        return tables
+    return tables | {"job": BEFORE_FORMAT_4 | tables.get("job", {})}
+
+
+def check_format(number: object, where: object) -> int:
     """Refuse the format of a later version: its keys may differ in meaning."""
     if not isinstance(number, int) or number > FORMAT:
         raise UserError(
             f"{where}: format={show(number)}, but this titan_dit reads formats up to {FORMAT}. "
             "Update titan_dit to the version that wrote it."
         )
+    return number
 
 
 def of_record(record: Mapping[str, Any]) -> Tables:
     """The config tables of a checkpoint's record."""
-    check_format(record.get("config_format", 1), "[checkpoint] its config")
-    tables: Tables = record["config"]
-    return tables
+    number = check_format(record.get("config_format", 1), "[checkpoint] its config")
+    return of_format(number, record["config"])
 
 
 def renamed_keys(

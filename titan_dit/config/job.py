@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from titan_dit.config.layout import (
     CompileConfig,
@@ -29,6 +30,10 @@ if TYPE_CHECKING:  # These import torch: a wrong key is reported without waiting
     from titan_dit.objectives.base import ObjectiveConfig
 
 
+NEW_RUN = {"data_order": "feistel", "initial_weights": "generator"}
+"""What "auto" means in a new run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
     """Name, directory, seed and hooks of the run."""
@@ -41,8 +46,23 @@ class RunConfig(Section):
     """Run directory; empty is outputs/<name>."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Seed of initial weights, data order, noise and previews."""
+    data_order: Literal["auto", "feistel", "sort"] = "auto"
+    """Permutation of an epoch: by a Feistel network, in O(batch) memory, or by sorting, in O(rows),
+    as older runs do. auto: a started run keeps its own, a new one takes feistel."""
+    initial_weights: Literal["auto", "counter", "generator"] = "auto"
+    """Initial weights by a counter, equal on every device, or by the device's generator, as older
+    runs do. auto: a started run keeps its own, a new one takes counter."""
     hooks: tuple[str, ...] = ()
     """Your hook classes, "package.module:Class": see docs/extending.md."""
+
+    def settled(self, kept: Mapping[str, str] | None = None) -> RunConfig:
+        """Replace every "auto" by the value in `kept`, the started run's, or by a new run's."""
+        found: dict[str, Any] = {
+            key: (kept or {}).get(key, new)
+            for key, new in NEW_RUN.items()
+            if getattr(self, key) == "auto"
+        }
+        return replace(self, **found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,7 +164,7 @@ class FakeRank:
         self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
         with mode, self.memory, self.memory.phase("set-up", StorageKind.TEMPORARY):
             for part in self.parts.values():
-                initialize(part, part.initializers(), plan.seed, CPU)
+                initialize(part, part.initializers(), plan.seed, CPU, plan.initial_weights)
             self.parameters = {
                 name: p for part in self.parts.values() for name, p in part.named_parameters()
             }

@@ -45,7 +45,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
-        initialize(part, part.initializers(), plan.seed, device)
+        initialize(part, part.initializers(), plan.seed, device, plan.initial_weights)
     parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
@@ -124,7 +124,7 @@ def place_modules(
     initializers |= {
         f"objective.{name}": initializer for name, initializer in objective.initializers().items()
     }
-    initialize(holder, initializers, plan.seed, device)
+    initialize(holder, initializers, plan.seed, device, plan.initial_weights)
     return dict(holder.named_parameters())
 
 

@@ -15,13 +15,20 @@ from titan_dit.models.initializers import Initializer
 
 @torch.no_grad()
 def initialize(
-    model: nn.Module, table: Mapping[str, Initializer], seed: int, device: torch.device
+    model: nn.Module,
+    table: Mapping[str, Initializer],
+    seed: int,
+    device: torch.device,
+    drawn_by: str = "generator",
 ) -> None:
     """Allocate a model that is on the meta device, and initialise its weights.
 
     Each tensor has its own generator, seeded by (seed, name). The whole tensor is drawn on the
     device, then reduced to this rank's shard: the extra memory is at most one whole tensor.
+    `drawn_by` is [job] initial_weights.
     """
+    if drawn_by != "generator":
+        raise NotImplementedError(f"[job] initial_weights={drawn_by!r}")
     model.to_empty(device=device)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         generator = torch.Generator(device).manual_seed(tensor_seed(seed, name))
