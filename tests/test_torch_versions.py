@@ -1,4 +1,4 @@
-"""docs/torch-versions.md: private parts of torch, found in the source and looked for in this torch."""
+"""docs/torch-versions.md: private parts of torch, found in the source, looked for in this torch."""
 
 import importlib
 import inspect
@@ -26,9 +26,10 @@ ARGUMENTS = {
     "_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask scale",
     "_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p "
     "is_causal attn_mask scale",
-    "_efficient_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
-    "_efficient_attention_backward": "grad_out_ query key value attn_bias out logsumexp philox_seed "
-    "philox_offset dropout_p grad_input_mask is_causal scale",
+    "_efficient_attention": "query key value attn_bias compute_log_sumexp dropout_p "
+    "is_causal scale",
+    "_efficient_attention_backward": "grad_out_ query key value attn_bias out logsumexp "
+    "philox_seed philox_offset dropout_p grad_input_mask is_causal scale",
     "_cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal "
     "return_debug_mask scale",
     "_cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset "
@@ -113,8 +114,8 @@ class Ours(torch.nn.Module):
     def _run(self, mesh):
         """A docstring that says _nothing_."""
         self._run(mesh._flatten("x"))
-        super()._run(), os._exit(0), getattr(mesh, "_by_name"), debug._clear()
-        return torch._C._x, torch.ops.aten._mm(1), inductor.cpp._isa, "aten::_s", "_c10d::x", counters
+        super()._run(), os._exit(0), getattr(mesh, "_by_name"), debug._clear(), counters["x"]
+        return torch._C._x, torch.ops.aten._mm(1), inductor.cpp._isa, "aten::_s", "_c10d::x"
 '''
 
 
@@ -136,7 +137,7 @@ CASES = [(file, name, *rest) for file, names, *rest in rows() for name in names]
 def test_this_torch_has_every_part_that_its_version_should_have():
     lacks = []
     for file, name, oldest, is_cuda in CASES:
-        if HERE < oldest or (is_cuda and not torch.version.cuda):
+        if oldest > HERE or (is_cuda and not torch.version.cuda):
             continue
         try:
             probe(name)
