@@ -8,9 +8,12 @@ import pytest
 import torch
 from harness import on_ranks
 from tiny import assert_same_gradients, gradients, graphs_alone, randomize, tiny_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_dit.config.section import UserError
 from titan_dit.parallel.compile import num_graphs
+from titan_dit.parallel.remat import is_part_of_sum
 from titan_dit.trainer import Trainer
 
 MODES = ("attention", "selective", "full")
@@ -71,7 +74,25 @@ def refusals(world):
             run(world, {"pp": 2}, schedule, mode)
         except UserError as error:
             found.append(str(error))
-    return found
+    return found, products_told(init_device_mesh("cpu", (2,)))
+
+
+def products_told(mesh):
+    """By operator and placements: (whether the inputs tell a partial sum, whether it is one)."""
+    whole, rows, columns = Replicate(), Shard(0), Shard(1)
+    cases = [(whole, whole), (rows, whole), (whole, columns), (columns, rows)]
+    aten = torch.ops.aten
+    told = {}
+    for placements in cases:
+        x, weight = (
+            DTensor.from_local(torch.ones(4, 4), mesh, [placement]) for placement in placements
+        )
+        bias = DTensor.from_local(torch.ones(weight.shape[1]), mesh, [whole], run_check=False)
+        for product, inputs in ((aten.mm, (x, weight)), (aten.addmm, (bias, x, weight))):
+            out = product(*inputs)
+            is_sum = any(placement.is_partial() for placement in out.placements)
+            told[str(product), str(placements)] = is_part_of_sum(product.default, inputs), is_sum
+    return told
 
 
 def compiled_cases(world, cases, how):
@@ -108,10 +129,13 @@ def of_as_many_layers(reference, case):
     return reference[4 if json.loads(case)[1] in V_SHAPED else 2]
 
 
-def test_what_a_split_backward_cannot_do_is_refused():
-    found = on_ranks(2, refusals)[0]
+def test_what_a_split_backward_cannot_do_is_refused_and_partial_sums_are_foreseen():
+    found, told = on_ranks(2, refusals)[0]
     assert len(found) == 4
     assert all("Set mode = " in message for message in found)
+    # Selective recomputation saves the reduction of a partial sum, not the sum.
+    assert [foreseen for foreseen, _ in told.values()] == [is_sum for _, is_sum in told.values()]
+    assert sum(foreseen for foreseen, _ in told.values()) == 2
 
 
 TO_THE_END = [pytest.mark.long, pytest.mark.compiler]

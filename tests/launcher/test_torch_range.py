@@ -38,7 +38,7 @@ def test_another_torch_is_refused_with_the_range_and_a_way_out(monkeypatch, vers
 
 def test_a_rank_that_was_started_without_the_command_line_refuses_too(monkeypatch):
     installed(monkeypatch, "2.10.0")
-    monkeypatch.setattr(sys, "argv", ["train", "--config", "digits"])
+    monkeypatch.setattr(sys, "argv", ["train", "--config", "no-such-file"])
     with pytest.raises(UserError, match=r"torch 2\.10\.0 is installed"):
         train.main()
 
