@@ -28,7 +28,7 @@ CASES = (
     (1, 7, signal.SIGUSR2, (8, Reason.REGROUP)),
     (0, 0, signal.SIGTERM, (50, Reason.NONE)),
 )
-"""How many steps later the sum is read, the step of the signal, the signal, and what comes of it."""
+"""Steps until the sum is read, the step of the signal, the signal; the last step, the reason."""
 
 
 def all_cases(world):

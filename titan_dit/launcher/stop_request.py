@@ -171,7 +171,7 @@ class Landing:
             return
         self.value = torch.empty_like(scalar, device="cpu", pin_memory=True)
         self.value.copy_(scalar, non_blocking=True)
-        self.copied = torch.cuda.Event()
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.copied.record()
 
     def read(self) -> float:
