@@ -33,7 +33,7 @@ FEW_NODES = 4
 QUICK = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=6"
 """Up to FEW_NODES nodes: one is lost after 2 x 6 s of silence, and the rendezvous waits 3 s for
 more nodes."""
-CALM = "last_call_timeout=30,keep_alive_interval=10,keep_alive_max_attempt=6"
+CALM = "last_call_timeout=30,keep_alive_interval=15,keep_alive_max_attempt=4"
 """More nodes: 60 s and 30 s. Stalls are more frequent, each false alarm restarts more ranks, and
 all heartbeats go to one host."""
 TRAINER = "titan_dit.train"

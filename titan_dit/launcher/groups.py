@@ -39,7 +39,8 @@ def opening(what: str) -> Iterator[None]:
     except (dist.DistError, RuntimeError) as error:
         rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
         host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = first_line.removesuffix(".")
         raise NetworkFailure(
             f"rank {rank} of {size} could not open {what}: {cause}. All nodes must reach "
             f"{host}:{port} (rank 0) and each other; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "

@@ -19,6 +19,11 @@ def watch_locally() -> None:
     dynamic_rendezvous._BackendRendezvousStateHolder = LocalWatch  # type: ignore[misc]
 
 
+def cache_s(interval_s: int) -> int:
+    """Seconds between reads of the state: each fetches that of all nodes from one host."""
+    return max(1, interval_s // 3)
+
+
 class LocalWatch(StateHolder):  # type: ignore[misc]
     """The shared state of a rendezvous, in which a silent node is lost by this node's own watch.
 
@@ -30,8 +35,7 @@ class LocalWatch(StateHolder):  # type: ignore[misc]
 
     def __init__(self, backend: Any, settings: Any) -> None:
         interval: timedelta = settings.keep_alive_interval
-        # Every read fetches the state of all nodes from one host: with long intervals read seldom.
-        super().__init__(backend, settings, cache_duration=max(1, interval.seconds // 4))
+        super().__init__(backend, settings, cache_duration=cache_s(interval.seconds))
         self.longest = max(2.0, interval.total_seconds())
         self.moment, self.watched = time.monotonic(), 0.0
         self.seen: dict[Any, tuple[datetime, float]] = {}
