@@ -141,7 +141,7 @@ def main() -> None:
         "Rendezvous": [rendezvous_row(n) for n in WORLDS],
     }
     for title, rows in parts.items():
-        print(f"## {title}\n\n{table(rows)}\n")  # noqa: T201
+        print(f"## {title}\n\n{table(rows)}\n")
     rows = [{"part": title, "rows": len(rows)} for title, rows in parts.items()]
     finish("scale", rows, args.out, parts=parts)
 

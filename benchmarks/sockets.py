@@ -30,7 +30,7 @@ Counts = dict[str, int]
 
 def num_sockets() -> int:
     """Open sockets of this process."""
-    links = (os.readlink(file) for file in FILES.iterdir() if file.is_symlink())
+    links = (str(file.readlink()) for file in FILES.iterdir() if file.is_symlink())
     return sum(link.startswith("socket:") for link in links)
 
 

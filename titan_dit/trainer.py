@@ -16,6 +16,7 @@ from titan_dit.data.order import BatchPlan, RankOrder
 from titan_dit.execution.build import build
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Run
+from titan_dit.launcher import groups
 from titan_dit.launcher.failure import leave_note, training_started
 from titan_dit.launcher.process_group import World
 from titan_dit.launcher.stop_request import Reason, StopRequest
@@ -74,7 +75,8 @@ class Trainer:
         self.meter, self.recompiles = Meter(), Recompiles()
         self.collector = Collector(config.training.gc_every)
         self.stop = StopRequest(world.size, device)
-        self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
+        limit = config.faults.step_timeout_s
+        self.watchdog = Watchdog(self.folder, world.rank, limit, groups.set_timeouts)
         self.profile = Profile(config.profile, self.folder / "profile", world.rank, device)
         self.sample_log: SampleLog | None = None
         self.row: Row = {}

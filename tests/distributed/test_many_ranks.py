@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def a_run(world):
         assert stop.agreed()
     losses = mesh.sum_loss(torch.ones(1))
     saved = sum(Ranks.with_own_group().gather(world.rank))
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     needed = open_files.needed(world.rank, world.size, "cpu")
     return norm.item(), losses.item(), stop.reason, saved, num_open <= needed
 

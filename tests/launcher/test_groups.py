@@ -25,7 +25,7 @@ def timeouts_of_a_run(world, folder, step_timeout_s):
     Mesh(AxisSizes(dp_replicate=world.size), "cpu")
     Ranks.with_own_group()
     found = [timeouts()]
-    with Watchdog(folder, world.rank, step_timeout_s) as watchdog:
+    with Watchdog(folder, world.rank, step_timeout_s, groups.set_timeouts) as watchdog:
         dist.new_group([0, 1], group_desc="late")
         found.append(timeouts())
         watchdog.alive(1)

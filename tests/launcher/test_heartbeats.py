@@ -114,7 +114,7 @@ def test_a_skewed_and_stalled_launcher_is_lost_only_once_it_is_silent_for_long(t
     endpoint = f"127.0.0.1:{free_port()}"
     meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--nproc-per-node", 1]
     meeting += ["--rdzv-endpoint", endpoint, "--rdzv-conf"]
-    meeting += ["last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    meeting += ["last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=6"]
     command = [sys.executable, tmp_path / "skewed.py", *meeting, tmp_path / "rank.py"]
     with Running(command, tmp_path, "first", SKEW=0) as first:
         first.wait_until(lambda: is_open(endpoint))  # It holds the store, and is not stalled.
@@ -125,11 +125,11 @@ def test_a_skewed_and_stalled_launcher_is_lost_only_once_it_is_silent_for_long(t
 def lose_after_a_long_stall(first, second):
     first.wait_for("2 ranks on 2 nodes")
     second.wait_for("2 ranks on 2 nodes")
-    time.sleep(4)
-    stall(second, 1.5)
+    time.sleep(7)
+    stall(second, 2)
     time.sleep(2)
     assert "was lost" not in first.said + second.said
-    stall(second, 6)
+    stall(second, 10)
     first.wait_for("a node was lost")
 
 

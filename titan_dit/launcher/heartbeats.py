@@ -16,7 +16,7 @@ StateHolder: Any = dynamic_rendezvous._BackendRendezvousStateHolder
 
 def watch_locally() -> None:
     """Have torch's rendezvous judge heartbeats as `LocalWatch` does."""
-    dynamic_rendezvous._BackendRendezvousStateHolder = LocalWatch  # type: ignore[misc]
+    dynamic_rendezvous._BackendRendezvousStateHolder = LocalWatch  # type: ignore[misc, assignment]
 
 
 def cache_s(interval_s: int) -> int:
@@ -50,9 +50,8 @@ class LocalWatch(StateHolder):  # type: ignore[misc]
         sent = dict(beats)
         known, self.seen = self.seen, {}
         for node, beat in sent.items():
-            before = known.get(node)
-            changed = before is None or before[0] != beat
-            self.seen[node] = (beat, self.watched) if changed else before
+            last = known.get(node)
+            self.seen[node] = last if last and last[0] == beat else (beat, self.watched)
             silent = timedelta(seconds=self.watched - self.seen[node][1])
             beats[node] = datetime.now(UTC) - silent
         super()._sanitize()
