@@ -1,7 +1,7 @@
 """Process groups of this rank: lazy sockets, failures to open, timeouts.
 
-torch has no public list of the groups and no public way to change a timeout: its private parts are
-in this file only.
+torch has no public list of the groups and, before 2.15, no public way to change a timeout: its
+private parts are in this file only.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def set_timeouts(seconds: float) -> None:
     A new group takes torch's default, not that of the default group: 600 s with NCCL, which would
     end a run that the watchdog allows more.
     """
+    # Public since torch 2.15.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     timeout = timedelta(seconds=seconds)
     for group in opened():
         if group.group_desc != CHECKPOINTS:
             with warnings.catch_warnings():
-                # A dry run's groups have no timeout.
-                warnings.filterwarnings("ignore", message="Set timeout is now only supported")
-                distributed_c10d._set_pg_timeout(timeout, group)
+                warnings.simplefilter("ignore")  # A dry run's groups have no timeout.
+                set_timeout(timeout, group)
