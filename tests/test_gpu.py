@@ -7,6 +7,7 @@ import torch
 from harness import on_ranks
 from tiny import randomize, tiny_config, whole
 
+from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.rng import SampleRNG
 
 pytestmark = [
@@ -21,6 +22,23 @@ def test_random_numbers_are_those_of_the_cpu():
     assert torch.equal(there.uniform("t", (64,)).cpu(), here.uniform("t", (64,)))
     noise = there.normal("noise", (64, 16)).cpu()
     torch.testing.assert_close(noise, here.normal("noise", (64, 16)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_stop_is_heard_a_step_later_and_nothing_waits_for_the_device_before():
+    stop = StopRequest(2, torch.device("cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert not stop.agreed()
+        stop.ask(Reason.STOP)
+        torch.cuda._sleep(10**8)  # The device lags behind.
+        stop.flag().add_(0)
+        assert not stop.agreed()
+        stop.flag()
+        assert not stop.landings[0].copied.query()
+        assert stop.agreed()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert stop.reason == Reason.STOP
 
 
 def three_steps(world, device_type, poisoned, objective):

@@ -53,7 +53,7 @@ class FaultsConfig(Section):
     step_timeout_s: NonNegativeFloat = 300.0
     """Seconds without a finished step before a rank dumps its stacks to RUN/hangs and exits; the
     launcher restarts the run. Loading, saving, sampling and the first step have at least 1,800.
-    Keep it below NCCL's timeout of 600. 0 disables the watchdog."""
+    Timeouts of gloo and NCCL are set above these. 0 disables the watchdog."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,12 @@ NCCL runs the messages of a group one after another, in the order in which they 
 before torch 2.13 those of all peers in one queue. With a group per peer and direction a message
 waits for no message of another peer or of the other direction.
 
-Only this file sets and reads the names of process groups, which are private in torch.
+Only this file sets the name of a process group, which is private in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+from titan_dit.launcher import groups
 
 
 class Links:
@@ -39,7 +41,7 @@ class Links:
 
     def new_group(self, source: int, target: int, name: str) -> dist.ProcessGroup:
         """Open a group; its two ranks call this, and wait for each other."""
-        with named(name):
+        with groups.opening(f"the group from pipeline rank {source} to {target}"), named(name):
             group: dist.ProcessGroup = dist.new_group(
                 [self.global_rank(source), self.global_rank(target)],
                 # A GPU run's default group has gloo, too, whose sockets would be of no use.
@@ -76,9 +78,7 @@ class Links:
 
 def opened(name: str) -> dist.ProcessGroup | None:
     """The group of this name, if there is one."""
-    private: Any = distributed_c10d
-    names: Mapping[dist.ProcessGroup, str] = private._world.pg_names
-    return next((group for group, its in names.items() if its == name), None)
+    return next((group for group in groups.opened() if group.group_name == name), None)
 
 
 @contextmanager
