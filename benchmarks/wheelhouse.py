@@ -30,7 +30,7 @@ def complaint(needed: Sequence[str] = NEEDED) -> str | None:
         return None
     said = f"{', '.join(missing)} cannot be imported."
     if "torch" in missing:
-        said += " Install torch (2.11 to 2.13) for your device, see pytorch.org."
+        said += " Install torch (2.11 to 2.15) for your device, see pytorch.org."
     if wheels := [name.replace("_", "-") for name in missing if name != "torch"]:
         said += (
             " Install them; or, in a checkout with a network, run:\n  pip download --no-deps "

@@ -5,9 +5,11 @@ import sys
 import tomllib
 
 import pytest
+import torch
 from commands import ROOT
 
 from titan_dit import __main__, train
+from titan_dit.checks import torch_parts
 from titan_dit.config.section import UserError
 from titan_dit.launcher import torch_range
 
@@ -46,3 +48,41 @@ def test_the_range_is_that_of_pyproject():
     (major, oldest), (_, newest) = torch_range.OLDEST, torch_range.NEWEST
     wanted = f"torch>={major}.{oldest},<{major}.{newest + 1}"
     assert wanted in project["dependencies"]
+
+
+class Old:
+    """A part of a torch that lacks it."""
+
+    _kept = 1
+
+
+def test_a_missing_part_is_refused_with_the_file_that_uses_it_and_the_version(monkeypatch):
+    installed(monkeypatch, "2.14.9")
+    torch_range.require("a/b.py", Old, "_kept")
+    with pytest.raises(UserError) as error:
+        torch_range.require("a/b.py", Old, "_kept", "_gone")
+    assert str(error.value) == (
+        "torch 2.14.9 has no Old._gone, which titan_dit/a/b.py uses. "
+        "Install a version that docs/torch-versions.md names."
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "file"),
+    [
+        ("DTensor", "_spec", "checkpoint/staging.py"),
+        ("FileSystem", "create_stream", "checkpoint/torch_files.py"),
+    ],
+)
+def test_what_a_checkpoint_needs_is_looked_for_at_the_start(monkeypatch, part, name, file):
+    torch_parts.check(profiles_memory=True)
+    monkeypatch.setattr(torch_parts, part, Old)
+    with pytest.raises(UserError, match=f"{name}, which titan_dit/{file} uses"):
+        torch_parts.check(profiles_memory=False)
+
+
+def test_what_a_memory_snapshot_needs_is_looked_for_at_the_start(monkeypatch):
+    monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
+    torch_parts.check(profiles_memory=False)
+    with pytest.raises(UserError, match=r"_dump_snapshot, which titan_dit/observe/memory_snap"):
+        torch_parts.check(profiles_memory=True)

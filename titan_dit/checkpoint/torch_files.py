@@ -174,5 +174,5 @@ class DigestedDisk(Digested, filesystem.FileSystem):
     """torch's local files, with the SHA-256 of each written file."""
 
 
-class DigestedRemote(Digested, RemoteFiles):
+class DigestedRemote(Digested, RemoteFiles):  # type: ignore[misc]
     """torch's fsspec files, with the SHA-256 of each written file."""

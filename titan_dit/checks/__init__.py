@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from titan_dit.checks import device, formats, layout
+from titan_dit.checks import device, formats, layout, torch_parts
 from titan_dit.config.job import JobConfig
 from titan_dit.plan import RunPlan
 
@@ -28,6 +28,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     config.objective.check_sampling(config.model, config.sampling)
     if on is None:
         return
+    torch_parts.check(config.profile.memory)
     device.check_writers(config.metrics)
     device.check_profiled(config.profile, plan)
     device.check_matmuls(plan.precision, plan.parallel.async_tp, on)

@@ -21,6 +21,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+PROPAGATOR: Any = DTensor._op_dispatcher.sharding_propagator
+"""Finds the placements of an operator's output."""
+
 
 class StorageKind(StrEnum):
     """What a storage holds."""
@@ -80,6 +83,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.name, self.kind = "", StorageKind.TEMPORARY
         self.phases: list[tuple[int, str]] = []
         self.seen_parameters: set[int] = set()
+        self.is_inferring = False
 
     def __enter__(self) -> MemoryLog:
         """Start to log allocations, resizes and the parameters that modules use."""
@@ -93,6 +97,8 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         # FSDP frees and reallocates gathered parameters with resize_, which no operator shows.
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self.infer = PROPAGATOR._propagate_tensor_meta_non_cached
+        PROPAGATOR._propagate_tensor_meta_non_cached = self._unlogged
         self.hook = register_module_forward_pre_hook(self._mark_gathered)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -102,6 +108,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.hook.remove()
         torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        PROPAGATOR._propagate_tensor_meta_non_cached = self.infer
 
     @contextmanager
     def phase(self, name: str, kind: StorageKind) -> Iterator[None]:
@@ -157,6 +164,8 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         result = func(*args, **kwargs or {})
+        if self.is_inferring:
+            return result
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._record(tensor)
@@ -183,6 +192,17 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if record.kind != StorageKind.PARAMETERS:
                 record.kind = StorageKind.GATHERED
                 parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
+
+    def _unlogged(self, operation: Any) -> Any:
+        """DTensor infers the shapes of an operator's output on fake tensors: none of the run's.
+
+        torch 2.11 does so for every step of the optimizer.
+        """
+        self.is_inferring = True
+        try:
+            return self.infer(operation)
+        finally:
+            self.is_inferring = False
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         self.mark((parameter.grad,), StorageKind.UNREDUCED)

@@ -8,7 +8,7 @@ arXiv:2307.08691, sec. 3.1.2 and algorithm 2):
     dQ = scale dS K,  dK = scale dS^T Q
 
 Only this file calls torch's private attention operators; their schemas are the same in torch 2.11
-and 2.13. Shapes: [b, heads, n, d]; lse [b, heads, n].
+to 2.15. Shapes: [b, heads, n, d]; lse [b, heads, n].
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from torch.distributed.run import parse_args, run
 from titan_dit.launcher import heartbeats
 from titan_dit.launcher.cause import is_consequence, is_user_error, message_of, root_cause
 from titan_dit.launcher.failure import LAUNCH, STARTED
+from titan_dit.launcher.torch_range import require
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
 
@@ -63,6 +64,7 @@ class Agent(LocalElasticAgent):
         self, *args: Any, say: Callable[[str], None], grace_s: float, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        require("launcher/agent.py", self, "_pcontext", "_worker_group", "_remaining_restarts")
         self.say, self.grace_s = say, grace_s
         self.starting = threading.Lock()
         self.is_stopping = False

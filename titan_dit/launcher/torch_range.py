@@ -1,4 +1,7 @@
-"""The range of torch versions: others are refused before torch is imported."""
+"""The range of torch versions: others are refused before torch is imported.
+
+docs/torch-versions.md: what is tested, and all private parts of torch that are used.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 from titan_dit.config.section import UserError
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""As in pyproject.toml. docs/torch-versions.md: what is tested, and what newer ones may lack."""
+"""As in pyproject.toml."""
 
 
 def check_torch() -> None:
@@ -25,3 +28,14 @@ def check_torch() -> None:
         f"torch {version} is installed, but titan_dit runs with {oldest} to {newest}: it uses "
         f"private parts of torch. Install one of them: pip install torch=={newest}.0"
     )
+
+
+def require(file: str, owner: object, *names: str) -> None:
+    """Raise UserError if `owner`, a part of torch, lacks a private name that `file` uses later."""
+    for name in names:
+        if not hasattr(owner, name):
+            where = getattr(owner, "__name__", type(owner).__name__)
+            raise UserError(
+                f"torch {importlib.metadata.version('torch')} has no {where}.{name}, which "
+                f"titan_dit/{file} uses. Install a version that docs/torch-versions.md names."
+            )

@@ -2,7 +2,7 @@
 
 It uses functional collectives, which are asynchronous and can be traced by torch.compile. Only this
 file calls these private operators (torch.ops._c10d_functional), which take the group's name in
-torch 2.11 and 2.13.
+torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ KEPT = (
 )
 """Operators whose outputs `selective` saves."""
 OPERATORS_FORGET = torch.__version__ < "2.12"
-"""torch 2.11's compiler splits addcmul into operators that are not marked to be recomputed, and saves
-them: 3 h per token instead of 1. With contexts each operator gets its own mark."""
+"""torch 2.11's compiler splits addcmul, does not mark its parts to be recomputed, and saves them:
+3 h per token instead of 1. With contexts each operator gets its own mark."""
 
 
 def apply(model: Model, config: RematConfig) -> None:
