@@ -69,7 +69,7 @@ def draw(target: Tensor, initializer: Independent, key: int) -> None:
     rows, *columns = (own_indices(target, dim) for dim in range(target.ndim))
     inner = sum(columns, start=torch.zeros_like(rows[:1]))
     num_rows = max(1, chunk_size(local.device) // inner.numel())
-    for part, first in zip(local.split(num_rows), rows.split(num_rows), strict=True):
+    for part, first in zip(torch.split(local, num_rows), torch.split(rows, num_rows), strict=True):
         drawn = initializer.values(target.shape, key, (first + inner).flatten())
         part.copy_(drawn.view_as(part))
 
