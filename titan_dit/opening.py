@@ -20,6 +20,7 @@ from titan_dit.data.order import EpochOrder
 from titan_dit.execution.build import Built
 from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
@@ -94,12 +95,14 @@ def open_run(config: JobConfig, world: World) -> Opened:
     validate(config, plan, world.device)
     hooks = Hooks(job.hooks, world.is_main)
     hooks.raise_failure(world.gather)
-    source = data.open()
+    on_first = Ranks().run_on_first
+    source = data.open_surveyed(on_first(data.survey))
     check_source(source, data.name)
     objective = config.objective.build(config.model, source.facts)
     parts = plan, objective, source.fields, data.name
     validate_parts(*parts, source, previews=bool(config.sampling.every))
-    held_out = held_out_rows(source, job.seed, validation.num_held_out)
+    chosen = job.seed, validation.num_held_out, job.data_order
+    held_out = on_first(lambda: held_out_rows(source, *chosen))
     sets = validation, data, source, held_out
     return Opened(
         config,
@@ -107,7 +110,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
         hooks,
         source,
         objective,
-        EpochOrder.of(job.seed, len(source), held_out),
-        open_checked(*sets, job.seed, resume.folder_of(job), world),
+        EpochOrder.of(job.seed, len(source), held_out, job.data_order),
+        open_checked(*sets, job, resume.folder_of(job), world),
         resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

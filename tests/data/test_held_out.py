@@ -1,11 +1,16 @@
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 
 from titan_dit.config.section import UserError
+from titan_dit.data import held_out as chosen
 from titan_dit.data.base import DataFacts, Source
-from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.feistel import mix, round_keys
+from titan_dit.data.held_out import held_out_rows, rows_below, shares
 from titan_dit.data.latents import Digits
-from titan_dit.rng import permutation
+from titan_dit.data.order import EpochOrder
 
 
 class Grouped(Source):
@@ -20,9 +25,19 @@ class Grouped(Source):
         return self.groups_of
 
 
-def held_out(groups, count, seed=0):
+@pytest.fixture(params=["feistel", "sort"])
+def data_order(request):
+    return request.param
+
+
+@pytest.fixture
+def held_out(data_order):
+    return partial(checked, data_order)
+
+
+def checked(data_order, groups, count, seed=0):
     """Return the held-out rows, and their number per group."""
-    rows = held_out_rows(Grouped(groups), seed, count)
+    rows = held_out_rows(Grouped(groups), seed, count, data_order)
     assert list(rows) == sorted(set(rows))
     assert len(rows) == count
     assert all(0 <= row < len(Grouped(groups)) for row in rows)
@@ -32,31 +47,31 @@ def held_out(groups, count, seed=0):
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 12, 13, 40, 79])
-def test_rows_are_taken_evenly_from_every_group(count):
+def test_rows_are_taken_evenly_from_every_group(held_out, count):
     _, taken = held_out([i % 4 for i in range(80)], count)
     assert sum(taken) == count
     assert max(taken) - min(taken) <= 1
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_group_smaller_than_its_share_gives_all_it_has(seed):
+def test_a_group_smaller_than_its_share_gives_all_it_has(held_out, seed):
     groups = [0] * 50 + [1] * 2 + [2] * 40 + [3] * 5
     _, taken = held_out(groups, 40, seed)
     assert (taken[1], taken[3]) == (2, 5)
     assert sorted((taken[0], taken[2])) == [16, 17]
 
 
-def test_a_group_without_rows_gives_none():
+def test_a_group_without_rows_gives_none(held_out):
     _, taken = held_out([0, 3, 0, 3, 0, 3], 4)
     assert taken == [2, 0, 0, 2]
 
 
-def test_all_rows_but_one_can_leave():
+def test_all_rows_but_one_can_leave(held_out):
     _, taken = held_out([0] * 7 + [1] * 3, 9)
     assert sum(taken) == 9
 
 
-def test_without_groups_any_row_may_leave():
+def test_without_groups_any_row_may_leave(held_out):
     often = torch.zeros(20)
     for seed in range(200):
         rows, _ = held_out(20, 5, seed)
@@ -66,7 +81,7 @@ def test_without_groups_any_row_may_leave():
     assert often.max() < 75
 
 
-def test_rows_within_a_group_leave_equally_often():
+def test_rows_within_a_group_leave_equally_often(held_out):
     often = torch.zeros(20)
     for seed in range(200):
         rows, _ = held_out([i % 2 for i in range(20)], 10, seed)
@@ -75,15 +90,16 @@ def test_rows_within_a_group_leave_equally_often():
     assert often.max() < 130
 
 
-def test_the_rows_are_a_function_of_the_seed_alone():
+def test_the_rows_are_a_function_of_the_seed_alone(data_order):
     source = Digits().open()
-    rows = held_out_rows(source, 5, 100)
+    rows = held_out_rows(source, 5, 100, data_order)
     torch.manual_seed(7)
-    assert held_out_rows(Digits().open(), 5, 100) == rows
-    assert held_out_rows(source, 6, 100) != rows
+    assert held_out_rows(Digits().open(), 5, 100, data_order) == rows
+    assert held_out_rows(source, 6, 100, data_order) != rows
     assert source.labels[list(rows)].bincount(minlength=10).tolist() == [10] * 10
     # Held-out rows are independent of the order in an epoch.
-    assert 0 < len(set(rows) & set(permutation(5, 0, 1797)[:500].tolist())) < 60
+    epoch = EpochOrder(5, 1797, data_order=data_order).rows(range(500))
+    assert 0 < len(set(rows) & set(epoch)) < 60
 
 
 def test_no_rows_leave_where_none_are_asked_for():
@@ -99,3 +115,42 @@ def test_a_dataset_that_would_have_nothing_left_is_refused(count):
         f"[validation] samples={count} holds out all 20 rows of [data], so none "
         "remain for training. Set fewer, such as samples = 2."
     )
+
+
+class InParts(Grouped):
+    """Groups in parts, which alone are in memory."""
+
+    def groups(self):
+        raise AssertionError("the whole")
+
+    def group_parts(self):
+        return iter(self.groups_of.split(13))
+
+
+@pytest.mark.parametrize("sizes", [(500, 300, 200), (900, 0, 4), (1, 1, 1, 400), (1000,)])
+def test_each_group_gives_its_rows_of_the_smallest_keys(sizes):
+    """Compared with sorting all rows; the parts do not matter."""
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    groups = np.random.default_rng(0).permutation(groups)
+    (key,) = round_keys(3, "validation", 0, 1)
+    keys = mix(key, np.arange(len(groups), dtype=np.uint64)) >> np.uint64(1)
+    wanted = shares(torch.tensor(sizes), 60).tolist()
+    expected = [
+        row
+        for group, share in enumerate(wanted)
+        for row in sorted(np.flatnonzero(groups == group), key=keys.__getitem__)[:share]
+    ]
+    assert held_out_rows(InParts(groups.tolist()), 3, 60) == tuple(sorted(expected))
+
+
+def test_a_share_that_was_guessed_too_small_is_taken_again(monkeypatch):
+    groups, asked = [i % 3 for i in range(3000)], []
+
+    def few(source, key, limits):
+        asked.append(limits)
+        return rows_below(source, key, limits // np.uint64(20 if len(asked) < 3 else 1))
+
+    expected = held_out_rows(Grouped(groups), 0, 300)
+    monkeypatch.setattr(chosen, "rows_below", few)
+    assert held_out_rows(Grouped(groups), 0, 300) == expected
+    assert len(asked) == 3

@@ -1,14 +1,17 @@
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from titan_dit.data.feistel import Permutation
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.rng import permutation
 
 
-def batches(global_batch, rows, rank=0, ranks=1, cursor=0, seed=0):
-    order = RankOrder(BatchPlan(global_batch), EpochOrder(seed, rows), rank, ranks)
+def batches(global_batch, rows, rank=0, ranks=1, cursor=0, seed=0, data_order="feistel"):
+    epochs = EpochOrder(seed, rows, data_order=data_order)
+    order = RankOrder(BatchPlan(global_batch), epochs, rank, ranks)
     return order.batches(cursor)
 
 
@@ -20,21 +23,24 @@ def take(steps, *args, **kwargs):
 SIZES = [(4, 12, 1), (4, 12, 4), (6, 17, 1), (6, 17, 2), (6, 17, 3), (12, 7, 4), (30, 7, 5)]
 
 
+def permuted(data_order, seed, epoch, rows):
+    if data_order == "sort":
+        return permutation(seed, epoch, rows).tolist()
+    return Permutation.of(seed, "data_order", epoch, rows)(np.arange(rows)).tolist()
+
+
+@pytest.mark.parametrize("data_order", ["feistel", "sort"])
 @pytest.mark.parametrize(("batch", "rows", "ranks"), SIZES)
-def test_every_row_comes_once_in_each_epoch(batch, rows, ranks):
+def test_every_row_comes_once_in_each_epoch(batch, rows, ranks, data_order):
     steps = 3 * rows  # 3 * batch whole epochs
-    seen = [
-        pair
-        for shares in zip(*(take(steps, batch, rows, r, ranks) for r in range(ranks)), strict=True)
-        for share in shares
-        for pair in share
-    ]
+    of_ranks = [take(steps, batch, rows, r, ranks, data_order=data_order) for r in range(ranks)]
+    seen = [pair for shares in zip(*of_ranks, strict=True) for share in shares for pair in share]
     # The numbers are consecutive over ranks and steps: no duplicates, no gaps.
     assert [number for number, _ in seen] == list(range(steps * batch))
     for epoch in range(3 * batch):
         part = [row for _, row in seen[epoch * rows : (epoch + 1) * rows]]
         assert Counter(part) == Counter(range(rows))
-        assert part == permutation(0, epoch, rows).tolist()
+        assert part == permuted(data_order, 0, epoch, rows)
 
 
 @pytest.mark.parametrize(("batch", "rows", "ranks"), SIZES)
@@ -146,4 +152,6 @@ def test_rows_of_a_held_out_order_do_not_depend_on_what_they_are_asked_with():
 
 def test_without_held_out_rows_the_order_is_that_of_the_whole_dataset():
     assert EpochOrder.of(5, 50) == EpochOrder(5, 50)
-    assert EpochOrder.of(5, 50).rows(range(50)) == permutation(5, 0, 50).tolist()
+    for data_order in ("feistel", "sort"):
+        order = EpochOrder.of(5, 50, (), data_order)
+        assert order.rows(range(50)) == permuted(data_order, 5, 0, 50)

@@ -15,7 +15,7 @@ from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.latents import LatentShards, open_latents
+from titan_dit.data.latents import Latents, LatentShards
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.diffusion.pictures import draw_grid
 from titan_dit.observe import console
@@ -47,7 +47,7 @@ def main(options: Options) -> None:
             f"[data show] out={out} is inside the dataset {path}, where it would prevent opening "
             f"it. Choose another --out, such as --out {path.resolve().parent / out.name}."
         )
-    source = open_latents(path, verify=options.verify)
+    source = Latents(path=str(path), verify=options.verify).open()
     num = min(options.num, len(source))
     samples = source.read([i * len(source) // num for i in range(num)])
     facts = source.facts

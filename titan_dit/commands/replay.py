@@ -121,13 +121,14 @@ def main(options: Options) -> None:
             "digest). Restore that dataset."
         )
     objective = config.objective.build(config.model, source.facts)
-    held_out = held_out_rows(source, config.job.seed, config.validation.num_held_out)
+    job = config.job.settled()
+    held_out = held_out_rows(source, job.seed, config.validation.num_held_out, job.data_order)
     with process_group.start(device_of(options.device).type) as world:
         replayer = Replayer(
-            config.job.seed,
+            job.seed,
             objective,
             source,
-            EpochOrder.of(config.job.seed, len(source), held_out),
+            EpochOrder.of(job.seed, len(source), held_out, job.data_order),
             rebuilt(config, objective, origin, size, world.device),
             len(origin.numbers),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -103,6 +103,11 @@ class Source:
         """Return the group (class) of every row, to stratify validation; None without groups."""
         return None
 
+    def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
+        """Yield `groups()` in order, in parts; override it if the whole is too large for memory."""
+        groups = self.groups()
+        yield from () if groups is None else torch.split(groups, 1 << 16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Named):
@@ -117,3 +122,14 @@ class DataConfig(Named):
     def open(self) -> Source:
         """Open the dataset; raises UserError if files are missing or damaged."""
         raise NotImplementedError
+
+    def survey(self) -> Any:
+        """Read what is read of all files, on one rank for all; `open_surveyed` is given the result.
+
+        Override both if opening lists many files, or checks all of them.
+        """
+        return None
+
+    def open_surveyed(self, survey: Any) -> Source:
+        """Open the dataset by the `survey` of another rank."""
+        return self.open()

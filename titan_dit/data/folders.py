@@ -32,7 +32,7 @@ class LatentFolder(Source):
     """Latents in one folder per class, or in fast-DiT's features and labels.
 
     Opening lists the files and reads one file of each of up to 32 classes. Every file is checked
-    when it is read; `verify` reads all of them at the start.
+    when it is read; `verify` reads all of them at the start. `listing` is that of another rank.
     """
 
     def __init__(
@@ -41,12 +41,13 @@ class LatentFolder(Source):
         scale: float | None = None,
         shift: float | None = None,
         verify: bool = False,
+        listing: Listing | None = None,
     ) -> None:
         manifest = read_folder_manifest(path)
         scale = agreed("scale", scale, manifest["scale"], 1.0, path)
         shift = agreed("shift", shift, manifest["shift"], 0.0, path)
         self.origin: str | None = manifest["source"]
-        self.listing = list_folder(path)
+        self.listing = list_folder(path) if listing is None else listing
         if self.listing.kind == "images":
             raise UserError(
                 f"[data] path={path} holds images ({self.listing.names[0]}). Pack them first: "

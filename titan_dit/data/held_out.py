@@ -1,17 +1,24 @@
-"""Rows held out for validation: a pure function of the seed."""
+"""Rows held out for validation: a pure function of the seed and [job] data_order."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from jaxtyping import Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
+from titan_dit.data.feistel import Permutation, mix, round_keys
 from titan_dit.rng import words
 
+STREAM = "validation"
 
-def held_out_rows(source: Source, seed: int, count: int) -> tuple[int, ...]:
+
+def held_out_rows(
+    source: Source, seed: int, count: int, data_order: str = "feistel"
+) -> tuple[int, ...]:
     """Choose `count` rows, stratified over the groups of the source; ascending.
 
     A group smaller than its share is held out whole; the other groups fill the gap. Raises
@@ -24,10 +31,63 @@ def held_out_rows(source: Source, seed: int, count: int) -> tuple[int, ...]:
             f"[validation] samples={count} holds out all {len(source)} rows of [data], so none "
             f"remain for training. Set fewer, such as samples = {max(1, len(source) // 10)}."
         )
+    chosen = by_sorting if data_order == "sort" else by_key
+    return tuple(sorted(chosen(source, seed, count).tolist()))
+
+
+def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:
+    """The rows of each group that have the smallest random keys; memory grows with `count` only."""
+    sizes = group_sizes(source)
+    if not len(sizes):
+        return Permutation.of(seed, STREAM, 0, len(source))(np.arange(count))
+    (key,) = round_keys(seed, STREAM, 0, rounds=1)
+    wanted = shares(torch.from_numpy(sizes), count).numpy()
+    spare = 8
+    while True:
+        # The fraction of a group's rows that almost surely holds its share: keys are uniform.
+        margin = spare * (np.sqrt(wanted) + 2 * (wanted > 0))
+        enough = np.minimum((wanted + margin) / np.maximum(sizes, 1), 1)
+        rows, keys, groups = rows_below(source, key, (enough * 2**63).astype(np.uint64))
+        by_group = np.lexsort((rows, keys, groups))
+        rows, groups = rows[by_group], groups[by_group]
+        places = np.arange(len(rows)) - np.searchsorted(groups, groups)
+        taken = rows[places < wanted[groups]]
+        if len(taken) == count:
+            return taken
+        spare *= 2
+
+
+def group_sizes(source: Source) -> NDArray[np.int64]:
+    """The number of rows of each group; empty without groups."""
+    sizes = np.zeros(0, np.int64)
+    for part in source.group_parts():
+        more = np.bincount(part.numpy(), minlength=len(sizes))
+        more[: len(sizes)] += sizes
+        sizes = more
+    return sizes
+
+
+def rows_below(
+    source: Source, key: np.uint64, limits: NDArray[np.uint64]
+) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:
+    """Rows whose 63-bit key is below the limit of their group: (rows, keys, groups)."""
+    found, first = [], 0
+    for part in source.group_parts():
+        groups = part.numpy()
+        keys = mix(key, np.arange(first, first + len(groups), dtype=np.uint64)) >> np.uint64(1)
+        inside = np.flatnonzero(keys < limits[groups])
+        found.append((inside + first, keys[inside], groups[inside]))
+        first += len(groups)
+    rows, kept, of = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return rows, kept, of
+
+
+def by_sorting(source: Source, seed: int, count: int) -> Int64[Tensor, " count"]:
+    """The choice of older runs: the first rows of each group in a sorted permutation."""
     order = shuffled(seed, len(source))
     groups = source.groups()
     if groups is None:
-        return tuple(sorted(order[:count].tolist()))
+        return order[:count]
     of_order = groups[order]
     # Rank of every row within its group, in shuffled order.
     by_group = torch.argsort(of_order, stable=True)
@@ -36,12 +96,12 @@ def held_out_rows(source: Source, seed: int, count: int) -> tuple[int, ...]:
     places = torch.empty_like(by_group)
     places[by_group] = torch.arange(len(order)) - firsts[of_order[by_group]]
     taken = places < shares(sizes, count)[of_order]
-    return tuple(sorted(order[taken].tolist()))
+    return order[taken]
 
 
 def shuffled(seed: int, size: int) -> Int64[Tensor, " size"]:
     """Return a permutation of range(size), independent of every epoch's `rng.permutation`."""
-    drawn = words(seed, "validation", torch.zeros(1, dtype=torch.int64), 2 * size).view(size, 2)
+    drawn = words(seed, STREAM, torch.zeros(1, dtype=torch.int64), 2 * size).view(size, 2)
     return torch.argsort((drawn[:, 0] >> 1) << 31 | drawn[:, 1] >> 1, stable=True)
 
 

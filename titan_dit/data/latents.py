@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import Finite, UserError
-from titan_dit.data import listing
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
     FORMAT,
     MANIFEST,
@@ -58,21 +57,27 @@ class Latents(DataConfig):
     verify: bool = False
     """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
 
-    def open(self) -> Source:
+    def open(self) -> LatentShards | LatentFolder:
         """Memory-map the shards, or list the files."""
-        return open_latents(Path(self.path), self.scale, self.shift, self.verify)
+        return self.open_surveyed(self.survey())
 
+    def survey(self) -> Listing | None:
+        """List the files of a folder, with their labels; of shards, check all labels."""
+        path = Path(self.path)
+        if layout_of(path) != "shards":
+            return list_folder(path)
+        LatentShards(path).check_labels()
+        return None
 
-def open_latents(
-    path: Path, scale: float | None = None, shift: float | None = None, verify: bool = False
-) -> LatentShards | LatentFolder:
-    """Open a dataset of shards or single files; `verify` reads and checks all data first."""
-    if listing.layout_of(path) == "shards":
-        source = LatentShards(path, verify=verify)
-        agreed("scale", scale, source.facts.scale, 1.0, path)
-        agreed("shift", shift, source.facts.shift, 0.0, path)
+    def open_surveyed(self, survey: Listing | None) -> LatentShards | LatentFolder:
+        """Open the listed files, or memory-map the shards; `verify` reads and checks all data."""
+        path = Path(self.path)
+        if survey is not None:
+            return LatentFolder(path, self.scale, self.shift, self.verify, survey)
+        source = LatentShards(path, self.verify)
+        agreed("scale", self.scale, source.facts.scale, 1.0, path)
+        agreed("shift", self.shift, source.facts.shift, 0.0, path)
         return source
-    return LatentFolder(path, scale, shift, verify)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +94,26 @@ class Digits(DataConfig):
 class LatentShards(Source):
     """Random access to a folder of shards.
 
-    Opening memory-maps the files and reads the labels; latents are read on access.
+    Opening memory-maps the files. Latents and labels are read on access, and belong to the page
+    cache that all processes of a node share: a rank's own memory does not grow with the rows.
     """
 
     def __init__(self, path: Path, verify: bool = False) -> None:
         self.path = path
         self.manifest = manifest = read_manifest(path)
         self.shards = [self._open_shard(entry, manifest, verify) for entry in manifest["shards"]]
-        self.ends = list(itertools.accumulate(len(labels) for _, labels in self.shards))
+        self.counts = np.array([len(labels) for _, labels in self.shards])
+        self.ends = self.counts.cumsum()
         self.dtype = STORED_DTYPES[manifest["dtype"]]
-        # numpy copies one small row several times faster than torch does.
-        self._mapped = [latents.numpy() for latents, _ in self.shards]
-        self.labels = torch.cat([labels for _, labels in self.shards])
+        # numpy copies one small row several times faster than torch does, and a flat one fastest.
+        self._mapped = [
+            (latents.flatten(1).numpy(), labels.numpy()) for latents, labels in self.shards
+        ]
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
         self.facts: LatentFacts = LatentFacts(
             shape=manifest["shape"],
-            count=self.ends[-1],
+            count=int(self.ends[-1]),
             num_classes=manifest["num_classes"],
             class_names=manifest["classes"] or (),
             scale=scale,
@@ -123,9 +131,26 @@ class LatentShards(Source):
         """Read one sample; rows are numbered across the shards in manifest order."""
         return {name: value[0] for name, value in self.read([index]).items()}
 
+    @property
+    def labels(self) -> Int64[Tensor, " n"]:
+        """The labels of all rows, copied into memory."""
+        return torch.cat([labels for _, labels in self.shards])
+
     def groups(self) -> Int64[Tensor, " n"]:
         """Return the labels."""
         return self.labels
+
+    def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
+        """Yield the labels of each shard, which leave the process's memory afterwards."""
+        for _, labels in self.shards:
+            yield labels
+            advise(labels, mmap.MADV_DONTNEED)
+
+    def check_labels(self) -> None:
+        """Raise UserError for the first label that is outside the classes."""
+        shards, num_classes = self.manifest["shards"], self.manifest["num_classes"]
+        for entry, labels in zip(shards, self.group_parts(), strict=True):
+            check_labels(labels, num_classes, self.path / entry["file"])
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Gather rows of any shards into new tensors; never a view of a mapped file."""
@@ -134,17 +159,19 @@ class LatentShards(Source):
         if len(outside):
             raise IndexError(f"sample {outside[0]} of {len(self)}")
         shard = np.searchsorted(self.ends, at, side="right")
-        within = at - np.array([0, *self.ends])[shard]
-        latents = torch.empty(len(at), *self.facts.shape, dtype=self.dtype)
-        out = latents.numpy()
+        within = at - (self.ends[shard] - self.counts[shard])
+        latents, labels = torch.empty(len(at), *self.facts.shape, dtype=self.dtype), []
+        out = latents.flatten(1).numpy()
         for i, (number, row) in enumerate(zip(shard.tolist(), within.tolist(), strict=True)):
-            out[i] = self._mapped[number][row]
-        return {"latent": latents, "label": self.labels[torch.from_numpy(at)]}
+            mapped_latents, mapped_labels = self._mapped[number]
+            out[i] = mapped_latents[row]
+            labels.append(mapped_labels[row])
+        return {"latent": latents, "label": torch.from_numpy(np.array(labels, dtype=np.int64))}
 
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
     ) -> tuple[Shaped[Tensor, "n c h w"], Int64[Tensor, " n"]]:
-        """Map a shard; check size, shapes, dtypes and labels; with `verify`, also its SHA-256."""
+        """Map a shard; check size, shapes and dtypes; with `verify`, also its SHA-256."""
         path = self.path / entry["file"]
         remedy = "Restore the file, or pack the dataset again."
         if not path.is_file():
@@ -168,32 +195,34 @@ class LatentShards(Source):
                 f"[data] {path}: holds {latents.dtype} {list(latents.shape)}, but the manifest "
                 f"says {manifest['dtype']} {list(expected)}. {remedy}"
             )
-        check_labels(labels, entry["count"], manifest["num_classes"], path)
-        expect_random_reads(latents)
+        check_shape(labels, entry["count"], path)
+        # On a cold disk, readahead reads 25 times the requested bytes, as rows are random.
+        advise(latents, mmap.MADV_RANDOM)
         return latents, labels
 
 
-def expect_random_reads(mapped: Tensor) -> None:
-    """Disable kernel readahead for a mapped file (madvise MADV_RANDOM), as rows are random.
-
-    On a cold disk, readahead reads 25 times the requested bytes. Skipped if madvise is missing.
-    """
-    if advise := getattr(ctypes.CDLL(None), "madvise", None):
+def advise(mapped: Tensor, advice: int) -> None:
+    """Tell the kernel how a mapped file is read (madvise). Skipped if madvise is missing."""
+    if madvise := getattr(ctypes.CDLL(None), "madvise", None):
         start = mapped.data_ptr()
         begin = start - start % mmap.PAGESIZE
         length = start + mapped.nbytes - begin
-        advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_RANDOM)
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
 
 
-def check_labels(labels: Tensor, count: int, num_classes: int, path: Path) -> None:
-    """Refuse labels that are not int64 [count] in [0, num_classes); names the first bad row."""
+def check_shape(labels: Tensor, count: int, path: Path) -> None:
+    """Refuse labels that are not int64 [count]."""
     if labels.dtype != torch.int64 or tuple(labels.shape) != (count,):
         raise UserError(
             f"[data] {path}: label is {labels.dtype} {list(labels.shape)}, not int64 [{count}]."
         )
-    outside = ((labels < 0) | (labels >= num_classes)).nonzero()
-    if len(outside):
-        row = int(outside[0])
+
+
+def check_labels(labels: Tensor, num_classes: int, path: Path) -> None:
+    """Refuse labels outside [0, num_classes); names the first bad row."""
+    lowest, highest = torch.aminmax(labels)
+    if lowest < 0 or highest >= num_classes:
+        row = int(((labels < 0) | (labels >= num_classes)).nonzero()[0])
         raise UserError(
             f"[data] {path}: row {row} has label={int(labels[row])}, outside 0 to "
             f"{num_classes - 1} (num_classes={num_classes} in {MANIFEST}). Fix the label, or "
@@ -226,7 +255,8 @@ def write_shards(
         )
     if not len(latents):
         raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample.")
-    check_labels(labels, len(latents), num_classes, path)
+    check_shape(labels, len(latents), path)
+    check_labels(labels, num_classes, path)
     if latents.dtype not in STORED_DTYPES.values():
         raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(STORED_DTYPES)}.")
     if not (finite := latents.flatten(1).isfinite().all(1)).all():

@@ -10,12 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
+from typing import TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from titan_dit.data.feistel import Permutation
 from titan_dit.data.sample_ranges import SampleRange
 from titan_dit.rng import permutation
+
+Numbers: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -54,35 +58,46 @@ class EpochOrder:
     """Number of training rows."""
     held_out: tuple[int, ...] = ()
     """Rows held out of training, ascending."""
+    data_order: str = "feistel"
+    """[job] data_order: feistel, or sort for older runs."""
 
     @classmethod
-    def of(cls, seed: int, num_rows: int, held_out: tuple[int, ...] = ()) -> EpochOrder:
+    def of(
+        cls, seed: int, num_rows: int, held_out: tuple[int, ...] = (), data_order: str = "feistel"
+    ) -> EpochOrder:
         """Return the order of a dataset of `num_rows` rows, including the held-out ones."""
-        return cls(seed, num_rows - len(held_out), held_out)
+        return cls(seed, num_rows - len(held_out), held_out, data_order)
 
     @cached_property
-    def remaining_before(self) -> Tensor:
+    def remaining_before(self) -> Numbers:
         """Number of training rows before each held-out row."""
-        return torch.tensor(self.held_out) - torch.arange(len(self.held_out))
+        return np.array(self.held_out) - np.arange(len(self.held_out))
 
     def rows(self, sample_numbers: Sequence[int]) -> list[int]:
         """Map sample number n to place n % num_rows of the permutation of epoch n // num_rows."""
-        numbers = torch.tensor(sample_numbers)
-        epochs, places = numbers // self.num_rows, numbers % self.num_rows
-        rows = torch.empty_like(numbers)
+        numbers = np.fromiter(sample_numbers, np.int64, len(sample_numbers))
+        epochs, places = np.divmod(numbers, self.num_rows)
+        rows = np.empty_like(numbers)
         for epoch in set(epochs.tolist()):
             inside = epochs == epoch
-            rows[inside] = epoch_permutation(self.seed, epoch, self.num_rows)[places[inside]]
+            rows[inside] = self.permuted(epoch, places[inside])
         if self.held_out:
             # Training row i is dataset row i + the number of held-out rows before it.
-            rows = rows + torch.searchsorted(self.remaining_before, rows, right=True)
-        return rows.tolist()
+            rows += np.searchsorted(self.remaining_before, rows, side="right")
+        found: list[int] = rows.tolist()
+        return found
+
+    def permuted(self, epoch: int, places: Numbers) -> Numbers:
+        """Map places in an epoch to training rows."""
+        if self.data_order == "sort":
+            return sorted_permutation(self.seed, epoch, self.num_rows)[places]
+        return Permutation.of(self.seed, "data_order", epoch, self.num_rows)(places)
 
 
 @lru_cache(maxsize=2)  # A batch can span two epochs.
-def epoch_permutation(seed: int, epoch: int, num_rows: int) -> Tensor:
+def sorted_permutation(seed: int, epoch: int, num_rows: int) -> Numbers:
     """`rng.permutation`, cached for the last two epochs."""
-    return permutation(seed, epoch, num_rows)
+    return permutation(seed, epoch, num_rows).numpy()
 
 
 @dataclass(frozen=True)

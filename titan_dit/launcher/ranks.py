@@ -80,11 +80,14 @@ class Ranks:
             except UserError as error:
                 return None, str(error)
 
-        outcome: Any = self.gather(attempt())[0]
-        if outcome[1] is not None:
-            raise UserError(outcome[1])
-        result: T = outcome[0]
-        return result
+        outcome: list[Any] = [attempt()]
+        if self.count > 1:  # A gather would need memory for as many results as there are ranks.
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        result, failure = outcome[0]
+        if failure is not None:
+            raise UserError(failure)
+        found: T = result
+        return found
 
     def describe(self, error: BaseException) -> str:
         """An error as one line, prefixed with the rank if there are several."""

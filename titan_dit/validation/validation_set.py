@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from titan_dit.config.job import RunConfig
 from titan_dit.config.section import UserError, hints_of, show
 from titan_dit.config.training import ValidationConfig
 from titan_dit.data import loader
@@ -19,6 +20,7 @@ from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.execution.base import Executor
 from titan_dit.launcher.process_group import World
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
 from titan_dit.optim.ema import EMA
@@ -49,9 +51,13 @@ def text_of(compared: Mapping[str, Any]) -> str:
 
 
 def open_set(
-    config: ValidationConfig, data: DataConfig, source: Source, held_out: Sequence[int], seed: int
+    config: ValidationConfig,
+    data: DataConfig,
+    source: Source,
+    held_out: Sequence[int],
+    job: RunConfig,
 ) -> ValidationSet | None:
-    """Open [validation] path, else take the `held_out` rows of `source`; None if disabled."""
+    """Open [validation] path, else take the `held_out` rows; None if disabled. Collective."""
     if not config.every:
         return None
     if not config.path:
@@ -61,9 +67,11 @@ def open_set(
         raise UserError(
             f"{where}: [data] name={show(data.name)} has no path. Remove path and set samples."
         )
+    on_first = Ranks().run_on_first
     values = {key: getattr(data, key) for key in keys} | {"path": config.path}
     try:
-        other = type(data)(**values).open()
+        there = type(data)(**values)
+        other = there.open_surveyed(on_first(there.survey))
     except (OSError, UserError) as error:
         raise UserError(f"{where}: {error}") from None
     check_alike(where, other, source)
@@ -73,8 +81,10 @@ def open_set(
             f"Set samples = {len(other)}, or 0 for all."
         )
     part = 0 < config.samples < len(other)
-    rows = held_out_rows(other, seed, config.samples) if part else range(len(other))
-    return ValidationSet(other, rows)
+    if not part:
+        return ValidationSet(other, range(len(other)))
+    chosen = job.seed, config.samples, job.data_order
+    return ValidationSet(other, on_first(lambda: held_out_rows(other, *chosen)))
 
 
 def check_alike(where: str, other: Source, source: Source) -> None:
@@ -103,7 +113,7 @@ def open_checked(
     data: DataConfig,
     source: Source,
     held_out: Sequence[int],
-    seed: int,
+    job: RunConfig,
     folder: Path,
     world: World,
 ) -> ValidationSet | None:
@@ -111,7 +121,7 @@ def open_checked(
 
     `folder` is the run directory, which stores a passed check.
     """
-    found = open_set(config, data, source, held_out, seed)
+    found = open_set(config, data, source, held_out, job)
     if found is None or not config.path:
         return found
     digests = {"data": source.facts.digest, "validation": found.source.facts.digest}
