@@ -39,7 +39,11 @@ EVERY_CASE = (
     "--pipeline.schedule 1f1b --compile.enabled false "
 )
 SMALL = "--training.steps 10 --training.global_batch_size 16 --model.hidden 32 --model.layers 2"
+OLDER = "--job.data_order sort --job.initial_weights generator "
+"""What runs of before these keys did, in every case but NEW."""
+NEW = "new run"
 CASES = {
+    NEW: SMALL,
     "digits": "--training.steps 50 --ema.decays 0.999 0.5",
     "ddpm": SMALL.replace("10", "20") + " --objective.name ddpm",
     "mean and std": f"{SMALL} --data.name latents --data.path latents "
@@ -66,8 +70,13 @@ def record(tree: Path) -> dict[str, Any]:
         "commit": subprocess.check_output(describe, cwd=tree, text=True).strip(),
         "torch": torch.__version__,
         "cpu": f"{cpu and cpu[1]}, {torch.backends.cpu.get_cpu_capability()}",
-        "cases": {name: run(name, tree) for name in CASES},
+        "cases": {name: run(name, tree) for name in CASES if name != NEW or has_keys(tree)},
     }
+
+
+def has_keys(tree: Path) -> bool:
+    """Return True if a tree knows the keys of OLDER."""
+    return "initial_weights" in (tree / "titan_dit" / "config" / "job.py").read_text()
 
 
 def run(name: str, tree: Path) -> dict[str, str]:
@@ -77,7 +86,8 @@ def run(name: str, tree: Path) -> dict[str, str]:
         folder = Path(temporary)
         write_latents(folder / "latents")
         config = ("--config", str(tree / "train_configs" / "digits.toml"))
-        titan_dit(name, tree, folder, "train", *config, *(EVERY_CASE + CASES[name]).split())
+        older = OLDER if name != NEW and has_keys(tree) else ""
+        titan_dit(name, tree, folder, "train", *config, *(EVERY_CASE + older + CASES[name]).split())
         done = folder / "run"
         found = dict(steps_of(done)) | dict(tensors_of(next(done.glob("checkpoints/step-*"))))
         preview = np.array(Image.open(next(done.glob("samples/*.png"))))
