@@ -44,7 +44,8 @@ def test_it_begins_again_with_the_weights_and_the_order_that_version_had(folder)
     """Killed before its first checkpoint: nothing but the format of its config tells its age."""
     was = commands.metrics(folder / "run-0.1")
     shutil.rmtree(folder / "run-0.1" / "checkpoints")
-    titan_dit(*"train --config run-0.1/config.toml --job.dir run-0.1".split(), cwd=folder)
+    where = ("--config", "run-0.1/config.toml", "--job.dir", "run-0.1")
+    titan_dit("train", *where, cwd=folder)
     rows = commands.metrics(folder / "run-0.1")
     assert [row["step"] for row in rows] == list(range(1, 13))
     for row, recorded in zip(rows, was, strict=True):
