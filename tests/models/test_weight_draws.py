@@ -45,10 +45,10 @@ def plain_quantile(u):
     m, e = math.frexp((1 - abs(u)) * 0.5)
     m *= math.sqrt(2)
     z = (m - 1) / (m + 1)
-    series = polynomial([1 / k for k in range(17, 0, -2)], z * z) * z * 2
+    series = polynomial([1 / k for k in range(11, 0, -2)], z * z) * z * 2
     square = ((e - 0.5) * 0.6931471805599453 + series) * -2
     s = square * 0.11 + 1.9
-    for _ in range(4):
+    for _ in range(3):
         s = (square / s + s) * 0.5
     return polynomial(TAIL[0], s) / polynomial(TAIL[1], s) * (-1 if u > 0 else 1)
 
