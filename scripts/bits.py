@@ -39,8 +39,8 @@ EVERY_CASE = (
     "--pipeline.schedule 1f1b --compile.enabled false "
 )
 SMALL = "--training.steps 10 --training.global_batch_size 16 --model.hidden 32 --model.layers 2"
-OLDER = "--job.data_order sort --job.initial_weights generator "
-"""What runs of before these keys did, in every case but NEW."""
+OLDER_WAYS = "--job.data_order sort --job.initial_weights generator"
+"""What trees without these keys do; in every case but NEW."""
 NEW = "new run"
 CASES = {
     NEW: SMALL,
@@ -75,8 +75,9 @@ def record(tree: Path) -> dict[str, Any]:
 
 
 def has_keys(tree: Path) -> bool:
-    """Return True if a tree knows the keys of OLDER."""
-    return "initial_weights" in (tree / "titan_dit" / "config" / "job.py").read_text()
+    """Return True if a tree knows the keys of OLDER_WAYS."""
+    file = tree / "titan_dit" / "config" / "job.py"
+    return file.is_file() and "initial_weights" in file.read_text()
 
 
 def run(name: str, tree: Path) -> dict[str, str]:
@@ -86,8 +87,10 @@ def run(name: str, tree: Path) -> dict[str, str]:
         folder = Path(temporary)
         write_latents(folder / "latents")
         config = ("--config", str(tree / "train_configs" / "digits.toml"))
-        older = OLDER if name != NEW and has_keys(tree) else ""
-        titan_dit(name, tree, folder, "train", *config, *(EVERY_CASE + older + CASES[name]).split())
+        flags = f"{EVERY_CASE} {CASES[name]}"
+        if name != NEW and has_keys(tree):
+            flags += f" {OLDER_WAYS}"
+        titan_dit(name, tree, folder, "train", *config, *flags.split())
         done = folder / "run"
         found = dict(steps_of(done)) | dict(tensors_of(next(done.glob("checkpoints/step-*"))))
         preview = np.array(Image.open(next(done.glob("samples/*.png"))))

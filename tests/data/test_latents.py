@@ -1,5 +1,8 @@
 import json
+import re
 import shutil
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -7,8 +10,10 @@ from folders_of_files import files_in
 from small_shards import SECOND, ten_latents, write_ten
 
 from titan_dit.config.section import UserError
+from titan_dit.data import latents as latents_module
+from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.latents import Digits, LatentShards, write_shards
+from titan_dit.data.latents import Digits, Latents, LatentShards, write_shards
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.rng import SampleRNG
 
@@ -181,3 +186,34 @@ def test_facts_survive_json():
     facts = LatentShards(Digits().open().path).facts
     for kept in (facts, LatentFacts(shape=(4, 32, 32), count=7, num_classes=1000, scale=0.18215)):
         assert LatentFacts.from_json(json.loads(json.dumps(kept.as_json()))) == kept
+
+
+def resident_kib(kind):
+    """This process's resident memory: all of it (VmRSS), or without mapped files (RssAnon)."""
+    return int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def test_memory_does_not_grow_with_the_labels(tmp_path):
+    """Ten million labels are 80 MB. Opening checks all of them and reads none twice."""
+    count = 10_000_000
+    latents, labels = torch.zeros(count, 1, 1, 1, dtype=torch.uint8), torch.arange(count) % 7
+    write_shards(tmp_path / "set", latents, labels, num_classes=7, source="a test")
+    config = Latents(path=str(tmp_path / "set"))
+    whole, own = resident_kib("VmRSS"), resident_kib("RssAnon")
+    source = config.open_surveyed(config.survey())
+    held_out = held_out_rows(source, 0, 700)
+    assert resident_kib("VmRSS") - whole < 24_000
+    assert torch.equal(source.read(held_out)["label"], labels[list(held_out)])
+    # Their pages are the page cache's, which all ranks of a node share.
+    assert resident_kib("RssAnon") - own < 8_000
+
+
+def test_only_the_survey_reads_the_labels(tmp_path):
+    """One rank surveys; a label of a damaged shard is its finding."""
+    folder = write_ten(tmp_path / "set")
+    config = Latents(path=str(folder))
+    with mock.patch.object(latents_module, "check_labels") as check:
+        assert config.survey() is None
+        assert check.call_count == 3
+        config.open_surveyed(None)
+        assert check.call_count == 3

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from small_shards import SECOND, write_ten
 
 from titan_dit.config.section import UserError
-from titan_dit.data.latents import Latents, file_digest
+from titan_dit.data.latents import Latents, check_maps, file_digest
 
 
 @pytest.fixture
@@ -109,6 +109,12 @@ def test_a_flipped_byte_is_found_when_verifying(folder, place, said):
     data[place] ^= 1
     (folder / SECOND).write_bytes(data)
     assert f"{folder / SECOND}: {said}" in refused(folder, verify=True)
+
+
+def test_more_shards_than_a_process_can_map_are_refused(tmp_path):
+    check_maps(tmp_path, 3)
+    with pytest.raises(UserError, match=r"1,000,000,000 shards need 2,000,000,000 mem"):
+        check_maps(tmp_path, 10**9)
 
 
 def test_a_shard_that_is_no_safetensors_file_is_named(folder):

@@ -39,6 +39,8 @@ from titan_dit.data.manifest import (
 )
 from titan_dit.system.files import write_whole
 
+MAX_MAPS = 65_530
+"""Linux's default of vm.max_map_count."""
 STORED_DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 
 
@@ -101,6 +103,7 @@ class LatentShards(Source):
     def __init__(self, path: Path, verify: bool = False) -> None:
         self.path = path
         self.manifest = manifest = read_manifest(path)
+        check_maps(path, len(manifest["shards"]))
         self.shards = [self._open_shard(entry, manifest, verify) for entry in manifest["shards"]]
         self.counts = np.array([len(labels) for _, labels in self.shards])
         self.ends = self.counts.cumsum()
@@ -199,6 +202,19 @@ class LatentShards(Source):
         # On a cold disk, readahead reads 25 times the requested bytes, as rows are random.
         advise(latents, mmap.MADV_RANDOM)
         return latents, labels
+
+
+def check_maps(path: Path, num_shards: int) -> None:
+    """Refuse more shards than the kernel lets a process map: two ranges each, by `advise`."""
+    file = Path("/proc/sys/vm/max_map_count")
+    most = int(file.read_text()) if file.is_file() else MAX_MAPS
+    # torch and its libraries take some thousand.
+    if 2 * num_shards > most - 5_000:
+        raise UserError(
+            f"[data] path={path}: {num_shards:,} shards need {2 * num_shards:,} memory maps, but "
+            f"vm.max_map_count={most}. Pack larger shards (`data pack --shard-size`), or raise "
+            f"the limit: sysctl -w vm.max_map_count={4 * num_shards}"
+        )
 
 
 def advise(mapped: Tensor, advice: int) -> None:
