@@ -36,7 +36,7 @@ from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.parallel.compile import Recompiles
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.recovery import fault_log, restore, resume, rollback
+from titan_dit.recovery import fault_log, replicas, restore, resume, rollback
 from titan_dit.recovery.guard import Guard, Reading
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.progress import Progress
@@ -87,6 +87,7 @@ class Trainer:
         saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
         with self.watchdog, run_lock.hold_locks(self.folder, saves_in, self.say):
             self.resume()
+            replicas.check(self.config.faults, self.parameters, self.mesh, self.step)
             self.open_run_directory()
             with self.stop, self.collector:
                 self.train()
@@ -298,6 +299,7 @@ class Trainer:
         with self.paused("saving"):
             if self.guard.unread:
                 self.read_guard()
+            replicas.check(self.config.faults, self.parameters, self.mesh, self.step)
             progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
             layout = {"layout": str(self.mesh.sizes), "versions": VERSIONS}
             record = progress.as_record(self.epochs.num_rows) | self.identity.as_record() | layout
