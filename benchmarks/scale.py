@@ -23,6 +23,8 @@ from titan_dit.dry_run.fake_step import fake_world
 from titan_dit.launcher import groups, open_files
 from titan_dit.launcher.heartbeats import cache_s
 from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.schedules.messages import channels
+from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_per_rank
 
 RANKS_PER_NODE = 8
 LAYOUTS = {
@@ -32,6 +34,14 @@ LAYOUTS = {
     10_000: AxisSizes(pp=4, dp_replicate=25, dp_shard=25, tp=4),
 }
 WORLDS = tuple(LAYOUTS)
+PIPELINES = [
+    ("1f1b", 4, 1),
+    ("1f1b", 16, 1),
+    ("interleaved_1f1b", 4, 2),
+    ("interleaved_1f1b", 16, 4),
+    ("zbv_zero_bubble", 16, 1),
+]
+MICROBATCHES = 16
 Row = dict[str, Any]
 
 
@@ -123,6 +133,25 @@ def stop_row(num_ranks: int) -> Row:
     }
 
 
+def pipeline_row(schedule: str, num_ranks: int, virtual_stages: int) -> Row:
+    """The groups and messages of the busiest pipeline rank, per step of 16 microbatches."""
+    sizes = {"num_ranks": num_ranks, "virtual_stages": virtual_stages}
+    order = pipeline_order(schedule, num_microbatches=MICROBATCHES, **sizes)
+    count = num_ranks * stages_per_rank(schedule, virtual_stages)
+    lines = channels(order, [rank_of_stage(schedule, stage, num_ranks) for stage in range(count)])
+    ranks = range(num_ranks)
+    return {
+        "schedule": schedule,
+        "pp": num_ranks,
+        "stages of a rank": count // num_ranks,
+        "groups of a rank": max(sum(rank in pair for pair in lines) for rank in ranks),
+        "messages that a rank sends": max(
+            sum(len(line) for (source, _), line in lines.items() if source == rank)
+            for rank in ranks
+        ),
+    }
+
+
 def main() -> None:
     """Count, compute, print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -139,6 +168,7 @@ def main() -> None:
         "Open files": [limit_row(n) for n in WORLDS],
         "Stop flag": [stop_row(n) for n in WORLDS],
         "Rendezvous": [rendezvous_row(n) for n in WORLDS],
+        "Pipelines": [pipeline_row(*case) for case in PIPELINES],
     }
     for title, rows in parts.items():
         print(f"## {title}\n\n{table(rows)}\n")

@@ -40,6 +40,13 @@ def test_the_page_has_the_limits_and_hops_of_the_code():
         assert table([rows(n) for n in scale.WORLDS]) in PAGE
 
 
+def test_the_page_has_the_pipelines_of_the_code():
+    rows = [scale.pipeline_row(*case) for case in scale.PIPELINES]
+    assert table(rows) in PAGE
+    # Forward and backward of each microbatch, to and from each of two neighbours.
+    assert rows[0]["messages that a rank sends"] == 2 * scale.MICROBATCHES
+
+
 def test_more_nodes_send_more_to_the_rendezvous_and_are_lost_later():
     few, many = scale.rendezvous_row(32), scale.rendezvous_row(10_000)
     assert few["a node is lost after"] == "12 s"
