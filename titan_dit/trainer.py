@@ -76,8 +76,8 @@ class Trainer:
         self.meter, self.recompiles = Meter(), Recompiles()
         self.collector = Collector(config.training.gc_every)
         self.stop = StopRequest(world.size, device)
-        limit = config.faults.step_timeout_s
-        self.watchdog = Watchdog(self.folder, world.rank, limit, groups.set_timeouts)
+        limits = config.faults.step_timeout_s, groups.set_timeouts
+        self.watchdog = Watchdog(self.folder, world.rank, *limits)
         self.profile = Profile(config.profile, self.folder / "profile", world.rank, device)
         self.sample_log: SampleLog | None = None
         self.row: Row = {}
