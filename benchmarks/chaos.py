@@ -31,7 +31,7 @@ from typing import Any
 from chaos_account import BATCH, account, newest, same_bits, same_curve, verdict
 from report import ROOT, finish
 
-from titan_dit.commands.train import RDZV_CONF
+from titan_dit.commands.train import QUICK
 
 TIMEOUT_S = 120
 """Timeout of every wait in seconds."""
@@ -196,7 +196,7 @@ def agents(folder: Path, steps: int) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     rdzv = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "chaos")
-    rdzv += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RDZV_CONF)
+    rdzv += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", QUICK)
     flags = ("--training.steps", steps, "--checkpoint.every", 5)
     reference = finish_undisturbed(folder / "reference-2", *flags, ranks=2)
     first = Job(folder / "agents", *flags, ranks=1, restarts=5, rdzv=rdzv)

@@ -40,8 +40,10 @@ EVERY_CASE = (
 )
 SMALL = "--training.steps 10 --training.global_batch_size 16 --model.hidden 32 --model.layers 2"
 OLDER_WAYS = "--job.data_order sort --job.initial_weights generator"
-"""The only ones of trees without these keys."""
+"""What trees without these keys do; in every case but NEW."""
+NEW = "new run"
 CASES = {
+    NEW: SMALL,
     "digits": "--training.steps 50 --ema.decays 0.999 0.5",
     "ddpm": SMALL.replace("10", "20") + " --objective.name ddpm",
     "mean and std": f"{SMALL} --data.name latents --data.path latents "
@@ -68,8 +70,14 @@ def record(tree: Path) -> dict[str, Any]:
         "commit": subprocess.check_output(describe, cwd=tree, text=True).strip(),
         "torch": torch.__version__,
         "cpu": f"{cpu and cpu[1]}, {torch.backends.cpu.get_cpu_capability()}",
-        "cases": {name: run(name, tree) for name in CASES},
+        "cases": {name: run(name, tree) for name in CASES if name != NEW or has_keys(tree)},
     }
+
+
+def has_keys(tree: Path) -> bool:
+    """Return True if a tree knows the keys of OLDER_WAYS."""
+    file = tree / "titan_dit" / "config" / "job.py"
+    return file.is_file() and "initial_weights" in file.read_text()
 
 
 def run(name: str, tree: Path) -> dict[str, str]:
@@ -79,15 +87,10 @@ def run(name: str, tree: Path) -> dict[str, str]:
         folder = Path(temporary)
         write_latents(folder / "latents")
         config = ("--config", str(tree / "train_configs" / "digits.toml"))
-        titan_dit(
-            name,
-            tree,
-            folder,
-            "train",
-            *config,
-            *(EVERY_CASE + CASES[name]).split(),
-            *older_ways(tree),
-        )
+        flags = f"{EVERY_CASE} {CASES[name]}"
+        if name != NEW and has_keys(tree):
+            flags += f" {OLDER_WAYS}"
+        titan_dit(name, tree, folder, "train", *config, *flags.split())
         done = folder / "run"
         found = dict(steps_of(done)) | dict(tensors_of(next(done.glob("checkpoints/step-*"))))
         preview = np.array(Image.open(next(done.glob("samples/*.png"))))
@@ -98,13 +101,6 @@ def run(name: str, tree: Path) -> dict[str, str]:
             found[f"sample {flags}".strip()] = digest(samples)
     sys.stderr.write(f"{name:<14}{time.monotonic() - began:6.1f} s\n")
     return found
-
-
-def older_ways(tree: Path) -> list[str]:
-    """Flags with which a tree draws order and weights as older trees do."""
-    file = tree / "titan_dit" / "config" / "job.py"
-    has_keys = file.is_file() and "data_order" in file.read_text()
-    return OLDER_WAYS.split() if has_keys else []
 
 
 def titan_dit(case: str, tree: Path, folder: Path, *arguments: str) -> None:

@@ -7,6 +7,9 @@ import torch
 from harness import on_ranks
 from tiny import randomize, tiny_config, whole
 
+from titan_dit.launcher.stop_request import Reason, StopRequest
+from titan_dit.models import initializers
+from titan_dit.recovery.replicas import digest
 from titan_dit.rng import SampleRNG
 
 pytestmark = [
@@ -21,6 +24,38 @@ def test_random_numbers_are_those_of_the_cpu():
     assert torch.equal(there.uniform("t", (64,)).cpu(), here.uniform("t", (64,)))
     noise = there.normal("noise", (64, 16)).cpu()
     torch.testing.assert_close(noise, here.normal("noise", (64, 16)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_stop_is_heard_a_step_later_and_nothing_waits_for_the_device_before():
+    stop = StopRequest(2, torch.device("cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert not stop.agreed()
+        stop.ask(Reason.STOP)
+        torch.cuda._sleep(10**8)  # The device lags behind.
+        stop.flag().add_(0)
+        assert not stop.agreed()
+        stop.flag()
+        assert not stop.landings[0].copied.query()
+        assert stop.agreed()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert stop.reason == Reason.STOP
+
+
+def test_initial_weights_are_those_of_the_cpu_to_the_bit():
+    shape, elements = torch.Size((300, 500)), torch.arange(150_000)
+    for initializer in (initializers.normal(0.02), initializers.xavier_uniform):
+        there = initializer.values(shape, 3, elements.cuda())
+        assert torch.equal(there.cpu(), initializer.values(shape, 3, elements))
+
+
+def test_a_digest_is_that_of_the_cpu():
+    tensor = torch.randn(2**22 + 5)  # More than a chunk of either device.
+    assert digest(tensor.cuda()[: 2**15]).item() == digest(tensor[: 2**15]).item()
+    changed = tensor.cuda()
+    changed[-1] += 1
+    assert digest(changed) != digest(tensor.cuda())
 
 
 def three_steps(world, device_type, poisoned, objective):

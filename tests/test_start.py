@@ -72,7 +72,7 @@ def test_several_nodes_meet_as_the_variables_say(start, capsys):
     assert after(command, "--nnodes") == "4"
     assert after(command, "--rdzv-endpoint") == "node1:29500"
     assert after(command, "--rdzv-id") == "titan_dit"
-    assert after(command, "--rdzv-conf") == train.RDZV_CONF
+    assert after(command, "--rdzv-conf") == train.QUICK
     assert after(command, "--max-restarts") == "0"
     assert capsys.readouterr().err == "titan_dit: rendezvous of 4 nodes at node1:29500\n"
     command, _ = start(**where | {"NNODES": "2:4", "RDZV_ID": "run", "RDZV_CONF": "timeout=9"})
@@ -81,6 +81,9 @@ def test_several_nodes_meet_as_the_variables_say(start, capsys):
     assert after(command, "--max-restarts") == "10"
     command, _ = start(**where | {"NNODES": "2:4", "MAX_RESTARTS": "3"})
     assert after(command, "--max-restarts") == "3"
+    for nodes, timing in (("2:4", train.QUICK), ("2:5", train.CALM), ("1250", train.CALM)):
+        command, _ = start(**where | {"NNODES": nodes})
+        assert after(command, "--rdzv-conf") == timing
     command, _ = start(NNODES="1", RDZV_ENDPOINT="node1:29500")
     assert "--standalone" in command
 
@@ -110,6 +113,7 @@ def test_a_dry_run_and_help_start_no_ranks(start, words, capsys):
         ({"NGPU": "all"}, "NGPU=all: set the number"),
         ({"NGPU": "0"}, "NGPU=0: set the number"),
         ({"NNODES": "2"}, "NNODES=2: set RDZV_ENDPOINT=host:port"),
+        ({"NNODES": "2-4", "RDZV_ENDPOINT": "a:1"}, "NNODES=2-4: set a number of nodes"),
     ],
 )
 def test_a_variable_that_cannot_be_meant_is_answered_in_words(monkeypatch, variables, words):

@@ -14,7 +14,6 @@ PAGE = (ROOT / "docs" / "torch-versions.md").read_text().split("## Private parts
 HERE = tuple(map(int, re.match(r"(\d+)\.(\d+)", torch.__version__).groups()))
 ARGUMENTS = {
     "DeviceMesh._flatten": "self mesh_dim_name",
-    "DTensor.__new__": "cls local_tensor spec requires_grad",
     "LocalElasticAgent._monitor_workers": "self worker_group",
     "LocalElasticAgent._restart_workers": "self worker_group",
     "LocalElasticAgent._start_workers": "self worker_group",
@@ -37,6 +36,8 @@ ARGUMENTS = {
     "_linear_pointwise": "X W B attr scalars algorithm",
     "_c10d_functional.all_to_all_single": "input output_split_sizes input_split_sizes group_name",
     "_c10d_functional.wait_tensor": "tensor",
+    "_BackendRendezvousStateHolder._sanitize": "self",
+    "distributed_c10d._set_pg_timeout": "timeout group",
     "_record_memory_history": "enabled context stacks max_entries",
     "distributed_c10d._process_group_name": "ranks use_hashed_name",
     "enable_symm_mem_for_group": "group_name",

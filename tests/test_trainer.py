@@ -66,6 +66,7 @@ def test_a_save_reads_the_verdicts_of_its_own_steps_first():
     trainer.config, trainer.ledger = tiny_config(), Ledger()
     trainer.step, trainer.cursor, trainer.epochs = 2, 32, EpochOrder(0, 64)
     trainer.identity.as_record = dict
+    trainer.mesh.sizes.product.return_value = 1  # No replicas to compare.
     trainer.guard.unread = ["a step that is still on the device"]
     trainer.read_guard = lambda: said.append("read")
     trainer.guard.state = lambda: said.append("state") or {"nan_steps": 1}

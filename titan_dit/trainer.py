@@ -16,6 +16,7 @@ from titan_dit.data.order import BatchPlan, RankOrder
 from titan_dit.execution.build import build
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Run
+from titan_dit.launcher import groups
 from titan_dit.launcher.failure import leave_note, training_started
 from titan_dit.launcher.process_group import World
 from titan_dit.launcher.stop_request import Reason, StopRequest
@@ -35,7 +36,7 @@ from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.parallel.compile import Recompiles
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.recovery import fault_log, restore, resume, rollback
+from titan_dit.recovery import fault_log, replicas, restore, resume, rollback
 from titan_dit.recovery.guard import Guard, Reading
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.progress import Progress
@@ -74,7 +75,9 @@ class Trainer:
         self.say = self.log.say
         self.meter, self.recompiles = Meter(), Recompiles()
         self.collector = Collector(config.training.gc_every)
-        self.watchdog = Watchdog(self.folder, world.rank, config.faults.step_timeout_s)
+        self.stop = StopRequest(world.size, device)
+        limits = config.faults.step_timeout_s, groups.set_timeouts
+        self.watchdog = Watchdog(self.folder, world.rank, *limits)
         self.profile = Profile(config.profile, self.folder / "profile", world.rank, device)
         self.sample_log: SampleLog | None = None
         self.row: Row = {}
@@ -84,20 +87,21 @@ class Trainer:
         saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
         with self.watchdog, run_lock.hold_locks(self.folder, saves_in, self.say):
             self.resume()
+            replicas.check(self.config.faults, self.parameters, self.mesh, self.step)
             self.open_run_directory()
-            with StopRequest(self.world.size) as stop, self.collector:
-                self.train(stop)
+            with self.stop, self.collector:
+                self.train()
         self.hooks.raise_failure(self.world.gather)
-        return stop.exit_code
+        return self.stop.exit_code
 
-    def train(self, stop: StopRequest) -> None:
+    def train(self) -> None:
         """Train until the last step or a stop request."""
         config = self.config
         batches, first_step = self.batches(), self.step + 1
         self.meter.restart()
         training_started()
-        self.call_hooks("begun", stop)
-        while self.step < config.training.steps and not stop.agreed():
+        self.call_hooks("begun")
+        while self.step < config.training.steps and not self.stop.agreed():
             self.step += 1
             self.profile.begin(self.step)
             with self.meter.waiting(), self.profile.mark(DATA_WAIT):
@@ -115,30 +119,30 @@ class Trainer:
                 reading = self.read_guard()
                 if logged or validated:
                     self.report(reading, lr, self.validate() if validated else {})
-            self.call_hooks("step_ended", stop)
+            self.call_hooks("step_ended")
             if self.guard.streak_end:
                 self.roll_back()
                 batches, first_step = self.batches(), self.step + 1
                 continue
             if validated:
-                self.call_hooks("validated", stop)
+                self.call_hooks("validated")
             if self.due(config.sampling.every):
                 self.preview()
             if self.due(config.checkpoint.every):
                 self.save()
-                self.call_hooks("saved", stop)
+                self.call_hooks("saved")
             self.report_saves()
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
         if self.step < config.training.steps:
-            self.stop_early(stop, first_step)
+            self.stop_early(first_step)
         else:
             self.write_profile(stopped=True)
             self.finish_saves()
             self.say(f"done: step {self.step}, everything is in {self.folder}")
-        self.call_hooks("ended", stop)
+        self.call_hooks("ended")
 
-    def stop_early(self, stop: StopRequest, first_step: int) -> None:
+    def stop_early(self, first_step: int) -> None:
         """Save unless just saved, and leave the launcher a note that the run is unfinished."""
         every = self.config.checkpoint.every
         if self.guard.unread:
@@ -147,15 +151,15 @@ class Trainer:
             self.roll_back()
         elif every and self.step >= first_step and not self.due(every):
             self.save()
-            self.call_hooks("saved", stop)
+            self.call_hooks("saved")
         self.write_profile(stopped=True)
         self.finish_saves()
-        leave_note({"stopped": stop.reason.name, "step": self.step})
+        leave_note({"stopped": self.stop.reason.name, "step": self.step})
         end = "resume with the same command" if every else "nothing saved: [checkpoint] every=0"
-        by = f" by {HOOKS}" if stop.reason == Reason.HOOK else stop.by
+        by = f" by {HOOKS}" if self.stop.reason == Reason.HOOK else self.stop.by
         self.say(f"stopped{by} after step {self.step}; {end}")
 
-    def call_hooks(self, moment: str, stop: StopRequest) -> None:
+    def call_hooks(self, moment: str) -> None:
         """Call the user's hooks; an exception in one stops all ranks after this step."""
         if not self.hooks.wanted:
             return
@@ -163,7 +167,7 @@ class Trainer:
         with slow, self.meter.paused():
             self.hooks.call(moment, self.step, self.cursor, self.row)
         if self.hooks.failure:
-            stop.ask(Reason.HOOK)
+            self.stop.ask(Reason.HOOK)
 
     @contextmanager
     def paused(self, what: str) -> Iterator[Callable[[], None]]:
@@ -207,7 +211,8 @@ class Trainer:
         rates = config.lr_schedule, config.optimizer.lr
         lr = learning_rate(*rates, self.step, config.training.steps)
         with self.profile.mark(OPTIMIZER):
-            grad_norm = clip_norm(self.parameters.values(), config.training.max_grad_norm)
+            clipping = config.training.max_grad_norm, self.stop.flag()
+            grad_norm = clip_norm(self.parameters.values(), *clipping)
             bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
             apply_gradients(self.optimizer, lr, skip=bad)
             self.ema.update(self.step, skip=bad)
@@ -294,6 +299,7 @@ class Trainer:
         with self.paused("saving"):
             if self.guard.unread:
                 self.read_guard()
+            replicas.check(self.config.faults, self.parameters, self.mesh, self.step)
             progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
             layout = {"layout": str(self.mesh.sizes), "versions": VERSIONS}
             record = progress.as_record(self.epochs.num_rows) | self.identity.as_record() | layout

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import tempfile
 import time
 import traceback
@@ -17,10 +18,11 @@ class RankFailed(Exception):
     """A rank raised, was killed or timed out; the others were terminated."""
 
 
-def on_ranks(num_ranks, function, *arguments, variables=None, timeout=600):
+def on_ranks(num_ranks, function, *arguments, variables=None, files=None, timeout=600):
     """Call function(world, *arguments) on every rank; return the results in rank order.
 
-    `variables` are added to the environment of the ranks. Raises RankFailed.
+    `variables` are added to the environment of the ranks; `files` is their limit of open files,
+    soft and hard. Raises RankFailed.
     """
     # The ranks' store binds a free port itself: no other test can take it in between.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -38,7 +40,7 @@ def on_ranks(num_ranks, function, *arguments, variables=None, timeout=600):
         try:
             for rank in range(num_ranks):
                 variables = environment | {"RANK": str(rank)}
-                ranks.append(forked.call(_rank_main, variables, folder))
+                ranks.append(forked.call(_rank_main, variables, folder, files))
             _wait(ranks, timeout)
         finally:
             for rank in ranks:
@@ -63,7 +65,9 @@ def _wait(ranks, timeout):
                 raise RankFailed(f"rank {rank} ended with exit code {code}")
 
 
-def _rank_main(environment, folder):
+def _rank_main(environment, folder, files):
+    if files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -1,8 +1,7 @@
-"""Saves beside training on two ranks: what one cannot do, both learn, and none waits for ever."""
+"""Saves beside training on two ranks: what one cannot do or has wrong, both learn."""
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +10,17 @@ from tiny import randomize, tiny_config
 
 from titan_dit.checkpoint import store, torch_files
 from titan_dit.config.section import UserError
+from titan_dit.launcher.failure import Disruption
 from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def trainer_in(world, folder, **settings):
-    checkpoint = {"every": 10, "max_failures": 2} | settings
-    trainer = Trainer(tiny_config(job={"dir": str(folder)}, checkpoint=checkpoint), world)
+def trainer_in(world, folder, **sections):
+    checkpoint = {"every": 10, "max_failures": 2}
+    trainer = Trainer(
+        tiny_config(job={"dir": str(folder)}, checkpoint=checkpoint, **sections), world
+    )
     randomize(trainer.parameters)
     return trainer
 
@@ -115,6 +117,54 @@ def saved_and_trained_on(world, folder):
     return other.step, all(map(torch.equal, found, expected))
 
 
-def test_training_beside_a_save_does_not_change_what_is_saved(tmp_path):
-    assert on_ranks(2, saved_and_trained_on, str(tmp_path)) == [(1, True)] * 2
-    assert [path.name for path in (Path(tmp_path) / "checkpoints").iterdir()] == ["step-00000001"]
+def refusals_of_replicas(world, folder):
+    """What a start and two saves say to bits flipped on the second rank, the last time none."""
+    trainer = trainer_in(world, folder, parallel={"dp_replicate": 2, "dp_shard": 1})
+    bits, refusals = trainer.parameters["head.out.bias"].to_local().view(torch.int32), []
+    # In the last element: its last bit, one of its exponent, none.
+    for step, flip, act in ((0, 1, trainer.fit), (7, 2**30, trainer.save), (8, 0, trainer.save)):
+        trainer.step = step
+        bits[-1] ^= flip * world.rank
+        try:
+            act()
+            refusals.append(None)
+        except Disruption as refusal:
+            refusals.append(str(refusal))
+        bits[-1] ^= flip * world.rank
+    trainer.checkpoints.finish()
+    return refusals
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """One launch for both tests below."""
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, on_ranks(2, two_runs_in, str(folder))
+
+
+def two_runs_in(world, folder):
+    copies = refusals_of_replicas(world, f"{folder}/copies")
+    return saved_and_trained_on(world, f"{folder}/beside"), copies
+
+
+def test_training_beside_a_save_does_not_change_what_is_saved(two_runs):
+    folder, ranks = two_runs
+    assert [beside for beside, _ in ranks] == [(1, True)] * 2
+    saved = folder / "beside" / "checkpoints"
+    assert [path.name for path in saved.iterdir()] == ["step-00000001"]
+
+
+def test_replicas_that_differ_in_a_bit_neither_start_nor_save(two_runs):
+    folder, ((_, first), (_, second)) = two_runs
+    assert first == second
+    start, save, equal = first
+    differ = (
+        "[parallel] dp_replicate=2: the weights of rank 1 differ from those of rank 0 in "
+        "head.out.bias at "
+    )
+    assert start.startswith(f'{differ}the start. Set [job] initial_weights = "counter"')
+    assert save.startswith(f"{differ}step 7. Resume from a checkpoint")
+    assert equal is None
+    assert not (folder / "copies" / "config.toml").exists()
+    saved = folder / "copies" / "checkpoints"
+    assert [path.name for path in saved.iterdir()] == ["step-00000008"]

@@ -10,7 +10,9 @@ from harness import on_ranks
 from tiny import assert_same_gradients, gradients, graphs_alone, randomize, tiny_config, whole
 from torch.profiler import profile
 
+from titan_dit.launcher.failure import Disruption
 from titan_dit.parallel.compile import num_graphs
+from titan_dit.recovery import replicas
 from titan_dit.trainer import Trainer
 
 LAYOUTS = {
@@ -41,6 +43,19 @@ def loss_and_gradients(world, layout, microbatch_size=None, cursor=0, bug=None, 
     if bug:
         bug(trainer)
     return gradients(trainer)
+
+
+def refusal(world, layout, spoiled):
+    """What every rank hears of replicas if one rank's first weight is another one."""
+    trainer = Trainer(tiny_config(parallel=layout), world)
+    randomize(trainer.parameters)
+    if world.rank == spoiled:
+        next(iter(trainer.parameters.values())).detach().to_local().view(-1)[0] += 1
+    try:
+        replicas.check(trainer.config.faults, trainer.parameters, trainer.mesh, 0)
+    except Disruption as error:
+        return str(error)
+    return None
 
 
 def all_layouts(world):
@@ -83,10 +98,30 @@ def two_ranks():
     return on_ranks(2, all_of_two_ranks)
 
 
+def all_of_four_ranks(world):
+    refusals = [refusal(world, layout, spoiled=3) for layout in LAYOUTS[4]]
+    return {"layouts": all_layouts(world), "refusals": refusals}
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    return on_ranks(4, all_of_four_ranks)
+
+
+def test_all_ranks_hear_which_replica_differs(four_ranks):
+    for pair, four in (found["refusals"] for found in four_ranks):
+        assert pair.startswith(
+            "[parallel] dp_replicate=2: the weights of rank 3 differ from those of rank 1 in "
+            "embed.patch.weight at the start."
+        )
+        assert "dp_replicate=4: the weights of rank 3 differ from those of rank 0 in" in four
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_layout_gives_the_loss_and_gradients_of_one_process(num_ranks, reference, two_ranks):
-    by_rank = [found["layouts"] for found in two_ranks]
-    for results in by_rank if num_ranks == 2 else on_ranks(4, all_layouts):
+def test_every_layout_gives_the_loss_and_gradients_of_one_process(
+    num_ranks, reference, two_ranks, four_ranks
+):
+    for results in (found["layouts"] for found in (two_ranks if num_ranks == 2 else four_ranks)):
         assert len(results) == {2: 6, 4: 2}[num_ranks] + 2
         for case, (loss, found) in results.items():
             expected_loss, expected = reference[case if case in reference else "start"]

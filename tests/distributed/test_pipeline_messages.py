@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import on_ranks
 from tiny import gradients, randomize, tiny_config
+from torch.distributed.device_mesh import init_device_mesh
 from torch_runtime import gradients_in_torch
 
 from titan_dit.execution.loop import AHEAD, Inbox, Loop
@@ -174,6 +175,28 @@ def test_both_ends_post_the_messages_of_a_direction_in_the_same_sequence(schedul
     # Forward and backward of eight microbatches, forward of three rows.
     count = sum(map(len, (*sent.values(), *received.values())))
     assert count == boundaries * (2 * MICROBATCHES + 3)
+
+
+def early_receive(world):
+    """A receive that is posted before the sender can know of it."""
+    links = Links(init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))["pp"])
+    links.open([(0, 1), (1, 0)])
+    value, other = torch.full((1,), world.rank + 1.0), 1 - world.rank
+    got = torch.zeros(1)
+    works = links.receive([got], other) if world.rank == 0 else []
+    if world.rank == 0:
+        works += links.send([value], other)
+    else:
+        links.receive([got], other)[0].wait()
+        works = links.send([value], other)
+    for work in works:
+        work.wait()
+    return got.item()
+
+
+def test_a_receive_can_be_posted_before_the_sender_is_there():
+    lazily = {"TORCH_GLOO_LAZY_INIT": "1"}
+    assert on_ranks(2, early_receive, variables=lazily, timeout=30) == [2.0, 1.0]
 
 
 def groups(world):

@@ -98,20 +98,13 @@ def meets_a_damaged_one(world, folder):
     return state(trainer)
 
 
-class Stop:
-    """Asked for once a trainer has taken a step."""
-
-    reason, by = Reason.STOP, " by a test"
-
-    def __init__(self, trainer, step):
-        self.agreed = lambda: trainer.step == step
-
-
 def is_stopped(world, folder):
     """With a row that is too long, which nobody has looked at yet."""
     trainer = built(world, folder / "stopped", **NAN, every=0, saved=(5, 0))
     trainer.open_run_directory()
-    trainer.train(Stop(trainer, 8))
+    trainer.stop.agreed = lambda: trainer.step == 8
+    trainer.stop.reason = Reason.STOP
+    trainer.train()
     went_to, trainer = trainer.step, built(world, folder / "stopped", **NAN, saved=(5, 0))
     trainer.fit()
     return went_to, state(trainer)

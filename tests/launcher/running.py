@@ -73,6 +73,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def is_open(endpoint):
+    """True if something listens at "host:port"."""
+    host, port = endpoint.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
 def is_running(pid):
     """True if a process is alive and no zombie."""
     stat = Path(f"/proc/{pid}/stat")

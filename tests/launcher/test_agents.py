@@ -3,28 +3,24 @@
 import os
 import re
 import signal
-import socket
 import sys
 
 import pytest
 from commands import metrics
-from running import QUICK, Running, checkpoints, free_port, launcher
+from running import QUICK, Running, checkpoints, free_port, is_open, launcher
 
 pytestmark = pytest.mark.alone
 
 COMMAND = (sys.executable, "-m", "titan_dit", "train", "--config", "digits", *QUICK)
 COMMAND += ("--training.steps", 100_000, "--checkpoint.every", 25)
-
-
-def is_open(endpoint):
-    host, port = endpoint.split(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
+TIMING = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
+"""A node is lost after 4 s; the defaults take longer."""
 
 
 def as_nodes(nodes):
     """What `titan_dit train` reads: one rank per node."""
-    return {"NNODES": nodes, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "NGPU": 1}
+    where = {"NNODES": nodes, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "NGPU": 1}
+    return where | {"RDZV_CONF": TIMING}
 
 
 def elastic(folder, body, nodes, restarts=0):
@@ -37,7 +33,7 @@ def elastic(folder, body, nodes, restarts=0):
     endpoint = f"127.0.0.1:{free_port()}"
     command = launcher(script, ranks=1, restarts=restarts)
     meeting = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    meeting += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"]
+    meeting += ["--rdzv-conf", TIMING]
     at = command.index("--standalone")
     command[at : at + 1] = meeting
     return command, endpoint

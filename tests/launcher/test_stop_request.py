@@ -8,47 +8,68 @@ import threading
 import time
 
 import pytest
+import torch
 from commands import environment
 from harness import on_ranks
 
 from titan_dit.launcher import stop_request
 from titan_dit.launcher.failure import LEFT
 from titan_dit.launcher.signals import Listener
-from titan_dit.launcher.stop_request import Reason, StopRequest
+from titan_dit.launcher.stop_request import DIGIT, Reason, StopRequest, reason_of
+from titan_dit.optim.gradient_norm import clip_norm
 
 pytestmark = pytest.mark.alone
 
+CPU = torch.device("cpu")
+
 CASES = (
-    (5, signal.SIGTERM, (6, Reason.STOP)),
-    (7, signal.SIGUSR2, (8, Reason.REGROUP)),
-    (0, signal.SIGTERM, (50, Reason.NONE)),
+    (0, 5, signal.SIGTERM, (5, Reason.STOP)),
+    (1, 5, signal.SIGTERM, (6, Reason.STOP)),
+    (1, 7, signal.SIGUSR2, (8, Reason.REGROUP)),
+    (0, 0, signal.SIGTERM, (50, Reason.NONE)),
 )
+"""Steps until the sum is read, the step of the signal, the signal; the last step, the reason."""
 
 
 def all_cases(world):
-    return [steps_until_agreed(world, asked_at, number) for asked_at, number, _ in CASES]
+    return [steps_until_agreed(world, *case) for *case, _ in CASES]
 
 
-def steps_until_agreed(world, asked_at, number):
+def steps_until_agreed(world, lag, asked_at, number):
+    """Steps of NaN gradients, which must not hide the flag."""
     steps = 0
-    with StopRequest(world.size) as stop:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([torch.nan, 1.0])
+    with StopRequest(world.size, CPU) as stop:
+        stop.lag = lag
         while steps < 50 and not stop.agreed():
             steps += 1
             if world.rank == world.size - 1 and steps == asked_at:
                 os.kill(os.getpid(), number)
-                while not stop.heard:
+                while not stop.asked:
                     time.sleep(0.001)
+            assert clip_norm([parameter], 1.0, stop.flag()).isnan()
     return steps, stop.reason
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step():
-    """The second case has another reason, the third has no signal."""
+    """The second case is a GPU's, the third has another reason, the last one no signal."""
     assert on_ranks(2, all_cases) == [[expected for *_, expected in CASES]] * 2
+
+
+def test_the_largest_reason_of_any_number_of_ranks_wins():
+    regroup, stop, hook = (float(DIGIT**digit) for digit in range(3))
+    assert reason_of(0.0) == Reason.NONE
+    most = DIGIT - 1
+    assert reason_of(most * regroup) == Reason.REGROUP
+    assert reason_of((most - 1) * regroup + stop) == Reason.STOP
+    assert reason_of((most - 1) * stop + hook) == Reason.HOOK
+    assert most * hook + 1 > most * hook, "fp64 holds every sum exactly"
 
 
 def test_one_process_stops_after_the_step_in_which_it_was_asked():
     before = signal.getsignal(signal.SIGTERM)
-    with StopRequest(1) as stop:
+    with StopRequest(1, CPU) as stop:
         assert not stop.agreed()
         os.kill(os.getpid(), signal.SIGTERM)
         while not stop.heard:
@@ -93,7 +114,7 @@ def test_outside_the_main_thread_signals_are_left_alone():
     before = signal.getsignal(signal.SIGTERM)
 
     def in_thread():
-        with StopRequest(1) as stop:
+        with StopRequest(1, CPU) as stop:
             assert not stop.agreed()
             inside.append(signal.getsignal(signal.SIGTERM))
 
@@ -108,7 +129,7 @@ def test_a_signal_that_was_ignored_stays_so():
     """A run under nohup continues when the terminal is closed."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopRequest(1) as stop:
+        with StopRequest(1, CPU) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.1)
             assert not stop.agreed()
@@ -121,7 +142,7 @@ def test_a_rank_is_as_patient_as_its_steps_are_long(is_stuck, monkeypatch):
     left = []
     monkeypatch.setattr(stop_request, "PATIENCE_S", 0.01)
     monkeypatch.setattr(stop_request.os, "_exit", left.append)
-    stop = StopRequest(1)
+    stop = StopRequest(1, CPU)
     stop.agreed()
     time.sleep(0.3)
     stop.agreed()

@@ -7,6 +7,8 @@ Environment variables:
 
   NGPU           ranks on this node (default: one per GPU; 2 on a CPU)
   NNODES         nodes, "4" or elastic "2:4"; needs RDZV_ENDPOINT=host:port and a common RDZV_ID
+  RDZV_CONF      torchrun's --rdzv-conf (default: a node is lost after 12 s of silence; 60 s if
+                 NNODES > 4)
   MAX_RESTARTS   restarts from the newest checkpoint after a rank fails (default 0; elastic 10)
   GRACE          seconds for ranks to save and exit after SIGTERM, SIGUSR1, Ctrl-C (default 600)
   STOPPED_CODE   exit code of a run stopped early by a signal (default 0); Ctrl-C's is 130
@@ -27,9 +29,13 @@ from typing import NoReturn
 from titan_dit.config.section import UserError
 from titan_dit.system import stdio
 
-RDZV_CONF = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
-"""A node is lost after 4 s without a heartbeat, and the rendezvous waits 3 s for more nodes.
-torchrun's defaults of 15 s and 30 s are for thousands of nodes."""
+FEW_NODES = 4
+QUICK = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=6"
+"""Up to FEW_NODES nodes: one is lost after 2 x 6 s of silence, and the rendezvous waits 3 s for
+more nodes."""
+CALM = "last_call_timeout=30,keep_alive_interval=15,keep_alive_max_attempt=4"
+"""More nodes: 60 s and 30 s. Stalls are more frequent, each false alarm restarts more ranks, and
+all heartbeats go to one host."""
 TRAINER = "titan_dit.train"
 
 
@@ -130,8 +136,16 @@ def rendezvous_options(environment: Mapping[str, str]) -> list[str]:
     return [
         *("--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
         *("--rdzv-id", environment.get("RDZV_ID") or "titan_dit"),
-        *("--rdzv-conf", environment.get("RDZV_CONF") or RDZV_CONF),
+        *("--rdzv-conf", environment.get("RDZV_CONF") or rendezvous_timing(nodes)),
     ]
+
+
+def rendezvous_timing(nodes: str) -> str:
+    """Return torchrun's --rdzv-conf for NNODES such as "4" or "2:4"; the largest number counts."""
+    most = nodes.rpartition(":")[2]
+    if not most.isdecimal():
+        raise UserError(f"NNODES={nodes}: set a number of nodes, or two such as 2:4.")
+    return QUICK if int(most) <= FEW_NODES else CALM
 
 
 def max_restarts(environment: Mapping[str, str]) -> str:

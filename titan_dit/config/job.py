@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # These import torch: a wrong key is reported without waiting
     from titan_dit.objectives.base import ObjectiveConfig
 
 
-NEW_RUN = {"data_order": "feistel", "initial_weights": "generator"}
+NEW_RUN = {"data_order": "feistel", "initial_weights": "counter"}
 """What "auto" means in a new run."""
 
 

@@ -48,12 +48,15 @@ class FaultsConfig(Section):
     over good steps (decay 0.99); 0 disables spike detection."""
     spike_after: PositiveInt = 100
     """Good steps before spike detection starts."""
+    compare_replicas: bool = True
+    """Compare the weights of the dp_replicate ranks, bit for bit, at the start and at each
+    checkpoint; stop if they differ. false: GPUs of different kinds, whose rounding may differ."""
     log_samples: bool = False
     """Log every step's sample numbers to RUN/samples-seen, as proof that none is lost."""
     step_timeout_s: NonNegativeFloat = 300.0
     """Seconds without a finished step before a rank dumps its stacks to RUN/hangs and exits; the
     launcher restarts the run. Loading, saving, sampling and the first step have at least 1,800.
-    Keep it below NCCL's timeout of 600. 0 disables the watchdog."""
+    Timeouts of gloo and NCCL are set above these. 0 disables the watchdog."""
 
 
 @dataclass(frozen=True, kw_only=True)

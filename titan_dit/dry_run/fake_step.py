@@ -87,6 +87,8 @@ def take_fake_step(
     # torch.compile needs real tensors; its savings are not modelled.
     requested, sizes = plan, plan.sizes
     plan = replace(plan, compile=replace(plan.compile, enabled=False))
+    # A whole tensor is one fake operation; drawn by the counter it is many, one for each chunk.
+    plan = replace(plan, initial_weights="generator")
     # The CPU lacks most attention kernels. All fused ones save the same tensors.
     if plan.precision.attention != "math":
         plan = replace(plan, precision=replace(plan.precision, attention="auto"))

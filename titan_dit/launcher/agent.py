@@ -1,4 +1,7 @@
-"""torchrun's agent with graceful stops. All uses of its private interfaces are in this file."""
+"""torchrun's agent with graceful stops.
+
+All uses of its private interfaces are in this file, those of its heartbeats in heartbeats.py.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
+from titan_dit.launcher import heartbeats
 from titan_dit.launcher.cause import is_consequence, is_user_error, message_of, root_cause
 from titan_dit.launcher.failure import LAUNCH, STARTED
 from titan_dit.launcher.torch_range import require
@@ -45,6 +49,7 @@ def launch(arguments: list[str], make_agent: Callable[..., Agent]) -> None:
     # torchrun's handlers would kill the ranks: leave it only SIGQUIT.
     options.signals_to_handle = "SIGQUIT"
     api.LocalElasticAgent = make_agent  # type: ignore[attr-defined, assignment]
+    heartbeats.watch_locally()
     run(options)  # type: ignore[no-untyped-call]
 
 

@@ -15,7 +15,12 @@ KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 ASKED_TO_END = (LEFT, -signal.SIGUSR1, -signal.SIGUSR2)
 """Exit codes of a rank that was asked to end before it had anything to save."""
 
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",  # gloo connects at first use: the other rank may have ended before.
+    "ncclRemoteError",
+)
 
 Failures = Mapping[int, ProcessFailure]
 """By rank."""

@@ -32,6 +32,10 @@ class Disruption(UserError):
     """A failure of the machine (disk, memory) that a restart may survive."""
 
 
+class NetworkFailure(Disruption):
+    """A process group that could not be opened; a restart may survive it, before training, too."""
+
+
 def training_started() -> None:
     """Mark the start of training: from here on a file error is not a user error."""
     global is_training
@@ -102,6 +106,7 @@ def describe(error: BaseException) -> tuple[int, str]:
     is_file = isinstance(error, OSError) and error.filename is not None  # The message names it.
     if is_file or isinstance(error, UserError):
         is_passing = is_training and (is_file or isinstance(error, Disruption))
+        is_passing |= isinstance(error, NetworkFailure)
         return INTERNAL_ERROR if is_passing else USER_ERROR, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""

@@ -11,8 +11,11 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from titan_dit.launcher import waiting
 from titan_dit.launcher.failure import INTERRUPTED
 from titan_dit.launcher.signals import Listener
 from titan_dit.system import stdio
@@ -73,10 +76,25 @@ class Launcher:
             return 0
         return INTERRUPTED if self.asked == signal.SIGINT else self.stopped_code
 
+    @property
+    def has_ranks(self) -> bool:
+        """True once this node's ranks have started."""
+        return self.agent is not None and self.agent.starts > 0
+
+    def give_notice(self, endpoint: str) -> None:
+        """Say what the rendezvous waits for, unless it is over."""
+        if not self.has_ranks:
+            say(waiting.notice(endpoint))
+
     def run(self, arguments: list[str]) -> int:
         """Launch the ranks, wait for them, return the exit code."""
-        from titan_dit.launcher import agent
+        with silent_frames():
+            from titan_dit.launcher import agent
 
+        if endpoint := waiting.endpoint_of(arguments):
+            timer = threading.Timer(waiting.NOTICE_S, self.give_notice, [endpoint])
+            timer.daemon = True
+            timer.start()
         try:
             agent.launch(arguments, self.make_agent)
         except agent.ChildFailedError as error:
@@ -104,6 +122,19 @@ class Launcher:
             return self.code()
         stdio.write(sys.stderr, message_of(rank, failure) + "\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+@contextmanager
+def silent_frames() -> Iterator[None]:
+    """Import torch without its C++ log in this process: errors come as exceptions, too."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ[name] = "FATAL"
+    yield
+    # The ranks keep theirs.
+    os.environ.pop(name)
+    if before is not None:
+        os.environ[name] = before
 
 
 def say(line: str) -> None:

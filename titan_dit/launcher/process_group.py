@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from titan_dit.config.section import UserError
+from titan_dit.launcher import groups, open_files
 from titan_dit.launcher.ranks import Ranks
 
 T = TypeVar("T")
@@ -53,8 +55,13 @@ def start(device_type: str | None = None) -> Iterator[World]:
         torch.cuda.set_device(device)
     # gloo for CPU tensors: checkpoints and small objects.
     backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
+    groups.connect_lazily()
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        rank, size = int(os.environ["RANK"]), started_ranks()
+        need = open_files.needed(rank, size, device_type)
+        open_files.raise_limit(need, f"rank {rank} of {size:,}")
+        with groups.opening("the default process group"):
+            dist.init_process_group(backend, timeout=timedelta(seconds=groups.STARTING_S))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield World(dist.get_rank(), dist.get_world_size(), device)

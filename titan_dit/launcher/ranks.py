@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_dit.config.section import UserError
+from titan_dit.launcher import groups
 
 T = TypeVar("T")
 
@@ -34,7 +35,9 @@ class Ranks:
         """Create with a dedicated gloo group: threads must not share one. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
-        return cls(dist.new_group(backend="gloo", timeout=PATIENCE))
+        with groups.opening("the group for checkpoints"):
+            group = dist.new_group(None, PATIENCE, "gloo", group_desc=groups.CHECKPOINTS)
+        return cls(group)
 
     @property
     def is_first(self) -> bool:

@@ -7,10 +7,11 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from enum import IntEnum
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from titan_dit.launcher.failure import INTERRUPTED, LEFT, is_launched
 from titan_dit.launcher.signals import Listener
@@ -33,6 +34,10 @@ class Reason(IntEnum):
     """A user's hook raised."""
 
 
+DIGIT = 2**17
+"""Each rank adds DIGIT**(reason - 1) to the flag: the digits of the sum count the ranks per reason,
+exactly in fp64 for fewer than DIGIT ranks."""
+
 REASONS = {
     signal.SIGUSR2: Reason.REGROUP,
     signal.SIGTERM: Reason.STOP,
@@ -45,16 +50,20 @@ REASONS = {
 class StopRequest:
     """`while ... and not stop.agreed(): step()` on every rank.
 
-    Before each step a flag is all-reduced asynchronously and read before the next one. No rank
-    waits for a straggler or its device. The ranks stop one step after the signal.
+    Each step sums `flag()` over all ranks beside its gradient norm, on their device. `agreed` reads
+    the sum of the last step on a CPU, and of the one before it on a GPU, which has the last step to
+    work on meanwhile. All ranks stop after the same step, one step after the signal.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        # A dedicated group, so that the order of its collectives is independent of others.
-        self.group = dist.new_group(backend="gloo") if num_ranks > 1 else None
-        self.work: dist.Work | None = None
-        self.flag = torch.zeros((), dtype=torch.int32)
+    def __init__(self, num_ranks: int, device: torch.device) -> None:
+        assert num_ranks < DIGIT
+        self.num_ranks, self.device = num_ranks, device
+        # Pinned: the device reads it when it comes to the sum, later than the host queues it.
+        pinned = device.type == "cuda"
+        self.asked = torch.zeros((), dtype=torch.float64, pin_memory=pinned)
+        self.summed: Tensor | None = None
+        self.landings: deque[Landing] = deque()
+        self.lag = int(device.type == "cuda")
         self.heard: list[signal.Signals] = []
         self.own = Reason.NONE
         self.reason = Reason.NONE
@@ -69,8 +78,6 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Restore the handlers; under the launcher ignore late requests."""
-        if kind is None and self.work:
-            self.work.wait()
         was_active = self.listener.is_active
         self.listener.__exit__()
         if kind is None and was_active and is_launched():
@@ -96,24 +103,31 @@ class StopRequest:
     def ask(self, reason: Reason) -> None:
         """Request a stop of all ranks from this one."""
         self.own = reason
+        self.tell()
+
+    def tell(self) -> None:
+        """Write this rank's reason where `flag` reads it."""
+        self.asked.fill_(DIGIT ** (self.wanted - 1) if self.wanted else 0)
+
+    def flag(self) -> Tensor | None:
+        """An fp64 scalar to sum over all ranks in this step, in place; None on a single rank."""
+        if self.num_ranks > 1:
+            self.summed = torch.empty_like(self.asked, device=self.device)
+            self.summed.copy_(self.asked, non_blocking=True)
+        return self.summed
 
     def agreed(self) -> bool:
-        """Return True if all ranks stop here. Collective; call before each step."""
+        """Return True if all ranks stop here. Call before each step."""
         self.boundaries += 1
         now = time.monotonic()
         self.moment, self.step_s = now, now - self.moment
-        if self.group is None:
+        if self.num_ranks == 1:
             self.reason = self.wanted
-            return bool(self.reason)
-        if self.work:
-            self.work.wait()
-            self.reason = Reason(int(self.flag))
-        self.work = None
-        if not self.reason:
-            self.flag = torch.tensor(int(self.wanted), dtype=torch.int32)
-            self.work = dist.all_reduce(
-                self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True
-            )
+        if self.summed is not None:
+            self.landings.append(Landing(self.summed))
+            self.summed = None
+        if len(self.landings) > self.lag:
+            self.reason = reason_of(self.landings.popleft().read())
         return bool(self.reason)
 
     def hear(self, number: signal.Signals) -> None:
@@ -122,6 +136,7 @@ class StopRequest:
             self.hear_by_hand(number)
             return
         self.heard.append(number)
+        self.tell()
         if self.boundaries <= 1:
             os._exit(LEFT)  # No step finished: nothing to save.
         if number == signal.SIGTERM:
@@ -135,6 +150,7 @@ class StopRequest:
             again = "\nfinishing the step and saving; Ctrl-C again exits at once\n"
             stdio.write(sys.stderr, again)
         self.heard.append(number)
+        self.tell()
 
     def leave_if_stuck(self) -> None:
         """Wait two step times, at least PATIENCE_S; exit if no step ends, unless all ranks stop."""
@@ -143,3 +159,28 @@ class StopRequest:
         is_order = signal.SIGUSR1 in self.heard
         if not is_order and self.boundaries == before and not self.reason:
             os._exit(LEFT)
+
+
+class Landing:
+    """A device scalar on its way to the host, which continues meanwhile."""
+
+    def __init__(self, scalar: Tensor) -> None:
+        self.copied: torch.cuda.Event | None = None
+        if scalar.device.type != "cuda":
+            self.value = scalar
+            return
+        self.value = torch.empty_like(scalar, device="cpu", pin_memory=True)
+        self.value.copy_(scalar, non_blocking=True)
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied.record()
+
+    def read(self) -> float:
+        """The value; waits until it is there."""
+        if self.copied:
+            self.copied.synchronize()
+        return float(self.value)
+
+
+def reason_of(total: float) -> Reason:
+    """The largest reason in the sum of all ranks' flags."""
+    return max(reason for reason in Reason if not reason or total >= DIGIT ** (reason - 1))

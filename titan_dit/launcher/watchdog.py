@@ -22,17 +22,34 @@ LAST_RESORT_S = 60.0
 
 
 class Watchdog:
-    """Within the block, call `alive` at least every `timeout_s`; 0 disables the watchdog."""
+    """Within the block, call `alive` at least every `timeout_s`; 0 disables the watchdog.
 
-    def __init__(self, folder: Path, rank: int, timeout_s: float) -> None:
+    It has the process groups wait longer than itself, by `set_timeouts(seconds)`: it reports the
+    stacks, where NCCL just ends the process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        timeout_s: float,
+        set_timeouts: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         self.folder, self.rank, self.timeout_s = folder / "hangs", rank, timeout_s
         self.ended = threading.Event()
         self.rearmed = 0.0
         self.step, self.doing = 0, "starting"
         self.moment, self.allowance = time.monotonic(), max(timeout_s, SLOW_S)
+        self.set_timeouts, self.has_stepped = set_timeouts, False
+
+    @property
+    def patience_s(self) -> float:
+        """Longer than any rank may be slow at any time, such as while others wait for its save."""
+        return max(self.timeout_s, SLOW_S) + 2 * LAST_RESORT_S
 
     def __enter__(self) -> Watchdog:
         """Start the watchdog thread."""
+        self.set_timeouts(2 * self.patience_s)
         if self.timeout_s:
             self.expect("starting", max(self.timeout_s, SLOW_S))
             threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
@@ -46,6 +63,9 @@ class Watchdog:
 
     def alive(self, step: int) -> None:
         """Report a finished step and restart the timeout."""
+        if not self.has_stepped:
+            self.set_timeouts(self.patience_s)
+            self.has_stepped = True
         self.step = step
         self.expect("in the next step", self.timeout_s)
 

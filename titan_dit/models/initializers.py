@@ -1,40 +1,69 @@
-"""Initial distributions of parameters. A tensor is drawn whole, then sharded."""
+"""Initial distributions of parameters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
+from jaxtyping import Float64, Int64
 from torch import Tensor
+
+from titan_dit.models import weight_draws
 
 Initializer: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]
 """(full shape, generator) -> initial values, fp32, on the generator's device."""
 
 
-def zeros(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """All zeros."""
-    return torch.zeros(shape, device=generator.device)
+@dataclass(frozen=True)
+class Independent:
+    """Independent elements of one distribution: a rank draws its shard alone.
+
+    As an `Initializer` it draws the whole tensor by a torch.Generator, whose numbers depend on the
+    device.
+    """
+
+    law: Literal["one", "uniform", "normal"]
+    """Before scaling: always 1; uniform in (-1, 1); standard normal."""
+    scale: Callable[[torch.Size], float]
+    """Full shape -> factor."""
+
+    def values(
+        self, shape: torch.Size, key: int, elements: Int64[Tensor, " n"]
+    ) -> Float64[Tensor, " n"]:
+        """The values of some elements, given by row-major index; the same bits on every device."""
+        scale = self.scale(shape)
+        if self.law == "normal":
+            return weight_draws.normal(key, elements, scale)
+        if self.law == "uniform":
+            return weight_draws.uniform(key, elements, scale)
+        return torch.full_like(elements, scale, dtype=torch.float64)
+
+    def __call__(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """The whole tensor, by the device's generator."""
+        device, scale = generator.device, self.scale(shape)
+        if self.law == "one":
+            return torch.full(shape, scale, device=device)
+        if self.law == "normal":
+            return torch.randn(shape, device=device, generator=generator) * scale
+        return (2 * torch.rand(shape, device=device, generator=generator) - 1) * scale
 
 
-def ones(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """All ones."""
-    return torch.ones(shape, device=generator.device)
+zeros = Independent("one", lambda shape: 0.0)
+ones = Independent("one", lambda shape: 1.0)
 
 
-def normal(std: float) -> Initializer:
+def normal(std: float) -> Independent:
     """Independent normals of mean 0."""
-
-    def initializer(shape: torch.Size, generator: torch.Generator) -> Tensor:
-        return torch.randn(shape, device=generator.device, generator=generator) * std
-
-    return initializer
+    return Independent("normal", lambda shape: std)
 
 
-def xavier_uniform(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Uniform in +-sqrt(6 / (fan_in + fan_out)) for a weight [fan_out, fan_in] (Glorot 2010)."""
+def xavier_bound(shape: torch.Size) -> float:
+    """sqrt(6 / (fan_in + fan_out)) for a weight [fan_out, fan_in] (Glorot 2010)."""
     fan_out, fan_in = shape
-    bound = math.sqrt(6 / (fan_in + fan_out))
-    unit = torch.rand(shape, device=generator.device, generator=generator)
-    return (2 * unit - 1) * bound
+    return math.sqrt(6 / (fan_in + fan_out))
+
+
+xavier_uniform = Independent("uniform", xavier_bound)

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, beside: Tensor | None = None
+) -> Tensor:
     """Clip gradients to a global L2 norm of `max_norm` (0: no clipping); return the norm before.
 
     A scalar tensor, equal on all ranks; NaN or infinite if any gradient element is. One all-reduce
-    over all ranks, no device synchronisation.
+    over all ranks, no device synchronisation. `beside`: an fp64 scalar that is summed over all
+    ranks, in place, in the same all-reduce.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
@@ -26,12 +29,23 @@ def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     sums = [torch.stack(norms).double().square().sum() / n for n, norms in by_replicas.items()]
     total = torch.stack(sums).sum()
     if dist.is_initialized():
-        dist.all_reduce(total)
+        total = sum_over_ranks(total, beside)
     norm = total.sqrt().float()
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, factor)
     return norm
+
+
+def sum_over_ranks(total: Tensor, beside: Tensor | None) -> Tensor:
+    """Sum `total` over all ranks, and `beside`, if given, in place."""
+    if beside is None:
+        dist.all_reduce(total)
+        return total
+    both = torch.stack([total, beside])
+    dist.all_reduce(both)
+    beside.copy_(both[1])
+    return both[0]
 
 
 def replicas(gradient: Tensor) -> int:

@@ -1,16 +1,19 @@
-"""Initial weights, equal on every layout."""
+"""Initial weights, equal on every layout and, by the counter, on every device."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from titan_dit.models.initializers import Initializer
+from titan_dit.models.initializers import Independent, Initializer
+
+CPU = torch.device("cpu")
 
 
 @torch.no_grad()
@@ -19,20 +22,23 @@ def initialize(
     table: Mapping[str, Initializer],
     seed: int,
     device: torch.device,
-    drawn_by: str = "generator",
+    drawn_by: str = "counter",
 ) -> None:
     """Allocate a model that is on the meta device, and initialise its weights.
 
-    Each tensor has its own generator, seeded by (seed, name). The whole tensor is drawn on the
-    device, then reduced to this rank's shard: the extra memory is at most one whole tensor.
-    `drawn_by` is [job] initial_weights.
+    Each tensor has a key of its own, from (seed, name). `drawn_by` is [job] initial_weights:
+    "counter" draws the elements of this rank's shard, in chunks. An initializer that is not
+    `Independent` draws the whole tensor on the CPU, which every machine has; its rounding may
+    differ between CPUs. "generator" draws the whole tensor on the device.
     """
-    if drawn_by != "generator":
-        raise NotImplementedError(f"[job] initial_weights={drawn_by!r}")
     model.to_empty(device=device)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        generator = torch.Generator(device).manual_seed(tensor_seed(seed, name))
-        put(tensor, table[name](tensor.shape, generator))
+        initializer, key = table[name], tensor_seed(seed, name)
+        if drawn_by == "counter" and isinstance(initializer, Independent):
+            draw(tensor, initializer, key)
+        else:
+            generator = torch.Generator(CPU if drawn_by == "counter" else device)
+            put(tensor, initializer(tensor.shape, generator.manual_seed(key)))
 
 
 def tensor_seed(seed: int, name: str) -> int:
@@ -47,3 +53,49 @@ def put(target: Tensor, full: Tensor) -> None:
         # Every rank holds the same whole tensor: no communication.
         full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(full)
+
+
+def draw(target: Tensor, initializer: Independent, key: int) -> None:
+    """Draw the elements that this rank holds."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if initializer.law == "one":
+        local.fill_(initializer.scale(target.shape))
+        return
+    if not local.numel():
+        return
+    if not target.ndim:
+        draw(target.view(1), initializer, key)
+        return
+    rows, *columns = (own_indices(target, dim) for dim in range(target.ndim))
+    inner = sum(columns, start=torch.zeros_like(rows[:1]))
+    num_rows = max(1, chunk_size(local.device) // inner.numel())
+    for part, first in zip(torch.split(local, num_rows), torch.split(rows, num_rows), strict=True):
+        drawn = initializer.values(target.shape, key, (first + inner).flatten())
+        part.copy_(drawn.view_as(part))
+
+
+def own_indices(target: Tensor, dim: int) -> Tensor:
+    """This rank's indices along a dim times the dim's stride, to add to those of other dims."""
+    shape = [1] * target.ndim
+    shape[dim] = -1
+    stride = math.prod(target.shape[dim + 1 :])
+    device = target.to_local().device if isinstance(target, DTensor) else target.device
+    whole = (torch.arange(target.shape[dim], device=device) * stride).view(shape)
+    if not isinstance(target, DTensor):
+        return whole
+    placements = [
+        placement if getattr(placement, "dim", None) == dim else Replicate()
+        for placement in target.placements
+    ]
+    own = distribute_tensor(whole, target.device_mesh, placements, src_data_rank=None)
+    assert isinstance(own, DTensor)
+    return own.to_local()
+
+
+def chunk_size(device: torch.device) -> int:
+    """Elements to draw at a time: what a CPU's caches hold, or enough to keep a GPU busy.
+
+    Up to 2**15 torch uses one thread. Threads that meet after every operation are slower, many
+    times so if other processes take their cores.
+    """
+    return 2**15 if device.type == "cpu" else 2**22

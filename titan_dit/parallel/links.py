@@ -4,19 +4,22 @@ NCCL runs the messages of a group one after another, in the order in which they 
 before torch 2.13 those of all peers in one queue. With a group per peer and direction a message
 waits for no message of another peer or of the other direction.
 
-Only this file sets and reads the names of process groups, which are private in torch.
+Only this file sets the name of a process group, which is private in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+from titan_dit.launcher import groups
 
 
 class Links:
@@ -35,19 +38,34 @@ class Links:
                 continue
             # Another mesh over the same ranks may have opened it.
             name = f"{self.mesh.get_group().group_name}:{source}->{target}"
-            self.groups[source, target] = opened(name) or self.new_group(source, target, name)
+            if group := opened(name):
+                self.groups[source, target] = group
+                continue
+            with groups.opening(f"the group from pipeline rank {source} to {target}"), named(name):
+                self.groups[source, target] = self.new_group(source, target)
+                self.connect(source, target)
 
-    def new_group(self, source: int, target: int, name: str) -> dist.ProcessGroup:
-        """Open a group; its two ranks call this, and wait for each other."""
-        with named(name):
-            group: dist.ProcessGroup = dist.new_group(
-                [self.global_rank(source), self.global_rank(target)],
-                # A GPU run's default group has gloo, too, whose sockets would be of no use.
-                backend="nccl" if self.mesh.device_type == "cuda" else None,
-                use_local_synchronization=True,
-                group_desc=f"pipeline rank {source} to {target}",
-            )
+    def new_group(self, source: int, target: int) -> dist.ProcessGroup:
+        """Make a group; its two ranks call this."""
+        group: dist.ProcessGroup = dist.new_group(
+            [self.global_rank(source), self.global_rank(target)],
+            # A GPU run's default group has gloo, too, whose sockets would be of no use.
+            backend="nccl" if self.mesh.device_type == "cuda" else None,
+            use_local_synchronization=True,
+            group_desc=f"pipeline rank {source} to {target}",
+        )
         return group
+
+    def connect(self, source: int, target: int) -> None:
+        """Exchange a first message: until then both ends wait for each other.
+
+        NCCL, and gloo with lazy connections, connect a group at its first message, and the host
+        waits. A receive that is posted early would wait for a rank that waits for this one.
+        """
+        first = [torch.zeros(1, device=self.mesh.device_type)]
+        works = self.send(first, target) if self.rank == source else self.receive(first, source)
+        for work in works:
+            work.wait()
 
     def global_rank(self, rank: int) -> int:
         """The rank in the world of a rank on this axis."""
@@ -76,9 +94,7 @@ class Links:
 
 def opened(name: str) -> dist.ProcessGroup | None:
     """The group of this name, if there is one."""
-    private: Any = distributed_c10d
-    names: Mapping[dist.ProcessGroup, str] = private._world.pg_names
-    return next((group for group, its in names.items() if its == name), None)
+    return next((group for group in groups.opened() if group.group_name == name), None)
 
 
 @contextmanager

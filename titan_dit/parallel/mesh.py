@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_dit.config.layout import ParallelConfig
+from titan_dit.launcher import groups
 from titan_dit.parallel.links import Links
 
 FILL = "dp_shard"
@@ -113,7 +114,13 @@ class Mesh:
 
     def __init__(self, sizes: AxisSizes, device_type: str) -> None:
         self.sizes = sizes
-        names = tuple(asdict(sizes))
+        with groups.opening(f"the process groups of {sizes}"):
+            self.open(device_type)
+        groups.set_timeouts(groups.STARTING_S)
+
+    def open(self, device_type: str) -> None:
+        """Open the process groups of the axes and of the flattened submeshes. Collective."""
+        sizes, names = self.sizes, tuple(asdict(self.sizes))
         self.whole = init_device_mesh(
             device_type, tuple(asdict(sizes).values()), mesh_dim_names=names
         )

@@ -1,0 +1,69 @@
+"""Process groups of this rank: lazy sockets, failures to open, timeouts.
+
+torch has no public list of the groups and, before 2.15, no public way to change a timeout: its
+private parts are in this file only.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from titan_dit.launcher.failure import NetworkFailure
+
+STARTING_S = 3600.0
+"""Timeout of every group before the watchdog runs: one rank may list a dataset for all others."""
+CHECKPOINTS = "checkpoints"
+"""Description of the group of the thread that saves; it keeps its own timeout."""
+
+
+def connect_lazily() -> None:
+    """Have gloo connect two ranks when they first talk, instead of all ranks with all at once.
+
+    Otherwise each rank holds a socket per group and other rank. Call before init_process_group.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+@contextmanager
+def opening(what: str) -> Iterator[None]:
+    """Report a group that cannot be opened in one line, as NetworkFailure."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
+        host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = first_line.removesuffix(".")
+        raise NetworkFailure(
+            f"rank {rank} of {size} could not open {what}: {cause}. All nodes must reach "
+            f"{host}:{port} (rank 0) and each other; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+            "name the network interface."
+        ) from error
+
+
+def opened() -> list[dist.ProcessGroup]:
+    """Every process group that this rank belongs to, whoever opened it."""
+    return list(distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def set_timeouts(seconds: float) -> None:
+    """Set the timeout of every open group but the checkpoints'.
+
+    A new group takes torch's default, not that of the default group: 600 s with NCCL, which would
+    end a run that the watchdog allows more.
+    """
+    # Public since torch 2.15.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    timeout = timedelta(seconds=seconds)
+    for group in opened():
+        if group.group_desc != CHECKPOINTS:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # A dry run's groups have no timeout.
+                set_timeout(timeout, group)

@@ -1,0 +1,91 @@
+"""Compares the weights of the replicas, the ranks along dp_replicate, bit for bit.
+
+They start equal and take equal steps. If they do not (an initial draw that depends on the device, a
+broken memory or GPU), they train apart in silence: the gradients are those of different weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_dit.config.operation import FaultsConfig
+from titan_dit.launcher.failure import Disruption
+from titan_dit.launcher.ranks import Ranks
+from titan_dit.parallel.mesh import Mesh, axes
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> integers of that size."""
+ODD = 0x1E3779B97F4A7C15
+"""Odd factors change every digest that they multiply: they have an inverse modulo 2**64."""
+
+
+def check(config: FaultsConfig, parameters: Mapping[str, Tensor], mesh: Mesh, step: int) -> None:
+    """Raise on every rank if replicas differ. Collective; one device synchronisation.
+
+    A user error before training; later a Disruption, after which the launcher resumes from the
+    newest checkpoint.
+    """
+    if mesh.sizes.product("copies") == 1 or not config.compare_replicas:
+        return
+    found = difference(parameters, mesh.copies.get_group())
+    messages = [message for message in Ranks().gather(found) if message]
+    if not messages:
+        return
+    if step:
+        way_out = (
+            f"at step {step}. Resume from a checkpoint: the same command does; if it happens "
+            "again, leave that machine out. If the devices are of different kinds, whose rounding "
+            "may differ, set --faults.compare_replicas false."
+        )
+    else:
+        way_out = (
+            'at the start. Set [job] initial_weights = "counter", and take the distributions of a '
+            "model of your own from titan_dit.models.initializers."
+        )
+    raise Disruption(f"{messages[0]} {way_out}")
+
+
+def difference(parameters: Mapping[str, Tensor], copies: dist.ProcessGroup) -> str:
+    """How this rank and its copies differ; empty if they do not. Collective."""
+    own = torch.stack([digest(parameter) for parameter in parameters.values()])
+    gathered = [torch.empty_like(own) for _ in range(copies.size())]
+    dist.all_gather(gathered, own, group=copies)
+    rows = [tuple(row) for row in torch.stack(gathered).tolist()]
+    # Most copies are right; of two, the first.
+    right, _ = Counter(rows).most_common(1)[0]
+    ranks = dist.get_process_group_ranks(copies)
+    wrong = [str(rank) for rank, row in zip(ranks, rows, strict=True) if row != right]
+    if not wrong:
+        return ""
+    columns = zip(parameters, zip(*rows, strict=True), strict=True)
+    names = [name for name, column in columns if len(set(column)) > 1]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"[parallel] {', '.join(axes('copies'))}={len(ranks)}: the weights of rank "
+        f"{', '.join(wrong)} differ from those of rank {ranks[rows.index(right)]} in "
+        f"{', '.join(names[:3])}{more}"
+    )
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """A 64-bit number of the bits of this rank's shard, as int64, on its device.
+
+    A sum of elements times odd factors, one for each position, modulo 2**64: a change of a single
+    element always changes it.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    bits = local.detach().reshape(-1).view(BITS[local.element_size()])
+    # What a CPU's caches hold; up to this size torch uses one thread.
+    size = 2**15 if bits.device.type == "cpu" else 2**22
+    factors = (torch.arange(min(size, len(bits)), device=bits.device) * ODD).bitwise_or_(1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in torch.split(bits, size):
+        total = total * ODD + (part * factors[: len(part)]).sum()
+    return total
