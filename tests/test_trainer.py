@@ -40,6 +40,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
         world=SimpleNamespace(rank=rank),
         executor=SimpleNamespace(step=step),
         profile=SimpleNamespace(mark=lambda name: nullcontext()),
+        stop=SimpleNamespace(flag=lambda: None),
         parameters={"w": weight},
         optimizer=torch.optim.AdamW([weight], lr=0.0, fused=True),
         guard=SimpleNamespace(check=check),
