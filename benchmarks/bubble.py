@@ -28,6 +28,7 @@ from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.links import Links
 from titan_dit.schedules.action import Kind
+from titan_dit.schedules.messages import neighbours
 from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.schedules.schedule import schedule_of
 from titan_dit.schedules.simulator import Costs, simulate
@@ -151,11 +152,16 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
     shape = 1, TOKENS, WIDTH
     stream = (torch.empty(shape, device="meta", requires_grad=True),)
     rows = case.num_microbatches
+    links, stage_ranks = (
+        Links(mesh),
+        [rank_of_stage(case.schedule, stage, case.num_ranks) for stage in range(last + 1)],
+    )
+    links.open(neighbours(stage_ranks))
     executor = PipelinedExecutor(
         parts,  # type: ignore[arg-type]
-        Links(mesh),
+        links,
         case.order,
-        [rank_of_stage(case.schedule, stage, case.num_ranks) for stage in range(last + 1)],
+        stage_ranks,
         Shapes(
             first_input="tokens",
             given=torch.empty(shape, device="meta"),

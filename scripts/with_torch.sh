@@ -12,7 +12,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 version=${1:-}
-if ! [[ $version =~ ^2\.1[1-5]\.[0-9]+$ ]]; then
+if ! [[ $version =~ ^2\.1[1-5]\.(0|[1-9][0-9]*)$ ]]; then
     say "scripts/with_torch.sh ${version:-(no version)}: give an exact version from 2.11 to 2.15, such as 2.11.0."
     exit 2
 fi

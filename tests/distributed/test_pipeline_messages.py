@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import on_ranks
 from tiny import gradients, randomize, tiny_config
 from torch.distributed.device_mesh import init_device_mesh
@@ -200,18 +201,27 @@ def test_a_receive_can_be_posted_before_the_sender_is_there():
 
 
 def groups(world):
-    """Groups of a rank and their sizes: of a pipeline, and of a second one on the same ranks."""
-    found = []
+    """Groups of a rank and their sizes, of two pipelines on the same ranks; what uses them."""
+    found, used, post = [], set(), dist.batch_isend_irecv
+
+    def noted(operations):
+        used.update((op.op.__name__, op.group.group_name) for op in operations)
+        return post(operations)
+
     for _ in range(2):
-        links = trainer_of(world, "interleaved_1f1b", 2).mesh.links
+        trainer = trainer_of(world, "interleaved_1f1b", 2)
+        links = trainer.mesh.links
         found.append({pair: (g.size(), g.group_name) for pair, g in links.groups.items()})
-    return found
+    with mock.patch.object(dist, "batch_isend_irecv", noted):
+        gradients(trainer)
+    return found, used
 
 
 def test_two_ranks_have_one_group_for_each_direction(two_ranks):
-    for found in two_ranks:
-        first, second = found["groups"]
+    for rank, found in enumerate(two_ranks):
+        (first, second), used = found["groups"]
         assert first == second, "a second mesh opened groups again"
         assert first.keys() == {(0, 1), (1, 0)}
         assert all(size == 2 for size, _ in first.values())
-        assert len({name for _, name in first.values()}) == 2
+        out, back = (first[rank, 1 - rank][1], first[1 - rank, rank][1])
+        assert used == {("isend", out), ("irecv", back)}

@@ -4,7 +4,7 @@ import pytest
 from known import SCHEDULES
 
 from titan_dit.schedules.action import Action, Kind
-from titan_dit.schedules.messages import channels, inputs_of, output_of, reader_of
+from titan_dit.schedules.messages import channels, inputs_of, neighbours, output_of, reader_of
 from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_per_rank
 
 P, M = 4, 8
@@ -23,6 +23,7 @@ def test_every_input_from_another_rank_is_one_message(schedule):
                 if places[message.stage] != rank:
                     needed[message] = places[message.stage], rank
     assert sent == needed
+    assert channels(order, places).keys() == neighbours(places)
     assert sum(map(len, channels(order, places).values())) == len(needed)
 
 

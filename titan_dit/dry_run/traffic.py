@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -139,13 +138,8 @@ class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.mesh = mesh
+        self.axes = axes_of(mesh)
         self.traffic = Traffic()
-
-    @cached_property
-    def axes(self) -> dict[str, tuple[str, int]]:
-        """`axes_of` the mesh at the first message: by then a pipeline has opened its links."""
-        return axes_of(self.mesh)
 
     def restart(self) -> Traffic:
         """Reset the counters and return the traffic so far."""

@@ -22,6 +22,7 @@ from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
+from titan_dit.schedules.messages import neighbours
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
 
     Also returns the parameters and FLOPs of the whole network, as in `Built`.
     """
+    mesh.links.open(neighbours(plan.stage_ranks))
     last = plan.num_stages - 1
     parts: dict[int, Model] = {}
     for stage in plan.stages_of(mesh.axis("pp").get_local_rank()):

@@ -29,7 +29,7 @@ from titan_dit.schedules.messages import Channels, channels
 
 
 class PipelinedExecutor(Executor):
-    """Runs this rank's stages of a pipeline; `links` connect its ranks."""
+    """Runs this rank's stages of a pipeline; `links` between the neighbours are open."""
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class PipelinedExecutor(Executor):
             index: Stage(part, index, count, shapes.stream) for index, part in sorted(parts.items())
         }
         self.channels = channels(order, stage_ranks)
-        links.open(self.channels)
 
     def run(self, prepared: Prepared) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 from titan_dit.schedules.action import Action, Kind, Order
@@ -39,6 +40,12 @@ def reader_of(message: Action) -> int:
     """The stage that uses an output, possibly outside the pipeline; the stage itself for W."""
     onward = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: -1}
     return message.stage + onward.get(message.kind, 0)
+
+
+def neighbours(stage_ranks: Sequence[int]) -> set[tuple[int, int]]:
+    """(source, target) of all channels: the ranks of neighbouring stages, both ways."""
+    forward = {pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]}
+    return forward | {(target, source) for source, target in forward}
 
 
 def channels(order: Order, stage_ranks: Sequence[int]) -> Channels:
