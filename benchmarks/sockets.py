@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,6 @@ def count(size: int, *, lazy: bool = True) -> tuple[Counts, Counts]:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     variables |= {"TORCH_GLOO_LAZY_INIT": str(int(lazy))}
     # The server imports this module once for all ranks.
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sockets"])
     with tempfile.TemporaryDirectory() as folder:
