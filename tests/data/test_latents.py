@@ -201,7 +201,7 @@ def test_memory_does_not_grow_with_the_labels(tmp_path):
     config = Latents(path=str(tmp_path / "set"))
     whole, own = resident_kib("VmRSS"), resident_kib("RssAnon")
     source = config.open_surveyed(config.survey())
-    held_out = held_out_rows(source, 0, 700)
+    held_out = held_out_rows(source, 0, 700, "feistel")
     assert resident_kib("VmRSS") - whole < 24_000
     assert torch.equal(source.read(held_out)["label"], labels[list(held_out)])
     # Their pages are the page cache's, which all ranks of a node share.
