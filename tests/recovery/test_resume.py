@@ -274,7 +274,7 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
     assert "--checkpoint.allow_changes true" in lines[-1]
 
 
-def test_a_record_without_the_ways_of_drawing_means_the_old_ones(tmp_path):
+def test_a_record_without_the_keys_means_sort_and_generator(tmp_path):
     """Formats below 4 had neither key of [job]."""
     tables = copy.deepcopy(TABLES)
     for key in config_file.BEFORE_FORMAT_4:

@@ -33,7 +33,8 @@ BINS = ["t63", "t188", "t313", "t438", "t563", "t688", "t813", "t938"]
 
 @contextmanager
 def trainer_of(folder, **sections):
-    config = tiny_config(job={"dir": str(folder), "name": "run"}, **sections)
+    job = {"dir": str(folder), "name": "run"} | sections.pop("job", {})
+    config = tiny_config(job=job, **sections)
     try:
         with process_group.start("cpu") as world:
             yield Trainer(config, world)
@@ -124,6 +125,12 @@ def test_an_older_run_and_its_replay_hold_out_what_they_held_out(tmp_path, capsy
         trainer.fit()
     older, newer = (sorted(EpochOrder(0, 1747, rows).rows(range(16))) for rows in (older, newer))
     assert replayed_rows(tmp_path, capsys) == older
+    changed = {"job": {"data_order": "feistel"}, "checkpoint": {"allow_changes": True}}
+    with (
+        pytest.raises(UserError, match="would hold out other rows"),
+        trainer_of(tmp_path, **changed, **settings) as trainer,
+    ):
+        trainer.fit()
     # The checkpoint knows what the step had; the config has what the newest steps have.
     written = config.read_text()
     config.write_text(written.replace('data_order = "sort"', 'data_order = "feistel"'))
