@@ -79,6 +79,9 @@ def test_without_groups_any_row_may_leave(held_out):
     # Each 50 times on average; a standard deviation is 6.
     assert (often.min(), often.max()) > (25, 0)
     assert often.max() < 75
+    # So many are not sorted.
+    rows, _ = held_out(100_000, 2_000)
+    assert 45_000 < np.mean(rows) < 55_000
 
 
 def test_rows_within_a_group_leave_equally_often(held_out):
