@@ -296,13 +296,9 @@ def test_a_record_without_the_keys_means_sort_and_generator(tmp_path):
 
 
 def test_rows_once_held_out_are_not_trained_on_in_another_order(tmp_path):
-    """allow_changes does not reach this."""
-    record = {"config": changed(job__data_order="sort", validation__samples=9)}
-    record |= {"config_format": config_file.FORMAT}
-    same, other = (
-        Identity(changed(job__data_order=way, validation__samples=9), {}, 9)
-        for way in ("sort", "feistel")
-    )
+    configs = [changed(job__data_order=way, validation__samples=9) for way in ("sort", "feistel")]
+    same, other = (Identity(config, {}, 9) for config in configs)
+    record = {"config": copy.deepcopy(configs[0]), "config_format": config_file.FORMAT}
     path = tmp_path / "step-00000005"
     with pytest.raises(UserError) as caught:
         resuming.check_held_out(path, record, other)
