@@ -21,6 +21,9 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+GOLDEN = 0x9E3779B97F4A7C15
+SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""Shift and multiplier of the two rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -87,7 +87,8 @@ class Trainer:
         saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
         with self.watchdog, run_lock.hold_locks(self.folder, saves_in, self.say):
             self.resume()
-            replicas.check(self.config.faults, self.parameters, self.mesh, self.step)
+            start = self.step, self.config.job.initial_weights
+            replicas.check(self.config.faults, self.parameters, self.mesh, *start)
             self.open_run_directory()
             with self.stop, self.collector:
                 self.train()
@@ -330,9 +331,8 @@ class Trainer:
     def open_sample_log(self) -> None:
         """Start the sample log if [faults] log_samples is set."""
         if self.config.faults.log_samples:
-            share, writes = self.data_share, self.mesh.speaks_for_samples
-            place = self.folder, share.rank, share.num_ranks
-            self.sample_log = SampleLog.begin(*place, writes=writes)
+            place = self.folder, self.mesh.data_rank, self.mesh.sizes.data
+            self.sample_log = SampleLog.begin(*place, writes=self.mesh.speaks_for_samples)
 
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics and print the first console lines."""

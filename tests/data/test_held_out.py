@@ -79,6 +79,9 @@ def test_without_groups_any_row_may_leave(held_out):
     # Each 50 times on average; a standard deviation is 6.
     assert (often.min(), often.max()) > (25, 0)
     assert often.max() < 75
+    # So many are not sorted.
+    rows, _ = held_out(100_000, 2_000)
+    assert 45_000 < np.mean(rows) < 55_000
 
 
 def test_rows_within_a_group_leave_equally_often(held_out):
@@ -103,14 +106,14 @@ def test_the_rows_are_a_function_of_the_seed_alone(data_order):
 
 
 def test_no_rows_leave_where_none_are_asked_for():
-    assert held_out_rows(Grouped([0, 1]), 0, 0) == ()
-    assert held_out_rows(Grouped(3), 0, 0) == ()
+    assert held_out_rows(Grouped([0, 1]), 0, 0, "feistel") == ()
+    assert held_out_rows(Grouped(3), 0, 0, "feistel") == ()
 
 
 @pytest.mark.parametrize("count", [20, 21, 1000])
 def test_a_dataset_that_would_have_nothing_left_is_refused(count):
     with pytest.raises(UserError) as caught:
-        held_out_rows(Grouped(20), 0, count)
+        held_out_rows(Grouped(20), 0, count, "feistel")
     assert str(caught.value) == (
         f"[validation] samples={count} holds out all 20 rows of [data], so none "
         "remain for training. Set fewer, such as samples = 2."
@@ -140,7 +143,7 @@ def test_each_group_gives_its_rows_of_the_smallest_keys(sizes):
         for group, share in enumerate(wanted)
         for row in sorted(np.flatnonzero(groups == group), key=keys.__getitem__)[:share]
     ]
-    assert held_out_rows(InParts(groups.tolist()), 3, 60) == tuple(sorted(expected))
+    assert held_out_rows(InParts(groups.tolist()), 3, 60, "feistel") == tuple(sorted(expected))
 
 
 def test_a_share_that_was_guessed_too_small_is_taken_again(monkeypatch):
@@ -150,7 +153,7 @@ def test_a_share_that_was_guessed_too_small_is_taken_again(monkeypatch):
         asked.append(limits)
         return rows_below(source, key, limits // np.uint64(20 if len(asked) < 3 else 1))
 
-    expected = held_out_rows(Grouped(groups), 0, 300)
+    expected = held_out_rows(Grouped(groups), 0, 300, "feistel")
     monkeypatch.setattr(chosen, "rows_below", few)
-    assert held_out_rows(Grouped(groups), 0, 300) == expected
+    assert held_out_rows(Grouped(groups), 0, 300, "feistel") == expected
     assert len(asked) == 3

@@ -199,10 +199,13 @@ def test_memory_does_not_grow_with_the_labels(tmp_path):
     latents, labels = torch.zeros(count, 1, 1, 1, dtype=torch.uint8), torch.arange(count) % 7
     write_shards(tmp_path / "set", latents, labels, num_classes=7, source="a test")
     config = Latents(path=str(tmp_path / "set"))
-    whole, own = resident_kib("VmRSS"), resident_kib("RssAnon")
-    source = config.open_surveyed(config.survey())
-    held_out = held_out_rows(source, 0, 700)
-    assert resident_kib("VmRSS") - whole < 24_000
+    own = resident_kib("RssAnon")
+    source = config.open_surveyed(None)
+    # Reading the header of a mapped shard may map its neighbourhood, too.
+    whole = resident_kib("VmRSS")
+    config.survey()
+    held_out = held_out_rows(source, 0, 700, "feistel")
+    assert resident_kib("VmRSS") - whole < 8_000
     assert torch.equal(source.read(held_out)["label"], labels[list(held_out)])
     # Their pages are the page cache's, which all ranks of a node share.
     assert resident_kib("RssAnon") - own < 8_000

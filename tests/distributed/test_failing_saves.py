@@ -162,7 +162,7 @@ def test_replicas_that_differ_in_a_bit_neither_start_nor_save(two_runs):
         "[parallel] dp_replicate=2: the weights of rank 1 differ from those of rank 0 in "
         "head.out.bias at "
     )
-    assert start.startswith(f'{differ}the start. Set [job] initial_weights = "counter"')
+    assert start.startswith(f"{differ}the start. If the model has none of its own, leave")
     assert save.startswith(f"{differ}step 7. Resume from a checkpoint")
     assert equal is None
     assert not (folder / "copies" / "config.toml").exists()

@@ -52,7 +52,7 @@ def refusal(world, layout, spoiled):
     if world.rank == spoiled:
         next(iter(trainer.parameters.values())).detach().to_local().view(-1)[0] += 1
     try:
-        replicas.check(trainer.config.faults, trainer.parameters, trainer.mesh, 0)
+        replicas.check(trainer.config.faults, trainer.parameters, trainer.mesh, 0, "counter")
     except Disruption as error:
         return str(error)
     return None

@@ -78,7 +78,7 @@ def test_every_bit_is_that_of_plain_python(first):
 
 def test_normals_are_the_quantiles_of_their_uniforms():
     # From the middle to the last of the 2**31 values.
-    ends = [1 - 2.0**-k for k in range(1, 31)]
+    ends = [1 - 2.0**-k for k in range(1, 32)]
     u = torch.tensor([2.0**-31, *(k / 2000 for k in range(1, 2000)), *ends], dtype=torch.float64)
     exact = torch.tensor([-NORMAL.inv_cdf((1 - value) / 2) for value in u.tolist()], dtype=u.dtype)
     torch.testing.assert_close(normal_quantile(u), exact, rtol=1.2e-9, atol=0)

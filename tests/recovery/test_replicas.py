@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from titan_dit.recovery.replicas import digest
+from titan_dit.recovery.replicas import digest, way_out
 
 
 def flipped(tensor, element, bit):
@@ -29,6 +29,17 @@ def test_the_order_of_elements_and_chunks_counts():
     # The same place of another chunk.
     late = [flipped(torch.zeros_like(tensor), place, 3) for place in (7, 2**15 + 7, 2**15 + 99)]
     assert len({digest(tensor).item() for tensor in late}) == 3
+
+
+def test_the_way_out_is_that_of_the_moment():
+    drawn, anyhow = way_out(0, "generator"), way_out(0, "counter")
+    assert drawn.startswith('at the start. Set [job] initial_weights = "counter", and take the')
+    assert "Set" not in anyhow
+    assert anyhow.startswith("at the start. If the model has none of its own, leave that machine")
+    loaded, saving = way_out(7, "counter"), way_out(7, None)
+    assert loaded.startswith("as loaded from the checkpoint of step 7")
+    assert "Resume" not in loaded
+    assert saving.startswith("at step 7. Resume from a checkpoint: the same command does")
 
 
 def test_minus_zero_is_not_zero_and_nan_is_itself():

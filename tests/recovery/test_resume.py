@@ -1,6 +1,7 @@
 import copy
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -273,7 +274,7 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
     assert "--checkpoint.allow_changes true" in lines[-1]
 
 
-def test_a_record_without_the_ways_of_drawing_means_the_old_ones(tmp_path):
+def test_a_record_without_the_keys_means_sort_and_generator(tmp_path):
     """Formats below 4 had neither key of [job]."""
     tables = copy.deepcopy(TABLES)
     for key in config_file.BEFORE_FORMAT_4:
@@ -292,6 +293,25 @@ def test_a_record_without_the_ways_of_drawing_means_the_old_ones(tmp_path):
         '  [job] data_order: "sort" -> "feistel"',
         '  [job] initial_weights: "generator" -> "counter"',
     ]
+
+
+def test_rows_once_held_out_are_not_trained_on_in_another_order(tmp_path):
+    configs = [changed(job__data_order=way, validation__samples=9) for way in ("sort", "feistel")]
+    same, other = (Identity(config, {}, 9) for config in configs)
+    record = {"config": copy.deepcopy(configs[0]), "config_format": config_file.FORMAT}
+    path = tmp_path / "step-00000005"
+    with pytest.raises(UserError) as caught:
+        resuming.check_held_out(path, record, other)
+    assert str(caught.value) == (
+        f'[job] data_order="feistel" would hold out other rows than {path}, and train on those '
+        'held out there ([validation] samples=9). Set data_order = "sort", or start a new run with '
+        "--job.name."
+    )
+    resuming.check_held_out(path, record, same)
+    resuming.check_held_out(path, record, replace(other, num_held_out=0))
+    resuming.check_held_out(path, record | {"imported": True}, other)
+    record["config"]["validation"]["samples"] = 0
+    resuming.check_held_out(path, record, other)
 
 
 def test_other_data_is_refused_wherever_it_lies(tmp_path):

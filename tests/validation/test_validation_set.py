@@ -1,6 +1,8 @@
 """[validation]: held-out rows and the loss over them."""
 
 import itertools
+import re
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -8,14 +10,17 @@ import torch
 import torch.distributed as dist
 from tiny import randomize, state, tiny_config
 
+from titan_dit.commands import replay
 from titan_dit.config import config_file
 from titan_dit.config.catalog import variant
 from titan_dit.config.config_file import build_sections
 from titan_dit.config.section import UserError
 from titan_dit.config.training import ValidationConfig
 from titan_dit.data.base import Source
+from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import write_shards
 from titan_dit.data.loader import load_samples
+from titan_dit.data.order import EpochOrder
 from titan_dit.launcher import process_group
 from titan_dit.observe.metrics import read_rows
 from titan_dit.rng import SampleRNG
@@ -28,7 +33,8 @@ BINS = ["t63", "t188", "t313", "t438", "t563", "t688", "t813", "t938"]
 
 @contextmanager
 def trainer_of(folder, **sections):
-    config = tiny_config(job={"dir": str(folder), "name": "run"}, **sections)
+    job = {"dir": str(folder), "name": "run"} | sections.pop("job", {})
+    config = tiny_config(job=job, **sections)
     try:
         with process_group.start("cpu") as world:
             yield Trainer(config, world)
@@ -96,6 +102,58 @@ def test_validating_changes_nothing_of_the_run(tmp_path):
     assert "validation_loss" not in read_rows(tmp_path / "without" / "metrics.jsonl")[-1]
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def replayed_rows(folder, capsys):
+    """The dataset rows of the first step."""
+    capsys.readouterr()
+    replay.main(replay.Options(run=str(folder), step=1))
+    return sorted(int(row) for row in re.findall(r"row (\d+) ", capsys.readouterr().out))
+
+
+def test_an_older_run_and_its_replay_hold_out_what_they_held_out(tmp_path, capsys):
+    config = tmp_path / "config.toml"
+    config.write_text("format = 3\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    settings = {"validation": {"every": 9, "samples": 50}, "training": {"steps": 1}}
+    with trainer_of(tmp_path, checkpoint={"every": 1}, **settings) as trainer:
+        source = trainer.source
+        older, newer = (held_out_rows(source, 0, 50, order) for order in ("sort", "feistel"))
+        assert trainer.epochs.held_out == trainer.validation_set.rows == older != newer
+        assert trainer.epochs.data_order == "sort"
+        trainer.validate = dict  # It takes seconds.
+        trainer.fit()
+    older, newer = (sorted(EpochOrder(0, 1747, rows).rows(range(16))) for rows in (older, newer))
+    assert replayed_rows(tmp_path, capsys) == older
+    changed = {"job": {"data_order": "feistel"}, "checkpoint": {"allow_changes": True}}
+    with (
+        pytest.raises(UserError, match="would hold out other rows"),
+        trainer_of(tmp_path, **changed, **settings) as trainer,
+    ):
+        trainer.fit()
+    # The checkpoint knows what the step had; the config has what the newest steps have.
+    written = config.read_text()
+    config.write_text(written.replace('data_order = "sort"', 'data_order = "feistel"'))
+    assert replayed_rows(tmp_path, capsys) == older
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert replayed_rows(tmp_path, capsys) == newer
+    keys = [line for line in written.splitlines() if not line.startswith("data_order")]
+    config.write_text("\n".join(keys).replace("format = 4", "format = 3"))
+    assert replayed_rows(tmp_path, capsys) == older
+
+
+def test_an_older_run_validates_on_the_rows_of_path_that_it_had(tmp_path):
+    dataset(tmp_path / "train", seed=0)
+    dataset(tmp_path / "apart", seed=1)
+    data = {"name": "latents", "path": str(tmp_path / "train")}
+    some = {"every": 1, "path": str(tmp_path / "apart"), "samples": 20}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("format = 3\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with trainer_of(tmp_path / "run", data=data, validation=some) as trainer:
+        chosen = trainer.validation_set
+        older, newer = (held_out_rows(chosen.source, 0, 20, way) for way in ("sort", "feistel"))
+        assert chosen.rows == older != newer
 
 
 def dataset(folder, seed, count=40, shared=()):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import tyro
 from jaxtyping import Shaped
@@ -14,6 +15,7 @@ from torch import Tensor
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.folders import LatentFolder
+from titan_dit.data.held_out import group_sizes
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import Latents, LatentShards
 from titan_dit.diffusion.objective import to_model_units
@@ -75,13 +77,11 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
     """Return a dataset's metadata under the manifest's keys."""
     facts, about = source.facts, {}
     if isinstance(source, LatentShards):
-        labels = source.labels
         about = {"format": source.manifest["format"], "dtype": source.manifest["dtype"]}
         origin = source.manifest["source"]
         size = sum(entry["bytes"] for entry in source.manifest["shards"])
     else:
         assert isinstance(source, LatentFolder)
-        labels = source.listing.labels
         layout = {"classes": "a folder per class", "pair": "features and labels"}
         about = {"format": layout[source.listing.layout], "dtype": str(source.dtype)[6:]}
         origin = source.origin or "unknown"
@@ -90,7 +90,7 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
         **about,
         "shape": list(facts.shape),
         "count": f"{facts.count:,}",
-        "classes": sizes_of_classes(labels, facts),
+        "classes": sizes_of_classes(source),
         "scale": f"{facts.scale:g}",
         "shift": f"{facts.shift:g}",
         "source": origin,
@@ -99,9 +99,10 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
     }
 
 
-def sizes_of_classes(labels: Tensor, facts: LatentFacts) -> str:
+def sizes_of_classes(source: LatentShards | LatentFolder) -> str:
     """Format the number of classes, their first names, and the smallest and the largest class."""
-    sizes = labels.bincount(minlength=facts.num_classes)
+    facts, found = source.facts, group_sizes(source)
+    sizes = np.pad(found, (0, facts.num_classes - len(found)))
     names = facts.class_names
     ends = [
         f"{word} {names[at] if at < len(names) else at} with {int(sizes[at]):,}"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from titan_dit.checkpoint.store import Location
 from titan_dit.checks.device import replayable_precision
 from titan_dit.commands.trained_model import checkpoints_in, device_of
 from titan_dit.config import catalog, config_file, dotted_names
-from titan_dit.config.job import JobConfig
+from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
 from titan_dit.config.section import NonNegativeInt, PositiveInt, Section, UserError
 from titan_dit.data import loader
@@ -37,7 +38,7 @@ from titan_dit.observe import console, metrics
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import resolve
-from titan_dit.recovery import fault_log, rollback, sample_log
+from titan_dit.recovery import fault_log, resume, rollback, sample_log
 from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
 
@@ -100,6 +101,7 @@ def main(options: Options) -> None:
         raise UserError(f"--run {run}: no config.toml found. Give a run directory.")
     config = config_file.build(config_file.of_run(run / "config.toml"), catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
+    config = replace(config, job=job_of(run, options.step, config.job))
     origin = origin_of(run, options.step, config.training.global_batch_size)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
@@ -121,7 +123,7 @@ def main(options: Options) -> None:
             "digest). Restore that dataset."
         )
     objective = config.objective.build(config.model, source.facts)
-    job = config.job.settled()
+    job = config.job
     held_out = held_out_rows(source, job.seed, config.validation.num_held_out, job.data_order)
     with process_group.start(device_of(options.device).type) as world:
         replayer = Replayer(
@@ -171,6 +173,21 @@ def newest_step(run: Path) -> int:
         # Steps undone by a rollback count only if they were repeated.
         faulty = line["to_step"] if "to_step" in line else max(faulty, line["step"])
     return max(0, faulty, *logged, *saved)
+
+
+def job_of(run: Path, step: int, written: RunConfig) -> RunConfig:
+    """Return [job] with the data order and the initial weights of a step.
+
+    They are in the first checkpoint from the step on. `written`, of RUN/config.toml, is that of the
+    newest steps: both keys may have changed since with [checkpoint] allow_changes.
+    """
+    for path in checkpoints_in(run).complete():
+        record = resume.readable(path)[0] if step_of(path) >= step else {}
+        if record:
+            job = config_file.of_record(record).get("job", {})
+            found: dict[str, Any] = {key: job[key] for key in NEW_RUN if key in job}
+            return replace(written, **found).settled()
+    return written.settled()
 
 
 def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:

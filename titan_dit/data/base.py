@@ -124,12 +124,12 @@ class DataConfig(Named):
         raise NotImplementedError
 
     def survey(self) -> Any:
-        """Read what is read of all files, on one rank for all; `open_surveyed` is given the result.
+        """List or check all files. Rank 0 calls it; all ranks pass its result to `open_surveyed`.
 
         Override both if opening lists many files, or checks all of them.
         """
         return None
 
     def open_surveyed(self, survey: Any) -> Source:
-        """Open the dataset by the `survey` of another rank."""
+        """Open the dataset, given the result of `survey` on rank 0."""
         return self.open()

@@ -4,11 +4,11 @@ A generalised Feistel network (Black and Rogaway, "Ciphers with arbitrary finite
 2002, section 5): a number below a * b is a pair (left, right), and each round adds a random
 function of one half to the other, modulo a or b. With a and b next to sqrt(size), fewer than a
 numbers are outside range(size). A number that lands there is permuted again until it is inside
-(cycle walking, section 3).
+(cycle walking, section 3). Halves of few values would need more rounds: smaller datasets are
+sorted.
 
-The random function of a round is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) seeded by the
-round's key: its output number `half`. All arithmetic is on 64-bit integers, so the permutation is
-equal on every machine and version.
+The random function of a round is SplitMix64 seeded by the round's key: its output number `half`.
+All arithmetic is on 64-bit integers, so the permutation is equal on every machine and version.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan_dit.rng import words
+from titan_dit.rng import GOLDEN, SPLITMIX, words
 
-LEAST_ROUNDS = 8
-"""The rounds of FF3 (NIST SP 800-38G); at 10^9 rows the tests see structure with 2."""
-BITS = 24
-"""Each pair of rounds divides what neighbours have in common by b; this much has to go."""
-MOST = 1 << 62
-GAMMA = np.uint64(0x9E3779B97F4A7C15)
-MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
-ONE = np.uint64(1)
+LEAST_SIZE, MOST_SIZE = 1 << 16, 1 << 62
+"""Sizes of permutations."""
+ROUNDS = 8
+"""As FF3 (NIST SP 800-38G); the tests see structure with 2."""
+GAMMA = np.uint64(GOLDEN)
+MIX = [(np.uint64(shift), np.uint64(multiplier)) for shift, multiplier in SPLITMIX]
+LAST_SHIFT, ONE = np.uint64(31), np.uint64(1)
 
 Words = NDArray[np.uint64]
 
@@ -41,17 +39,16 @@ def mix(key: np.uint64 | Words, numbers: Words) -> Words:
     """Return the outputs `numbers` of SplitMix64 seeded with `key`."""
     z = numbers * GAMMA
     z += key
-    z ^= z >> SHIFTS[0]
-    z *= MULTIPLIERS[0]
-    z ^= z >> SHIFTS[1]
-    z *= MULTIPLIERS[1]
-    z ^= z >> SHIFTS[2]
+    for shift, multiplier in MIX:
+        z ^= z >> shift
+        z *= multiplier
+    z ^= z >> LAST_SHIFT
     return z
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """A permutation of range(size) for sizes up to 2^62, by one key per round."""
+    """A permutation of range(size), by one key per round."""
 
     size: int
     keys: Sequence[np.uint64 | Words]
@@ -60,7 +57,7 @@ class Permutation:
     @classmethod
     def of(cls, seed: int, stream: str, number: int, size: int) -> Permutation:
         """Return permutation `number` of a stream; each is independent of all others."""
-        return cls(size, round_keys(seed, stream, number, rounds_for(size)))
+        return cls(size, round_keys(seed, stream, number, ROUNDS))
 
     @property
     def halves(self) -> tuple[int, int]:
@@ -70,7 +67,7 @@ class Permutation:
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Map places in range(size) to elements, in the memory of a few arrays like `places`."""
-        assert 0 < self.size <= MOST
+        assert LEAST_SIZE <= self.size <= MOST_SIZE
         found = self.permuted(places.astype(np.uint64))
         outside = np.flatnonzero(found >= self.size)
         while len(outside):
@@ -88,12 +85,6 @@ class Permutation:
             left = (left + (mix(first, right) >> ONE)) % a
             right = (right + (mix(second, left) >> ONE)) % b
         return right * a + left
-
-
-def rounds_for(size: int) -> int:
-    """Return the number of rounds: 8 from 65,536 rows on, up to 50 for a few."""
-    _, b = Permutation(size, ()).halves
-    return max(LEAST_ROUNDS, 2 + 2 * math.ceil(BITS / max(1, b.bit_length() - 1)))
 
 
 @lru_cache(maxsize=8)

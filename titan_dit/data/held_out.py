@@ -10,15 +10,13 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
-from titan_dit.data.feistel import Permutation, mix, round_keys
+from titan_dit.data.feistel import LEAST_SIZE, Permutation, mix, round_keys
 from titan_dit.rng import words
 
 STREAM = "validation"
 
 
-def held_out_rows(
-    source: Source, seed: int, count: int, data_order: str = "feistel"
-) -> tuple[int, ...]:
+def held_out_rows(source: Source, seed: int, count: int, data_order: str) -> tuple[int, ...]:
     """Choose `count` rows, stratified over the groups of the source; ascending.
 
     A group smaller than its share is held out whole; the other groups fill the gap. Raises
@@ -39,6 +37,8 @@ def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:
     """The rows of each group that have the smallest random keys; memory grows with `count` only."""
     sizes = group_sizes(source)
     if not len(sizes):
+        if len(source) < LEAST_SIZE:
+            return by_sorting(source, seed, count).numpy()
         return Permutation.of(seed, STREAM, 0, len(source))(np.arange(count))
     (key,) = round_keys(seed, STREAM, 0, rounds=1)
     wanted = shares(torch.from_numpy(sizes), count).numpy()

@@ -64,11 +64,16 @@ class Latents(DataConfig):
         return self.open_surveyed(self.survey())
 
     def survey(self) -> Listing | None:
-        """List the files of a folder, with their labels; of shards, check all labels."""
+        """List the files of a folder, with their labels; of shards, check all labels.
+
+        With `verify`, `open_surveyed` checks the labels, after the SHA-256: a wrong label may be a
+        damaged file.
+        """
         path = Path(self.path)
         if layout_of(path) != "shards":
             return list_folder(path)
-        LatentShards(path).check_labels()
+        if not self.verify:
+            LatentShards(path).check_labels()
         return None
 
     def open_surveyed(self, survey: Listing | None) -> LatentShards | LatentFolder:
@@ -77,6 +82,8 @@ class Latents(DataConfig):
         if survey is not None:
             return LatentFolder(path, self.scale, self.shift, self.verify, survey)
         source = LatentShards(path, self.verify)
+        if self.verify:
+            source.check_labels()
         agreed("scale", self.scale, source.facts.scale, 1.0, path)
         agreed("shift", self.shift, source.facts.shift, 0.0, path)
         return source
@@ -144,10 +151,13 @@ class LatentShards(Source):
         return self.labels
 
     def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
-        """Yield the labels of each shard, which leave the process's memory afterwards."""
-        for _, labels in self.shards:
-            yield labels
-            advise(labels, mmap.MADV_DONTNEED)
+        """Yield the labels of each shard, in a mapping that ends with its part.
+
+        So their pages leave the process's memory.
+        """
+        for entry in self.manifest["shards"]:
+            with safe_open(self.path / entry["file"], framework="pt") as file:
+                yield file.get_tensor("label")
 
     def check_labels(self) -> None:
         """Raise UserError for the first label that is outside the classes."""

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_dit.data.feistel import Permutation
+from titan_dit.data.feistel import LEAST_SIZE, Permutation
 from titan_dit.data.sample_ranges import SampleRange
 from titan_dit.rng import permutation
 
@@ -59,12 +59,10 @@ class EpochOrder:
     held_out: tuple[int, ...] = ()
     """Rows held out of training, ascending."""
     data_order: str = "feistel"
-    """[job] data_order: feistel, or sort for older runs."""
+    """[job] data_order: feistel, or sort for older runs; the same for few rows."""
 
     @classmethod
-    def of(
-        cls, seed: int, num_rows: int, held_out: tuple[int, ...] = (), data_order: str = "feistel"
-    ) -> EpochOrder:
+    def of(cls, seed: int, num_rows: int, held_out: tuple[int, ...], data_order: str) -> EpochOrder:
         """Return the order of a dataset of `num_rows` rows, including the held-out ones."""
         return cls(seed, num_rows - len(held_out), held_out, data_order)
 
@@ -89,7 +87,7 @@ class EpochOrder:
 
     def permuted(self, epoch: int, places: Numbers) -> Numbers:
         """Map places in an epoch to training rows."""
-        if self.data_order == "sort":
+        if self.data_order == "sort" or self.num_rows < LEAST_SIZE:
             return sorted_permutation(self.seed, epoch, self.num_rows)[places]
         return Permutation.of(self.seed, "data_order", epoch, self.num_rows)(places)
 

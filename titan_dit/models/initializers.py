@@ -25,7 +25,7 @@ class Independent:
     device.
     """
 
-    law: Literal["one", "uniform", "normal"]
+    distribution: Literal["one", "uniform", "normal"]
     """Before scaling: always 1; uniform in (-1, 1); standard normal."""
     scale: Callable[[torch.Size], float]
     """Full shape -> factor."""
@@ -35,18 +35,18 @@ class Independent:
     ) -> Float64[Tensor, " n"]:
         """The values of some elements, given by row-major index; the same bits on every device."""
         scale = self.scale(shape)
-        if self.law == "normal":
+        if self.distribution == "normal":
             return weight_draws.normal(key, elements, scale)
-        if self.law == "uniform":
+        if self.distribution == "uniform":
             return weight_draws.uniform(key, elements, scale)
         return torch.full_like(elements, scale, dtype=torch.float64)
 
     def __call__(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """The whole tensor, by the device's generator."""
         device, scale = generator.device, self.scale(shape)
-        if self.law == "one":
+        if self.distribution == "one":
             return torch.full(shape, scale, device=device)
-        if self.law == "normal":
+        if self.distribution == "normal":
             return torch.randn(shape, device=device, generator=generator) * scale
         return (2 * torch.rand(shape, device=device, generator=generator) - 1) * scale
 

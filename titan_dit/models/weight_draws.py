@@ -15,19 +15,17 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-GOLDEN = 0x9E3779B97F4A7C15
-MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-"""Shift and multiplier of SplitMix64's two rounds."""
+from titan_dit.rng import GOLDEN, SPLITMIX
 
 
 def uniform(key: int, elements: Int64[Tensor, " n"], scale: float = 1.0) -> Float64[Tensor, " n"]:
     """Uniform in the open interval (-scale, scale): 31 random bits, symmetric about 0.
 
-    They are the upper bits of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): element i takes output
-    i of the generator that is seeded with `key`. It needs a quarter of Philox's operations.
+    They are the upper bits of SplitMix64: element i takes output i of the generator that is
+    seeded with `key`. It needs a quarter of Philox's operations.
     """
     word = elements * signed(GOLDEN) + signed(key + GOLDEN)
-    for shift, multiplier in MIX:
+    for shift, multiplier in SPLITMIX:
         # An unsigned shift; torch's is signed.
         word ^= (word >> shift).bitwise_and_(2 ** (64 - shift) - 1)
         word *= signed(multiplier)
@@ -128,8 +126,8 @@ def log(x: Float64[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
 
 
 def square_root(x: Float64[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
-    """The root of numbers in [7, 44], -2 log p for p from 0.03 to 2**-31, by Newton's method."""
-    root = (x * 0.11).add_(1.9)  # Within 8%: three steps make it 1e-10.
+    """The root of numbers in [7, 45], -2 log p for p from 0.03 to 2**-32, by Newton's method."""
+    root = (x * 0.11).add_(1.9)  # Within 9%: three steps make it 1e-10.
     for _ in range(3):
         root = (x / root).add_(root).mul_(0.5)
     return root

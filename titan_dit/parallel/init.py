@@ -58,7 +58,7 @@ def put(target: Tensor, full: Tensor) -> None:
 def draw(target: Tensor, initializer: Independent, key: int) -> None:
     """Draw the elements that this rank holds."""
     local = target.to_local() if isinstance(target, DTensor) else target
-    if initializer.law == "one":
+    if initializer.distribution == "one":
         local.fill_(initializer.scale(target.shape))
         return
     if not local.numel():

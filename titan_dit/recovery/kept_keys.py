@@ -1,4 +1,4 @@
-"""Resolves "auto" in [job]: a run that has started keeps the ways that it started with."""
+"""Resolves "auto" in [job]: a started run keeps its data order and its initial weights."""
 
 from __future__ import annotations
 

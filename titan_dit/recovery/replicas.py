@@ -25,30 +25,43 @@ ODD = 0x1E3779B97F4A7C15
 """Odd factors change every digest that they multiply: they have an inverse modulo 2**64."""
 
 
-def check(config: FaultsConfig, parameters: Mapping[str, Tensor], mesh: Mesh, step: int) -> None:
-    """Raise on every rank if replicas differ. Collective; one device synchronisation.
+def check(
+    config: FaultsConfig,
+    parameters: Mapping[str, Tensor],
+    mesh: Mesh,
+    step: int,
+    drawn_by: str | None = None,
+) -> None:
+    """Raise a Disruption on every rank if replicas differ. Collective; one device synchronisation.
 
-    A user error before training; later a Disruption, after which the launcher resumes from the
-    newest checkpoint.
+    `drawn_by`: [job] initial_weights, before training; None before a save, after whose refusal the
+    launcher resumes from the newest checkpoint.
     """
     if mesh.sizes.product("copies") == 1 or not config.compare_replicas:
         return
     found = difference(parameters, mesh.copies.get_group())
     messages = [message for message in Ranks().gather(found) if message]
-    if not messages:
-        return
-    if step:
-        way_out = (
+    if messages:
+        raise Disruption(f"{messages[0]} {way_out(step, drawn_by)}")
+
+
+def way_out(step: int, drawn_by: str | None) -> str:
+    """When the replicas differ, and what to do."""
+    if drawn_by is None:
+        return (
             f"at step {step}. Resume from a checkpoint: the same command does; if it happens "
             "again, leave that machine out. If the devices are of different kinds, whose rounding "
             "may differ, set --faults.compare_replicas false."
         )
-    else:
-        way_out = (
-            'at the start. Set [job] initial_weights = "counter", and take the distributions of a '
-            "model of your own from titan_dit.models.initializers."
+    if step:
+        return (
+            f"as loaded from the checkpoint of step {step}, whose files are undamaged. Leave that "
+            "machine out: its memory, its device or its view of the disk is at fault."
         )
-    raise Disruption(f"{messages[0]} {way_out}")
+    draws = "take the distributions of a model of your own from titan_dit.models.initializers"
+    if drawn_by == "generator":
+        return f'at the start. Set [job] initial_weights = "counter", and {draws}.'
+    return f"at the start. If the model has none of its own, leave that machine out; else {draws}."
 
 
 def difference(parameters: Mapping[str, Tensor], copies: dist.ProcessGroup) -> str:

@@ -30,7 +30,8 @@ def resumed(
 ) -> Progress | None:
     """Load the checkpoint selected by [checkpoint] resume; None to start at step 0. Collective.
 
-    Raises UserError if the checkpoint does not match `identity`, unless allow_changes is set.
+    Raises UserError if the checkpoint does not match `identity`, unless allow_changes is set. A
+    change that would train on held-out rows is always refused.
     """
     start, ranks = resume.starting_point(checkpoints, settings.resume), Ranks()
     path, record = start.path, start.record
@@ -38,6 +39,7 @@ def resumed(
         ranks.run_on_first(lambda: resume.check_not_elsewhere(run, settings))
         return None
     say(*start.messages())
+    resume.check_held_out(path, record, identity)
     if not settings.allow_changes:
         resume.check_same_mathematics(path, record, identity)
     load = resume.load_imported if record.get("imported") else resume.load

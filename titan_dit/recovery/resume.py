@@ -21,6 +21,7 @@ from titan_dit.config.config_file import (
     FORMAT,
     Tables,
     build,
+    build_sections,
     changes,
     of_record,
     read_toml,
@@ -28,7 +29,7 @@ from titan_dit.config.config_file import (
 )
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.launcher.failure import is_restarted
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
@@ -252,6 +253,20 @@ def check_same_mathematics(path: Location, record: Mapping[str, Any], identity: 
             + "\n  ".join(changed)
             + "\nUndo the change, start a new run with --job.name, or allow it with "
             "--checkpoint.allow_changes true."
+        )
+
+
+def check_held_out(path: Location, record: Mapping[str, Any], identity: Identity) -> None:
+    """Raise UserError if another data order would train on rows that were held out."""
+    only = ("job", "validation")
+    before = build_sections(of_record(record), catalog.variant, only)
+    held_out = "validation" in before and before["validation"].num_held_out
+    was, now = before["job"].data_order, identity.config["job"]["data_order"]
+    if held_out and identity.num_held_out and was != now and not record.get("imported", False):
+        raise UserError(
+            f"[job] data_order={show(now)} would hold out other rows than {path}, and train on "
+            f"those held out there ([validation] samples={held_out}). Set data_order = "
+            f"{show(was)}, or start a new run with --job.name."
         )
 
 
