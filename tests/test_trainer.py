@@ -49,7 +49,6 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
         step=5,
         cursor=16,
         meter=SimpleNamespace(steps=0),
-        stop=SimpleNamespace(flag=lambda: None),
     )
     batch = SimpleNamespace(sample_numbers=torch.arange(16, 20))
     _, norm, lr = Trainer.train_step(trainer, batch)

@@ -56,7 +56,6 @@ class Trainer:
         self.plan, self.hooks, self.identity = opened.plan, opened.hooks, opened.identity
         self.source, self.epochs, self.objective = opened.source, opened.epochs, opened.objective
         self.validation_set = opened.validation_set
-
         plan, device = self.plan, world.device
         self.mesh = Mesh(plan.sizes, device.type)
         self.built = built = build(plan, self.objective, self.mesh, device)
