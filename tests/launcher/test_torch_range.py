@@ -7,6 +7,8 @@ import tomllib
 import pytest
 import torch
 from commands import ROOT
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.tensor import DTensor
 
 from titan_dit import __main__, train
 from titan_dit.checks import torch_parts
@@ -68,21 +70,32 @@ def test_a_missing_part_is_refused_with_the_file_that_uses_it_and_the_version(mo
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "file"),
+    ("owner", "name", "file"),
     [
-        ("DTensor", "_spec", "checkpoint/staging.py"),
-        ("FileSystem", "create_stream", "checkpoint/torch_files.py"),
+        (DTensor, "_spec", "checkpoint/staging.py"),
+        (torch, "_foreach_copy_", "checkpoint/staging.py"),
+        (filesystem, "_StorageInfo", "checkpoint/torch_files.py"),
+        (torch.serialization, "_get_layout", "checkpoint/torch_files.py"),
     ],
 )
-def test_what_a_checkpoint_needs_is_looked_for_at_the_start(monkeypatch, part, name, file):
-    torch_parts.check(profiles_memory=True)
-    monkeypatch.setattr(torch_parts, part, Old)
+def test_what_a_checkpoint_needs_is_looked_for_at_the_start(monkeypatch, owner, name, file):
+    torch_parts.check(profiles_memory=True, rings=True)
+    monkeypatch.delattr(owner, name)
     with pytest.raises(UserError, match=f"{name}, which titan_dit/{file} uses"):
-        torch_parts.check(profiles_memory=False)
+        torch_parts.check(profiles_memory=False, rings=False)
 
 
-def test_what_a_memory_snapshot_needs_is_looked_for_at_the_start(monkeypatch):
+def test_undocumented_methods_of_a_checkpoint_are_looked_for_at_the_start(monkeypatch):
+    monkeypatch.setattr(filesystem, "FileSystem", Old)
+    with pytest.raises(UserError, match=r"Old\.create_stream, which titan_dit/checkpoint/torch"):
+        torch_parts.check(profiles_memory=False, rings=False)
+
+
+def test_what_only_some_runs_need_is_looked_for_where_they_start(monkeypatch):
     monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
-    torch_parts.check(profiles_memory=False)
+    monkeypatch.setattr(torch_parts, "RING_KERNELS", ["_scaled_dot_product_gone"])
+    torch_parts.check(profiles_memory=False, rings=False)
     with pytest.raises(UserError, match=r"_dump_snapshot, which titan_dit/observe/memory_snap"):
-        torch_parts.check(profiles_memory=True)
+        torch_parts.check(profiles_memory=True, rings=False)
+    with pytest.raises(UserError, match=r"product_gone, which titan_dit/kernels/attention_kern"):
+        torch_parts.check(profiles_memory=False, rings=True)

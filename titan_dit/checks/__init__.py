@@ -28,7 +28,8 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     config.objective.check_sampling(config.model, config.sampling)
     if on is None:
         return
-    torch_parts.check(config.profile.memory)
+    rings = plan.sizes.cp > 1 and plan.parallel.cp_method == "ring"
+    torch_parts.check(profiles_memory=config.profile.memory, rings=rings)
     device.check_writers(config.metrics)
     device.check_profiled(config.profile, plan)
     device.check_matmuls(plan.precision, plan.parallel.async_tp, on)

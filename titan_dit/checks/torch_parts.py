@@ -6,16 +6,28 @@ Other missing parts show in the imports or in the first step. docs/torch-version
 from __future__ import annotations
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 
 from titan_dit.launcher.torch_range import require
 
+RING_KERNELS = [
+    f"_scaled_dot_product_{kernel}{way}"
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention")
+    for way in ("", "_backward")
+]
 
-def check(profiles_memory: bool) -> None:
-    """Raise UserError if a checkpoint or a memory snapshot could not be written."""
+
+def check(*, profiles_memory: bool, rings: bool) -> None:
+    """Raise UserError if a checkpoint, a memory snapshot or ring attention would fail."""
     require("checkpoint/staging.py", DTensor, "_spec")
-    require("checkpoint/torch_files.py", FileSystem, "create_stream", "rename", "init_path")
+    require("checkpoint/staging.py", torch, "_foreach_copy_")
+    parts = "create_stream", "rename", "init_path"
+    require("checkpoint/torch_files.py", filesystem.FileSystem, *parts)
+    require("checkpoint/torch_files.py", filesystem, "_StorageInfo")
+    require("checkpoint/torch_files.py", torch.serialization, "_get_layout")
     if profiles_memory:
         memory = torch.cuda.memory
         require("observe/memory_snapshot.py", memory, "_record_memory_history", "_dump_snapshot")
+    if rings:
+        require("kernels/attention_kernels.py", torch.ops.aten, *RING_KERNELS)

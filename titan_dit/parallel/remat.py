@@ -46,7 +46,7 @@ KEPT = (
     "_c10d_functional::all_to_all_single",
 )
 """Operators whose outputs `selective` saves."""
-OPERATORS_FORGET = torch.__version__ < "2.12"
+SAVES_PARTS_OF_ADDCMUL = torch.__version__ < "2.12"
 """torch 2.11's compiler splits addcmul, does not mark its parts to be recomputed, and saves them:
 3 h per token instead of 1. With contexts each operator gets its own mark."""
 
@@ -76,7 +76,7 @@ def keep_input(block: nn.Module, stream: Stream, side: SideInputs) -> Stream:
     """The block's forward, saving only its input."""
     forward = type(block).forward
     result: Stream
-    if OPERATORS_FORGET and torch.compiler.is_compiling():
+    if SAVES_PARTS_OF_ADDCMUL and torch.compiler.is_compiling():
         result = recomputed(forward, block, stream, side, context_fn=empty_contexts)
     else:
         result = recomputed(forward, block, stream, side)
