@@ -14,7 +14,6 @@ PACKAGE = Path(titan_dit.__file__).resolve().parent
 WAY = [
     "data/loader.py",
     "data/order.py",
-    "data/feistel.py",
     "data/latents.py",
     "diffusion/objective.py",
     "models/dit.py",
@@ -49,7 +48,7 @@ def visited(trainer):
     return list(seen)
 
 
-def test_a_step_of_digits_visits_ten_files_each_entered_in_turn(tmp_path):
+def test_a_step_of_digits_visits_nine_files_each_entered_in_turn(tmp_path):
     config = tiny_config(job={"dir": str(tmp_path), "name": "run"})
     with process_group.start("cpu") as world:
         files = visited(Trainer(config, world))
