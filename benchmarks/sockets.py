@@ -82,6 +82,8 @@ def count(size: int, *, lazy: bool = True) -> tuple[Counts, Counts]:
             process.start()
         for process in ranks:
             process.join()
+            if process.exitcode:
+                raise SystemExit(f"A rank of {size} ended with exit code {process.exitcode}.")
         found: list[Counts] = json.loads((Path(folder) / "counts.json").read_text())
     first, *others = found
     return first, {part: max(counts[part] for counts in others) for part in first}

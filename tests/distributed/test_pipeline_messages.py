@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks
 from tiny import gradients, randomize, tiny_config
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch_runtime import gradients_in_torch
 
 from titan_dit.execution.loop import AHEAD, Inbox, Loop
@@ -178,26 +178,34 @@ def test_both_ends_post_the_messages_of_a_direction_in_the_same_sequence(schedul
     assert count == boundaries * (2 * MICROBATCHES + 3)
 
 
-def early_receive(world):
-    """A receive that is posted before the sender can know of it."""
-    links = Links(init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))["pp"])
-    links.open([(0, 1), (1, 0)])
-    value, other = torch.full((1,), world.rank + 1.0), 1 - world.rank
-    got = torch.zeros(1)
-    works = links.receive([got], other) if world.rank == 0 else []
-    if world.rank == 0:
-        works += links.send([value], other)
-    else:
-        links.receive([got], other)[0].wait()
-        works = links.send([value], other)
-    for work in works:
-        work.wait()
-    return got.item()
+def early_receives(world):
+    """Receives that are posted before the sender can know of them, by one rank and the other.
+
+    gloo blocks only the end that happens to listen: eight times, each on groups of its own.
+    """
+    found, other = [], 1 - world.rank
+    for time in range(8):
+        group = dist.new_group([0, 1])
+        links = Links(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",)))
+        links.open([(0, 1), (1, 0)])
+        value, got = torch.full((1,), 10.0 * time + world.rank), torch.zeros(1)
+        works = links.receive([got], other)
+        if world.rank == time % 2:  # This rank has posted early; the other one waits for it.
+            works += links.send([value], other)
+        else:
+            works.pop().wait()
+            works += links.send([value], other)
+        for work in works:
+            work.wait()
+        found.append(got.item())
+    return found
 
 
 def test_a_receive_can_be_posted_before_the_sender_is_there():
     lazily = {"TORCH_GLOO_LAZY_INIT": "1"}
-    assert on_ranks(2, early_receive, variables=lazily, timeout=30) == [2.0, 1.0]
+    first, second = on_ranks(2, early_receives, variables=lazily, timeout=30)
+    assert first == [10.0 * time + 1 for time in range(8)]
+    assert second == [10.0 * time for time in range(8)]
 
 
 def groups(world):

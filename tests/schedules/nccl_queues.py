@@ -38,6 +38,27 @@ def posted(order, stage_ranks, rank):
     return line
 
 
+def connects(order, stage_ranks, first=()):
+    """Whether all groups connect. The host waits at the first use of a group for its other end.
+
+    `first`: the pairs of ranks that connect before the first action, in sequence.
+    """
+    ends = {m: pair for pair, line in channels(order, stage_ranks).items() for m in line}
+    hosts = []
+    for rank in range(len(order)):
+        used = [ends[name] for what, name in posted(order, stage_ranks, rank) if what != "run"]
+        hosts.append(list(dict.fromkeys([pair for pair in first if rank in pair] + used)))
+    progress = True
+    while progress:
+        heads = [host[0] for host in hosts if host]
+        ready = {pair for pair in heads if heads.count(pair) == 2}
+        for host in hosts:
+            if host and host[0] in ready:
+                host.pop(0)
+        progress = bool(ready)
+    return not any(hosts)
+
+
 def makespan(order, stage_ranks, costs, queue_of):
     """The time of the last action; None for a deadlock."""
     return Ranks(order, stage_ranks, costs, queue_of).run()

@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 from known import INTERLEAVED, SCHEDULES
-from nccl_queues import LATENCY, makespan, one_for_each_direction, one_for_each_rank
+from nccl_queues import LATENCY, connects, makespan, one_for_each_direction, one_for_each_rank
 
 from titan_dit.config.section import UserError
+from titan_dit.schedules.messages import neighbours
 from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_per_rank
 from titan_dit.schedules.simulator import simulate, stage_costs
 
@@ -35,6 +36,8 @@ def test_no_order_hangs_and_each_takes_as_long_as_simulated(schedule, grid):
     found = list(orders(schedule, grid))
     assert len(found) >= 3
     for order, places, costs in found:
+        # `Links.open` connects the groups in this sequence.
+        assert connects(order, places, sorted(neighbours(places)))
         took = makespan(order, places, costs, one_for_each_direction)
         assert took == pytest.approx(simulate(order, costs, latency=LATENCY).makespan)
 
@@ -43,3 +46,9 @@ def test_a_single_queue_for_a_rank_would_hang():
     order, places, costs = next(orders("1f1b", ((2,), (4,), (1,))))
     assert makespan(order, places, costs, one_for_each_direction) is not None
     assert makespan(order, places, costs, one_for_each_rank) is None
+
+
+def test_groups_that_connect_at_their_first_message_would_hang():
+    order, places, _ = next(orders("1f1b", ((2,), (4,), (1,))))
+    assert not connects(order, places)
+    assert connects(order, places, sorted(neighbours(places)))

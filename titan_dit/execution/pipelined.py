@@ -76,13 +76,13 @@ class PipelinedExecutor(Executor):
     def perform(
         self,
         order: Order,
-        channels: Channels,
+        sequences: Channels,
         inputs: Sequence[Mapping[str, Tensor]],
         side_inputs: Sequence[SideInputs],
         finish: Callable[[Output, int], Tensor],
     ) -> None:
         """This rank's actions of an order; see `Loop.run`."""
-        loop = Loop(self.stages, self.stage_ranks, channels, self.links, self.device)
+        loop = Loop(self.stages, self.stage_ranks, sequences, self.links, self.device)
         actions = loop.planned(order[self.links.rank])
         loop.run(actions, inputs, side_inputs, finish)
 

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-Gradients: TypeAlias = tuple[Tensor | None, ...]
+OutputGradients: TypeAlias = tuple[Tensor | None, ...]
+"""Of a node's outputs; None for those without."""
+InputGradients: TypeAlias = tuple[Tensor | None, ...]
+"""Of a stage's inputs; None where unused."""
 
 
 class WeightHalf:
@@ -25,7 +28,7 @@ class WeightHalf:
     def __init__(self, edges: Sequence[GradientEdge], groups: Sequence[Group]) -> None:
         # A node is owned by those that lead to it; an edge keeps the graph alive, but no output.
         self.edges, self.groups = edges, groups
-        self.kept: dict[Node, Gradients] = {}
+        self.kept: dict[Node, OutputGradients] = {}
         """The gradients of a node's outputs, from the first half."""
         self.given: dict[Node, list[tuple[GradientEdge, Tensor]]] = {}
         """The gradients of the stage's outputs that lead to weights, but to no input."""
@@ -80,7 +83,7 @@ def backward_input(
     gradients: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     weights: Iterable[Tensor],
-) -> tuple[Gradients, WeightHalf]:
+) -> tuple[InputGradients, WeightHalf]:
     """Return the gradients of the inputs, None where unused, and the rest of the backward.
 
     `gradients`: of the outputs; None for a scalar loss.
@@ -94,16 +97,16 @@ def backward_input(
     )
     half = WeightHalf(edges, graph.groups(learning))
     for place, edge in enumerate(edges):
-        if gradients is not None and not graph.leads_on[edge.node]:
+        if gradients is not None and not graph.reaches_input[edge.node]:
             half.given.setdefault(edge.node, []).append((edge, gradients[place]))
 
     def keep(node: Node) -> Any:
-        def hook(found: Gradients) -> None:
+        def hook(found: OutputGradients) -> None:
             half.kept[node] = found
 
         return node.register_prehook(hook)
 
-    hooks = [keep(node) for node in graph.starts if graph.leads_on[node]]
+    hooks = [keep(node) for node in graph.boundary if graph.reaches_input[node]]
     found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
     for hook in hooks:
         hook.remove()
@@ -116,43 +119,44 @@ class Graph:
     def __init__(
         self, roots: Sequence[Node], inputs: Sequence[Node], weights: Sequence[Node]
     ) -> None:
-        self.leads_on = dict.fromkeys(inputs, True) | dict.fromkeys(weights, False)
-        """Whether a node leads to an input."""
-        self.own = {node: frozenset[int]() for node in inputs}
-        """The weights that a node leads to, but no other node that leads to an input."""
-        self.own |= {node: frozenset((place,)) for place, node in enumerate(weights)}
+        self.reaches_input = dict.fromkeys(inputs, True) | dict.fromkeys(weights, False)
+        """Whether a node leads to an input of the stage."""
+        self.weights_below = {node: frozenset[int]() for node in inputs}
+        """The places of the weights that a node leads to by nodes that reach no input."""
+        self.weights_below |= {node: frozenset((place,)) for place, node in enumerate(weights)}
         for root in roots:
             self.trace(root)
-        self.starts = [
+        self.boundary = [
             node
-            for node, places in self.own.items()
-            if places and (self.leads_on[node] or node in roots)
+            for node, places in self.weights_below.items()
+            if places and (self.reaches_input[node] or node in roots)
         ]
-        """The nodes that lead to an input and, by another way, to weights; and the roots that lead
-        to weights alone."""
+        """Where the second half starts: nodes that reach an input and have weights below, and
+        roots that reach no input."""
 
     def trace(self, root: Node) -> None:
         """Add all nodes that a root leads to."""
         stack = [(root, False)]
         while stack:
             node, is_ready = stack.pop()
-            if node in self.own:
+            if node in self.weights_below:
                 continue
             after = [following for following, _ in node.next_functions if following is not None]
             if not is_ready:
                 stack.append((node, True))
                 stack += [(following, False) for following in after]
                 continue
-            self.leads_on[node] = any(self.leads_on[following] for following in after)
-            ways = (self.own[following] for following in after if not self.leads_on[following])
-            self.own[node] = frozenset[int]().union(*ways)
+            self.reaches_input[node] = any(self.reaches_input[following] for following in after)
+            others = [following for following in after if not self.reaches_input[following]]
+            below = (self.weights_below[following] for following in others)
+            self.weights_below[node] = frozenset[int]().union(*below)
 
     def groups(self, weights: Sequence[Tensor]) -> list[Group]:
-        """The starts; those with a weight in common in one group."""
+        """The boundary; nodes with a weight in common are in one group."""
         group_of: dict[int, tuple[list[Node], set[int]]] = {}
-        for node in self.starts:
-            nodes, places = [node], set(self.own[node])
-            for place in self.own[node]:
+        for node in self.boundary:
+            nodes, places = [node], set(self.weights_below[node])
+            for place in self.weights_below[node]:
                 if place in group_of:
                     its_nodes, its_places = group_of[place]
                     nodes += [one for one in its_nodes if one not in nodes]

@@ -36,7 +36,7 @@ class Links:
         for source, target in sorted(set(pairs)):
             if self.rank not in (source, target) or (source, target) in self.groups:
                 continue
-            # Another mesh over the same ranks may have opened it.
+            # A second mesh over all ranks of the world has the same group, and so the same names.
             name = f"{self.mesh.get_group().group_name}:{source}->{target}"
             if group := opened(name):
                 self.groups[source, target] = group
