@@ -13,7 +13,10 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
 from report import finish, table
 from sockets import Counts, count, law
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -22,8 +25,9 @@ from titan_dit.commands import train
 from titan_dit.dry_run.fake_step import fake_world
 from titan_dit.launcher import groups, open_files
 from titan_dit.launcher.heartbeats import cache_s
+from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.schedules.messages import channels
+from titan_dit.schedules.messages import channels, neighbours
 from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_per_rank
 
 RANKS_PER_NODE = 8
@@ -46,11 +50,12 @@ Row = dict[str, Any]
 
 
 def group_row(sizes: AxisSizes, num_ranks: int) -> Row:
-    """The groups that a rank belongs to, and the seconds to open them all on one process."""
-    with fake_world(num_ranks - 1, num_ranks):
+    """The groups of a rank in the middle, pipeline included; seconds to open them in one process."""
+    with fake_world(num_ranks // 2, num_ranks):
         start = time.perf_counter()
-        Mesh(sizes, "cpu")
+        mesh = Mesh(sizes, "cpu")
         took = time.perf_counter() - start
+        mesh.links.open(neighbours(range(sizes.pp)))
         several = [group.size() for group in groups.opened() if group.size() > 1]
         return {
             "ranks": f"{num_ranks:,}",
@@ -124,13 +129,30 @@ def rendezvous_row(num_ranks: int) -> Row:
 
 
 def stop_row(num_ranks: int) -> Row:
-    """The stop flag of a step: before (a gloo all-reduce of its own), and now."""
+    """The stop flag of a step: as a gloo all-reduce of its own (a ring), and as it is sent."""
+    with fake_world(num_ranks - 1, num_ranks):
+        alone = reduced_bytes(None)
+        both = reduced_bytes(torch.zeros((), dtype=torch.float64))
     return {
         "ranks": f"{num_ranks:,}",
         "own all-reduce, hops": f"{2 * (num_ranks - 1):,}",
-        "beside the norm, messages": 0,
-        "bytes more": 8,
+        "beside the norm, messages": len(both) - len(alone),
+        "bytes more": sum(both) - sum(alone),
     }
+
+
+def reduced_bytes(flag: torch.Tensor | None) -> list[int]:
+    """Bytes of each all-reduce of a gradient norm."""
+    sizes: list[int] = []
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+
+    def reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        sizes.append(tensor.nbytes)
+
+    with mock.patch.object(dist, "all_reduce", reduce):
+        clip_norm([parameter], 1.0, flag)
+    return sizes
 
 
 def pipeline_row(schedule: str, num_ranks: int, virtual_stages: int) -> Row:
