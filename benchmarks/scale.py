@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 
 def group_row(sizes: AxisSizes, num_ranks: int) -> Row:
-    """The groups of a rank in the middle, pipeline included; seconds to open them in one process."""
+    """The groups of a rank in the middle, its pipeline included, and the seconds to open them."""
     with fake_world(num_ranks // 2, num_ranks):
         start = time.perf_counter()
         mesh = Mesh(sizes, "cpu")
