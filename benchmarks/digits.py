@@ -53,7 +53,7 @@ def judge(run: Path) -> dict[str, object]:
     drawn = load_file(out)
     digits = Digits().open()
     whole = digits.read(range(len(digits)))
-    real, real_labels = whole.latents.float().flatten(1).numpy(), whole.labels.numpy()
+    real, real_labels = whole["latent"].float().flatten(1).numpy(), whole["label"].numpy()
     samples, labels = drawn["samples"].flatten(1).numpy(), drawn["labels"].numpy()
 
     classifier = KNeighborsClassifier(3).fit(real, real_labels)
