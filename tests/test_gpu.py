@@ -7,7 +7,7 @@ import torch
 from harness import on_ranks
 from tiny import randomize, tiny_config, whole
 
-from titan_dit.launcher.stop_request import Reason, StopRequest
+from titan_dit.launcher.stop_request import HostCopy, Reason, StopRequest
 from titan_dit.models import initializers
 from titan_dit.recovery.replicas import digest
 from titan_dit.rng import SampleRNG
@@ -28,6 +28,8 @@ def test_random_numbers_are_those_of_the_cpu():
 
 def test_a_stop_is_heard_a_step_later_and_nothing_waits_for_the_device_before():
     stop = StopRequest(2, torch.device("cuda"))
+    # Pinned memory for the copies below: to allocate it waits for the device.
+    HostCopy(torch.zeros((), dtype=torch.float64, device="cuda")).read()
     torch.cuda.set_sync_debug_mode("error")
     try:
         assert not stop.agreed()
@@ -36,7 +38,7 @@ def test_a_stop_is_heard_a_step_later_and_nothing_waits_for_the_device_before():
         stop.flag().add_(0)
         assert not stop.agreed()
         stop.flag()
-        assert not stop.landings[0].copied.query()
+        assert not stop.copies[0].copied.query()
         assert stop.agreed()
     finally:
         torch.cuda.set_sync_debug_mode("default")

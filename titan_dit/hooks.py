@@ -1,7 +1,8 @@
 """User code called during a run: [job] hooks = ["package.module:Class"].
 
-Hooks are read-only and do not change the run. An exception on any rank stops all ranks at the end
-of the step, without a deadlock.
+Hooks are read-only and do not change the run. An exception on any rank stops all ranks after the
+same step, without a deadlock: with several ranks after the next step on a CPU, and up to two steps
+later on a GPU.
 """
 
 from __future__ import annotations

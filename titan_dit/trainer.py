@@ -160,7 +160,7 @@ class Trainer:
         self.say(f"stopped{by} after step {self.step}; {end}")
 
     def call_hooks(self, moment: str) -> None:
-        """Call the user's hooks; an exception in one stops all ranks after this step."""
+        """Call the user's hooks; an exception in one stops all ranks within two steps."""
         if not self.hooks.wanted:
             return
         slow = nullcontext() if moment == "step_ended" else self.watchdog.slow(f"in {HOOKS}")

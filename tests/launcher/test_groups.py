@@ -1,6 +1,7 @@
 """Timeouts of all process groups, and groups that cannot be opened."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import on_ranks
 
@@ -64,3 +65,24 @@ def test_a_group_that_cannot_be_opened_is_one_line_and_may_be_tried_again(monkey
         "out. All nodes must reach node1:29500"
     )
     assert "\n" not in message
+
+
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error, NCCL version 2.29.3
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed.
+Last error:
+socketStartConnect: Connect to 10.0.0.2<41553> failed : No route to host
+Exception raised from ..."""
+
+
+def test_a_group_that_nccl_cannot_open_is_reported_in_its_own_words():
+    with pytest.raises(NetworkFailure) as failed, groups.opening("the default process group"):
+        raise dist.DistBackendError(NCCL)
+    assert (
+        "unhandled system error, NCCL version 2.29.3: socketStartConnect: Connect to "
+        "10.0.0.2<41553> failed : No route to host. All nodes"
+    ) in str(failed.value)
+
+
+def test_a_full_device_is_not_reported_as_a_network_failure():
+    with pytest.raises(torch.OutOfMemoryError), groups.opening("the default process group"):
+        raise torch.OutOfMemoryError("CUDA out of memory")

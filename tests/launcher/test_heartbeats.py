@@ -1,4 +1,4 @@
-"""A healthy node stays in the rendezvous, whatever its clock says; a silent one is lost."""
+"""A rendezvous counts by each node's own watch: no clock loses a node or ends the last call."""
 
 import os
 import pickle
@@ -16,7 +16,9 @@ from titan_dit.launcher import heartbeats
 from titan_dit.launcher.heartbeats import LocalWatch
 
 SETTINGS = SimpleNamespace(
-    keep_alive_interval=timedelta(seconds=10), keep_alive_max_attempt=3, min_nodes=1, run_id="run"
+    **{"keep_alive_interval": timedelta(seconds=10), "keep_alive_max_attempt": 3},
+    **{"min_nodes": 1, "max_nodes": 3, "run_id": "run"},
+    timeout=dynamic_rendezvous.RendezvousTimeout(last_call=timedelta(seconds=30)),
 )
 
 
@@ -45,6 +47,7 @@ def clock(monkeypatch):
     """A monotonic clock that `clock.pass_s` moves; wall clocks of heartbeats do not count."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(heartbeats.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(dynamic_rendezvous, "datetime", heartbeats.SteadyClock)
 
     def pass_s(seconds, watch, shared, *alive, skew=timedelta(0)):
         for _ in range(round(seconds / 5)):
@@ -92,17 +95,77 @@ def test_heartbeats_go_back_to_the_store_as_they_were_sent(clock):
     assert shared.state.last_heartbeats == sent
 
 
-SKEWED = """
-import datetime, os, sys, time
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from titan_dit.launcher import launch
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_a_last_call_lasts_from_when_a_node_first_saw_it_and_no_node_extends_it(hours, clock):
+    shared = Shared("ab")
+    watches = [LocalWatch(shared, SETTINGS) for _ in "ab"]
+    for watch in watches:
+        watch.sync()
+    shared.state.deadline = datetime.now(UTC) + timedelta(hours=hours, seconds=30)
+    begun = clock.now
+    for _ in range(20):
+        clock.now += 5
+        shared.beat("a", "b")
+        for watch in watches:
+            watch.sync()
+            watch.mark_dirty()
+            watch.sync()
+        if any(is_over(watch, node) for watch, node in zip(watches, "ab", strict=True)):
+            break
+    assert 30 <= clock.now - begun <= 40
 
-class Skewed(datetime.datetime):
+
+def test_each_last_call_has_its_whole_time(clock):
+    shared = Shared("ab")
+    watch = LocalWatch(shared, SETTINGS)
+    for deadline in (datetime.now(UTC), None, datetime.now(UTC)):
+        shared.state.deadline = deadline
+        clock.pass_s(25, watch, shared, "a", "b")
+        assert not is_over(watch, "a")
+
+
+def is_over(watch, node):
+    """True if torch's join of this node would complete the rendezvous."""
+    seen = dynamic_rendezvous._RendezvousContext(node, watch.state, SETTINGS)
+    act = dynamic_rendezvous._RendezvousJoinOp()(seen, heartbeats.time.monotonic() + 600)
+    return act == dynamic_rendezvous._Action.MARK_RENDEZVOUS_COMPLETE
+
+
+def test_a_node_whose_clock_is_set_back_sends_heartbeats_as_before(clock, monkeypatch):
+    for name in ("datetime", "_BackendRendezvousStateHolder"):
+        monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
+    monkeypatch.setattr(dynamic_rendezvous, "datetime", SetBack)
+    heartbeats.watch_locally()
+    state, sent = Shared("a").state, []
+    state.last_heartbeats["a"] = dynamic_rendezvous.datetime.now(UTC)
+    for _ in range(30):
+        seen = dynamic_rendezvous._RendezvousContext("a", state, SETTINGS)
+        if dynamic_rendezvous._should_keep_alive(seen):
+            state.last_heartbeats["a"] = dynamic_rendezvous.datetime.now(UTC)
+            sent.append(clock.now)
+        clock.now += 5
+        if len(sent) == 2:
+            SetBack.by = timedelta(hours=1)
+    assert len(sent) > 10
+    assert type(state.last_heartbeats["a"]) is datetime  # Other nodes have to unpickle it.
+
+
+class SetBack(datetime):
+    """A wall clock that can be set back."""
+
+    by = timedelta(0)
+
     @classmethod
-    def now(cls, zone=None):
-        return super().now(zone) + datetime.timedelta(seconds=float(os.environ['SKEW']))
+    def now(cls, tz=None):
+        return datetime.fromtimestamp(heartbeats.time.monotonic(), tz) - cls.by
 
-dynamic_rendezvous.datetime = Skewed
+
+SKEWED = """
+import os, sys
+from datetime import timedelta
+from titan_dit.launcher import heartbeats, launch
+
+heartbeats.SteadyClock.wall += timedelta(seconds=float(os.environ['SKEW']))
 sys.exit(launch.main())
 """
 

@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher import open_files
+from titan_dit.launcher import agent, launch, open_files
 
 
 @pytest.fixture
@@ -52,6 +52,20 @@ def test_a_hard_limit_that_is_too_low_is_refused_in_one_line(limits):
     for way in ("ulimit -Hn", "LimitNOFILE", "docker run --ulimit"):
         assert way in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(("nodes", "code"), [("2:1000", 0), ("10000", 2)])
+def test_a_launcher_has_files_for_every_node_before_they_meet(
+    nodes, code, limits, monkeypatch, capsys
+):
+    met = []
+    monkeypatch.setattr(launch.waiting, "NOTICE_S", 3600.0)
+    monkeypatch.setattr(agent, "launch", lambda *_: met.append(limits.now))
+    words = ["--nnodes", nodes, "--rdzv-endpoint", "node1:29500", "-m", "x"]
+    assert launch.Launcher(0.0, 0).run(words) == code
+    assert met == ([] if code else [(4096, 4096)])
+    refused = "error: the launcher of RDZV_ENDPOINT needs up to 10,096 open files"
+    assert (refused in capsys.readouterr().err) == bool(code)
 
 
 def test_only_rank_0_needs_files_per_rank(monkeypatch):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -36,16 +37,24 @@ def opening(what: str) -> Iterator[None]:
     """Report a group that cannot be opened in one line, as NetworkFailure."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (dist.DistError, RuntimeError) as error:
         rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
         host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        cause = first_line.removesuffix(".")
         raise NetworkFailure(
-            f"rank {rank} of {size} could not open {what}: {cause}. All nodes must reach "
+            f"rank {rank} of {size} could not open {what}: {cause_of(error)}. All nodes must reach "
             f"{host}:{port} (rank 0) and each other; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
             "name the network interface."
         ) from error
+
+
+def cause_of(error: Exception) -> str:
+    """The first line of torch's message, and NCCL's own words, which are among its last ones."""
+    message = str(error).partition("Exception raised from")[0]
+    torchs, _, nccls = message.partition("Last error:")
+    texts = torchs.strip() or type(error).__name__, nccls.strip()
+    return ": ".join(text.splitlines()[0].rstrip(" .:") for text in texts if text)
 
 
 def opened() -> list[dist.ProcessGroup]:

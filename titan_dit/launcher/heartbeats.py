@@ -1,4 +1,4 @@
-"""Which nodes of a rendezvous are alive, judged without comparing the clocks of several machines.
+"""Times of a rendezvous, judged without comparing the clocks of several machines.
 
 Private parts of torch's dynamic rendezvous are in this file and in agent.py.
 """
@@ -6,8 +6,8 @@ Private parts of torch's dynamic rendezvous are in this file and in agent.py.
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any, ClassVar
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -15,8 +15,9 @@ StateHolder: Any = dynamic_rendezvous._BackendRendezvousStateHolder
 
 
 def watch_locally() -> None:
-    """Have torch's rendezvous judge heartbeats as `LocalWatch` does."""
+    """Have torch's rendezvous judge times as `LocalWatch` does, by a `SteadyClock`."""
     dynamic_rendezvous._BackendRendezvousStateHolder = LocalWatch  # type: ignore[misc, assignment]
+    dynamic_rendezvous.datetime = SteadyClock  # type: ignore[attr-defined]
 
 
 def cache_s(interval_s: int) -> int:
@@ -24,13 +25,33 @@ def cache_s(interval_s: int) -> int:
     return max(1, interval_s // 3)
 
 
+class SteadyClock(datetime):
+    """`datetime` for torch's rendezvous: `now` continues evenly when the wall clock is set.
+
+    torch sends a heartbeat once the last one is old enough. A wall clock that is set back would
+    silence its own node.
+    """
+
+    wall: ClassVar[datetime] = datetime.now(UTC)
+    moment: ClassVar[float] = time.monotonic()
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        """The wall clock at import plus the time since; a plain datetime, for the store."""
+        return (cls.wall + timedelta(seconds=time.monotonic() - cls.moment)).astimezone(tz)
+
+
 class LocalWatch(StateHolder):  # type: ignore[misc]
-    """The shared state of a rendezvous, in which a silent node is lost by this node's own watch.
+    """The shared state of a rendezvous, with its times judged by this node's own watch.
 
     A heartbeat is the wall clock of its sender. torch compares it with the wall clock of every
     other node, so that a skewed clock loses a healthy node. Here only its changes count: a node is
     lost if this one has watched it for the whole window (interval x attempts) and saw no change.
     While this node was stalled, or could not reach the store, it has watched nobody.
+
+    The deadline of the last call, too, is the wall clock of the node that set it. Here only its
+    presence counts: the last call lasts from the moment at which this node first saw it. The first
+    node for which it is over ends it for all.
     """
 
     def __init__(self, backend: Any, settings: Any) -> None:
@@ -40,6 +61,9 @@ class LocalWatch(StateHolder):  # type: ignore[misc]
         self.moment, self.watched = time.monotonic(), 0.0
         self.seen: dict[Any, tuple[datetime, float]] = {}
         """Node -> its heartbeat, and how long this node had watched when it changed."""
+        self.last_call_s: float = settings.timeout.last_call.total_seconds()
+        self.last_call: float | None = None
+        """When the last call ends, by this node's monotonic clock; None without one."""
 
     def _sanitize(self) -> None:
         """Remove lost nodes: as torch does, but with the heartbeats in local time."""
@@ -53,8 +77,21 @@ class LocalWatch(StateHolder):  # type: ignore[misc]
             last = known.get(node)
             self.seen[node] = last if last and last[0] == beat else (beat, self.watched)
             silent = timedelta(seconds=self.watched - self.seen[node][1])
-            beats[node] = datetime.now(UTC) - silent
+            beats[node] = SteadyClock.now(UTC) - silent
         super()._sanitize()
         # The state goes back to all nodes: with the heartbeats as they were sent.
         for node in self._state.last_heartbeats:
             self._state.last_heartbeats[node] = sent[node]
+        self._set_deadline(now)
+
+    def _set_deadline(self, now: float) -> None:
+        """Put the deadline of the last call, if there is one, into local time.
+
+        It goes back to the store so; every node that reads it puts its own in its place.
+        """
+        if self._state.deadline is None:
+            self.last_call = None
+            return
+        if self.last_call is None:
+            self.last_call = now + self.last_call_s
+        self._state.deadline = SteadyClock.now(UTC) + timedelta(seconds=self.last_call - now)

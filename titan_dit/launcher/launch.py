@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from titan_dit.launcher import waiting
-from titan_dit.launcher.failure import INTERRUPTED
+from titan_dit.config.section import UserError
+from titan_dit.launcher import open_files, waiting
+from titan_dit.launcher.failure import INTERRUPTED, USER_ERROR
 from titan_dit.launcher.signals import Listener
 from titan_dit.system import stdio
 
@@ -92,6 +93,12 @@ class Launcher:
             from titan_dit.launcher import agent
 
         if endpoint := waiting.endpoint_of(arguments):
+            need = open_files.needed_by_launcher(waiting.most_nodes(arguments))
+            try:
+                open_files.raise_limit(need, "the launcher of RDZV_ENDPOINT")
+            except UserError as error:
+                stdio.write(sys.stderr, f"error: {error}\n")
+                return USER_ERROR
             timer = threading.Timer(waiting.NOTICE_S, self.give_notice, [endpoint])
             timer.daemon = True
             timer.start()

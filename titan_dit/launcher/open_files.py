@@ -31,6 +31,11 @@ def raise_limit(at_least: int, what: str) -> None:
         )
 
 
+def needed_by_launcher(num_nodes: int) -> int:
+    """Files of a launcher at most: that on RDZV_ENDPOINT's host has a socket to every node."""
+    return OTHERS["cpu"] + num_nodes
+
+
 def needed(rank: int, num_ranks: int, device_type: str) -> int:
     """Files that a rank opens at most, by benchmarks/scale.py.
 

@@ -52,7 +52,8 @@ class StopRequest:
 
     Each step sums `flag()` over all ranks beside its gradient norm, on their device. `agreed` reads
     the sum of the last step on a CPU, and of the one before it on a GPU, which has the last step to
-    work on meanwhile. All ranks stop after the same step, one step after the signal.
+    work on meanwhile. All ranks stop after the same step: that in which one is asked, or the next
+    one on a CPU; up to two later on a GPU. A single rank stops after the step in which it is asked.
     """
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
@@ -62,7 +63,7 @@ class StopRequest:
         pinned = device.type == "cuda"
         self.asked = torch.zeros((), dtype=torch.float64, pin_memory=pinned)
         self.summed: Tensor | None = None
-        self.landings: deque[Landing] = deque()
+        self.copies: deque[HostCopy] = deque()
         self.lag = int(device.type == "cuda")
         self.heard: list[signal.Signals] = []
         self.own = Reason.NONE
@@ -124,10 +125,10 @@ class StopRequest:
         if self.num_ranks == 1:
             self.reason = self.wanted
         if self.summed is not None:
-            self.landings.append(Landing(self.summed))
+            self.copies.append(HostCopy(self.summed))
             self.summed = None
-        if len(self.landings) > self.lag:
-            self.reason = reason_of(self.landings.popleft().read())
+        if len(self.copies) > self.lag:
+            self.reason = reason_of(self.copies.popleft().read())
         return bool(self.reason)
 
     def hear(self, number: signal.Signals) -> None:
@@ -161,7 +162,7 @@ class StopRequest:
             os._exit(LEFT)
 
 
-class Landing:
+class HostCopy:
     """A device scalar on its way to the host, which continues meanwhile."""
 
     def __init__(self, scalar: Tensor) -> None:

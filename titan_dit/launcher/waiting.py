@@ -11,7 +11,17 @@ NOTICE_S = 20.0
 
 def endpoint_of(arguments: Sequence[str]) -> str | None:
     """The rendezvous' host:port among torchrun's arguments, if there are several nodes."""
-    name = "--rdzv-endpoint"
+    return option(arguments, "--rdzv-endpoint")
+
+
+def most_nodes(arguments: Sequence[str]) -> int:
+    """The largest number of nodes among torchrun's arguments; torchrun refuses what is none."""
+    most = (option(arguments, "--nnodes") or "1").rpartition(":")[2]
+    return int(most) if most.isdecimal() else 1
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an option of torchrun."""
     return arguments[arguments.index(name) + 1] if name in arguments[:-1] else None
 
 
