@@ -99,18 +99,20 @@ def test_a_lock_is_renewed_and_written_anew_where_it_was_deleted(run, monkeypatc
 
 def test_a_renewal_that_hangs_holds_up_neither_the_other_lock_nor_the_end(run, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
-    answered, went_on, renew = threading.Event(), threading.Event(), Lock.renew
+    answered, hung, went_on, renew = *(threading.Event() for _ in range(3)), Lock.renew
 
     def hangs(lock):
         if lock.folder != run:
             went_on.set()
             return renew(lock)
+        hung.set()
         answered.wait(10)
         return None
 
     monkeypatch.setattr(Lock, "renew", hangs)
     began = time.monotonic()
     with hold_locks(run, run / "checkpoints", print):
+        assert hung.wait(5)
         assert went_on.wait(5)
     assert time.monotonic() - began < 5
     assert whose(run).pid == os.getpid()  # A late renewal would overwrite the next launch's.

@@ -162,10 +162,19 @@ class SetBack(datetime):
 
 SKEWED = """
 import os, sys
-from datetime import timedelta
+from datetime import datetime, timedelta
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from titan_dit.launcher import heartbeats, launch
 
-heartbeats.SteadyClock.wall += timedelta(seconds=float(os.environ['SKEW']))
+skew = timedelta(seconds=float(os.environ['SKEW']))
+
+class Skewed(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.now(tz) + skew
+
+dynamic_rendezvous.datetime = Skewed
+heartbeats.SteadyClock.wall += skew
 sys.exit(launch.main())
 """
 
