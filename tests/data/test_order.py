@@ -43,6 +43,19 @@ def test_every_row_comes_once_in_each_epoch(batch, rows, ranks, data_order):
         assert part == permuted(data_order, 0, epoch, rows)
 
 
+@pytest.mark.parametrize("data_order", ["feistel", "sort"])
+def test_each_epoch_of_many_rows_has_an_order_of_its_own(data_order):
+    rows = 65_537
+    order = EpochOrder(0, rows, data_order=data_order)
+    found = order.rows(range(3 * rows))
+    epochs = [found[epoch * rows : (epoch + 1) * rows] for epoch in range(3)]
+    for epoch, part in enumerate(epochs):
+        assert Counter(part) == Counter(range(rows))
+        assert part == permuted(data_order, 0, epoch, rows)
+    for one, other in itertools.combinations(epochs, 2):
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 20  # 1 is expected.
+
+
 @pytest.mark.parametrize(("batch", "rows", "ranks"), SIZES)
 def test_the_ranks_share_the_batch_of_one_process(batch, rows, ranks):
     whole = take(9, batch, rows)
