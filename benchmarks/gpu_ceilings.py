@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_dit.commands import bench_attention
 from titan_dit.config.section import UserError
 from titan_dit.kernels import attention
+from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.observe.flops import peak_tflops
 
 BACKENDS = ("auto", "cudnn")
@@ -130,9 +131,7 @@ def attention_rows(
     """Rows of `bench attention` of every supported kernel, by ascending tokens."""
     for tokens in sizes.tokens:
         batch = max(sizes.tokens) // tokens
-        shape = attention.AttentionShape(
-            sizes.heads, tokens, head_dim, torch.bfloat16, place.device
-        )
+        shape = AttentionShape(sizes.heads, tokens, head_dim, torch.bfloat16, place.device)
         flops = 12 * batch * sizes.heads * tokens**2 * head_dim
         # A third of a second each, at half of the data sheet's peak.
         laps = 3 if peak is None else min(20, max(3, round(0.3 / (flops / peak / 0.5e12))))

@@ -21,6 +21,7 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.kernels import attention
+from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.models.dit import DiTConfig
 from titan_dit.parallel.mesh import Mesh
 
@@ -92,9 +93,7 @@ def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
     """Compiled, with a given attention kernel of torch; UserError if unsupported."""
     hidden, _, heads, _ = cell.config.shape
     tokens, head_dim = cell.config.token_shape[0], hidden // heads
-    attention.check(
-        key, attention.AttentionShape(heads, tokens, head_dim, torch.bfloat16, place.device)
-    )
+    attention.check(key, AttentionShape(heads, tokens, head_dim, torch.bfloat16, place.device))
     precision = PrecisionConfig(dtype="bf16", attention=key)  # type: ignore[arg-type]
     return ours(cell, place, compiled=True, precision=precision)
 
