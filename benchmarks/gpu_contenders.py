@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from ours import network, randomize, trainer_step
 from torch import Tensor
 
 from titan_dit.checks.device import check_matmuls
-from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.layout import ParallelConfig, PrecisionConfig
 from titan_dit.config.section import UserError
+from titan_dit.config.training import OptimizerConfig
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.kernels import attention
@@ -112,6 +113,27 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
     return ours(cell, place, compiled=True, precision=precision)
 
 
+def changed(
+    cell: Cell,
+    place: Place,
+    *,
+    layout: dict[str, Any] | None = None,
+    optimizing: dict[str, Any] | None = None,
+) -> Step:
+    """Compiled, with keys of [parallel] and [optimizer]; UserError if this version lacks one."""
+    for kind, keys in ((ParallelConfig, layout), (OptimizerConfig, optimizing)):
+        if unknown := (keys or {}).keys() - {field.name for field in fields(kind)}:
+            raise UserError(f"[{kind.section}] has no {', '.join(sorted(unknown))}")
+    return ours(cell, place, compiled=True, layout=layout, optimizing=optimizing)
+
+
+def graphs(cell: Cell, place: Place) -> Step:
+    """Compiled, replayed as CUDA graphs; UserError without a GPU."""
+    if place.device.type != "cuda":
+        raise UserError("[compile] cuda_graphs=true needs a GPU")
+    return ours(cell, place, compiled=True, cuda_graphs=True)
+
+
 CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "plain": partial(plain, compiled=False),
     "plain_compiled": partial(plain, compiled=True),
@@ -120,10 +142,19 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_float8_rowwise": partial(float8, recipe="rowwise"),
     "ours": partial(ours, compiled=False),
     "ours_compiled_cudnn": partial(with_attention, key="cudnn"),
+    "ours_compiled_flash": partial(with_attention, key="flash"),
     "ours_compiled_resharded": partial(ours, compiled=True, reshard="always"),
+    "ours_compiled_cuda_graphs": graphs,
+    "ours_compiled_units_of_one": partial(changed, layout={"blocks_per_fsdp_unit": 1}),
+    "ours_compiled_muon": partial(changed, optimizing={"name": "muon"}),
+    "ours_compiled_plain_allocator": partial(ours, compiled=True),
     "ours_compiled_ends": partial(ours, compiled=True, ends=True),
-    "ours_compiled_cuda_graphs": partial(ours, compiled=True, cuda_graphs=True),
 }
-"""In order of measurement."""
-USUAL = tuple(CONTENDERS)[:-2]
-"""Contenders that run without `--only`."""
+"""All contenders; gpu_plan.py has their order."""
+ENVIRONMENT: dict[str, dict[str, str | None]] = {
+    "ours_compiled_plain_allocator": {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+    }
+}
+"""Environment variables of a contender's process."""

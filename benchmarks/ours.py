@@ -7,6 +7,7 @@ which a bare machine may lack.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,14 +84,17 @@ def trainer_step(
     precision: PrecisionConfig | None = None,
     remat: str = "none",
     attend: attention.Attend | None = None,
+    layout: Mapping[str, Any] | None = None,
+    optimizing: Mapping[str, Any] | None = None,
 ) -> Callable[[], Tensor]:
     """A bf16 step with FSDP2, in the order of `Trainer.__init__` and `train_step`.
 
-    `attend` overrides the attention of `precision`.
+    `attend` overrides the attention of `precision`; `layout` and `optimizing` are further keys of
+    [parallel] and [optimizer].
     """
     precision = precision or PrecisionConfig(dtype="bf16")
     model, objective = network(config, path), learning(config, path)
-    parallel = ParallelConfig(reshard_after_forward=reshard)  # type: ignore[arg-type]
+    parallel = ParallelConfig(**{"reshard_after_forward": reshard, **(layout or {})})
     recompute = RematConfig(mode=remat)  # type: ignore[arg-type]
     compilation = CompileConfig(enabled=compiled, ends=ends, cuda_graphs=cuda_graphs)
     rows, styles = batch * config.token_shape[0], plan(parallel.sequence_parallel)
@@ -101,7 +105,7 @@ def trainer_step(
     parameters = dict(model.named_parameters())
     randomize(local(parameters))
     executor = LocalExecutor(model, loss_of(objective), None)
-    optimizer = build_optimizer(parameters.values(), OptimizerConfig())
+    optimizer = build_optimizer(parameters.values(), OptimizerConfig(**(optimizing or {})))
     ema = EMA(parameters, EMAConfig())
     ema.run_beside(optimizer)
     data = resident_batch(config, batch, device)

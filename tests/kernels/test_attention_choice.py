@@ -7,7 +7,7 @@ import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.kernels import attention
-from titan_dit.kernels.attention_choice import AttentionShape, Hardware, harm, hardware_of, order
+from titan_dit.kernels.attention_choice import AttentionShape, Hardware, hardware_of, harm, order
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TURING, AMPERE, ADA = (Hardware("cuda", x, 92600) for x in ((7, 5), (8, 0), (8, 9)))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from simulated_peers import SimulatedPeers, from_ranks, to_ranks
 
+from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.kernels.attention_kernels import CUDNN, MATH
-from titan_dit.kernels import attention
 from titan_dit.models.layers import attend
 from titan_dit.parallel.ring_attention import ring_attention
 
@@ -24,7 +24,9 @@ def accepted(*tensors):
 
 def forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
     accepted(q, k, v)
-    assert bias is None and with_lse and not dropout and not causal and not debug
+    assert bias is None
+    assert with_lse
+    assert not any((dropout, causal, debug))
     out, lse = MATH.forward(q, k, v, scale)
     seed = torch.empty((), dtype=torch.int64)
     # MHA.cpp lays out the output as q, and the log-sum-exp as [b, heads, n, 1].
@@ -47,10 +49,13 @@ def backward(
     *, scale=None,
 ):  # fmt: skip
     accepted(d_out, q, k, v, out)
-    assert bias is cum_q is cum_k is None and not dropout and not causal
+    assert bias is cum_q is cum_k is None
+    assert not any((dropout, causal))
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
     # The graph reads the statistics with their strides, in fp32.
-    assert lse.dtype == torch.float32 and lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
+    assert lse.dtype == torch.float32
+    assert lse.shape == (*q.shape[:3], 1)
+    assert lse.is_contiguous()
     return MATH.backward(d_out, q, k, v, out, lse[..., 0], scale)
 
 

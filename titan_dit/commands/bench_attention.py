@@ -155,6 +155,7 @@ def row(
     """
     tokens = shape.tokens * ring
     took = {"backend": name, "kernel": attention.kernel_of(name, shape), "tokens": tokens}
+    took |= {"ring": ring, "compiled": compiled}
     attend = attention.attend_by(name, shape.device.type)
     if shape.ring:
         attend = partial(ring_attention, peers=Echo(ring), kernel=took["kernel"], compiled=compiled)

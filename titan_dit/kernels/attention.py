@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titan_dit.config.section import UserError
 from titan_dit.kernels.attention_choice import (
     AttentionShape,
-    harm,
     hardware_of,
+    harm,
     order,
     overflows_at,
 )
@@ -88,7 +88,7 @@ def attend(
 def attend_finitely(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, lengths: Tensor | None = None
 ) -> Tensor:
-    """torch's choice, but not cuDNN for the lengths at which its gradients can be NaN."""
+    """Torch's choice, but not cuDNN for the lengths at which its gradients can be NaN."""
     if not overflows_at(k.shape[2], causal):
         return layers.attend(q, k, v, causal, lengths)
     # Only for these lengths: the context costs 10 us of the host.
