@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -16,9 +17,8 @@ from ours import network, randomize, trainer_step
 from torch import Tensor
 
 from titan_dit.checks.device import check_matmuls
-from titan_dit.config.layout import ParallelConfig, PrecisionConfig
+from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig
 from titan_dit.config.section import UserError
-from titan_dit.config.training import OptimizerConfig
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.kernels import attention
@@ -118,13 +118,21 @@ def changed(
     place: Place,
     *,
     layout: dict[str, Any] | None = None,
-    optimizing: dict[str, Any] | None = None,
+    compiling: dict[str, Any] | None = None,
 ) -> Step:
-    """Compiled, with keys of [parallel] and [optimizer]; UserError if this version lacks one."""
-    for kind, keys in ((ParallelConfig, layout), (OptimizerConfig, optimizing)):
+    """Compiled, with keys of [parallel] and [compile]; UserError if this version lacks one."""
+    for kind, keys in ((ParallelConfig, layout), (CompileConfig, compiling)):
         if unknown := (keys or {}).keys() - {field.name for field in fields(kind)}:
             raise UserError(f"[{kind.section}] has no {', '.join(sorted(unknown))}")
-    return ours(cell, place, compiled=True, layout=layout, optimizing=optimizing)
+    return ours(cell, place, compiled=True, layout=layout, compiling=compiling)
+
+
+def muon(cell: Cell, place: Place) -> Step:
+    """Compiled, with Muon for AdamW; UserError if this version lacks it."""
+    if importlib.util.find_spec("titan_dit.optim.muon") is None:
+        raise UserError("there is no titan_dit.optim.muon")
+    config = importlib.import_module("titan_dit.optim.muon").MuonConfig()
+    return ours(cell, place, compiled=True, optimizer_config=config)
 
 
 def graphs(cell: Cell, place: Place) -> Step:
@@ -146,7 +154,8 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_compiled_resharded": partial(ours, compiled=True, reshard="always"),
     "ours_compiled_cuda_graphs": graphs,
     "ours_compiled_units_of_one": partial(changed, layout={"blocks_per_fsdp_unit": 1}),
-    "ours_compiled_muon": partial(changed, optimizing={"name": "muon"}),
+    "ours_compiled_eager_objective": partial(changed, compiling={"objective": False}),
+    "ours_compiled_muon": muon,
     "ours_compiled_plain_allocator": partial(ours, compiled=True),
     "ours_compiled_ends": partial(ours, compiled=True, ends=True),
 }

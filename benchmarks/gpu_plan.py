@@ -55,6 +55,7 @@ USUAL = (
 ONCE = (
     "ours_compiled_cuda_graphs",
     "ours_compiled_units_of_one",
+    "ours_compiled_eager_objective",
     "ours_compiled_muon",
     "ours_compiled_plain_allocator",
 )
@@ -119,7 +120,7 @@ def jobs_of(options: argparse.Namespace, place: Place, clock: Clock) -> list[Job
     # An unknown GPU is assumed to be slow, so rows take less time than estimated.
     peak = peak_tflops(place.device, "bf16") or (300 if place.device.type == "cuda" else None)
     timing = gpu_rounds.Timing(options.rounds, options.warmup, options.steps)
-    brief = gpu_rounds.Timing(1, 1, 2 if options.tiny else 5, profiled=False)
+    brief = gpu_rounds.Timing(1, 1, 2 if options.tiny else 5, traced=False)
     first: list[Job] = []
     before: list[Job] = []
     after: list[Job] = []

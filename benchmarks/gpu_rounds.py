@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from gpu_contenders import CONTENDERS, ENVIRONMENT, Cell, Place, Row, Step
-from gpu_host import host_ms, on_device
+from gpu_host import NUM_STEPS, waiting
 from gpu_queue import Job
 
 BUILD_S, COMPILE_S = 2.0, 20.0
@@ -30,8 +30,8 @@ class Timing:
     steps: int | None = None
     """Timed steps; None fills `seconds` with at least five."""
     seconds: float = 1.5
-    profiled: bool = True
-    """Trace a step, for the time that the device is busy."""
+    traced: bool = True
+    """Measure host time and trace the kernels of a step, in the first cell."""
 
     def count(self, laps_ms: Sequence[float]) -> int:
         """Number of timed steps, given the times of the warm-up steps."""
@@ -51,7 +51,6 @@ def take(make: Callable[[Cell, Place], Step], cell: Cell, place: Place, timing: 
     meter.restart_peak()
     laps = meter.laps_ms(step, timing.count(warm))
     peak, reserved = meter.peak_gib(), meter.reserved_gib()
-    host = host_ms(step, place.device)
     loss = step().item()
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
@@ -60,10 +59,8 @@ def take(make: Callable[[Cell, Place], Step], cell: Cell, place: Place, timing: 
         "laps_ms": [round(lap, 3) for lap in laps],
         "peak_gib": None if peak is None or before is None else peak - before,
         "reserved_gib": reserved,
-        "host_ms": round(host, 3),
         "loss": loss,
-        # Last, because a profiler can fail where steps do not.
-        **(on_device(step, place.device) if timing.profiled else {}),
+        **(waiting(step, place.device) if timing.traced else {}),
     }
 
 
@@ -77,11 +74,12 @@ def jobs(
     """
     for number in range(1, timing.rounds + 1):
         for cell, name in wanted if number % 2 else reversed(wanted):
+            mine = replace(timing, traced=timing.traced and cell == wanted[0][0])
             yield Job(
                 key={**cell.key, "contender": name, "round": number},
-                estimate_s=estimate_s(cell, name, timing, peak_tflops),
+                estimate_s=estimate_s(cell, name, mine, peak_tflops),
                 environment=ENVIRONMENT.get(name, {}),
-                take=partial(take, CONTENDERS[name], cell, place, timing),
+                take=partial(take, CONTENDERS[name], cell, place, mine),
             )
 
 
@@ -91,7 +89,8 @@ def estimate_s(cell: Cell, name: str, timing: Timing, peak_tflops: float | None)
         return 1.0
     step = cell.tflop / peak_tflops / USUAL_MFU.get(name, 0.42)
     compiling = 0.0 if name in ("plain", "ours") else COMPILE_S
-    return BUILD_S + compiling + step * (2 + timing.warmup + timing.count([1e3 * step]))
+    count = 2 + timing.warmup + timing.count([1e3 * step]) + (NUM_STEPS if timing.traced else 0)
+    return BUILD_S + compiling + step * count
 
 
 def summary(

@@ -1,5 +1,6 @@
 """The kernel that "auto" means, over a table of devices and shapes."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,16 @@ def test_local_attention_leaves_the_unsafe_lengths_to_other_kernels(monkeypatch)
     assert attention.attend_by("auto", "cuda") is attention.attend_finitely
     monkeypatch.setattr(attention, "hardware_of", lambda device: H200)
     assert attention.attend_by("auto", "cuda") is attend
+
+
+def test_that_choice_is_a_part_of_what_is_compiled(monkeypatch):
+    # Shape checks cannot be compiled.
+    monkeypatch.setattr(attention.layers, "attend", inspect.unwrap(attention.layers.attend))
+    compiled = torch.compile(attention.attend_finitely, backend="eager", fullgraph=True)
+    for tokens in (64, 32):
+        q = torch.randn(1, 2, tokens, 8)
+        assert torch.equal(compiled(q, q, q), attention.layers.attend(q, q, q))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_the_kernel_of_auto_is_the_one_that_torch_names():

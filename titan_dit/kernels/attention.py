@@ -160,10 +160,10 @@ def kernel_of(key: str, shape: AttentionShape) -> str:
     seen = within(masked["lengths"], q.shape[2]) if "lengths" in masked else None
     causal = "causal" in masked
     taken = torch.ops.aten._fused_sdp_choice(q, k, v, seen, 0.0, causal)
-    if NAMES[SDPBackend(taken)] == "cudnn" and hardware_of(shape.device).overflows:
-        # As in `attend_finitely`.
-        return order(shape, hardware_of(shape.device))[0]
-    return NAMES[SDPBackend(taken)]
+    hardware = hardware_of(shape.device)
+    if SDPBackend(taken) == SDPBackend.CUDNN_ATTENTION and harm("cudnn", shape, hardware):
+        return order(shape, hardware)[0]  # As in `attend_finitely`.
+    return NAMES.get(SDPBackend(taken), "unknown")
 
 
 def is_deterministic() -> bool:

@@ -74,9 +74,10 @@ class Hardware:
 @cache
 def hardware_of(device: torch.device) -> Hardware:
     """The hardware of a device; a GPU that this process does not have is unknown."""
-    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available():
         return Hardware(device.type)
-    version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    # On ROCm that is the version of MIOpen.
+    version = 0 if torch.version.hip else torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     return Hardware("cuda", torch.cuda.get_device_capability(device), version, preferred)
 
