@@ -154,6 +154,8 @@ def preparations(cell: Cell, place: Place, _: Sizes) -> Variants:
     def prepare() -> object:
         return objective.prepare(data, SampleRNG(0, data.sample_numbers))
 
+    if place.device.type != "cuda":
+        return {"eager": prepare}  # To trace the random numbers takes 10 s there.
     return {"eager": prepare, "compiled": torch.compile(prepare)}
 
 

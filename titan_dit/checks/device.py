@@ -114,7 +114,8 @@ def check_kernels(plan: RunPlan, device: torch.device) -> None:
 def with_kernel(plan: RunPlan, device: torch.device) -> RunPlan:
     """The plan, with "auto" replaced by the kernel that a ring takes on this device."""
     key = attention.settled(plan.precision.attention, attention_shape(plan, device))
-    return replace(plan, precision=replace(plan.precision, attention=key))
+    precision = replace(plan.precision, attention=key)  # type: ignore[arg-type]
+    return replace(plan, precision=precision)
 
 
 def attention_kernel(plan: RunPlan, device: torch.device) -> str:

@@ -154,11 +154,12 @@ def row(
     attention in fp32, on the first queries of the first sample's first head.
     """
     tokens = shape.tokens * ring
-    took = {"backend": name, "kernel": attention.kernel_of(name, shape), "tokens": tokens}
+    kernel = attention.kernel_of(name, shape)
+    took = {"backend": name, "kernel": kernel, "tokens": tokens}
     took |= {"ring": ring, "compiled": compiled}
     attend = attention.attend_by(name, shape.device.type)
     if shape.ring:
-        attend = partial(ring_attention, peers=Echo(ring), kernel=took["kernel"], compiled=compiled)
+        attend = partial(ring_attention, peers=Echo(ring), kernel=kernel, compiled=compiled)
     try:
         forward, backward, error = measure(attend, shape, batch, laps)
     except torch.OutOfMemoryError:
