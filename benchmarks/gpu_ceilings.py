@@ -152,13 +152,13 @@ def attention_rows(
 
 
 def ring_rows(place: Place, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """The same for one rank of a ring, its joins eager and compiled."""
+    """The same for one rank of a ring, its joins eager and, with auto, compiled."""
     tokens, head_dim = sizes.ring
     shape = AttentionShape(
         sizes.heads, tokens // RING, head_dim, torch.bfloat16, place.device, ring=True
     )
     for name in BACKENDS:
-        for compiled in (False, True):
+        for compiled in (False, True) if name == "auto" else (False,):
             if attention.refusal(name, shape) is None:
                 row = bench_attention.row(name, shape, RING, 5, RING, compiled)
                 yield {"head_dim": head_dim, "heads": sizes.heads, "batch": RING, **row}

@@ -81,8 +81,7 @@ class Opened:
         """Console warnings about slow or unusual settings. Reads samples: call on one rank."""
         yield from built.notes
         yield from self.objective.hints(self.source)
-        kernel = attention_kernel(self.plan, device)
-        if hint := attention_hint(self.plan, device, built.flops_per_sample, kernel):
+        if hint := attention_hint(self.plan, device, built.flops_per_sample):
             yield hint
 
 

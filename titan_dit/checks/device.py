@@ -143,9 +143,11 @@ def attention_shape(plan: RunPlan, device: torch.device) -> AttentionShape:
 
 
 def attention_hint(
-    plan: RunPlan, device: torch.device, flops_per_sample: int, kernel: str
+    plan: RunPlan, device: torch.device, flops_per_sample: int, kernel: str | None = None
 ) -> str | None:
-    """Console line on the cost of a head dim in `kernel`; None on a CPU or without padding.
+    """Console line on the cost of a head dim; None on a CPU or without padding.
+
+    `kernel`: that runs; by default `attention_kernel`.
 
     Attention takes 12 n^2 h FLOPs per layer for n tokens and hidden h: two products forward (q k^T,
     and probabilities times v), four backward.
@@ -155,6 +157,7 @@ def attention_hint(
         return None
     tokens, heads, head_dim = model_spec.num_tokens, model_spec.num_heads, model_spec.head_dim
     own = 12 * tokens**2 * heads * head_dim * model_spec.num_layers
+    kernel = kernel or attention_kernel(plan, device)
     line = attention.padding(kernel, head_dim, tokens, own / flops_per_sample)
     return line and (
         f"{line}. python -m titan_dit bench attention --heads {heads} --head-dim "
@@ -169,7 +172,7 @@ def replayable_precision(precision: PrecisionConfig, device: torch.device) -> Pr
     emulation. A missing attention kernel falls back to "auto".
     """
     every = replace(precision, float8_layers="all")
-    probe = AttentionShape(1, 64, 64, DTYPES[precision.dtype], device)
+    probe = AttentionShape(1, 128, 64, DTYPES[precision.dtype], device)
     if precision.attention != "auto" and attention.refusal(precision.attention, probe):
         attention.use_implementation("auto")
         every = replace(every, attention="auto")
