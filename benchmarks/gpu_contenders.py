@@ -160,10 +160,9 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_compiled_ends": partial(ours, compiled=True, ends=True),
 }
 """All contenders; gpu_plan.py has their order."""
-ENVIRONMENT: dict[str, dict[str, str | None]] = {
-    "ours_compiled_plain_allocator": {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
-    }
+PLAIN: dict[str, str | None] = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
 }
-"""Environment variables of a contender's process."""
+ENVIRONMENT = {"ours_compiled_plain_allocator": PLAIN, "ours_compiled_cuda_graphs": PLAIN}
+"""Environment variables of a contender's process. A run leaves segments plain for CUDA graphs."""
