@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor
 from titan_dit.commands import bench_attention
 from titan_dit.config.section import UserError
 from titan_dit.kernels import attention
+from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.observe.flops import peak_tflops
 
-BACKENDS = ("auto", "cudnn")
-"""`auto` is the default of a step; the ceiling is the faster of the two."""
+BACKENDS = ("auto", "flash", "cudnn")
+"""`auto` is the default of a step; its rows name the kernel that it took."""
+RING = 4
+"""Ranks of a ring, of which one is measured."""
 
 
 @dataclass(frozen=True)
@@ -35,50 +39,55 @@ class Sizes:
     """Tokens per sample of attention; a batch has as many tokens as the largest."""
     heads: int
     head_dims: tuple[int, ...]
+    ring: tuple[int, int]
+    """Tokens per sample and head dim of the ring."""
 
 
-FULL = Sizes(8192, 2**30, 100, (256, 1024, 4096, 16384, 65536), 16, (72, 128, 64))
-TINY = Sizes(64, 2**16, 4, (16, 64), 2, (16,))
+FULL = Sizes(8192, 2**30, 100, (256, 1024, 4096, 16384, 65536), 16, (128, 72, 64), (16384, 128))
+TINY = Sizes(64, 2**16, 4, (16, 64), 2, (16,), (64, 16))
 
 
-def jobs(cells: Sequence[Cell], place: Place, sizes: Sizes, ceilings: dict[str, Any]) -> list[Job]:
-    """One job per ceiling; each stores its result in `ceilings`."""
+def jobs(cells: Sequence[Cell], place: Place, tiny: bool) -> list[Job]:
+    """One job per ceiling; a row's `ceilings` are added to those of the report."""
+    sizes = TINY if tiny else FULL
     device, meter = place.device, place.meter
-    ceilings["peak_tflops"] = peak = peak_tflops(device, "bf16")
+    peak = peak_tflops(device, "bf16")
 
-    def keep(name: str, find: Callable[[], Any]) -> Callable[[], Row]:
-        def take() -> Row:
-            ceilings[name] = find()
-            return {}
+    def of(name: str, estimate_s: float, find: Callable[[], dict[str, Any]]) -> Job:
+        return Job(key={"ceiling": name}, estimate_s=estimate_s, take=lambda: {"ceilings": find()})
 
-        return take
+    def gemm() -> dict[str, Any]:
+        return {"gemm_tflops": gemm_tflops(meter, device, sizes.gemm, sizes.laps)}
 
-    def gemm() -> float:
-        return gemm_tflops(meter, device, sizes.gemm, sizes.laps)
+    def copy() -> dict[str, Any]:
+        return {"copy_gb_per_s": copy_gb_per_s(meter, device, sizes.copy, sizes.laps)}
 
-    def copy() -> float:
-        return copy_gb_per_s(meter, device, sizes.copy, sizes.laps)
+    def shapes() -> dict[str, Any]:
+        return {"gemm_shapes": [products(place, *shape) for shape in shapes_of(cells)]}
 
-    def shapes() -> list[Row]:
-        return [products(place, *shape) for shape in shapes_of(cells)]
+    def attention_of(head_dim: int) -> dict[str, Any]:
+        rows = list(attention_rows(place, sizes, head_dim, peak))
+        if not rows:
+            raise UserError(f"no attention kernel supports {head_dim} channels in bf16")
+        return {"attention": rows}
 
-    taken = [
-        Job({"ceiling": "bf16 product"}, 4, keep("gemm_tflops", gemm)),
-        Job({"ceiling": "copy"}, 3, keep("copy_gb_per_s", copy)),
-        Job({"ceiling": "products of the models"}, 10, keep("gemm_shapes", shapes)),
+    first, *others = (
+        of(f"attention of {head_dim} channels", 12, partial(attention_of, head_dim))
+        for head_dim in sizes.head_dims
+    )
+    ring = of(
+        f"attention in a ring of {RING}",
+        15,
+        lambda: {"attention": list(ring_rows(place, sizes))},
+    )
+    return [
+        first,
+        ring,
+        of("bf16 product", 4, gemm),
+        of("copy", 3, copy),
+        *others,
+        of("products of the models", 10, shapes),
     ]
-    ceilings["attention"] = []
-    for head_dim in sizes.head_dims:
-
-        def of_attention(head_dim: int = head_dim) -> Row:
-            rows = list(attention_rows(place, sizes, head_dim, peak))
-            if not rows:
-                raise UserError(f"no attention kernel supports {head_dim} channels in bf16")
-            ceilings["attention"] += rows
-            return {}
-
-        taken.append(Job({"ceiling": f"attention of {head_dim} channels"}, 8, of_attention))
-    return taken
 
 
 def shapes_of(cells: Sequence[Cell]) -> list[tuple[int, int, int]]:
@@ -130,18 +139,30 @@ def attention_rows(
     """Rows of `bench attention` of every supported kernel, by ascending tokens."""
     for tokens in sizes.tokens:
         batch = max(sizes.tokens) // tokens
-        shape = attention.AttentionShape(
-            sizes.heads, tokens, head_dim, torch.bfloat16, place.device
-        )
+        shape = AttentionShape(sizes.heads, tokens, head_dim, torch.bfloat16, place.device)
         flops = 12 * batch * sizes.heads * tokens**2 * head_dim
-        # A third of a second each, at half of the data sheet's peak.
-        laps = 3 if peak is None else min(20, max(3, round(0.3 / (flops / peak / 0.5e12))))
+        # A fifth of a second each, at half of the data sheet's peak.
+        laps = 3 if peak is None else min(20, max(3, round(0.2 / (flops / peak / 0.5e12))))
         for name in BACKENDS:
             if attention.refusal(name, shape) is None:
                 row = bench_attention.row(name, shape, batch, laps)
                 yield {"head_dim": head_dim, "heads": sizes.heads, "batch": batch, **row}
             place.meter.release()
     attention.use_implementation("auto")
+
+
+def ring_rows(place: Place, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """The same for one rank of a ring, its joins eager and, with auto, compiled."""
+    tokens, head_dim = sizes.ring
+    shape = AttentionShape(
+        sizes.heads, tokens // RING, head_dim, torch.bfloat16, place.device, ring=True
+    )
+    for name in BACKENDS:
+        for compiled in (False, True) if name == "auto" else (False,):
+            if attention.refusal(name, shape) is None:
+                row = bench_attention.row(name, shape, RING, 5, RING, compiled)
+                yield {"head_dim": head_dim, "heads": sizes.heads, "batch": RING, **row}
+            place.meter.release()
 
 
 def gemm_table(ceilings: dict[str, Any]) -> list[Row]:
@@ -151,21 +172,22 @@ def gemm_table(ceilings: dict[str, Any]) -> list[Row]:
 
 
 def attention_table(ceilings: dict[str, Any]) -> list[Row]:
-    """Printed table of attention: TFLOP/s of every kernel by head dim and tokens."""
-    shapes = dict.fromkeys((row["head_dim"], row["tokens"]) for row in ceilings["attention"])
-    return [
-        {"channels": head_dim, "tokens": tokens}
-        | {name: found(ceilings["attention"], head_dim, tokens, name) for name in BACKENDS}
-        for head_dim, tokens in shapes
-    ]
+    """Printed table of attention: TFLOP/s of every kernel by shape; a ring's joins if compiled."""
+    rows = ceilings["attention"]
+    keys = [(row["head_dim"], row["tokens"], row["ring"], row["compiled"]) for row in rows]
+    lines = []
+    for key in dict.fromkeys(keys):
+        here = {row["backend"]: row for row, of in zip(rows, keys, strict=True) if of == key}
+        line: Row = dict(zip(("channels", "tokens", "ring", "compiled joins"), key, strict=True))
+        line |= {name: tflops(here.get(name)) for name in BACKENDS}
+        lines.append(line | {"auto took": here.get("auto", {}).get("kernel", "-")})
+    return lines
 
 
-def found(rows: Sequence[Row], head_dim: int, tokens: int, backend: str) -> str:
+def tflops(row: Row | None) -> str:
     """Forward / backward / both, in model TFLOP/s."""
-    for row in rows:
-        if (row["head_dim"], row["tokens"], row["backend"]) == (head_dim, tokens, backend):
-            names = ("forward", "backward", "both")
-            if "both ms" in row:
-                return " / ".join(f"{row[f'{name} TFLOP/s']:.3g}" for name in names)
-            return str(row["error"])
-    return "-"
+    if row is None:
+        return "-"
+    if "both ms" not in row:
+        return str(row["error"])
+    return " / ".join(f"{row[f'{name} TFLOP/s']:.3g}" for name in ("forward", "backward", "both"))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,12 @@ from ours import network, randomize, trainer_step
 from torch import Tensor
 
 from titan_dit.checks.device import check_matmuls
-from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.kernels import attention
+from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.models.dit import DiTConfig
 from titan_dit.parallel.mesh import Mesh
 
@@ -92,9 +94,7 @@ def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
     """Compiled, with a given attention kernel of torch; UserError if unsupported."""
     hidden, _, heads, _ = cell.config.shape
     tokens, head_dim = cell.config.token_shape[0], hidden // heads
-    attention.check(
-        key, attention.AttentionShape(heads, tokens, head_dim, torch.bfloat16, place.device)
-    )
+    attention.check(key, AttentionShape(heads, tokens, head_dim, torch.bfloat16, place.device))
     precision = PrecisionConfig(dtype="bf16", attention=key)  # type: ignore[arg-type]
     return ours(cell, place, compiled=True, precision=precision)
 
@@ -113,6 +113,35 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
     return ours(cell, place, compiled=True, precision=precision)
 
 
+def changed(
+    cell: Cell,
+    place: Place,
+    *,
+    layout: dict[str, Any] | None = None,
+    compiling: dict[str, Any] | None = None,
+) -> Step:
+    """Compiled, with keys of [parallel] and [compile]; UserError if this version lacks one."""
+    for kind, keys in ((ParallelConfig, layout), (CompileConfig, compiling)):
+        if unknown := (keys or {}).keys() - {field.name for field in fields(kind)}:
+            raise UserError(f"[{kind.section}] has no {', '.join(sorted(unknown))}")
+    return ours(cell, place, compiled=True, layout=layout, compiling=compiling)
+
+
+def muon(cell: Cell, place: Place) -> Step:
+    """Compiled, with Muon for AdamW; UserError if this version lacks it."""
+    if importlib.util.find_spec("titan_dit.optim.muon") is None:
+        raise UserError("there is no titan_dit.optim.muon")
+    config = importlib.import_module("titan_dit.optim.muon").MuonConfig()
+    return ours(cell, place, compiled=True, optimizer_config=config)
+
+
+def graphs(cell: Cell, place: Place) -> Step:
+    """Compiled, replayed as CUDA graphs; UserError without a GPU."""
+    if place.device.type != "cuda":
+        raise UserError("[compile] cuda_graphs=true needs a GPU")
+    return ours(cell, place, compiled=True, cuda_graphs=True)
+
+
 CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "plain": partial(plain, compiled=False),
     "plain_compiled": partial(plain, compiled=True),
@@ -121,10 +150,19 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_float8_rowwise": partial(float8, recipe="rowwise"),
     "ours": partial(ours, compiled=False),
     "ours_compiled_cudnn": partial(with_attention, key="cudnn"),
+    "ours_compiled_flash": partial(with_attention, key="flash"),
     "ours_compiled_resharded": partial(ours, compiled=True, reshard="always"),
+    "ours_compiled_cuda_graphs": graphs,
+    "ours_compiled_units_of_one": partial(changed, layout={"blocks_per_fsdp_unit": 1}),
+    "ours_compiled_eager_objective": partial(changed, compiling={"objective": False}),
+    "ours_compiled_muon": muon,
+    "ours_compiled_plain_allocator": partial(ours, compiled=True),
     "ours_compiled_ends": partial(ours, compiled=True, ends=True),
-    "ours_compiled_cuda_graphs": partial(ours, compiled=True, cuda_graphs=True),
 }
-"""In order of measurement."""
-USUAL = tuple(CONTENDERS)[:-2]
-"""Contenders that run without `--only`."""
+"""All contenders; gpu_plan.py has their order."""
+PLAIN: dict[str, str | None] = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+}
+ENVIRONMENT = {"ours_compiled_plain_allocator": PLAIN, "ours_compiled_cuda_graphs": PLAIN}
+"""Environment variables of a contender's process. A run leaves segments plain for CUDA graphs."""

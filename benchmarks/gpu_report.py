@@ -7,16 +7,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from gpu_ceilings import attention_table, gemm_table
 from gpu_contenders import Cell, Row
-from gpu_queue import Job
+from gpu_levers import table as levers_table
+from gpu_queue import Task
 from gpu_rounds import summary
 from gpu_targets import targets
 from gpu_tokens import table as tokens_table
-from report import place, table, write
-
-from titan_dit.observe.flops import peak_tflops
+from gpu_verdicts import Measured, verdicts
+from report import table, write
 
 HOLDS = """A step: forward, backward, AdamW and one EMA of the weights, on a batch on the device;
 fp32 weights, moments and EMA, matrix products in bf16.
@@ -25,7 +24,8 @@ ours: FSDP2 on one rank, random numbers by sample number, gradient clipping, fus
 Compiled: block by block. float8: compiled, in the layers that float8_layers = "auto" selects.
 FLOPs: our model's flops_per_sample, for all. MFU: of the data sheet's dense bf16 peak. of GEMM: of
 the product measured here. Peak: allocated in the timed steps. First step: of the first round, with
-compilation (short with a warm compiler cache)."""
+compilation (short with a warm compiler cache). Host ms: until a step's call returns, at most. Busy
+ms: in which a kernel ran, of one traced step; the rest of the step the device waits."""
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -40,32 +40,42 @@ class Findings:
         cells: Sequence[Cell],
         wanted: Sequence[tuple[Cell, str]],
         out: str | None,
+        facts: Row,
     ) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        """`facts`: of the device, from the process that measures."""
         self.objective, self.cells, self.wanted, self.out = objective, cells, wanted, out
-        self.ceilings: dict[str, Any] = {"peak_tflops": peak_tflops(device, "bf16")}
-        self.ceilings["attention"] = []
+        self.place = facts["place"]
+        self.ceilings: dict[str, Any] = {"peak_tflops": facts["peak_tflops"], "attention": []}
         self.measured: list[Row] = []
         """Rows of all training steps that were run."""
         self.max_tokens: list[Row] = []
+        self.levers: list[Row] = []
+        self.starts_s: list[float] = []
+        """Seconds of each start of the process that measures."""
         self.not_begun: list[str] = []
         self.failed: set[str] = set()
 
-    def add(self, job: Job, row: Row) -> None:
+    def add(self, job: Task, row: Row) -> None:
         """Add a row, print it and write the JSON."""
         if row["result"] == "not begun":
             self.not_begun.append(str(job))
             return self.save()
         if row["result"].startswith("failed"):
             self.failed.add(str(job))
+        for name, value in row.get("ceilings", {}).items():
+            self.ceilings[name] = (
+                self.ceilings.get(name, []) + value if name == "attention" else value
+            )
         if "contender" in row:
             self.measured.append(row)
+        elif "lever" in row:
+            self.levers.append(row)
         elif "remat" in row:
             self.max_tokens.append(row)
         print(json.dumps(row), flush=True)
         return self.save()
 
-    def has_failed(self, job: Job) -> bool:
+    def has_failed(self, job: Task) -> bool:
         """True if the job raised an unexpected error."""
         return str(job) in self.failed
 
@@ -76,12 +86,16 @@ class Findings:
                 f"gpu bf16 {self.objective}",
                 summary(self.wanted, self.measured, self.ceilings),
                 self.out,
+                self.place,
                 objective=self.objective,
                 allocator={name: os.environ[name] for name in ALLOCATOR if name in os.environ},
                 step=HOLDS,
                 ceilings=self.ceilings,
                 measured=self.measured,
                 max_tokens=self.max_tokens,
+                levers=self.levers,
+                verdicts=self.verdicts,
+                starts_s=self.starts_s,
                 targets=self.targets,
                 not_begun=self.not_begun,
             )
@@ -90,6 +104,11 @@ class Findings:
     def targets(self) -> list[Row]:
         """Rows of the targets."""
         return targets(self.cells, self.measured, self.max_tokens, self.ceilings)
+
+    @property
+    def verdicts(self) -> list[Row]:
+        """Rows of the verdicts."""
+        return verdicts(Measured(self.cells[0], self.measured, self.levers, self.ceilings))
 
     def show(self) -> None:
         """Print all tables."""
@@ -102,14 +121,16 @@ class Findings:
             f"Training steps, bf16, {self.objective}\n{HOLDS}": (
                 summary(self.wanted, self.measured, self.ceilings) if self.measured else []
             ),
+            "Parts of a step, in milliseconds": levers_table(self.levers),
             "Tokens of one sample": tokens_table(self.max_tokens),
             "Targets": self.targets,
+            "Verdicts": self.verdicts,
         }
         for title, rows in sections.items():
             if rows:
                 print(f"\n{title}\n\n{table(rows)}")
         if self.not_begun:
             print(f"\nNot begun, over --budget-s: {'; '.join(self.not_begun)}")
-        print("\n" + ", ".join(f"{key} {value}" for key, value in place().items()))
+        print("\n" + ", ".join(f"{key} {value}" for key, value in self.place.items()))
         if self.out:
             print(f"wrote {self.out}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from gpu_contenders import CONTENDERS, Cell, Place, Row, Step
+from gpu_contenders import CONTENDERS, ENVIRONMENT, Cell, Place, Row, Step
+from gpu_host import NUM_STEPS, waiting
 from gpu_queue import Job
 
 BUILD_S, COMPILE_S = 2.0, 20.0
@@ -28,6 +30,8 @@ class Timing:
     steps: int | None = None
     """Timed steps; None fills `seconds` with at least five."""
     seconds: float = 1.5
+    traced: bool = True
+    """Measure host time and trace the kernels of a step, in the first cell."""
 
     def count(self, laps_ms: Sequence[float]) -> int:
         """Number of timed steps, given the times of the warm-up steps."""
@@ -46,7 +50,7 @@ def take(make: Callable[[Cell, Place], Step], cell: Cell, place: Place, timing: 
     warm = meter.laps_ms(step, max(1, timing.warmup))
     meter.restart_peak()
     laps = meter.laps_ms(step, timing.count(warm))
-    peak = meter.peak_gib()
+    peak, reserved = meter.peak_gib(), meter.reserved_gib()
     loss = step().item()
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
@@ -54,7 +58,9 @@ def take(make: Callable[[Cell, Place], Step], cell: Cell, place: Place, timing: 
         "first_step_s": round(first / 1e3, 3),
         "laps_ms": [round(lap, 3) for lap in laps],
         "peak_gib": None if peak is None or before is None else peak - before,
+        "reserved_gib": reserved,
         "loss": loss,
+        **(waiting(step, place.device) if timing.traced else {}),
     }
 
 
@@ -66,21 +72,15 @@ def jobs(
     One contender at a time is on the device, so that peak memory is its own. Every second round is
     reversed, which cancels and reveals clock drift.
     """
-    given_up: set[tuple[Cell, str]] = set()
-
-    def measure(cell: Cell, name: str) -> Row:
-        if (cell, name) in given_up:
-            return {"result": "not tried again"}
-        given_up.add((cell, name))
-        row = take(CONTENDERS[name], cell, place, timing)
-        given_up.remove((cell, name))
-        return row
-
     for number in range(1, timing.rounds + 1):
         for cell, name in wanted if number % 2 else reversed(wanted):
-            key = {**cell.key, "contender": name, "round": number}
-            estimate = estimate_s(cell, name, timing, peak_tflops)
-            yield Job(key, estimate, lambda cell=cell, name=name: measure(cell, name))  # type: ignore[misc]
+            mine = replace(timing, traced=timing.traced and cell == wanted[0][0])
+            yield Job(
+                key={**cell.key, "contender": name, "round": number},
+                estimate_s=estimate_s(cell, name, mine, peak_tflops),
+                environment=ENVIRONMENT.get(name, {}),
+                take=partial(take, CONTENDERS[name], cell, place, mine),
+            )
 
 
 def estimate_s(cell: Cell, name: str, timing: Timing, peak_tflops: float | None) -> float:
@@ -89,7 +89,8 @@ def estimate_s(cell: Cell, name: str, timing: Timing, peak_tflops: float | None)
         return 1.0
     step = cell.tflop / peak_tflops / USUAL_MFU.get(name, 0.42)
     compiling = 0.0 if name in ("plain", "ours") else COMPILE_S
-    return BUILD_S + compiling + step * (2 + timing.warmup + timing.count([1e3 * step]))
+    count = 2 + timing.warmup + timing.count([1e3 * step]) + (NUM_STEPS if timing.traced else 0)
+    return BUILD_S + compiling + step * count
 
 
 def summary(
@@ -116,6 +117,9 @@ COLUMNS = (
     "of GEMM",
     "peak GiB",
     "first step s",
+    "host ms",
+    "device busy ms",
+    "kernels",
 )
 
 
@@ -141,8 +145,16 @@ def figures(
         f"{tflops / gemm:.3f}" if gemm else "-",
         f"{max(peaks):.1f}" if peaks else "-",
         f"{good[0]['first_step_s']:.1f}",
+        shown(good[0].get("host_ms")),
+        shown(good[0].get("busy_ms")),
+        str(good[0].get("kernels", "-")),
     )
     return dict(zip(COLUMNS, values, strict=True))
+
+
+def shown(value: float | None) -> str:
+    """A figure, or a dash."""
+    return "-" if value is None else f"{value:.1f}"
 
 
 def no_figures(mine: Sequence[Row]) -> Row:

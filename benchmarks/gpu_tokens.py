@@ -75,7 +75,7 @@ def job(
         limits = Limits(capacity, min(seconds, clock.left_s), unit)
         return result(list(trials(cell, mode, place, limits)))
 
-    return Job(key, 1.0 if tiny else seconds, take, keeps_time=not tiny)
+    return Job(key=key, estimate_s=1.0 if tiny else seconds, take=take, keeps_time=not tiny)
 
 
 def free_gib() -> float:

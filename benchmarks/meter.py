@@ -37,6 +37,10 @@ class Meter(Protocol):
         """Peak allocated GiB since `restart_peak`; None on a CPU."""
         ...
 
+    def reserved_gib(self) -> float | None:
+        """Peak GiB that the allocator held since `restart_peak`; None on a CPU."""
+        ...
+
     def release(self) -> None:
         """Collect garbage and free cached memory."""
         ...
@@ -61,6 +65,10 @@ class HostMeter:
         """See `Meter`."""
 
     def peak_gib(self) -> float | None:
+        """See `Meter`."""
+        return None
+
+    def reserved_gib(self) -> float | None:
         """See `Meter`."""
         return None
 
@@ -110,6 +118,10 @@ class CudaMeter:
     def peak_gib(self) -> float | None:
         """See `Meter`."""
         return torch.cuda.max_memory_allocated() / 2**30
+
+    def reserved_gib(self) -> float | None:
+        """See `Meter`."""
+        return torch.cuda.max_memory_reserved() / 2**30
 
     def release(self) -> None:
         """See `Meter`."""

@@ -7,6 +7,7 @@ which a bare machine may lack.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,16 +84,21 @@ def trainer_step(
     precision: PrecisionConfig | None = None,
     remat: str = "none",
     attend: attention.Attend | None = None,
+    layout: Mapping[str, Any] | None = None,
+    compiling: Mapping[str, Any] | None = None,
+    optimizer_config: Any = None,
 ) -> Callable[[], Tensor]:
     """A bf16 step with FSDP2, in the order of `Trainer.__init__` and `train_step`.
 
-    `attend` overrides the attention of `precision`.
+    `attend` overrides the attention of `precision`; `layout` and `compiling` are further keys of
+    [parallel] and [compile]; `optimizer_config` replaces that of AdamW.
     """
     precision = precision or PrecisionConfig(dtype="bf16")
     model, objective = network(config, path), learning(config, path)
-    parallel = ParallelConfig(reshard_after_forward=reshard)  # type: ignore[arg-type]
+    parallel = ParallelConfig(**{"reshard_after_forward": reshard, **(layout or {})})
     recompute = RematConfig(mode=remat)  # type: ignore[arg-type]
-    compilation = CompileConfig(enabled=compiled, ends=ends, cuda_graphs=cuda_graphs)
+    keys = {"enabled": compiled, "ends": ends, "cuda_graphs": cuda_graphs, **(compiling or {})}
+    compilation = CompileConfig(**keys)
     rows, styles = batch * config.token_shape[0], plan(parallel.sequence_parallel)
     parallelize(model, mesh, styles, parallel, precision, recompute, compilation, rows)
     if attend is not None:
@@ -101,7 +107,7 @@ def trainer_step(
     parameters = dict(model.named_parameters())
     randomize(local(parameters))
     executor = LocalExecutor(model, loss_of(objective), None)
-    optimizer = build_optimizer(parameters.values(), OptimizerConfig())
+    optimizer = build_optimizer(parameters.values(), optimizer_config or OptimizerConfig())
     ema = EMA(parameters, EMAConfig())
     ema.run_beside(optimizer)
     data = resident_batch(config, batch, device)

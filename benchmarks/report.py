@@ -79,11 +79,19 @@ def cpu_name() -> str:
     return f"{len(found)} cores of {found[0]}" if found else platform.processor()
 
 
-def write(name: str, rows: Sequence[Mapping[str, Any]], out: str, **more: Any) -> None:
-    """Write rows and `place()` as JSON, with an atomic rename."""
+def write(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    out: str,
+    where: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> None:
+    """Write rows and `where`, or `place()`, as JSON, with an atomic rename."""
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"benchmark": name, **place(), **more, "rows": list(rows)}, indent=2)
+    text = json.dumps(
+        {"benchmark": name, **(where or place()), **more, "rows": list(rows)}, indent=2
+    )
     draft = path.with_name(path.name + ".part")
     draft.write_text(text + "\n")
     draft.replace(path)

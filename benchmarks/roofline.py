@@ -113,7 +113,7 @@ def attention_tflops(gpu: dict[str, Any], config: DiTConfig) -> float | None:
     near = [
         (abs(math.log2(row["tokens"] / tokens)), -row["both TFLOP/s"])
         for row in rows
-        if row["head_dim"] == head_dim and "both TFLOP/s" in row
+        if row["head_dim"] == head_dim and "both TFLOP/s" in row and row.get("ring", 1) == 1
     ]
     octaves, tflops = min(near, default=(math.inf, 0))
     return -tflops if octaves <= 1 else None

@@ -7,6 +7,7 @@ import pytest
 from titan_dit.commands import bench_attention
 from titan_dit.commands.bench_attention import Options
 from titan_dit.config.section import UserError
+from titan_dit.kernels.attention_choice import AttentionShape
 
 TINY = {"heads": 2, "head_dim": 8, "tokens": (16, 32), "batch": 2, "laps": 2, "dtype": "fp32"}
 
@@ -16,8 +17,10 @@ def test_every_kernel_of_this_machine_is_timed_and_the_others_say_why_not(tmp_pa
     keys = ("auto", "flash", "cudnn", "math")
     bench_attention.main(Options(**TINY, backends=keys, out=str(out)))
     found = json.loads(out.read_text())
-    assert [(r["backend"], r["tokens"]) for r in found["rows"]] == [
-        (key, tokens) for tokens in (16, 32) for key in ("auto", "flash", "math")
+    assert [(r["backend"], r["kernel"], r["tokens"]) for r in found["rows"]] == [
+        (key, "flash" if key == "auto" else key, tokens)
+        for tokens in (16, 32)
+        for key in ("auto", "flash", "math")
     ]
     for row in found["rows"]:
         flops = 4 * 2 * 2 * row["tokens"] ** 2 * 8
@@ -30,12 +33,26 @@ def test_every_kernel_of_this_machine_is_timed_and_the_others_say_why_not(tmp_pa
     assert "forward ms" in printed
 
 
+def test_a_ring_is_timed_by_the_work_of_one_rank(tmp_path):
+    out = tmp_path / "ring.json"
+    settings = TINY | {"tokens": (32,), "ring": 4}
+    bench_attention.main(Options(**settings, backends=("auto", "math"), out=str(out)))
+    found = json.loads(out.read_text())
+    assert found["ring"] == 4
+    for row in found["rows"]:
+        flops = 4 * 2 * 2 * 8 * 32 * 8  # 8 queries of this rank, 32 keys.
+        assert row["forward TFLOP/s"] == pytest.approx(flops / row["forward ms"] / 1e9)
+        assert row["error"] < 1e-5
+    with pytest.raises(UserError, match="--ring 5 does not divide 32 tokens"):
+        Options(**settings | {"ring": 5})
+
+
 def test_the_error_shows_a_kernel_that_is_wrong(monkeypatch):
     def wrong(q, k, v):
         return 1.01 * bench_attention.attention.by_products(q, k, v)
 
-    monkeypatch.setattr(bench_attention.attention, "attend_by", lambda key: wrong)
-    shape = bench_attention.attention.AttentionShape(
+    monkeypatch.setattr(bench_attention.attention, "attend_by", lambda *_: wrong)
+    shape = AttentionShape(
         2, 16, 8, bench_attention.DTYPES["fp32"], bench_attention.torch.device("cpu")
     )
     assert bench_attention.row("flash", shape, 2, 1)["error"] == pytest.approx(0.01, rel=1e-3)

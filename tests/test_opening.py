@@ -33,7 +33,7 @@ def test_a_run_begins_by_saying_what_will_be_done_on_what(held_out, about, data)
     built = SimpleNamespace(num_parameters=1234, flops_per_sample=5 * 10**9)
     software = f"titan_dit {VERSIONS['titan_dit']}, torch {VERSIONS['torch']}"
     assert list(opened.lines(built, torch.device("cpu"), step=3)) == [
-        f"{software}: dp_shard 2 on cpu, fp32, attention auto",
+        f"{software}: dp_shard 2 on cpu, fp32, attention auto (flash)",
         "model   dit: 1,234 parameters, 16 tokens, 5 GFLOP per sample and step",
         f"data    digits: {data}",
         "steps   3 of 4 done, 16 samples each",

@@ -33,6 +33,7 @@ ARGUMENTS = {
     "return_debug_mask scale",
     "_cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset "
     "attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
+    "_fused_sdp_choice": "query key value attn_mask dropout_p is_causal scale enable_gqa",
     "_linear_pointwise": "X W B attr scalars algorithm",
     "_c10d_functional.all_to_all_single": "input output_split_sizes input_split_sizes group_name",
     "_c10d_functional.wait_tensor": "tensor",

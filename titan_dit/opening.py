@@ -9,7 +9,7 @@ import torch
 
 from titan_dit import __version__
 from titan_dit.checks import validate
-from titan_dit.checks.device import attention_hint
+from titan_dit.checks.device import attention_hint, attention_kernel, with_kernel
 from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.config import config_file
 from titan_dit.config.dotted_names import origins
@@ -49,7 +49,9 @@ class Opened:
         yield from refitted(plan.parallel, plan.sizes)
         software = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
         where = f"{plan.sizes} on {device.type}"
-        yield f"{software}: {where}, {precision}, attention {precision.attention}"
+        asked, kernel = config.precision.attention, attention_kernel(plan, device)
+        attention = asked if asked == kernel else f"{asked} ({kernel})"
+        yield f"{software}: {where}, {precision}, attention {attention}"
         yield (
             f"model   {plan.model_name}: {built.num_parameters:,} parameters, "
             f"{plan.spec.num_tokens} tokens, {built.flops_per_sample / 1e9:.3g} GFLOP per sample "
@@ -93,6 +95,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
     resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
     plan = resolve(config, world.size, resuming)
     validate(config, plan, world.device)
+    plan = with_kernel(plan, world.device)
     hooks = Hooks(job.hooks, world.is_main)
     hooks.raise_failure(world.gather)
     on_first = Ranks().run_on_first

@@ -9,7 +9,7 @@ import sys
 from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher import failure, torch_range
+from titan_dit.launcher import allocator, failure, torch_range
 
 
 def main() -> int:
@@ -29,6 +29,7 @@ def main() -> int:
             dry_run(config, dry_run_world or None)
         return 0
 
+    allocator.expand_segments(os.environ, cuda_graphs=config.compile.cuda_graphs)
     # Lazy imports: a wrong config is reported before torch.distributed is loaded.
     from titan_dit import plan
     from titan_dit.checks import device, layout, validate

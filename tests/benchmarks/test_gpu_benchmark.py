@@ -11,6 +11,7 @@ from commands import ROOT, run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu
+import gpu_plan
 from limits import Work
 
 QUICK = [ROOT / "benchmarks" / "gpu.py", "--tiny", "--steps", "2", "--warmup", "1", "--out", "out"]
@@ -39,9 +40,19 @@ def test_every_kind_of_row_is_measured_with_torch_torchao_and_two_small_packages
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out").read_text())
     results = {row["contender"]: row["result"] for row in report["measured"]}
-    assert list(results) == only
+    assert sorted(results) == sorted(only)
     assert "a CPU has flash and math only" in results.pop("ours_compiled_cudnn")
     assert set(results.values()) == {"measured"}
+    # Every lever is a row with its variants, and every finding has a verdict.
+    assert {row["lever"]: row["result"] for row in report["levers"]} == dict.fromkeys(
+        ("ring joins", "EMA", "optimizer", "prepare", "token copies", "reading"), "measured"
+    )
+    verdicts = {row["finding"]: row["verdict"] for row in report["verdicts"]}
+    assert verdicts["a step of ours_compiled runs"] == "yes"
+    assert verdicts["a step of ours_compiled_cudnn runs"].startswith("not measured: [precision]")
+    assert verdicts["speed of compiled joins in that ring"] == "not measured"  # No 16k tokens.
+    assert verdicts["speed of pread over mapped rows"] in ("a gain", "no gain")
+    assert len(report["starts_s"]) == 1
     # Each timed step is a lap of its own, and the table has their median.
     shown = {row["contender"]: row for row in report["rows"]}
     for row in report["measured"]:
@@ -58,8 +69,8 @@ def test_every_kind_of_row_is_measured_with_torch_torchao_and_two_small_packages
 
 def test_the_usual_cells_fit_a_device_of_139_gib(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    for cell in gpu.cells_of(gpu.parse()):
-        # See the comment at gpu.CELLS: the plain DiT's 48 h bytes per token and layer.
+    for cell in gpu_plan.cells_of(gpu.settle(gpu.parse())):
+        # See the comment at gpu_plan.CELLS: the plain DiT's 48 h bytes per token and layer.
         hidden, layers, *_ = cell.config.shape
         tokens = cell.batch * cell.config.token_shape[0]
         parameters = Work(cell.config, 4, cell.batch).num_parameters

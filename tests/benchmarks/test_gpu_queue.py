@@ -12,7 +12,7 @@ from titan_dit.config.section import UserError
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_queue
 import meter
-from gpu_queue import Clock, Job, work_off
+from gpu_queue import Clock, Job, attempt, work_off
 
 
 class Device(meter.HostMeter):
@@ -34,11 +34,16 @@ def job(now, name, estimate, taken):
         now[0] += taken
         return {"value": name}
 
-    return Job({"name": name}, estimate, take)
+    return Job(key={"name": name}, estimate_s=estimate, take=take)
 
 
-def results(jobs, clock):
-    rows = [row for _, row in work_off(jobs, Device(), clock, lambda line: None)]
+def results(jobs, clock, limits=None):
+    def measure(job, limit_s, left_s):
+        if limits is not None:
+            limits.append(limit_s)
+        return attempt(job.take, Device())
+
+    rows = [row for _, row in work_off(jobs, measure, clock, lambda line: None)]
     return {row["name"]: row["result"] for row in rows}
 
 
@@ -63,6 +68,12 @@ def test_the_pace_is_what_was_taken_over_what_was_expected(now):
     assert clock.pace == 2
 
 
+def test_a_row_hangs_after_a_minute_or_four_times_what_is_expected(now):
+    limits = []
+    results([job(now, "short", 5, 5), job(now, "long", 40, 40)], Clock(500, 0.0), limits)
+    assert limits == [60, 160]
+
+
 def test_what_cannot_be_had_or_fails_is_a_row_and_says_nothing_of_the_pace(now, capsys):
     def refused():
         raise UserError("torchao is not installed")
@@ -71,7 +82,11 @@ def test_what_cannot_be_had_or_fails_is_a_row_and_says_nothing_of_the_pace(now, 
         raise RuntimeError("an illegal memory access was encountered")
 
     clock = Clock(100, 0.0)
-    found = results([Job({"name": "a"}, 50, refused), Job({"name": "b"}, 20, broken)], clock)
+    jobs = [
+        Job(key={"name": name}, estimate_s=seconds, take=take)
+        for name, seconds, take in (("a", 50, refused), ("b", 20, broken))
+    ]
+    found = results(jobs, clock)
     assert found == {
         "a": "not measured: torchao is not installed",
         "b": "failed: RuntimeError",

@@ -105,11 +105,15 @@ def test_a_head_dim_that_is_padded_is_told_with_its_cost():
         model={"size": "XL/2", "latent_size": 64, "channels": 4}
         | dict.fromkeys(("hidden", "layers", "heads", "patch"))
     )
-    line = attention_hint(plan, torch.device("cuda"), 3147191000000)
-    assert "72 is not a multiple of 32: flash kernels pad it to 96, +33% FLOPs" in line
+    line = attention_hint(plan, torch.device("cuda"), 3147191000000, "flash")
+    assert "72 is none of 32, 64, 96, 128, 192, 256: flash kernels pad it to 96, +33% F" in line
     assert "+4.3% in the model at 1024 tokens" in line
     assert "bench attention --heads 16 --head-dim 72 --tokens 1024" in line
-    assert attention_hint(plan, CPU, 3147191000000) is None
+    assert attention_hint(plan, CPU, 3147191000000, "flash") is None
+    # Of the kernel that runs.
+    line = attention_hint(plan, torch.device("cuda"), 3147191000000, "cudnn")
+    assert "72: attention runs on cuDNN, which does not document what head dims other than" in line
+    assert attention_hint(plan, torch.device("cuda"), 3147191000000, "efficient") is None
 
 
 @pytest.mark.parametrize("mask", ["causal", "lengths"])

@@ -204,8 +204,8 @@ def forgotten_gradients(model):
 
     original = ring.travel_backward
 
-    def backward(d_out, q, k, v, out, lse, peers, kernel):
-        dq, _ = original(d_out, q, k, v, out, lse, peers, kernel)
+    def backward(d_out, q, k, v, out, lse, peers, kernel, compiled):
+        dq, _ = original(d_out, q, k, v, out, lse, peers, kernel, compiled)
         _, *own = kernel.backward(d_out, q, k, v, out, lse, q.shape[-1] ** -0.5)
         return dq, torch.stack(own)
 

@@ -12,6 +12,7 @@ from torch.profiler import profile
 from titan_dit.config.layout import CompileConfig, RematConfig
 from titan_dit.config.section import UserError
 from titan_dit.kernels import attention
+from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.parallel import remat
 from titan_dit.parallel.compile import compile_blocks
 
@@ -20,9 +21,7 @@ FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def shape(dtype=torch.float32, device=CPU, **values):
-    return attention.AttentionShape(
-        heads=4, tokens=16, head_dim=8, dtype=dtype, device=device, **values
-    )
+    return AttentionShape(heads=4, tokens=16, head_dim=8, dtype=dtype, device=device, **values)
 
 
 def gradients(key, mode="none", compiled=False):
@@ -145,9 +144,9 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     attention.use_implementation("flash")
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_a_multiple_of_32_channels_is_not_padded(head_dim):
-    assert attention.padding(head_dim, 1024, 0.1) is None
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256, 264])
+def test_a_head_dim_of_flash_is_not_padded(head_dim):
+    assert attention.padding("flash", head_dim, 1024, 0.1) is None
 
 
 def masked_results(attend, dtype=torch.float64, **mask):
@@ -227,7 +226,7 @@ def test_attention_that_is_recomputed_keeps_its_mask(mask):
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_gpu_kernel_is_right_or_refused_with_a_reason(key, head_dim, ring):
-    on_gpu = attention.AttentionShape(4, 256, head_dim, torch.bfloat16, torch.device("cuda"), ring)
+    on_gpu = AttentionShape(4, 256, head_dim, torch.bfloat16, torch.device("cuda"), ring)
     reason = attention.refusal(key, on_gpu)
     if reason is None and not ring:
         q, k, v = (torch.randn(2, 4, 256, head_dim, device="cuda").bfloat16() for _ in range(3))

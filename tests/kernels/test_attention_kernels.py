@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_dit.kernels import attention_kernels
-from titan_dit.kernels.attention_kernels import CPU, CUDNN, EFFICIENT, FLASH, MATH, named, suitable
+from titan_dit.kernels.attention_kernels import CPU, CUDNN, EFFICIENT, FLASH, MATH, named
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -90,30 +90,8 @@ def test_strides_change_nothing(kernel):
 
 def test_the_cpu_takes_its_own_kernel_for_every_dtype():
     for dtype in TOLERANCE:
-        assert suitable(torch.empty(1, 1, 1, 8, dtype=dtype)) is CPU
-    assert suitable(torch.empty(1, 1, 1, 8, device="meta")) is MATH
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "d", "kernel"),
-    [
-        ((8, 0), torch.bfloat16, 72, FLASH),
-        ((9, 0), torch.float16, 256, FLASH),
-        ((7, 5), torch.float16, 64, EFFICIENT),
-        ((9, 0), torch.float32, 64, EFFICIENT),
-        ((9, 0), torch.bfloat16, 264, EFFICIENT),
-        ((9, 0), torch.float64, 64, MATH),
-    ],
-)
-def test_a_gpu_takes_flash_for_half_precision_where_it_is_made_for_it(
-    monkeypatch, capability, dtype, d, kernel
-):
-    class OnGPU:
-        device, shape = torch.device("cuda"), (1, 1, 1, d)
-
-    OnGPU.dtype = dtype
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert suitable(OnGPU) is kernel
+        assert named("auto", torch.empty(1, 1, 1, 8, dtype=dtype)) is CPU
+    assert named("auto", torch.empty(1, 1, 1, 8, device="meta")) is MATH
 
 
 @pytest.mark.parametrize(
@@ -172,5 +150,5 @@ def test_a_gpu_kernel_gives_attention_its_log_sum_exp_and_its_gradients(name, dt
 @needs_gpu
 def test_a_gpu_kernel_agrees_with_what_torch_chooses():
     d_out, q, k, v = inputs(torch.bfloat16, "cuda", 64, 64, 64)
-    found, *_ = run(suitable(q), d_out, q, k, v)
+    found, *_ = run(named("auto", q), d_out, q, k, v)
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))

@@ -1,5 +1,6 @@
 """Context parallelism in one process: see `simulated_peers`."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from titan_dit.kernels import attention, attention_kernels
 from titan_dit.kernels.attention import attend_by
 from titan_dit.kernels.attention_kernels import CPU, MATH, Kernel
 from titan_dit.models.layers import Attention, attend
-from titan_dit.parallel import context
+from titan_dit.parallel import context, ring_blocks
 from titan_dit.parallel import ring_attention as ring
 from titan_dit.parallel.context import slice_tokens
 from titan_dit.parallel.exchange import Exchange
@@ -220,7 +221,7 @@ def stale_keys_in_backward(monkeypatch):
     """Backward uses this rank's own keys and values in every rotation."""
     original = ring.travel_backward
 
-    def backward(d_out, q, k, v, out, lse, peers, kernel):
+    def backward(d_out, q, k, v, out, lse, peers, kernel, compiled):
         def block(d_out, q, _arrived_k, _arrived_v, out, lse, scale):
             return kernel.backward(d_out, q, k, v, out, lse, scale)
 
@@ -233,7 +234,7 @@ def local_statistics(monkeypatch):
     """Backward normalises each block by its own softmax."""
     original = ring.travel_backward
 
-    def backward(d_out, q, k, v, out, lse, peers, kernel):
+    def backward(d_out, q, k, v, out, lse, peers, kernel, compiled):
         def block(d_out, q, k, v, out, lse, scale):
             own_out, own_lse = kernel.forward(q, k, v, scale)
             return kernel.backward(d_out, q, k, v, own_out, own_lse, scale)
@@ -246,7 +247,7 @@ def local_statistics(monkeypatch):
 def gradients_that_stay_away(monkeypatch):
     """Every rank keeps the gradients that it computed for other ranks' keys."""
 
-    def backward(d_out, q, k, v, out, lse, peers, kernel):
+    def backward(d_out, q, k, v, out, lse, peers, kernel, compiled):
         scale = q.shape[-1] ** -0.5
         moving, total, dkv = torch.stack((k, v)), 0, 0
         for _ in range(peers.size):
@@ -260,9 +261,11 @@ def gradients_that_stay_away(monkeypatch):
 
 def average_of_blocks(monkeypatch):
     """Blocks are merged with equal weight."""
-    monkeypatch.setattr(
-        ring, "merge", lambda out, lse, new_out, new_lse: ((out + new_out) / 2, lse)
-    )
+
+    def merge(out, lse, new_out, new_lse):
+        return (out + new_out) / 2, lse
+
+    monkeypatch.setattr(ring, "joining", lambda compiled: replace(ring_blocks.EAGER, merge=merge))
 
 
 @pytest.mark.parametrize(

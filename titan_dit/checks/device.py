@@ -11,7 +11,8 @@ from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import EMAConfig
-from titan_dit.kernels import attention
+from titan_dit.kernels import attention, short_attention
+from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.parallel import compile
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.transformer_engine import is_transformer_engine
@@ -110,12 +111,27 @@ def check_kernels(plan: RunPlan, device: torch.device) -> None:
     compile.check(plan.compile, device)
 
 
-def attention_shape(plan: RunPlan, device: torch.device) -> attention.AttentionShape:
+def with_kernel(plan: RunPlan, device: torch.device) -> RunPlan:
+    """The plan, with "auto" replaced by the kernel that a ring takes on this device."""
+    key = attention.settled(plan.precision.attention, attention_shape(plan, device))
+    precision = replace(plan.precision, attention=key)  # type: ignore[arg-type]
+    return replace(plan, precision=precision)
+
+
+def attention_kernel(plan: RunPlan, device: torch.device) -> str:
+    """The kernel that attention runs, as a key or, on a CPU, as "matmuls"."""
+    if short_attention.suits(device.type, plan.precision, plan.remat, plan.compile):
+        few = plan.spec.mask == "none" and plan.spec.num_tokens <= short_attention.MAX_TOKENS
+        return "matmuls" if few else "flash"
+    return attention.kernel_of(plan.precision.attention, attention_shape(plan, device))
+
+
+def attention_shape(plan: RunPlan, device: torch.device) -> AttentionShape:
     """Attention shape of one sample on one rank."""
     model_spec, sizes = plan.spec, plan.sizes
     ring = sizes.cp > 1 and plan.parallel.cp_method == "ring"
     exchanged = 1 if ring else sizes.cp
-    return attention.AttentionShape(
+    return AttentionShape(
         heads=model_spec.num_heads // sizes.tp // exchanged,
         tokens=plan.tokens_per_rank if ring else model_spec.num_tokens,
         head_dim=model_spec.head_dim,
@@ -126,8 +142,12 @@ def attention_shape(plan: RunPlan, device: torch.device) -> attention.AttentionS
     )
 
 
-def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -> str | None:
-    """Console line on the cost of a padded head dim; None on a CPU or without padding.
+def attention_hint(
+    plan: RunPlan, device: torch.device, flops_per_sample: int, kernel: str | None = None
+) -> str | None:
+    """Console line on the cost of a head dim; None on a CPU or without padding.
+
+    `kernel`: that runs; by default `attention_kernel`.
 
     Attention takes 12 n^2 h FLOPs per layer for n tokens and hidden h: two products forward (q k^T,
     and probabilities times v), four backward.
@@ -137,7 +157,8 @@ def attention_hint(plan: RunPlan, device: torch.device, flops_per_sample: int) -
         return None
     tokens, heads, head_dim = model_spec.num_tokens, model_spec.num_heads, model_spec.head_dim
     own = 12 * tokens**2 * heads * head_dim * model_spec.num_layers
-    line = attention.padding(head_dim, tokens, own / flops_per_sample)
+    kernel = kernel or attention_kernel(plan, device)
+    line = attention.padding(kernel, head_dim, tokens, own / flops_per_sample)
     return line and (
         f"{line}. python -m titan_dit bench attention --heads {heads} --head-dim "
         f"{head_dim} --tokens {tokens} measures it"
@@ -151,7 +172,7 @@ def replayable_precision(precision: PrecisionConfig, device: torch.device) -> Pr
     emulation. A missing attention kernel falls back to "auto".
     """
     every = replace(precision, float8_layers="all")
-    probe = attention.AttentionShape(1, 64, 64, DTYPES[precision.dtype], device)
+    probe = AttentionShape(1, 128, 64, DTYPES[precision.dtype], device)
     if precision.attention != "auto" and attention.refusal(precision.attention, probe):
         attention.use_implementation("auto")
         every = replace(every, attention="auto")

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.kernels import attention
+from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.models.dit import SIZES
 from titan_dit.observe import console
 from titan_dit.parallel.fsdp import DTYPES
+from titan_dit.parallel.ring_attention import ring_attention
 
 NAMES = ("auto", *attention.KEYS)
 CHECKED = 1024
@@ -45,6 +48,10 @@ class Options(Section):
     """Tokens per sample; every value is measured."""
     batch: PositiveInt = 32
     """Batch size."""
+    ring: PositiveInt = 1
+    """Work of one of this many ranks in a ring, without messages; must divide the tokens."""
+    compiled: bool = False
+    """Join the results of a ring's ranks by compiled kernels, as [compile] enabled does."""
     backends: tuple[str, ...] = NAMES
     """Kernels, as values of [precision] attention."""
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -62,6 +69,8 @@ class Options(Section):
             )
         if self.size is None and None in (self.heads, self.head_dim):
             raise UserError("bench attention: set --size XL/2, or --heads 16 --head-dim 72.")
+        if uneven := [n for n in self.tokens if n % self.ring]:
+            raise UserError(f"--ring {self.ring} does not divide {uneven[0]} tokens.")
         if self.size is not None and self.size.partition("/")[0] not in SIZES:
             raise UserError(f"--size {self.size}: unknown. Valid: {', '.join(SIZES)}.")
 
@@ -76,17 +85,21 @@ def main(options: Options) -> None:
     """Measure, print and write the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, head_dim = options.shape
+    ring = f", one rank of a ring of {options.ring}" if options.ring > 1 else ""
     console.say(
-        f"{options.batch} samples, {heads} heads of {head_dim} channels, {options.dtype}, "
+        f"{options.batch} samples, {heads} heads of {head_dim} channels, {options.dtype}{ring}, "
         f"{describe_device(device)['device']}"
     )
     rows, refused = [], {}
     for tokens in options.tokens:
-        shape = attention.AttentionShape(heads, tokens, head_dim, DTYPES[options.dtype], device)
+        shape = AttentionShape(
+            heads, tokens // options.ring, head_dim, DTYPES[options.dtype], device, options.ring > 1
+        )
         for name in options.backends:
             reason = attention.refusal(name, shape)
             if reason is None:
-                rows.append(row(name, shape, options.batch, options.laps))
+                ring_of = options.ring, options.compiled
+                rows.append(row(name, shape, options.batch, options.laps, *ring_of))
             else:
                 refused[name] = reason
     attention.use_implementation("auto")
@@ -97,26 +110,63 @@ def main(options: Options) -> None:
     if options.out:
         found = {"benchmark": "attention", **describe_device(device), "batch": options.batch}
         found |= {"heads": heads, "head_dim": head_dim, "dtype": options.dtype}
+        found |= {"ring": options.ring, "compiled": options.compiled}
         path = Path(options.out)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found | {"rows": rows, "refused": refused}, indent=2) + "\n")
         console.say(f"wrote {options.out}")
 
 
-def row(name: str, shape: attention.AttentionShape, batch: int, laps: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Echo:
+    """`Peers` of a ring on one device: every message comes back.
+
+    A rank then attends `size` times to its own keys: the work of a ring, and the output of
+    attention to these keys alone.
+    """
+
+    size: int
+
+    def send(self, message: Tensor) -> Tensor:
+        """Return the message."""
+        return message
+
+    def arrive(self, incoming: Tensor) -> Tensor:
+        """Return the message."""
+        return incoming
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Return the message."""
+        return parts
+
+
+def row(
+    name: str,
+    shape: AttentionShape,
+    batch: int,
+    laps: int,
+    ring: int = 1,
+    compiled: bool = False,
+) -> dict[str, Any]:
     """Benchmark one kernel on one shape: median times, TFLOP/s and relative error.
 
-    `error`: max |output - exact| / max |exact|, with exact attention in fp32, on the first queries
-    of the first sample's first head.
+    `shape`: of one rank of the `ring`. `error`: max |output - exact| / max |exact|, with exact
+    attention in fp32, on the first queries of the first sample's first head.
     """
+    tokens = shape.tokens * ring
+    kernel = attention.kernel_of(name, shape)
+    took = {"backend": name, "kernel": kernel, "tokens": tokens}
+    took |= {"ring": ring, "compiled": compiled}
+    attend = attention.attend_by(name, shape.device.type)
+    if shape.ring:
+        attend = partial(ring_attention, peers=Echo(ring), kernel=kernel, compiled=compiled)
     try:
-        forward, backward, error = measure(attention.attend_by(name), shape, batch, laps)
+        forward, backward, error = measure(attend, shape, batch, laps)
     except torch.OutOfMemoryError:
-        return {"backend": name, "tokens": shape.tokens, "error": "out of memory"}
-    flops = 4 * batch * shape.heads * shape.tokens**2 * shape.head_dim
+        return {**took, "error": "out of memory"}
+    flops = 4 * batch * shape.heads * shape.tokens * tokens * shape.head_dim
     return {
-        "backend": name,
-        "tokens": shape.tokens,
+        **took,
         "forward ms": forward,
         "backward ms": backward,
         "both ms": forward + backward,
@@ -128,7 +178,7 @@ def row(name: str, shape: attention.AttentionShape, batch: int, laps: int) -> di
 
 
 def measure(
-    attend: attention.Attend, shape: attention.AttentionShape, batch: int, laps: int
+    attend: attention.Attend, shape: AttentionShape, batch: int, laps: int
 ) -> tuple[float, float, float]:
     """Return forward and backward milliseconds, and the `error` of `row`."""
     generator = torch.Generator(shape.device).manual_seed(0)

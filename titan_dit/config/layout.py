@@ -64,8 +64,8 @@ class PrecisionConfig(Section):
     dtype: Literal["fp64", "fp32", "bf16"] = "bf16"
     """Format of activations and matmuls. fp64 is for comparing layouts."""
     attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
-    """Attention kernel, refused at the start if it cannot run the model. auto is torch's choice, or
-    our own for few tokens in compiled bf16 on a CPU. flash3 and flash4 need their own packages."""
+    """Attention kernel, refused at the start if it cannot run the model. auto chooses by device and
+    shape, in a ring as in a layer (docs/performance.md). flash3 and flash4 need own packages."""
     float8: Literal[
         "off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "te_delayed", "te_current", "te_mxfp8"
     ] = "off"

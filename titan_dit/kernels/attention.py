@@ -1,9 +1,9 @@
-"""The attention kernel chosen by [precision] attention; "auto" leaves it to torch.
+"""The attention kernel of [precision] attention: set, checked and named.
 
-Exception: "auto" is short_attention.py for few tokens in compiled bf16 on a CPU. The choice affects
-only the model's own layers, and is part of the compiled graph. Ring attention calls kernels by name
-(attention_kernels.py), with the same key. Only this file calls torch.nn.attention, whose API may
-still change.
+"auto" is torch's choice where attention_choice.py agrees with it, and short_attention.py for few
+tokens in compiled bf16 on a CPU. The key affects only the model's own layers, and is part of the
+compiled graph. Ring attention calls kernels by name (attention_kernels.py), with the same key. Only
+this file calls torch.nn.attention, whose API may still change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +20,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_dit.config.section import UserError
+from titan_dit.kernels.attention_choice import (
+    AttentionShape,
+    hardware_of,
+    harm,
+    order,
+    overflows_at,
+)
 from titan_dit.kernels.attention_kernels import MATH, masked_products, named
 from titan_dit.models import layers
-from titan_dit.models.base import Mask
 from titan_dit.models.layers import Attention, within
 
 Attend = Callable[..., Tensor]
@@ -41,31 +46,12 @@ IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
 """torch's names for other packages' flash kernels."""
 PACKAGES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
 """The modules that torch imports them from."""
-CHANNELS = 32
-"""Flash kernels pad the head dim to a multiple of this."""
+NAMES = {SDPBackend.MATH: "math"} | {BACKENDS[key]: key for key in ("flash", "cudnn", "efficient")}
+"""Keys of torch's backends."""
+CHANNELS = (32, 64, 96, 128, 192, 256)
+"""Head dims of torch's flash kernels; others are padded."""
 PROBE_TOKENS = 256
 NO_MASK = "ring attention supports no mask"
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """The shape of one rank's attention."""
-
-    heads: int
-    tokens: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    ring: bool = False
-    """True for ring attention on a slice of the tokens."""
-    mask: Mask = "none"
-
-    def __str__(self) -> str:
-        """The description in error messages."""
-        name = str(self.dtype).removeprefix("torch.")
-        masked = "" if self.mask == "none" else f", masked by {self.mask},"
-        heads = f"{self.heads} heads of {self.head_dim} channels"
-        return f"{heads}{masked} in {name} on {self.device.type}"
 
 
 def apply(model: nn.Module, attend: Attend) -> None:
@@ -75,10 +61,11 @@ def apply(model: nn.Module, attend: Attend) -> None:
             layer.attend = attend
 
 
-def attend_by(key: str) -> Attend:
+def attend_by(key: str, device_type: str = "cpu") -> Attend:
     """The attention function of a key: q, k, v [b, heads, n, head_dim] to the same shape."""
     if key == "auto":
-        return layers.attend
+        overflows = hardware_of(torch.device(device_type)).overflows
+        return attend_finitely if overflows else layers.attend
     if key == "math":
         return by_products
     return functools.partial(attend, backend=BACKENDS[key])
@@ -95,6 +82,17 @@ def attend(
 ) -> Tensor:
     """Attention by one of torch's backends; RuntimeError if the backend refuses these tensors."""
     with sdpa_kernel(backend):
+        return layers.attend(q, k, v, causal, lengths)
+
+
+def attend_finitely(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, lengths: Tensor | None = None
+) -> Tensor:
+    """Torch's choice, but not cuDNN for the lengths at which its gradients can be NaN."""
+    if not overflows_at(k.shape[2], causal):
+        return layers.attend(q, k, v, causal, lengths)
+    # Only for these lengths: the context costs 10 us of the host.
+    with sdpa_kernel([BACKENDS["flash"], BACKENDS["efficient"], SDPBackend.MATH]):
         return layers.attend(q, k, v, causal, lengths)
 
 
@@ -132,6 +130,47 @@ def use_implementation(key: str) -> None:
             raise RuntimeError(f"it needs the module {PACKAGES[key]} ({error})") from error
 
 
+def settled(key: str, shape: AttentionShape) -> str:
+    """The key with "auto" in a ring replaced by the first kernel of `order` that runs the shape.
+
+    UserError if none does. Local "auto" stays: torch itself takes another kernel if one refuses.
+    """
+    if key != "auto" or not shape.ring:
+        return key
+    reasons = []
+    for candidate in order(shape, hardware_of(shape.device), is_deterministic()):
+        reason = refusal(candidate, shape)
+        if reason is None:
+            return candidate
+        reasons.append(f"{candidate}: {reason}")
+    raise UserError(
+        f'[precision] attention="auto" cannot run {shape} in the ring of context parallelism: '
+        f'{"; ".join(reasons)}. Set [parallel] cp_method = "ulysses".'
+    )
+
+
+def kernel_of(key: str, shape: AttentionShape) -> str:
+    """The kernel that a key runs, as a key; for local "auto" torch is asked."""
+    if key != "auto":
+        return key
+    if shape.ring:
+        return order(shape, hardware_of(shape.device), is_deterministic())[0]
+    q, k, v = sample(shape)
+    masked = mask_of(shape, q.shape[2])
+    seen = within(masked["lengths"], q.shape[2]) if "lengths" in masked else None
+    causal = "causal" in masked
+    taken = torch.ops.aten._fused_sdp_choice(q, k, v, seen, 0.0, causal)
+    hardware = hardware_of(shape.device)
+    if SDPBackend(taken) == SDPBackend.CUDNN_ATTENTION and harm("cudnn", shape, hardware):
+        return order(shape, hardware)[0]  # As in `attend_finitely`.
+    return NAMES.get(SDPBackend(taken), "unknown")
+
+
+def is_deterministic() -> bool:
+    """[training] deterministic, once it is set."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
 def check(key: str, shape: AttentionShape) -> None:
     """Run the kernel once on a sample of this rank; UserError with the reason and alternatives."""
     if key == "auto":
@@ -158,19 +197,12 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
 
     Side effect: the key's flash implementation stays active (see `use_implementation`).
     """
+    if wrong := harm(key, shape, hardware_of(shape.device), is_deterministic()):
+        return wrong
     if shape.device.type == "cpu" and key not in ("auto", "flash", "math"):
         return "a CPU has flash and math only"
-    # Fewer tokens, with the same remainder: kernels differ in the lengths they accept.
-    tokens = min(shape.tokens, PROBE_TOKENS + shape.tokens % PROBE_TOKENS)
-    size = (1, tokens, shape.heads, shape.head_dim)
-    # Strided views, as in the layers.
-    q, k, v = (
-        torch.zeros(size, dtype=shape.dtype, device=shape.device).transpose(1, 2).requires_grad_()
-        for _ in range(3)
-    )
-    masked: dict[str, Any] = {"causal": True} if shape.mask == "causal" else {}
-    if shape.mask == "lengths":
-        masked = {"lengths": torch.full((1,), tokens, device=shape.device)}
+    q, k, v = sample(shape)
+    masked = mask_of(shape, q.shape[2])
     with warnings.catch_warnings(record=True) as said:
         # torch warns with the reasons, then raises an error without them.
         warnings.simplefilter("always")
@@ -187,6 +219,22 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
         except Exception as error:  # Other packages' kernels raise exceptions of any type.
             return reason_of([str(warning.message) for warning in said], str(error))
     return None
+
+
+def sample(shape: AttentionShape) -> list[Tensor]:
+    """q, k and v of one sample, of zeros, with gradients; strided views, as in the layers."""
+    # Fewer tokens, with the same remainder: kernels differ in the lengths they accept.
+    tokens = min(shape.tokens, PROBE_TOKENS + shape.tokens % PROBE_TOKENS)
+    size = (1, tokens, shape.heads, shape.head_dim)
+    kind: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
+    return [torch.zeros(size, **kind).transpose(1, 2).requires_grad_() for _ in range(3)]
+
+
+def mask_of(shape: AttentionShape, tokens: int) -> dict[str, Any]:
+    """The mask of one sample, as arguments of `layers.attend`."""
+    if shape.mask == "lengths":
+        return {"lengths": torch.full((1,), tokens, device=shape.device)}
+    return {"causal": True} if shape.mask == "causal" else {}
 
 
 def reason_of(said: list[str], error: str) -> str:
@@ -209,14 +257,20 @@ def first_line(text: str) -> str:
     return lines[0].partition(" (Triggered internally")[0].strip().rstrip(".")
 
 
-def padding(head_dim: int, tokens: int, share: float) -> str | None:
-    """Console warning if flash kernels pad the head dim; `share`: FLOPs fraction of attention."""
-    whole = -(-head_dim // CHANNELS) * CHANNELS
-    if whole == head_dim:
+def padding(kernel: str, head_dim: int, tokens: int, share: float) -> str | None:
+    """Console warning if a kernel pads the head dim; `share`: FLOPs fraction of attention."""
+    if kernel == "cudnn" and head_dim not in (64, 128):
+        return (
+            f"[model] head dim {head_dim}: attention runs on cuDNN, which does not document what "
+            "head dims other than 64 and 128 cost"
+        )
+    whole = next((channels for channels in CHANNELS if channels >= head_dim), head_dim)
+    if whole == head_dim or BACKENDS.get(kernel) != SDPBackend.FLASH_ATTENTION:
         return None
     more = whole / head_dim - 1
+    dims = ", ".join(map(str, CHANNELS))
     return (
-        f"[model] head dim {head_dim} is not a multiple of {CHANNELS}: flash kernels pad it to "
+        f"[model] head dim {head_dim} is none of {dims}: flash kernels pad it to "
         f"{whole}, +{more:.0%} FLOPs in attention, +{more * share:.1%} in the model at {tokens} "
         "tokens"
     )

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_dit.kernels.attention_choice import AttentionShape, hardware_of, order
+
 ForwardKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """(q, k, v, scale) -> out in the dtype of q, lse in fp32 (fp64 for fp64)."""
 BackwardKernel: TypeAlias = Callable[
@@ -37,23 +39,16 @@ class Kernel:
     backward: BackwardKernel
 
 
-def suitable(q: Tensor) -> Kernel:
-    """The fastest kernel for these queries."""
-    if q.device.type == "cpu":
-        return CPU
-    if q.device.type != "cuda" or q.dtype == torch.float64:
-        return MATH
-    # The flash kernels need half precision, and Ampere or later.
-    if q.dtype != torch.float32 and q.shape[-1] <= 256:
-        major, _ = torch.cuda.get_device_capability(q.device)
-        return FLASH if major >= 8 else EFFICIENT
-    return EFFICIENT
-
-
 def named(name: str, q: Tensor) -> Kernel:
-    """The kernel of a [precision] attention key; RuntimeError if the device has none."""
+    """The kernel of a [precision] attention key; RuntimeError if the device has none.
+
+    "auto" is for as many keys as queries, as in a ring.
+    """
     if name == "auto":
-        return suitable(q)
+        _, heads, tokens, head_dim = q.shape
+        shape = AttentionShape(heads, tokens, head_dim, q.dtype, q.device, ring=True)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        name = order(shape, hardware_of(q.device), deterministic)[0]
     if name == "math":
         return MATH
     if q.device.type == "cpu":

@@ -33,9 +33,10 @@ def parallelize(
     if short_attention.suits(device_type, precision, recompute, compilation):
         attention.apply(model, short_attention.attend)
     else:
-        attention.apply(model, attention.attend_by(precision.attention))
+        attention.apply(model, attention.attend_by(precision.attention, device_type))
     if mesh.sizes.cp > 1:
-        context.apply(model, mesh.axis("cp"), parallel.cp_method, precision.attention)
+        how = parallel.cp_method, precision.attention, compilation.enabled
+        context.apply(model, mesh.axis("cp"), *how)
     remat.apply(model, recompute)
     compile_blocks(model, compilation)
     fsdp.shard(model, mesh.fsdp, parallel, precision)

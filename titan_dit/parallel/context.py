@@ -21,10 +21,17 @@ from titan_dit.parallel.ulysses_attention import ulysses_attention
 Method = Literal["ring", "ulysses"]
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, method: Method, attention: str = "auto") -> None:
+def apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    method: Method,
+    attention: str = "auto",
+    compiled: bool = False,
+) -> None:
     """Make every attention layer of the model attend over all ranks of the 1D `mesh`.
 
     `attention`: the value of [precision] attention, for ring; Ulysses keeps the layer's kernel.
+    `compiled`: [compile] enabled, for ring.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if not layers:
@@ -35,7 +42,8 @@ def apply(model: nn.Module, mesh: DeviceMesh, method: Method, attention: str = "
     peers = Exchange.over(mesh.get_group())
     for layer in layers:
         if method == "ring":
-            layer.attend = partial(ring_attention, peers=peers, kernel=attention)
+            ring = partial(ring_attention, peers=peers, kernel=attention, compiled=compiled)
+            layer.attend = ring
         else:
             layer.attend = partial(ulysses_attention, peers=peers, attend=layer.attend)
 

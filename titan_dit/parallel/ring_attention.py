@@ -14,19 +14,26 @@ from torch.autograd.function import FunctionCtx
 
 from titan_dit.kernels.attention_kernels import Kernel, accumulator, named
 from titan_dit.parallel.exchange import Exchange, Peers
+from titan_dit.parallel.ring_blocks import joining
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    peers: Peers,
+    kernel: Kernel | str = "auto",
+    compiled: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks, scaled by 1 / sqrt(d).
 
     `kernel`: attends to one rank's keys at a time; a `Kernel` or a value of [precision] attention.
+    `compiled`: ranks' results are joined by compiled kernels.
 
     Each rank sends 2 (c-1)/c b n h elements in forward, with h = heads x d. Backward sends as many,
     and as many again in fp32 for the gradients of keys and values.
     """
-    result: Tensor = _RingAttention.apply(q, k, v, peers, kernel)  # type: ignore[no-untyped-call]
+    result: Tensor = _RingAttention.apply(q, k, v, peers, kernel, compiled)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -35,28 +42,35 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel | str
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        peers: Peers,
+        kernel: Kernel | str,
+        compiled: bool,
     ) -> Tensor:
         if isinstance(peers, Exchange) and isinstance(kernel, str):
             ring = peers.group, peers.rank, peers.size
-            out, lse = ring_forward(q, k, v, kernel, *ring)
+            out, lse = ring_forward(q, k, v, kernel, *ring, compiled)
         else:
-            out, lse = travel_forward(q, k, v, peers, found(kernel, q))
+            out, lse = travel_forward(q, k, v, peers, found(kernel, q), compiled)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.peers, ctx.kernel = peers, kernel  # type: ignore[attr-defined]
+        ctx.peers, ctx.kernel, ctx.compiled = peers, kernel, compiled  # type: ignore[attr-defined]
         result: Tensor = out
         return result
 
     @staticmethod
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        peers, kernel = ctx.peers, ctx.kernel  # type: ignore[attr-defined]
+        peers, kernel, compiled = ctx.peers, ctx.kernel, ctx.compiled  # type: ignore[attr-defined]
         if isinstance(peers, Exchange) and isinstance(kernel, str):
             ring = peers.group, peers.rank, peers.size
-            dq, dkv = ring_backward(d_out, q, k, v, out, lse, kernel, *ring)
+            dq, dkv = ring_backward(d_out, q, k, v, out, lse, kernel, *ring, compiled)
         else:
-            dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, found(kernel, q))
-        return dq, dkv[0], dkv[1], None, None
+            fixed = peers, found(kernel, q), compiled
+            dq, dkv = travel_backward(d_out, q, k, v, out, lse, *fixed)
+        return dq, dkv[0], dkv[1], None, None, None
 
 
 def found(kernel: Kernel | str, q: Tensor) -> Kernel:
@@ -65,10 +79,10 @@ def found(kernel: Kernel | str, q: Tensor) -> Kernel:
 
 
 def travel_forward(
-    q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the keys of all ranks, after c - 1 rotations."""
-    scale = 1 / math.sqrt(q.shape[-1])
+    scale, merge = 1 / math.sqrt(q.shape[-1]), joining(compiled).merge
     moving = torch.stack((k, v))
     incoming = peers.send(moving) if peers.size > 1 else moving
     out, lse = kernel.forward(q, moving[0], moving[1], scale)
@@ -81,17 +95,6 @@ def travel_forward(
     return out.to(q.dtype), lse
 
 
-def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two sets of keys.
-
-    Each output is weighted by its share of the softmax's sum, exp(lse - merged lse) <= 1: it cannot
-    overflow. `out` is fp32, because bf16 rounding would accumulate over c blocks.
-    """
-    both = torch.logaddexp(lse, new_lse)
-    out = out * (lse - both).exp()[..., None] + new_out * (new_lse - both).exp()[..., None]
-    return out, both
-
-
 def travel_backward(
     d_out: Tensor,
     q: Tensor,
@@ -101,6 +104,7 @@ def travel_backward(
     lse: Tensor,
     peers: Peers,
     kernel: Kernel,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return dq, and dk and dv stacked; `out` and `lse` are those over ALL keys.
 
@@ -108,27 +112,22 @@ def travel_backward(
     last rotation returns them to their rank. A rank's own contribution is never sent, so that
     gradients need c - 1 rotations too, not c.
     """
-    scale = 1 / math.sqrt(q.shape[-1])
-    exact = accumulator(q.dtype)
-
-    def block(moving: Tensor) -> tuple[Tensor, Tensor]:
-        dq, dk, dv = kernel.backward(d_out, q, moving[0], moving[1], out, lse, scale)
-        return dq.to(exact), torch.stack((dk, dv)).to(exact)
-
+    scale, join = 1 / math.sqrt(q.shape[-1]), joining(compiled)
     moving = torch.stack((k, v))
     incoming = peers.send(moving) if peers.size > 1 else moving
-    dq, home = block(moving)
+    dq, *own = kernel.backward(d_out, q, moving[0], moving[1], out, lse, scale)
+    dq = dq.to(accumulator(q.dtype))
     pending = None
     for hop in range(1, peers.size):
         moving = peers.arrive(incoming)
         incoming = peers.send(moving) if hop < peers.size - 1 else moving
-        more, dkv = block(moving)
-        dq = dq + more
-        if pending is not None:
-            dkv = dkv + peers.arrive(pending)
+        more = kernel.backward(d_out, q, moving[0], moving[1], out, lse, scale)
+        arrived = None if pending is None else peers.arrive(pending)
+        dq, dkv = join.add(dq, *more, arrived)
         pending = peers.send(dkv)
+    home = torch.stack(own)
     if pending is not None:
-        home = home + peers.arrive(pending)
+        home = home + peers.arrive(pending)  # In fp32.
     return dq.to(q.dtype), home.to(q.dtype)
 
 
@@ -139,10 +138,10 @@ def travel_backward(
 
 @torch.library.custom_op("titan_dit::ring_forward", mutates_args=())
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int, compiled: bool
 ) -> tuple[Tensor, Tensor]:
     """`travel_forward` over a process group."""
-    out, lse = travel_forward(q, k, v, Exchange(group, rank, size), named(kernel, q))
+    out, lse = travel_forward(q, k, v, Exchange(group, rank, size), named(kernel, q), compiled)
     return _by_token(out), lse.contiguous()
 
 
@@ -158,10 +157,11 @@ def ring_backward(
     group: str,
     rank: int,
     size: int,
+    compiled: bool,
 ) -> tuple[Tensor, Tensor]:
     """`travel_backward` over a process group."""
     peers = Exchange(group, rank, size)
-    dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, named(kernel, q))
+    dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, named(kernel, q), compiled)
     return _by_token(dq), dkv.contiguous()
 
 
@@ -172,7 +172,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 @ring_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int, compiled: bool
 ) -> tuple[Tensor, Tensor]:
     lse = torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
     return _by_token(torch.empty_like(q)), lse
@@ -190,5 +190,6 @@ def _(
     group: str,
     rank: int,
     size: int,
+    compiled: bool,
 ) -> tuple[Tensor, Tensor]:
     return _by_token(torch.empty_like(q)), k.new_empty(2, *k.shape)

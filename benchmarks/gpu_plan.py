@@ -1,0 +1,157 @@
+"""What `gpu.py` measures, in order: first whether a step runs, and what it waits for.
+
+The first rows are 2 layers of XL/2: a block is compiled once for all layers, so they show whether a
+kind of step runs, and the compiler's cache then has the blocks of the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import gpu_ceilings
+import gpu_levers
+import gpu_rounds
+import gpu_tokens
+from gpu_contenders import CONTENDERS, OBJECTIVES, Cell, Place
+from gpu_queue import Clock, Job
+from shapes import config_of, parse_cell
+
+from titan_dit.config.section import UserError
+from titan_dit.observe.flops import peak_tflops
+
+# All fit in 139 GiB: 20 bytes per parameter (weights, gradients, two moments, EMA: XL 12.6 GiB, 8
+# layers of the 7B shape 47, 3B 57), a bf16 copy of the weights, and per token and layer 48 h bytes
+# for the plain DiT under autocast, 40 h ours, 34 h ours compiled. The plain DiT in total: XL/2 at
+# 1024 tokens 61 GiB, at 256 108; 7B shape 99; 3B 122.
+CELLS = ["XL/2:64:32", "XL/2:32:256", "7B/2x8:128:8", "7B/2x8:256:2", "3B/2:128:4"]
+PROBED = "XL/2x2:64:32"
+"""Of the first rows; the same blocks as the first cell."""
+TINY, TINY_PROBED = "toy:8:4", "toyx1:8:4"
+
+RUNS = (
+    "ours",
+    "ours_compiled",
+    "ours_float8_tensorwise",
+    "ours_compiled_cudnn",
+    "ours_compiled_cuda_graphs",
+)
+"""Kinds of step that must run at all."""
+WAITS = ("ours_compiled", "ours")
+"""Measured on the first cell early: are they bound by the host?"""
+USUAL = (
+    "plain",
+    "plain_compiled",
+    "ours_compiled",
+    "ours_float8_tensorwise",
+    "ours_float8_rowwise",
+    "ours",
+    "ours_compiled_cudnn",
+    "ours_compiled_flash",
+    "ours_compiled_resharded",
+)
+"""In every cell."""
+ONCE = (
+    "ours_compiled_cuda_graphs",
+    "ours_compiled_units_of_one",
+    "ours_compiled_eager_objective",
+    "ours_compiled_muon",
+    "ours_compiled_plain_allocator",
+)
+"""In the first cell only."""
+FIRST = ("ours_compiled", "ours_float8_tensorwise")
+"""Main contenders of the third cell; they run before max_tokens."""
+LATER = {"ours_float8_rowwise": 1, "ours_compiled_flash": 1, "ours_compiled_cudnn": 2}
+LATER |= {"ours_compiled_resharded": 3}
+
+Pair = tuple[Cell, str]
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """Cells of the flags."""
+    if options.objective not in OBJECTIVES:
+        raise UserError(f"--objective {options.objective}: choose from {', '.join(OBJECTIVES)}.")
+    return [cell_of(text, options) for text in options.cells]
+
+
+def cell_of(text: str, options: argparse.Namespace) -> Cell:
+    """The cell of "model:latent size:batch"."""
+    model, latent_size, batch = parse_cell(text, options.size)
+    return Cell(config_of(model, latent_size), batch, options.objective, model)
+
+
+def probes_of(options: argparse.Namespace) -> list[Pair]:
+    """The first rows: kinds of step on a shallow model."""
+    if options.only or options.cells != ([TINY] if options.tiny else CELLS):
+        return []
+    cell = cell_of(TINY_PROBED if options.tiny else PROBED, options)
+    return [(cell, name) for name in RUNS]
+
+
+def wanted_of(options: argparse.Namespace, cells: Sequence[Cell]) -> list[tuple[int, Cell, str]]:
+    """(importance, cell, contender) sorted by importance; 0 is most important."""
+    if unknown := set(options.only or ()) - set(CONTENDERS):
+        raise UserError(f"--only {', '.join(unknown)}: choose from {', '.join(CONTENDERS)}.")
+    rows = [
+        (importance(place, name), cell, name)
+        for place, cell in enumerate(cells)
+        for name in options.only or (USUAL if place else USUAL + ONCE)
+    ]
+    # What is first of all comes first within its importance, too.
+    return sorted(rows, key=lambda row: (row[0], row[1:] not in first_pairs(cells)))
+
+
+def first_pairs(cells: Sequence[Cell]) -> list[Pair]:
+    """The steps that show what a step waits for."""
+    return [(cells[0], name) for name in WAITS]
+
+
+def importance(place: int, name: str) -> int:
+    """Importance of a contender in cell `place`; 0 runs before max_tokens, others after."""
+    cell = max(0, place - 1)
+    return 0 if cell == 1 and name in FIRST else cell + LATER.get(name, 0)
+
+
+def jobs_of(options: argparse.Namespace, place: Place, clock: Clock) -> list[Job]:
+    """All jobs, in order; `clock` is that of the parent."""
+    cells, probes = cells_of(options), probes_of(options)
+    wanted = wanted_of(options, cells)
+    # An unknown GPU is assumed to be slow, so rows take less time than estimated.
+    peak = peak_tflops(place.device, "bf16") or (300 if place.device.type == "cuda" else None)
+    timing = gpu_rounds.Timing(options.rounds, options.warmup, options.steps)
+    brief = gpu_rounds.Timing(1, 1, 2 if options.tiny else 5, traced=False)
+    first: list[Job] = []
+    before: list[Job] = []
+    after: list[Job] = []
+    if "steps" in options.parts:
+        steps = list(gpu_rounds.jobs([row[1:] for row in wanted], place, timing, peak))
+        urgent = [{**cell.key, "contender": name, "round": 1} for cell, name in first_pairs(cells)]
+        count = sum(rank == 0 for rank, *_ in wanted)
+        before, after = steps[:count], steps[count:]
+        asked = list(gpu_rounds.jobs(probes, place, brief, peak))
+        # Whether the step that users run waits is worth more than whether the others run.
+        first = [*asked[:2], *(job for job in before if job.key in urgent), *asked[2:]]
+        before = [job for job in before if job.key not in urgent]
+    if "levers" in options.parts:
+        sizes = gpu_levers.TINY if options.tiny else gpu_levers.FULL
+        first += gpu_levers.jobs(cells[0], place, sizes)
+    if "ceilings" in options.parts:
+        first += gpu_ceilings.jobs(cells, place, options.tiny)
+    if "max_tokens" in options.parts:
+        # The search sets the latent size; 64 is a placeholder.
+        cell = Cell(config_of(options.size, 64), 1, options.objective, options.size)
+        before += tokens_of(cell, place, clock, options)
+    return [*first, *before, *after]
+
+
+def tokens_of(cell: Cell, place: Place, clock: Clock, options: argparse.Namespace) -> Iterator[Job]:
+    """The searches of max_tokens."""
+    for mode in gpu_tokens.KEPT:
+        yield gpu_tokens.job(cell, mode, place, clock, options.tokens_s, tiny=options.tiny)
+
+
+def summary_pairs(options: argparse.Namespace, cells: Sequence[Cell]) -> list[Pair]:
+    """The rows of the table of steps, in order."""
+    named: list[Any] = [row[1:] for row in wanted_of(options, cells)]
+    return [*probes_of(options), *named]

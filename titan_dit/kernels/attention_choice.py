@@ -1,0 +1,156 @@
+"""The attention kernel that "auto" means, local or in a ring: a function of device and shape.
+
+torch's own order (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 2.11 to 2.15) is cuDNN on
+Hopper and Blackwell, flash, efficient, matmuls; the first one that supports the shape runs. This
+order is the same, without cuDNN where its gradients can be NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from titan_dit.models.base import Mask
+
+HALF = (torch.bfloat16, torch.float16)
+CUDNN_LEAST = 91501
+"""Oldest cuDNN that is right for any number of keys (9.15.1); torch prefers none before it."""
+CUDNN_FINITE = 92600
+"""Oldest cuDNN whose dQ is finite on Hopper for 64 modulo 128 keys (9.26)."""
+TILE, GAP = 128, 64
+"""Keys of a tile of that backward; the remainder for which it overflows."""
+ALIGNMENT = 8
+"""Channels: ring kernels are given padded head dims, local ones are not."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The shape of one rank's attention."""
+
+    heads: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    ring: bool = False
+    """True for ring attention on a slice of the tokens."""
+    mask: Mask = "none"
+
+    def __str__(self) -> str:
+        """The description in error messages."""
+        name = str(self.dtype).removeprefix("torch.")
+        masked = "" if self.mask == "none" else f", masked by {self.mask},"
+        heads = f"{self.heads} heads of {self.head_dim} channels"
+        return f"{heads}{masked} in {name} on {self.device.type}"
+
+    @property
+    def channels(self) -> int:
+        """Head dim that the kernel is given."""
+        return -(-self.head_dim // ALIGNMENT) * ALIGNMENT if self.ring else self.head_dim
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the choice depends on besides the shape."""
+
+    type: str
+    """Of a torch.device."""
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability."""
+    cudnn: int = 0
+    """Version of cuDNN at run time: 92600 is 9.26.0; 0 without."""
+    prefers_cudnn: bool = True
+    """False with torch's own switch TORCH_CUDNN_SDPA_DEPRIORITIZED=1."""
+
+    @property
+    def overflows(self) -> bool:
+        """True if cuDNN's dQ can be NaN: see `harm`."""
+        return self.capability[0] == 9 and 0 < self.cudnn < CUDNN_FINITE
+
+
+@cache
+def hardware_of(device: torch.device) -> Hardware:
+    """The hardware of a device; a GPU that this process does not have is unknown."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return Hardware(device.type)
+    # On ROCm that is the version of MIOpen.
+    version = 0 if torch.version.hip else torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    return Hardware("cuda", torch.cuda.get_device_capability(device), version, preferred)
+
+
+def order(
+    shape: AttentionShape, hardware: Hardware, deterministic: bool = False
+) -> tuple[str, ...]:
+    """Values of [precision] attention that can run the shape, the preferred one first."""
+    if hardware.type == "cpu":
+        return "flash", "math"
+    if hardware.type != "cuda" or shape.dtype == torch.float64:
+        return ("math",)
+    fits = {
+        "cudnn": _fits_cudnn(shape, hardware) and not harm("cudnn", shape, hardware, deterministic),
+        "flash": _fits_flash(shape, hardware),
+        "efficient": _fits_efficient(shape, hardware),
+    }
+    return (*(key for key, fit in fits.items() if fit), "math")
+
+
+def harm(
+    key: str, shape: AttentionShape, hardware: Hardware, deterministic: bool = False
+) -> str | None:
+    """Why the results of a kernel that runs would be wrong or differ in a rerun; else None."""
+    if key != "cudnn":
+        return None
+    if deterministic:
+        return "the gradients of cuDNN attention are not deterministic"
+    if overflows_at(shape.tokens, shape.mask == "causal") and hardware.overflows:
+        version = f"{hardware.cudnn // 10000}.{hardware.cudnn // 100 % 100}"
+        return (
+            f"cuDNN {version} can give NaN gradients on Hopper for {shape.tokens} keys, {GAP} "
+            f"modulo {TILE}; 9.26 is right"
+        )
+    return None
+
+
+def overflows_at(keys: int, causal: bool) -> bool:
+    """True for the lengths at which cuDNN before 9.26 overflows on Hopper.
+
+    It scores the empty half of the last tile 0 and takes exp(0 - lse), which is infinite for
+    lse < -88 (pytorch/pytorch#196678; torch 2.15 leaves these shapes to flash).
+    """
+    return keys % TILE == GAP and not causal
+
+
+def _fits_cudnn(shape: AttentionShape, hardware: Hardware) -> bool:
+    # cuDNN 9.22 has heads of 256 channels as well, torch from 2.15 on: flash takes those here.
+    return (
+        hardware.prefers_cudnn
+        and hardware.capability[0] in (9, 10)
+        and hardware.cudnn >= CUDNN_LEAST
+        and shape.dtype in HALF
+        and shape.channels <= 128
+        and shape.channels % ALIGNMENT == 0
+        and shape.tokens > 1
+    )
+
+
+def _fits_flash(shape: AttentionShape, hardware: Hardware) -> bool:
+    capability = hardware.capability
+    # Backward of 193 to 224 channels needs more shared memory than these have.
+    small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    return (
+        capability >= (8, 0)
+        and shape.dtype in HALF
+        and shape.head_dim <= 256
+        and not (small and 192 < shape.head_dim <= 224)
+        and shape.mask != "lengths"
+    )
+
+
+def _fits_efficient(shape: AttentionShape, hardware: Hardware) -> bool:
+    if shape.dtype == torch.bfloat16 and hardware.capability < (8, 0):
+        return False
+    return shape.channels % (ALIGNMENT if shape.dtype in HALF else 4) == 0
