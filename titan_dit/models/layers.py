@@ -218,7 +218,7 @@ class Attention(nn.Module):
             y = self.attend(q, k, v, lengths=lengths)
         y = y.transpose(1, 2).flatten(2)
         if folds:
-            y = y.squeeze(0).unflatten(1, (x.shape[0], -1)).transpose(0, 1)
+            y = y.view(y.shape[1], x.shape[0], -1).transpose(0, 1)
         attended: Tensor = self.out(y)
         return attended
 

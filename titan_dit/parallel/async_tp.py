@@ -63,12 +63,13 @@ def take_biases_out(model: Model, plan: TensorPlan) -> None:
                 layer.register_forward_hook(add_bias)
 
 
-def product_then_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def product_then_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias, by two operators."""
+    assert bias is not None
     return F.linear(x, weight) + bias
 
 
-def product_alone(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+def product_alone(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
     """Return x @ weight.T, a partial sum over tp."""
     return F.linear(x, weight)
 
