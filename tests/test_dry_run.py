@@ -260,10 +260,13 @@ def test_free_memory_is_read_where_linux_says_it(tmp_path):
     assert estimate.host_memory(tmp_path / "none") > 2**20
 
 
+TP4_PP4 = ("--parallel.dp_replicate", "1", "--parallel.tp", "4", "--parallel.pp", "4")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("world", [16, 1024])
 def test_a_7b_is_rehearsed_on_a_laptop(world, tmp_path):
-    flags = ("--dry-run",) if world == 16 else ("--dry-run", world)
+    flags = ("--dry-run", *TP4_PP4) if world == 16 else ("--dry-run", world, *TP4_PP4)
     done, used = commands.measured(
         commands.train_command(*flags, config="dit_7b"), tmp_path, timeout=280
     )
@@ -277,13 +280,24 @@ def test_a_7b_is_rehearsed_on_a_laptop(world, tmp_path):
         assert words in text
     for first_rank in range(0, world, world // 4):
         assert any(line.split()[:1] == [str(first_rank)] for line in text.splitlines())
-    assert text.splitlines()[-1].startswith("a device needs ")
+    *_, verdict, simpler = text.splitlines()
+    assert verdict.startswith("a device needs ")
+    assert simpler.startswith(f"simpler {SIMPLER[world]} needs ")
     assert list(tmp_path.iterdir()) == []
+
+
+SIMPLER = {16: "dp_shard 16", 1024: "dp_replicate 8 x dp_shard 128"}
+
+
+@pytest.mark.long
+def test_the_7b_on_1024_ranks_leaves_half_of_a_gpu_free():
+    result = fake_report(config_file.load(["--config", "dit_7b"], catalog.variant), 1024)
+    assert 20 * GIB < result.peak < 50 * GIB
 
 
 @pytest.mark.parametrize(("world", "words"), [(24, "multiple of 16"), (48, "size=1024 does not")])
 def test_worlds_that_do_not_fit_are_answered_as_a_launch_would_be(world, words):
-    config = config_file.load(["--config", "dit_7b"], catalog.variant)
+    config = config_file.load(["--config", "dit_7b", *TP4_PP4], catalog.variant)
     with pytest.raises(UserError, match=words):
         dry_run(config, world)
 
@@ -300,9 +314,10 @@ def test_the_script_starts_one_process(tmp_path):
 
 
 RECIPES = [(path.stem, ()) for path in sorted(CONFIG_DIR.glob("*.toml"))]
-RECIPES += [("dit_7b", ("--parallel.tp", "8", "--parallel.pp", "2"))]
+RECIPES += [("dit_7b", TP4_PP4)]
 LARGE = [
-    ("dit_7b", ("--parallel.tp", "2", "--parallel.pp", "8")),
+    ("dit_7b", (*TP4_PP4[:2], "--parallel.tp", "8", "--parallel.pp", "2")),
+    ("dit_7b", (*TP4_PP4[:2], "--parallel.tp", "2", "--parallel.pp", "8")),
     ("dit_3b", ("--parallel.cp", "1", "--parallel.pp", "8", "--remat.mode", "full")),
 ]
 RECIPES += [pytest.param(*recipe, marks=pytest.mark.long) for recipe in LARGE]

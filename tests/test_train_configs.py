@@ -51,6 +51,7 @@ def test_a_recipe_fits_a_node_and_parts_of_it(name, ranks):
     validate(config, resolve(config, ranks))
 
 
+ONE_REPLICA = {"parallel.dp_replicate": 1}
 LAYOUTS = [
     ("dit_xl2", 8, {}),
     ("dit_3b", 16, {}),
@@ -66,9 +67,17 @@ LAYOUTS = [
             "remat.mode": "full",
         },
     ),
-    ("dit_7b", 16, {}),
-    ("dit_7b", 16, {"parallel.tp": 8, "parallel.pp": 2}),
-    ("dit_7b", 16, {"parallel.tp": 2, "parallel.pp": 8}),
+    ("dit_3b", 16, {"parallel.cp": 1, "parallel.pp": 1}),
+    ("dit_3b", 64, {"parallel.cp": 1, "parallel.pp": 1}),
+    ("dit_7b", 64, {}),
+    ("dit_7b", 1024, {}),
+    ("dit_7b", 16, ONE_REPLICA),
+    ("dit_7b", 128, ONE_REPLICA),
+    *(
+        ("dit_7b", ranks, ONE_REPLICA | {"parallel.tp": tp, "parallel.pp": 16 // tp})
+        for ranks in (16, 1024)
+        for tp in (2, 4, 8)
+    ),
 ]
 """The claims of the recipes."""
 
@@ -78,6 +87,12 @@ def test_the_layouts_that_a_recipe_names_fit(name, ranks, flags):
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     config = config_file.load(["--config", name, *words], catalog.variant)
     validate(config, resolve(config, ranks))
+
+
+def test_the_7b_is_sharded_over_128_of_1024_ranks_and_a_rank_has_one_sample():
+    plan = resolve(load("dit_7b"), 1024)
+    assert str(plan.sizes) == "dp_replicate 8 x dp_shard 128"
+    assert (plan.global_batch_size, plan.samples_per_rank, plan.num_microbatches) == (1024, 1, 1)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -12,15 +12,18 @@ from titan_dit.config import dotted_names
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import ParallelConfig
 from titan_dit.data.base import DataConfig, DataFacts, Field
-from titan_dit.dry_run import report
-from titan_dit.dry_run.fake_step import take_fake_step
+from titan_dit.dry_run import report, simpler
+from titan_dit.dry_run.fake_step import Report, take_fake_step
 from titan_dit.observe import console
 from titan_dit.parallel.mesh import AxisSizes
-from titan_dit.plan import resolve
+from titan_dit.plan import RunPlan, resolve
 
 
 def dry_run(config: JobConfig, world_size: int | None) -> None:
-    """Run a step on fake tensors and print memory, traffic and FLOPs of every rank."""
+    """Run a step on fake tensors and print memory, traffic and FLOPs of every rank.
+
+    The last line names a simpler layout that fits the same device, if there is one.
+    """
     plan = resolve(config, world_size or smallest_world(config.parallel))
     validate(config, plan)
     facts, fields = config.objective.example(config.model) or of_data(config.data)
@@ -29,8 +32,16 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
     own = {"model": config.model, "objective": config.objective, "data": config.data}
     for line in dotted_names.origins(own):
         console.say(line)
-    found = take_fake_step(plan, objective, fields, config.training, config.optimizer, config.ema)
+
+    def take(config: JobConfig, plan: RunPlan) -> Report:
+        return take_fake_step(
+            plan, objective, fields, config.training, config.optimizer, config.ema
+        )
+
+    found = take(config, plan)
     for line in report.lines(found):
+        console.say(line)
+    for line in simpler.lines(config, plan, found.peak, lambda *given: take(*given).peak):
         console.say(line)
 
 

@@ -74,6 +74,11 @@ class Report:
     ranks: tuple[RankReport, ...]
     """The first rank of every pipeline stage."""
 
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(rank.peak.total for rank in self.ranks)
+
 
 def take_fake_step(
     plan: RunPlan,

@@ -58,7 +58,20 @@ def modulate(
     x: Float[Tensor, "b n d"], shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1 d"]
 ) -> Float[Tensor, "b n d"]:
     """LayerNorm without weights, then adaLN's shift and scale (arXiv:2212.09748 sec. 3.2)."""
-    return scaled_add(shift, 1 + scale, F.layer_norm(x, x.shape[-1:], eps=1e-6))
+    return scaled_add(shift, 1 + scale, normalized(x))
+
+
+def normalized(x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+    """LayerNorm without weights, in the memory order of `x`."""
+    if is_token_first(x):
+        # F.layer_norm would copy such tokens to [b, n, d].
+        return F.layer_norm(x.transpose(0, 1), x.shape[-1:], eps=1e-6).transpose(0, 1)
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6)
+
+
+def is_token_first(x: Float[Tensor, "b n d"]) -> bool:
+    """True if memory holds [n, b, d]: an order in which tokens are gathered without a copy."""
+    return x.stride(0) < x.stride(1)
 
 
 class _ScaledAdd(torch.autograd.Function):
@@ -185,8 +198,14 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "b n d"], lengths: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b n d"]:
         """Attend over the n tokens; mask "lengths" requires `lengths`, passed by keyword."""
+        qkv = self.qkv(x)
+        # Kernels copy tokens that are not [b, n, heads, head_dim] in memory. Without lengths the
+        # samples of [n, b, heads, head_dim] can pass as more heads of one sample.
+        folds = is_token_first(qkv) and self.mask != "lengths"
+        if folds:
+            qkv = qkv.transpose(0, 1).flatten(1).unsqueeze(0)  # [1, n, b * 3 d]
         # Split before transposing: backward then joins the three gradients in one copy.
-        split = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
+        split = qkv.unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
         q, k, v = (part.transpose(1, 2) for part in split)  # each [b, heads, n, head_dim]
         q, k = self.q_norm(q), self.k_norm(k)
         if self.mask == "none":
@@ -197,7 +216,10 @@ class Attention(nn.Module):
             raise ValueError('An attention with mask="lengths" must be given lengths.')
         else:
             y = self.attend(q, k, v, lengths=lengths)
-        attended: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2).flatten(2)
+        if folds:
+            y = y.view(y.shape[1], x.shape[0], -1).transpose(0, 1)
+        attended: Tensor = self.out(y)
         return attended
 
 

@@ -29,7 +29,8 @@ def parallelize(
         styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type)
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.axis("tp"), styles)
-    async_tp.apply(mesh.axis("tp") if parallel.async_tp and mesh.sizes.tp > 1 else None)
+    is_async = parallel.async_tp and mesh.sizes.tp > 1
+    async_tp.apply(model, styles, mesh.axis("tp") if is_async else None)
     if short_attention.suits(device_type, precision, recompute, compilation):
         attention.apply(model, short_attention.attend)
     else:

@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from titan_dit.models.base import Model
+from titan_dit.models.layers import TokenLinear
+from titan_dit.parallel.tensor import TensorPlan
+from titan_dit.parallel.token_order import inner
 
 
-def apply(mesh: DeviceMesh | None) -> None:
-    """Enable async TP for compiled blocks over the 1D tp `mesh`; None disables async TP."""
+def apply(model: Model, plan: TensorPlan, mesh: DeviceMesh | None) -> None:
+    """Enable async TP for compiled blocks over the 1D tp `mesh`; None disables async TP.
+
+    Call it after `tensor.shard`.
+    """
     if mesh is None:
         if "torch._inductor.config" in sys.modules:
             sys.modules["torch._inductor.config"]._micro_pipeline_tp = False  # type: ignore[attr-defined]
         return
+    take_biases_out(model, plan)
     import torch._inductor.config as inductor
 
     inductor._micro_pipeline_tp = True
@@ -29,3 +43,39 @@ def apply(mesh: DeviceMesh | None) -> None:
         # From 2.12 on groups register themselves; 2.11 needs the call.
         warnings.simplefilter("ignore")
         enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
+def take_biases_out(model: Model, plan: TensorPlan) -> None:
+    """Make the blocks' linears over sharded tokens a product, then an addition of the bias.
+
+    torch's compiler finds a collective next to a product (mm), but not next to one with a bias
+    (addmm). float8 layers add their biases themselves.
+    """
+    for block in model.blocks.values():
+        for name, layer in block.named_modules():
+            if not isinstance(layer, TokenLinear) or layer.bias is None:
+                continue
+            style = inner(plan.block.get(name))
+            if isinstance(style, ColwiseParallel):
+                layer.product = product_then_bias
+            elif isinstance(style, RowwiseParallel) and isinstance(style.output_layouts[0], Shard):
+                layer.product = product_alone
+                layer.register_forward_hook(add_bias)
+
+
+def product_then_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias, by two operators."""
+    assert bias is not None
+    return F.linear(x, weight) + bias
+
+
+def product_alone(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+    """Return x @ weight.T, a partial sum over tp."""
+    return F.linear(x, weight)
+
+
+def add_bias(layer: Any, _: object, reduced: Tensor) -> Tensor:
+    """Forward hook of a row-parallel layer: add the bias to this rank's tokens."""
+    # A rank's gradient covers its tokens only: a partial sum over tp.
+    bias: Tensor = layer.bias.to_local(grad_placements=[Partial()])
+    return reduced + bias

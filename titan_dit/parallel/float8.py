@@ -31,6 +31,7 @@ from titan_dit.parallel import transformer_engine
 from titan_dit.parallel.float8_gains import UNIT, LinearShape, gains, read_table
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan
+from titan_dit.parallel.token_order import TokenFirst, inner
 from titan_dit.parallel.transformer_engine import is_transformer_engine
 
 
@@ -75,7 +76,7 @@ def linears(
     for key, block in model.blocks.items():
         for name, layer in block.named_modules():
             if isinstance(layer, TokenLinear):
-                style = plan.block.get(name)
+                style = inner(plan.block.get(name))
                 inputs = layer.in_features // sizes.tp ** isinstance(style, RowwiseParallel)
                 outputs = layer.out_features // sizes.tp ** isinstance(style, ColwiseParallel)
                 found[f"blocks.{key}.{name}"] = LinearShape(tokens, inputs, outputs)
@@ -157,7 +158,8 @@ def named(names: set[str]) -> Callable[[nn.Module, str], bool]:
 def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str, ParallelStyle]:
     """A block's styles with tokens all-gathered in float8: half of bf16's bytes.
 
-    An all-gather is replaced if every column-parallel layer that reads it is float8.
+    An all-gather is replaced if every column-parallel layer that reads it is float8. A
+    column-parallel layer in `TokenFirst` gathers its own tokens.
     """
     kind = float8_linear()
     from torchao.float8 import float8_tensor_parallel
@@ -168,7 +170,13 @@ def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str
     }
     replaced = dict(styles)
     for name, style in styles.items():
-        if isinstance(style, PrepareModuleInput):
+        columns_alone = inner(style)
+        if isinstance(style, TokenFirst) and isinstance(columns_alone, ColwiseParallel):
+            if layers[name] and isinstance(columns_alone.input_layouts[0], Shard):
+                gathering = float8_tensor_parallel.Float8ColwiseParallel
+                gathered = gathering(input_layouts=columns_alone.input_layouts[0])
+                replaced[name] = TokenFirst(gathered)
+        elif isinstance(style, PrepareModuleInput):
             inside = [k for k in layers if k.startswith(f"{name}.")]
             columns = [k for k in inside if isinstance(styles[k], ColwiseParallel)]
             if not all(layers[k] for k in columns) or not isinstance(gathered_from(style), Shard):

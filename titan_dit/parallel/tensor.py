@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 
 from titan_dit.config.section import UserError, nearest
 from titan_dit.models.base import Model, Stream
+from titan_dit.parallel.token_order import batch_first, token_first
 
 Styles = Mapping[str, ParallelStyle]
 
@@ -31,6 +32,8 @@ class TensorPlan:
     embed: Styles
     block: Styles
     head: Styles
+    token_first: bool = False
+    """Tokens that are Shard(1) lie as [n, b, d] in memory, as `TokenFirst` styles take them."""
 
 
 def shard_dim(placement: Shard | Replicate | None) -> int | None:
@@ -60,14 +63,14 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
             parallelize_module(part, mesh, present)
     if model.embed is not None:
         model.embed.register_forward_hook(lambda _, __, out: enter(out, mesh, plan))
-    else:  # A later pipeline stage receives local tensors.
-        model.register_forward_pre_hook(lambda _, args: (wrap(args[0], mesh, plan), *args[1:]))
+    else:
+        model.register_forward_pre_hook(lambda _, args: (received(args[0], mesh, plan), *args[1:]))
     if model.head is not None:
         model.head.register_forward_pre_hook(
             lambda _, args: (leave(args[0], mesh, plan), *args[1:])
         )
     else:
-        model.register_forward_hook(lambda _, __, out: unwrap(out))
+        model.register_forward_hook(lambda _, __, out: to_send(out, plan))
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -78,28 +81,62 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 def local_shapes(
     shapes: tuple[tuple[int, ...], ...], plan: TensorPlan, num_ranks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one rank's stream, from the global shapes."""
-    return tuple(
-        tuple(size // num_ranks if dim == placement.dim else size for dim, size in enumerate(shape))
-        if isinstance(placement, Shard)
-        else shape
-        for shape, placement in zip(shapes, plan.stream, strict=True)
-    )
+    """The shapes of one rank's stream between pipeline stages, from the global shapes."""
+    if num_ranks == 1:
+        return shapes
+    found = []
+    for shape, placement in zip(shapes, plan.stream, strict=True):
+        own = list(shape)
+        if isinstance(placement, Shard):
+            own[placement.dim] //= num_ranks
+        if is_token_first(placement, plan):
+            own[:2] = own[1::-1]
+        found.append(tuple(own))
+    return tuple(found)
 
 
 def enter(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
     """Convert the stream's whole plain tensors to the placements in `plan.stream`."""
-    local = tuple(
-        split(tensor, mesh, placement.dim) if isinstance(placement, Shard) else tensor
-        for tensor, placement in zip(stream, plan.stream, strict=True)
-    )
-    return wrap(local, mesh, plan)
+    local = []
+    for tensor, placement in zip(stream, plan.stream, strict=True):
+        if is_token_first(placement, plan):
+            tensor = batch_first(split(token_first(tensor), mesh, 0))
+        elif isinstance(placement, Shard):
+            tensor = split(tensor, mesh, placement.dim)
+        local.append(tensor)
+    return wrap(tuple(local), mesh, plan)
 
 
 def leave(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
     """The inverse of `enter`."""
+    whole = []
+    for tensor, placement in zip(unwrap(stream), plan.stream, strict=True):
+        if is_token_first(placement, plan):
+            tensor = batch_first(join(token_first(tensor), mesh, 0))
+        elif isinstance(placement, Shard):
+            tensor = join(tensor, mesh, placement.dim)
+        whole.append(tensor)
+    return tuple(whole)
+
+
+def is_token_first(placement: Shard | Replicate | None, plan: TensorPlan) -> bool:
+    """True for a stream tensor [b, n, ...] whose memory is [n, b, ...]."""
+    return plan.token_first and shard_dim(placement) == 1
+
+
+def received(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
+    """The stream of a later pipeline stage, from local tensors in their memory order."""
+    ordered = tuple(
+        batch_first(tensor) if is_token_first(placement, plan) else tensor
+        for tensor, placement in zip(stream, plan.stream, strict=True)
+    )
+    return wrap(ordered, mesh, plan)
+
+
+def to_send(stream: Stream, plan: TensorPlan) -> Stream:
+    """The inverse of `received`."""
     return tuple(
-        join(tensor, mesh, placement.dim) if isinstance(placement, Shard) else tensor
+        token_first(tensor) if is_token_first(placement, plan) else tensor
         for tensor, placement in zip(unwrap(stream), plan.stream, strict=True)
     )
 

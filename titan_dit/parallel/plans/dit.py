@@ -7,33 +7,36 @@ parameters) by outputs. Everything outside the blocks is small and replicated.
 from __future__ import annotations
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from titan_dit.parallel.tensor import HeadNorm, ModulationColwise, Replicated, TensorPlan
+from titan_dit.parallel.token_order import TokenFirst
 
 
 def plan(sequence_parallel: bool) -> TensorPlan:
     """Between blocks the tokens are sharded (sequence parallelism), or whole on every rank."""
-    tokens = Shard(1) if sequence_parallel else Replicate()
-    gather = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
+    tokens = Shard(0) if sequence_parallel else Replicate()
+
+    def on_tokens(style: ParallelStyle) -> ParallelStyle:
+        return TokenFirst(style) if sequence_parallel else style
+
     return TensorPlan(
-        stream=(tokens if sequence_parallel else None, Replicate()),
+        stream=(Shard(1) if sequence_parallel else None, Replicate()),
+        token_first=sequence_parallel,
         embed={
-            "patch": Replicated(),
+            "patch": on_tokens(Replicated()),
             "timestep.up": Replicated(),
             "timestep.down": Replicated(),
             "label.table": Replicated(),
         },
         block={
             "modulation": ModulationColwise(sequence_parallel),
-            "attn": gather,
-            "attn.qkv": ColwiseParallel(),
+            "attn.qkv": on_tokens(ColwiseParallel(input_layouts=tokens)),
             "attn.q_norm": HeadNorm(),
             "attn.k_norm": HeadNorm(),
-            "attn.out": RowwiseParallel(output_layouts=tokens),
-            "mlp": gather,
-            "mlp.up": ColwiseParallel(),
-            "mlp.down": RowwiseParallel(output_layouts=tokens),
+            "attn.out": on_tokens(RowwiseParallel(output_layouts=tokens)),
+            "mlp.up": on_tokens(ColwiseParallel(input_layouts=tokens)),
+            "mlp.down": on_tokens(RowwiseParallel(output_layouts=tokens)),
         },
-        head={"modulation": Replicated(), "out": Replicated()},
+        head={"modulation": Replicated(), "out": on_tokens(Replicated())},
     )

@@ -1,0 +1,132 @@
+"""Whether a layout with fewer mesh axes fits the same device.
+
+Only memory decides, by a dry run of each candidate, at most three. Which layout is faster is not
+predicted: that is for a planner.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from titan_dit.checks import validate
+from titan_dit.config.job import JobConfig
+from titan_dit.config.layout import ParallelConfig
+from titan_dit.config.section import UserError
+from titan_dit.dry_run import estimate
+from titan_dit.plan import RunPlan, resolve
+
+GIB = 2**30
+GPUS_GIB = {"80 GB": 79, "141 GB": 140, "192 GB": 191, "288 GB": 286}
+"""Memory that torch reports for GPUs sold with so much."""
+USABLE = 0.9
+"""The rest is for the driver, NCCL's buffers and fragmentation."""
+LARGEST_SHARD = 128
+"""FSDP ranks of a candidate; with more data ranks it has replicas (HSDP). A ring of n ranks takes
+n - 1 hops, and the part of a block that each sends gets too small to fill a link."""
+DROPPED = ("pp", "tp", "cp")
+"""The axes in the sequence in which they are dropped."""
+
+PeakOf = Callable[[JobConfig, RunPlan], int]
+"""The peak memory of a layout, in bytes of the rank that needs most."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with fewer axes."""
+
+    flags: str
+    """What to add to the command."""
+    config: JobConfig
+    plan: RunPlan
+
+
+def lines(config: JobConfig, plan: RunPlan, peak: int, peak_of: PeakOf) -> Iterator[str]:
+    """Console line about the simplest layout that fits; `peak`: bytes of the config's own layout.
+
+    No line for a layout without pp, tp and cp, or if no known device holds it.
+    """
+    device = device_for(peak)
+    if device is None or plan.sizes.model == 1:
+        return
+    where, space = device
+    # CPU time: a dry run is one thread, and wall time depends on the machine's other work.
+    start, needs = time.process_time(), list[str]()
+    for candidate in candidates(config, plan):
+        needed = peak_of(candidate.config, candidate.plan)
+        took = f"found in {time.process_time() - start:.0f} s; which is faster is not predicted"
+        if needed <= space:
+            yield (
+                f"simpler {candidate.plan.sizes} needs {needed / GIB:.2f} GiB and fits {where}, "
+                f"too: {candidate.flags} ({took})"
+            )
+            return
+        needs.append(f"{candidate.plan.sizes} needs {needed / GIB:.2f} GiB")
+    tried = "; ".join(needs) or "none can run this model and batch"
+    yield f"simpler no layout with fewer axes fits {where}: {tried}"
+
+
+def device_for(peak: int) -> tuple[str, float] | None:
+    """This machine's GPU, or the smallest known one that holds `peak`; its name and usable bytes.
+
+    None if it holds less than `peak`.
+    """
+    if torch.cuda.is_available():
+        size, where = estimate.rank_memory()
+        found = [(where, USABLE * (size or 0))]
+    else:
+        found = [(f"a GPU of {name}", USABLE * gib * GIB) for name, gib in GPUS_GIB.items()]
+    return next(((where, space) for where, space in found if peak <= space), None)
+
+
+def candidates(config: JobConfig, plan: RunPlan) -> Iterator[Candidate]:
+    """Layouts with fewer axes that can run on as many ranks, the simplest first."""
+    used = [axis for axis in DROPPED if getattr(plan.sizes, axis) > 1]
+    for count in range(len(used), 0, -1):
+        simpler = without(config, plan, used[:count])
+        try:
+            own = resolve(simpler, plan.world_size)
+            validate(simpler, own)
+        except UserError:
+            continue
+        yield Candidate(flags(config, simpler), simpler, own)
+
+
+def without(config: JobConfig, plan: RunPlan, dropped: list[str]) -> JobConfig:
+    """The config with these axes at 1, whose ranks go to the data axes.
+
+    Microbatches stay as large, or as large as a rank's smaller share allows.
+    """
+    kept = plan.sizes.model
+    for axis in dropped:
+        kept //= getattr(plan.sizes, axis)
+    ranks = plan.world_size // kept
+    cp = 1 if "cp" in dropped else plan.sizes.cp
+    most = max(1, LARGEST_SHARD // cp)
+    shard = next(size for size in range(min(ranks, most), 0, -1) if ranks % size == 0)
+    sizes: dict[str, Any] = dict.fromkeys(dropped, 1)
+    sizes |= {"dp_replicate": ranks // shard, "dp_shard": -1}
+    size = math.gcd(plan.microbatch_size, plan.global_batch_size // ranks)
+    return replace(
+        config,
+        parallel=replace(config.parallel, **sizes),
+        training=replace(config.training, microbatch_size=size),
+    )
+
+
+def flags(config: JobConfig, simpler: JobConfig) -> str:
+    """The command-line keys that turn one config into the other."""
+    words = [
+        f"--parallel.{field.name} {getattr(simpler.parallel, field.name)}"
+        for field in fields(ParallelConfig)
+        if getattr(simpler.parallel, field.name) != getattr(config.parallel, field.name)
+    ]
+    size = simpler.training.microbatch_size
+    if size != config.training.microbatch_size:
+        words.append(f"--training.microbatch_size {size}")
+    return " ".join(words)
