@@ -1,0 +1,188 @@
+"""Rows of shards, read from disk into a batch's buffer: no memory map, many rows in flight.
+
+Pages of a mapped file are read one after another, 4 KiB at a time, when rows are random; and a read
+error ends the process. Here a row is one read, all rows of a batch are requested before the first
+one is waited for, and an error names file and row.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from titan_dit.config.section import UserError
+
+AHEAD_BYTES = 64 << 20
+"""Bytes requested before the first read is waited for."""
+MOST_BUFFERS = 1024
+"""Buffers of one read at most: Linux's IOV_MAX."""
+FEWEST_OPEN, MOST_OPEN = 128, 1 << 16
+SPARED = 1 << 15
+"""Open files left to others: more than a rank of 10,000 needs (docs/scale.md)."""
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file that holds rows of equal size, one after another."""
+
+    path: Path
+    start: int
+    """Offset of the first row in bytes."""
+    size: int
+    """Bytes of the file."""
+    modified_ns: int
+    """Its time of modification."""
+
+
+@dataclass
+class Run:
+    """Neighbouring rows of one file, and where each goes to."""
+
+    file: int
+    offset: int
+    """Of the first byte that is not read yet, in the file."""
+    buffers: list[memoryview]
+
+
+class ShardRows:
+    """Reads rows of several files; keeps at most `most_open()` of them open, each from first use."""
+
+    def __init__(self, files: Sequence[RowFile], row_bytes: int) -> None:
+        self.files, self.row_bytes = files, row_bytes
+        self.descriptors: dict[int, int] = {}
+        """By file number, first opened first."""
+        self.most_open = most_open()
+        self.can_ask = True
+        """False if the file system does not tell what is cached, such as NFS."""
+
+    def __del__(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.popitem()[1])
+
+    def read(
+        self, file: Int64[np.ndarray, " b"], row: Int64[np.ndarray, " b"], out: memoryview
+    ) -> None:
+        """Fill `out`, bytes, with row[i] of file[i] for every i. Raises UserError.
+
+        Reads in the order of the files, whatever the order in the batch.
+        """
+        waiting: list[Run] = []
+        ahead = 0
+        for run in self.runs(file, row, out):
+            if self.is_cached(run):
+                continue
+            waiting.append(run)
+            ahead += len(run.buffers) * self.row_bytes
+            if ahead >= AHEAD_BYTES:
+                self.fill(waiting)
+                waiting, ahead = [], 0
+        self.fill(waiting)
+
+    def runs(
+        self, file: Int64[np.ndarray, " b"], row: Int64[np.ndarray, " b"], out: memoryview
+    ) -> list[Run]:
+        """Sort the rows of a batch, and join neighbours."""
+        order = np.lexsort((row, file))
+        file, row, size = file[order], row[order], self.row_bytes
+        is_new = (np.diff(file) != 0) | (np.diff(row) != 1)
+        is_new[MOST_BUFFERS - 1 :: MOST_BUFFERS] = True
+        cuts = [0, *(np.flatnonzero(is_new) + 1).tolist(), len(order)]
+        buffers = [out[i * size : (i + 1) * size] for i in order.tolist()]
+        numbers, rows = file.tolist(), row.tolist()
+        return [
+            Run(numbers[a], self.files[numbers[a]].start + rows[a] * size, buffers[a:b])
+            for a, b in pairwise(cuts)
+            if a < b
+        ]
+
+    def is_cached(self, run: Run) -> bool:
+        """Read a run if it is in the page cache; if not, have the kernel begin to read it."""
+        descriptor, size = self.descriptor(run.file), len(run.buffers) * self.row_bytes
+        if self.can_ask:
+            try:
+                if os.preadv(descriptor, run.buffers, run.offset, os.RWF_NOWAIT) == size:
+                    return True
+            except BlockingIOError:
+                pass
+            except OSError as error:  # Others are reported by the read that waits.
+                self.can_ask = error.errno != errno.EOPNOTSUPP
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, run.offset, size, os.POSIX_FADV_WILLNEED)
+        return False
+
+    def fill(self, runs: list[Run]) -> None:
+        """Read whole runs, waiting for the disk."""
+        for run in runs:
+            while run.buffers:
+                try:
+                    num = os.preadv(self.descriptor(run.file), run.buffers, run.offset)
+                except OSError as error:
+                    raise self.failed(run, f"cannot be read: {error.strerror}") from None
+                if not num:
+                    raise self.failed(run, "is missing: the file has been cut off")
+                advance(run, num)
+
+    def failed(self, run: Run, what: str) -> UserError:
+        """The error of the row that could not be read."""
+        file = self.files[run.file]
+        row = (run.offset - file.start) // self.row_bytes
+        return UserError(f"[data] {file.path}: row {row} {what}. Check the disk, restore the file.")
+
+    def descriptor(self, number: int) -> int:
+        """The descriptor of an open file; opens it if need be."""
+        if (known := self.descriptors.get(number)) is not None:
+            return known
+        while len(self.descriptors) >= self.most_open:
+            os.close(self.descriptors.pop(next(iter(self.descriptors))))
+        self.descriptors[number] = opened = open_unchanged(self.files[number])
+        return opened
+
+
+def most_open() -> int:
+    """Files that a dataset keeps open: more where the limit is far above what a rank needs."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = MOST_OPEN if soft == resource.RLIM_INFINITY else (soft - SPARED) // 4
+    return min(max(FEWEST_OPEN, spare), MOST_OPEN)
+
+
+def open_unchanged(file: RowFile) -> int:
+    """Open a file to read random rows. Raises UserError if it is missing or has changed."""
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"[data] {file.path}: cannot be opened: {error.strerror}.") from None
+    found = os.fstat(descriptor)
+    if (found.st_size, found.st_mtime_ns) != (file.size, file.modified_ns):
+        os.close(descriptor)
+        raise UserError(
+            f"[data] {file.path}: the file has changed since the run began. Run the same command "
+            "again."
+        )
+    # Else neighbours in a batch look like a file that is read to its end, and it is read ahead.
+    with suppress(OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    return descriptor
+
+
+def advance(run: Run, num: int) -> None:
+    """Leave out the first `num` bytes of a run: a read may return fewer than asked for."""
+    run.offset += num
+    while run.buffers and num >= len(run.buffers[0]):
+        num -= len(run.buffers.pop(0))
+    if num:
+        run.buffers[0] = run.buffers[0][num:]
+
+
+def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    """The bytes of a contiguous array, to write to."""
+    return memoryview(array.reshape(-1).view(np.uint8))
