@@ -5,6 +5,10 @@ labels of fast-DiT with the default collation, this loader on shards, and this l
 files. They take turns in one run, with and without a worker; ratios are medians over turns. A batch
 counts when it is ready for a step: float tokens for this loader, float latents for the Dataset.
 Files are in the page cache.
+
+`--cold` compares this loader's way of reading shards with the way of before instead: on a cold page
+cache, whose state is checked before every turn, and on a warm one (cold_rows.py). Files go to a
+temporary folder under --folder, which must be on a disk.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cold_rows import measure_cold
 from report import finish
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -124,10 +129,19 @@ def main() -> None:
     parser.add_argument(
         "--batches", type=int, default=24, help="timed batches per contender and turn"
     )
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--folder", help="parent of the temporary folder; default: the system's")
     parser.add_argument("--out")
     options = parser.parse_args()
     torch.set_num_threads(1)  # One thread per process, as in a worker.
     shape = (options.channels, options.latent_size, options.latent_size)
+    title = f"loader {options.count} x {list(shape)} batch {options.batch}"
+    if options.cold:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            where = Path(folder) / "shards"
+            rows = measure_cold(where, shape, options.count, options.batch, options.turns)
+        finish(f"{title}, cold and warm cache", rows, options.out)
+        return
     model = DiTConfig(
         hidden=8,
         layers=1,
@@ -138,7 +152,7 @@ def main() -> None:
         num_classes=NUM_CLASSES,
     )
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         root = Path(folder)
         make_datasets(root, options.count, shape)
         for workers in (0, 1):
@@ -167,7 +181,7 @@ def main() -> None:
                         "/ one .npy per sample": f"{statistics.median(ratios):.1f}",
                     }
                 )
-    finish(f"loader {options.count} x {list(shape)} batch {options.batch}", rows, options.out)
+    finish(title, rows, options.out)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ class PlanningProcess:
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C asks the ranks for a last checkpoint.
         )
-        if self.answer() != READY:
-            raise OSError("the process that plans a checkpoint does not start")
+        try:
+            self.answer()  # READY
+        except EOFError:
+            raise OSError(f"the planning process does not start: {self.end()}") from None
 
     def choose(self, plans: Sequence[bytes]) -> list[bytes]:
         """As `GlobalPlan.choose`."""
@@ -80,12 +83,11 @@ class PlanningProcess:
 
     def close(self) -> None:
         """Close the pipes, at which the process ends."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         for pipe in (self.process.stdin, self.process.stdout):
-            try:
+            with suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
         self.process.wait()
 
 

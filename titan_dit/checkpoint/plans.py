@@ -1,14 +1,15 @@
 """The plan of a run's saves: made by the first one, then reused as long as it fits.
 
 Every rank sends the digest of what it holds to all ranks. They compare the same digests, so they
-agree whether the plan still fits; a save with an old plan is impossible. A plan lives as long as its
-process: a resumed run, on any number of ranks, makes its own.
+agree whether the plan still fits; a save with an old plan is impossible. A plan lives as long as
+its process: a resumed run, on any number of ranks, makes its own.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.planner import SavePlan
@@ -34,7 +35,7 @@ Digests: TypeAlias = tuple[bytes, bytes | None]
 
 
 class Plans:
-    """A rank's part of the plan, on rank 0 also the metadata, and the digests that they belong to."""
+    """A rank's part of the plan, on rank 0 the metadata, and the digests that they belong to."""
 
     def __init__(self) -> None:
         self.planned_for: bytes | None = None
@@ -78,10 +79,8 @@ class Plans:
         self.close()
         self.planner = GlobalPlan()
         if sum(map(len, plans)) > LARGE_BYTES:
-            try:
+            with suppress(OSError):  # Without a process the plan is made here.
                 self.planner = PlanningProcess()
-            except (OSError, EOFError):
-                pass  # Then the plan is made here.
         return self.planner.choose(plans)
 
     def describe(

@@ -1,8 +1,8 @@
 """Which shards each rank writes, and the checkpoint's metadata: DCP's own planning, as functions.
 
-A rank plans its own shards. A global plan sees the plans of all ranks: it chooses one writer for a
-shard that several ranks hold, and lists all shards in the metadata. It depends only on names, shapes
-and layout, not on values.
+A rank plans its own shards. A global plan sees the plans of all ranks: of a shard that several
+ranks hold it chooses one writer, and it lists all shards in the metadata. It depends only on names,
+shapes and layout, not on values.
 """
 
 from __future__ import annotations

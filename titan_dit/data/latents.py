@@ -188,9 +188,7 @@ class LatentShards(Source):
         labels = [self._labels[number][row] for number, row in pairs]
         return {"latent": latents, "label": torch.tensor(labels, dtype=torch.int64)}
 
-    def _open_shard(
-        self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
-    ) -> Shard:
+    def _open_shard(self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool) -> Shard:
         """Check a shard's size, shapes and dtypes, and map it; with `verify`, check its SHA-256."""
         path = self.path / entry["file"]
         remedy = "Restore the file, or pack the dataset again."

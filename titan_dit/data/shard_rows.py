@@ -15,10 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Shaped
 
 from titan_dit.config.section import UserError
 
@@ -26,7 +25,8 @@ AHEAD_BYTES = 64 << 20
 """Bytes requested before the first read is waited for."""
 MOST_BUFFERS = 1024
 """Buffers of one read at most: Linux's IOV_MAX."""
-FEWEST_OPEN, MOST_OPEN = 128, 1 << 16
+FEWEST_OPEN, MOST_OPEN = 64, 1 << 16
+"""Of a dataset; titan_dit.launcher.open_files counts the fewest, for two datasets."""
 SPARED = 1 << 15
 """Open files left to others: more than a rank of 10,000 needs (docs/scale.md)."""
 
@@ -55,7 +55,7 @@ class Run:
 
 
 class ShardRows:
-    """Reads rows of several files; keeps at most `most_open()` of them open, each from first use."""
+    """Reads rows of several files; keeps at most `most_open()` of them open."""
 
     def __init__(self, files: Sequence[RowFile], row_bytes: int) -> None:
         self.files, self.row_bytes = files, row_bytes
@@ -183,6 +183,6 @@ def advance(run: Run, num: int) -> None:
         run.buffers[0] = run.buffers[0][num:]
 
 
-def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+def bytes_of(array: Shaped[np.ndarray, "..."]) -> memoryview:
     """The bytes of a contiguous array, to write to."""
     return memoryview(array.reshape(-1).view(np.uint8))

@@ -9,8 +9,9 @@ from contextlib import suppress
 
 from titan_dit.config.section import UserError
 
-OTHERS = {"cpu": 96, "cuda": 512}
-"""Files that do not grow with the number of ranks: data, Python, the groups' neighbours, CUDA."""
+OTHERS = {"cpu": 224, "cuda": 640}
+"""Files that do not grow with the number of ranks: 128 shards of two datasets, Python, the groups'
+neighbours, CUDA."""
 ENOUGH = 1 << 20
 """Never raise the limit above it: some programs close every possible file when they start."""
 
