@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from cold_rows import measure_cold
+from cold_rows import mapped, measure_cold
 from report import finish
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from titan_dit.data import loader
-from titan_dit.data.latents import Latents, write_shards
+from titan_dit.data.latents import Latents, LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit import DiTConfig
@@ -88,9 +88,14 @@ def plain(root: Path, count: int, batch: int, workers: int) -> Iterator[Any]:
             yield latents.squeeze(1).float(), labels.squeeze(1)
 
 
-def ours(path: Path, model: DiTConfig, batch: int, workers: int) -> Iterator[Any]:
-    """Endless batches of this loader, as tokens."""
+def ours(
+    path: Path, model: DiTConfig, batch: int, workers: int, *, as_before: bool = False
+) -> Iterator[Any]:
+    """Endless batches of this loader, as tokens; `as_before` reads shards as mapped files."""
     source = Latents(path=str(path)).open()
+    if as_before:
+        assert isinstance(source, LatentShards)
+        source = mapped(source)
     order = RankOrder(BatchPlan(batch), EpochOrder(0, len(source)), 0, 1)
     objective, cpu = RectifiedFlow().build(model, source.facts), torch.device("cpu")
     for read in loader.load(source, order, 0, objective.inspect, cpu, workers=workers):
@@ -162,6 +167,9 @@ def main() -> None:
                         root, options.count, options.batch, w
                     ),
                     "shards": lambda w=workers: ours(root / "shards", model, options.batch, w),
+                    "shards, mapped as before": lambda w=workers: ours(
+                        root / "shards", model, options.batch, w, as_before=True
+                    ),
                     "the same .npy files, this loader": lambda w=workers: ours(
                         root / "files", model, options.batch, w
                     ),

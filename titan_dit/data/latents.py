@@ -124,6 +124,7 @@ class LatentShards(Source):
         self.counts = np.array([len(shard.labels) for shard in self.shards])
         self.ends = self.counts.cumsum()
         self.dtype = STORED_DTYPES[manifest["dtype"]]
+        self._numpy_dtype = np.dtype(manifest["dtype"])
         # An element of a memoryview is read several times faster than that of a tensor.
         self._labels = [memoryview(shard.labels.numpy()) for shard in self.shards]
         row_bytes = math.prod(manifest["shape"]) * self.dtype.itemsize
@@ -182,11 +183,12 @@ class LatentShards(Source):
             raise IndexError(f"sample {outside[0]} of {len(self)}")
         shard = np.searchsorted(self.ends, at, side="right")
         within = at - (self.ends[shard] - self.counts[shard])
-        latents = torch.empty(len(at), *self.facts.shape, dtype=self.dtype)
-        self._latents.read(shard, within, bytes_of(latents.numpy()))
+        # numpy takes large arrays from huge pages: a page fault while the kernel copies costs most.
+        latents = np.empty((len(at), *self.facts.shape), self._numpy_dtype)
+        self._latents.read(shard, within, bytes_of(latents))
         pairs = zip(shard.tolist(), within.tolist(), strict=True)
-        labels = [self._labels[number][row] for number, row in pairs]
-        return {"latent": latents, "label": torch.tensor(labels, dtype=torch.int64)}
+        labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
+        return {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
 
     def _open_shard(self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool) -> Shard:
         """Check a shard's size, shapes and dtypes, and map it; with `verify`, check its SHA-256."""

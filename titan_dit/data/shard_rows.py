@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -59,6 +59,7 @@ class ShardRows:
 
     def __init__(self, files: Sequence[RowFile], row_bytes: int) -> None:
         self.files, self.row_bytes = files, row_bytes
+        self.starts = np.array([file.start for file in files], dtype=np.int64)
         self.descriptors: dict[int, int] = {}
         """By file number, first opened first."""
         self.most_open = most_open()
@@ -78,46 +79,46 @@ class ShardRows:
         """
         waiting: list[Run] = []
         ahead = 0
-        for run in self.runs(file, row, out):
-            if self.is_cached(run):
+        for number, offset, buffers in self.reads(file, row, out):
+            if self.is_cached(number, offset, buffers):
                 continue
-            waiting.append(run)
-            ahead += len(run.buffers) * self.row_bytes
+            waiting.append(Run(number, offset, buffers))
+            ahead += len(buffers) * self.row_bytes
             if ahead >= AHEAD_BYTES:
                 self.fill(waiting)
                 waiting, ahead = [], 0
         self.fill(waiting)
 
-    def runs(
+    def reads(
         self, file: Int64[np.ndarray, " b"], row: Int64[np.ndarray, " b"], out: memoryview
-    ) -> list[Run]:
-        """Sort the rows of a batch, and join neighbours."""
-        order = np.lexsort((row, file))
-        file, row, size = file[order], row[order], self.row_bytes
-        is_new = (np.diff(file) != 0) | (np.diff(row) != 1)
-        is_new[MOST_BUFFERS - 1 :: MOST_BUFFERS] = True
-        cuts = [0, *(np.flatnonzero(is_new) + 1).tolist(), len(order)]
+    ) -> Iterator[tuple[int, int, list[memoryview]]]:
+        """Yield (file, offset, buffers) in the order of the files; neighbours are one read."""
+        order, size = np.lexsort((row, file)), self.row_bytes
+        file, row = file[order], row[order]
+        files, offsets = file.tolist(), (self.starts[file] + row * size).tolist()
         buffers = [out[i * size : (i + 1) * size] for i in order.tolist()]
-        numbers, rows = file.tolist(), row.tolist()
-        return [
-            Run(numbers[a], self.files[numbers[a]].start + rows[a] * size, buffers[a:b])
-            for a, b in pairwise(cuts)
-            if a < b
-        ]
+        is_new = (np.diff(file) != 0) | (np.diff(row) != 1)
+        if is_new.all():  # As good as always when rows are random.
+            yield from zip(files, offsets, ([buffer] for buffer in buffers), strict=True)
+            return
+        is_new[MOST_BUFFERS - 1 :: MOST_BUFFERS] = True
+        for begin, end in pairwise([0, *(np.flatnonzero(is_new) + 1).tolist(), len(order)]):
+            yield files[begin], offsets[begin], buffers[begin:end]
 
-    def is_cached(self, run: Run) -> bool:
-        """Read a run if it is in the page cache; if not, have the kernel begin to read it."""
-        descriptor, size = self.descriptor(run.file), len(run.buffers) * self.row_bytes
+    def is_cached(self, number: int, offset: int, buffers: list[memoryview]) -> bool:
+        """Read what is in the page cache; if it is not, have the kernel begin to read it."""
+        descriptor = self.descriptors.get(number) or self.descriptor(number)
+        size = len(buffers) * self.row_bytes
         if self.can_ask:
             try:
-                if os.preadv(descriptor, run.buffers, run.offset, os.RWF_NOWAIT) == size:
+                if os.preadv(descriptor, buffers, offset, os.RWF_NOWAIT) == size:
                     return True
             except BlockingIOError:
                 pass
             except OSError as error:  # Others are reported by the read that waits.
                 self.can_ask = error.errno != errno.EOPNOTSUPP
         with suppress(OSError):
-            os.posix_fadvise(descriptor, run.offset, size, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         return False
 
     def fill(self, runs: list[Run]) -> None:
