@@ -126,7 +126,7 @@ class LatentShards(Source):
         self.dtype = STORED_DTYPES[manifest["dtype"]]
         self._numpy_dtype = np.dtype(manifest["dtype"])
         # An element of a memoryview is read several times faster than that of a tensor.
-        self._labels = [memoryview(shard.labels.numpy()) for shard in self.shards]
+        self._labels = [shard.labels.numpy().data for shard in self.shards]
         row_bytes = math.prod(manifest["shape"]) * self.dtype.itemsize
         self._latents = ShardRows([shard.latents for shard in self.shards], row_bytes)
         scale, shift = manifest["scale"], manifest["shift"]

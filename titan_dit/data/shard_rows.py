@@ -186,4 +186,4 @@ def advance(run: Run, num: int) -> None:
 
 def bytes_of(array: Shaped[np.ndarray, "..."]) -> memoryview:
     """The bytes of a contiguous array, to write to."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
