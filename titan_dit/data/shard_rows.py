@@ -58,10 +58,10 @@ class ShardRows:
     """Reads rows of several files; keeps at most `most_open()` of them open."""
 
     def __init__(self, files: Sequence[RowFile], row_bytes: int) -> None:
-        self.files, self.row_bytes = files, row_bytes
-        self.starts = np.array([file.start for file in files], dtype=np.int64)
         self.descriptors: dict[int, int] = {}
         """By file number, first opened first."""
+        self.files, self.row_bytes = files, row_bytes
+        self.starts = np.array([file.start for file in files], dtype=np.int64)
         self.most_open = most_open()
         self.can_ask = True
         """False if the file system does not tell what is cached, such as NFS."""
