@@ -152,8 +152,8 @@ def test_few_files_stay_open_and_each_is_closed_once(tmp_path):
 @pytest.mark.parametrize(
     ("limit", "most"),
     [
-        (1024, 64),
-        (32_768, 64),
+        (1024, 16),
+        (32_768, 16),
         (1 << 20, 65_536),
         (40_000, 1808),
         (resource.RLIM_INFINITY, 65_536),

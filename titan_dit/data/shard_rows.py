@@ -25,7 +25,7 @@ AHEAD_BYTES = 64 << 20
 """Bytes requested before the first read is waited for."""
 MOST_BUFFERS = 1024
 """Buffers of one read at most: Linux's IOV_MAX."""
-FEWEST_OPEN, MOST_OPEN = 64, 1 << 16
+FEWEST_OPEN, MOST_OPEN = 16, 1 << 16
 """Of a dataset; titan_dit.launcher.open_files counts the fewest, for two datasets."""
 SPARED = 1 << 15
 """Open files left to others: more than a rank of 10,000 needs (docs/scale.md)."""

@@ -9,11 +9,9 @@ from contextlib import suppress
 
 from titan_dit.config.section import UserError
 
-OTHERS = {"cpu": 224, "cuda": 640}
-"""Files that do not grow with the number of ranks: 128 shards of two datasets, Python, the groups'
+OTHERS = {"cpu": 96, "cuda": 512}
+"""Files that do not grow with the number of ranks: 32 shards of two datasets, Python, the groups'
 neighbours, CUDA."""
-LAUNCHERS = 96
-"""Files of a launcher that do not grow with the number of nodes."""
 ENOUGH = 1 << 20
 """Never raise the limit above it: some programs close every possible file when they start."""
 
@@ -36,7 +34,7 @@ def raise_limit(at_least: int, what: str) -> None:
 
 def needed_by_launcher(num_nodes: int) -> int:
     """Files of a launcher at most: that on RDZV_ENDPOINT's host has a socket to every node."""
-    return LAUNCHERS + num_nodes
+    return OTHERS["cpu"] + num_nodes
 
 
 def needed(rank: int, num_ranks: int, device_type: str) -> int:
