@@ -4,6 +4,8 @@ Each turn measures, in one process: a memory copy of the state's bytes (both buf
 blocking part of an async save, and a sync save with fsync of every file. Ratios are medians over
 turns. The state is that of a DiT with AdamW and one EMA: weights, two moments, the EMA and a step
 count per parameter. Files go to a temporary folder under --folder.
+
+`--planning 1024` simulates the planning of that many ranks instead (checkpoint_planning.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_planning import simulate
 from report import finish
 from torch import Tensor
 
@@ -120,8 +123,14 @@ def main() -> None:
     parser.add_argument("--states", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--folder", help="parent of the temporary folder; default: the system's")
+    parser.add_argument("--planning", type=int, metavar="RANKS")
+    parser.add_argument("--size", default="XL/2", help="model of --planning")
     parser.add_argument("--out")
     options = parser.parse_args()
+    if options.planning:
+        rows = simulate(options.size, options.planning)
+        finish("checkpoint planning", rows, options.out)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for name in options.states:

@@ -5,6 +5,10 @@ labels of fast-DiT with the default collation, this loader on shards, and this l
 files. They take turns in one run, with and without a worker; ratios are medians over turns. A batch
 counts when it is ready for a step: float tokens for this loader, float latents for the Dataset.
 Files are in the page cache.
+
+`--cold` compares this loader's way of reading shards with the way of before instead: on a cold page
+cache, whose state is checked before every turn, and on a warm one (cold_rows.py). Files go to a
+temporary folder under --folder, which must be on a disk.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from cold_rows import mapped, measure_cold
 from report import finish
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from titan_dit.data import loader
-from titan_dit.data.latents import Latents, write_shards
+from titan_dit.data.latents import Latents, LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit import DiTConfig
@@ -83,9 +88,14 @@ def plain(root: Path, count: int, batch: int, workers: int) -> Iterator[Any]:
             yield latents.squeeze(1).float(), labels.squeeze(1)
 
 
-def ours(path: Path, model: DiTConfig, batch: int, workers: int) -> Iterator[Any]:
-    """Endless batches of this loader, as tokens."""
+def ours(
+    path: Path, model: DiTConfig, batch: int, workers: int, *, as_before: bool = False
+) -> Iterator[Any]:
+    """Endless batches of this loader, as tokens; `as_before` reads shards as mapped files."""
     source = Latents(path=str(path)).open()
+    if as_before:
+        assert isinstance(source, LatentShards)
+        source = mapped(source)
     order = RankOrder(BatchPlan(batch), EpochOrder(0, len(source)), 0, 1)
     objective, cpu = RectifiedFlow().build(model, source.facts), torch.device("cpu")
     for read in loader.load(source, order, 0, objective.inspect, cpu, workers=workers):
@@ -124,10 +134,19 @@ def main() -> None:
     parser.add_argument(
         "--batches", type=int, default=24, help="timed batches per contender and turn"
     )
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--folder", help="parent of the temporary folder; default: the system's")
     parser.add_argument("--out")
     options = parser.parse_args()
     torch.set_num_threads(1)  # One thread per process, as in a worker.
     shape = (options.channels, options.latent_size, options.latent_size)
+    title = f"loader {options.count} x {list(shape)} batch {options.batch}"
+    if options.cold:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            where = Path(folder) / "shards"
+            rows = measure_cold(where, shape, options.count, options.batch, options.turns)
+        finish(f"{title}, cold and warm cache", rows, options.out)
+        return
     model = DiTConfig(
         hidden=8,
         layers=1,
@@ -138,7 +157,7 @@ def main() -> None:
         num_classes=NUM_CLASSES,
     )
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         root = Path(folder)
         make_datasets(root, options.count, shape)
         for workers in (0, 1):
@@ -148,6 +167,9 @@ def main() -> None:
                         root, options.count, options.batch, w
                     ),
                     "shards": lambda w=workers: ours(root / "shards", model, options.batch, w),
+                    "shards, mapped as before": lambda w=workers: ours(
+                        root / "shards", model, options.batch, w, as_before=True
+                    ),
                     "the same .npy files, this loader": lambda w=workers: ours(
                         root / "files", model, options.batch, w
                     ),
@@ -167,7 +189,7 @@ def main() -> None:
                         "/ one .npy per sample": f"{statistics.median(ratios):.1f}",
                     }
                 )
-    finish(f"loader {options.count} x {list(shape)} batch {options.batch}", rows, options.out)
+    finish(title, rows, options.out)
 
 
 if __name__ == "__main__":

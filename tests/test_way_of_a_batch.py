@@ -15,6 +15,7 @@ WAY = [
     "data/loader.py",
     "data/order.py",
     "data/latents.py",
+    "data/shard_rows.py",
     "diffusion/objective.py",
     "models/dit.py",
     "models/layers.py",
@@ -48,7 +49,7 @@ def visited(trainer):
     return list(seen)
 
 
-def test_a_step_of_digits_visits_nine_files_each_entered_in_turn(tmp_path):
+def test_a_step_of_digits_visits_ten_files_each_entered_in_turn(tmp_path):
     config = tiny_config(job={"dir": str(tmp_path), "name": "run"})
     with process_group.start("cpu") as world:
         files = visited(Trainer(config, world))

@@ -194,11 +194,10 @@ def test_an_interrupted_save_is_invisible_and_is_cleaned_by_the_next(
     rename = Path.rename
 
     def kill_at_the_end(path, target):
-        # DCP renames its own files first.
         return kill() if Path(path).name.endswith(".partial") else rename(path, target)
 
     where = {
-        "tensors": (checkpoint.state_dict_saver, "save", kill),
+        "tensors": (torch_files.Writer, "write_data", kill),
         "digests": (torch_files.Digesting, "write", kill),
         "manifest": (store.Disk, "write", kill),
         "rename": (Path, "rename", kill_at_the_end),

@@ -4,6 +4,7 @@ import torch
 
 from titan_dit.data.latents import write_shards
 
+FIRST = "set-00000.safetensors"
 SECOND = "set-00001.safetensors"
 
 

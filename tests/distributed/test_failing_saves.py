@@ -2,15 +2,18 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from harness import on_ranks
 from tiny import randomize, tiny_config
 
-from titan_dit.checkpoint import store, torch_files
+from titan_dit.checkpoint import checkpoint, store, torch_files
+from titan_dit.checkpoint.plans import Plans
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import Disruption
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(300)
@@ -135,27 +138,52 @@ def refusals_of_replicas(world, folder):
     return refusals
 
 
+def plans_for_a_change_on_one_rank(world, folder):
+    """Global plans made by each of four saves, and what the last two load."""
+    made, make, ranks, kept = [], Plans.make, Ranks.with_own_group(), Plans()
+    Plans.make = lambda *arguments: (made.append(1), make(*arguments))
+    numbers, loaded = [], []
+    for step in range(4):
+        tensors = {"model": {"w": torch.full((4,), float(step))}}
+        if step >= 2 and world.rank:
+            tensors["model"]["b"] = torch.full((3,), float(step))
+        checkpoint.write(folder / f"plan-{step}", tensors, {}, ranks, plans=kept)
+        numbers.append(len(made))
+    Plans.make = make
+    for step in (2, 3):
+        target = {"model": {"w": torch.zeros(4), "b": torch.zeros(3)}}
+        checkpoint.load(folder / f"plan-{step}", target)
+        loaded.append([sorted(set(values.tolist())) for values in target["model"].values()])
+    return numbers, loaded
+
+
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory):
-    """One launch for both tests below."""
+    """One launch for the tests below."""
     folder = tmp_path_factory.mktemp("runs")
     return folder, on_ranks(2, two_runs_in, str(folder))
 
 
 def two_runs_in(world, folder):
     copies = refusals_of_replicas(world, f"{folder}/copies")
-    return saved_and_trained_on(world, f"{folder}/beside"), copies
+    plans = plans_for_a_change_on_one_rank(world, Path(folder))
+    return saved_and_trained_on(world, f"{folder}/beside"), copies, plans
 
 
 def test_training_beside_a_save_does_not_change_what_is_saved(two_runs):
     folder, ranks = two_runs
-    assert [beside for beside, _ in ranks] == [(1, True)] * 2
+    assert [beside for beside, _, _ in ranks] == [(1, True)] * 2
     saved = folder / "beside" / "checkpoints"
     assert [path.name for path in saved.iterdir()] == ["step-00000001"]
 
 
+def test_a_change_on_one_rank_is_planned_by_all(two_runs):
+    _, ranks = two_runs
+    assert [plans for _, _, plans in ranks] == [([1, 1, 2, 2], [[[2.0]] * 2, [[3.0]] * 2])] * 2
+
+
 def test_replicas_that_differ_in_a_bit_neither_start_nor_save(two_runs):
-    folder, ((_, first), (_, second)) = two_runs
+    folder, ((_, first, _), (_, second, _)) = two_runs
     assert first == second
     start, save, equal = first
     differ = (

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from titan_dit.checkpoint.plans import Digests, Plans
 from titan_dit.checkpoint.staging import TensorTree, leaves
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, read_text, store_of
 from titan_dit.checkpoint.torch_files import Reader, Writer
@@ -41,22 +42,31 @@ def write(
     record: Mapping[str, Any],
     ranks: Ranks | None = None,
     begin: Callable[[], None] | None = None,
+    plans: Plans | None = None,
 ) -> None:
     """Write a checkpoint to the folder `final`. Collective; returns when it is complete.
 
-    `begin` runs first on every rank and raises if the rank cannot take part. If any rank fails,
-    Failed is raised on all ranks and the partial files are deleted where possible.
+    `begin` runs first on every rank and raises if the rank cannot take part. `plans` are those of
+    the run's earlier saves. If any rank fails, Failed is raised on all ranks and the partial files
+    are deleted where possible.
     """
-    ranks = ranks or Ranks()
+    ranks, plans = ranks or Ranks(), plans or Plans()
     try:
         folders = ranks.run_on_all(lambda: begin_save(final, ranks, begin))
         aside = folders[0]
         on_cpu = all(tensor.device.type == "cpu" for tensor in leaves(tensors))
-        # A separate collective: if a rank cannot reach the store, the others must not enter DCP.
-        writers: list[Writer] = []
-        ranks.run_on_all(lambda: writers.append(Writer(aside, on_cpu=on_cpu)))
-        written = merge(ranks.run_on_all(lambda: write_tensors(writers[0], tensors, ranks)))
-        last = partial(commit, aside, final, record, written)
+        local, chosen = plans.plan(tensors, ranks)
+        results: list[Any] = []
+
+        def write_chosen() -> tuple[dict[str, Any], Digests]:
+            writer = Writer(aside, on_cpu=on_cpu)
+            results.extend(writer.write_plan(chosen, local.planner, ranks.rank))
+            return writer.written, plans.digests(results)
+
+        outcomes = ranks.run_on_all(write_chosen)
+        metadata = plans.describe(local, results, [digests for _, digests in outcomes], ranks)
+        written = merge([files for files, _ in outcomes])
+        last = partial(commit, aside, final, record, written, metadata)
         ranks.run_on_all(last if ranks.is_first else do_nothing)
     except Failed:
         # Collective, so that no rank reports the failure before the clean-up is done.
@@ -75,28 +85,21 @@ def begin_save(final: Location, ranks: Ranks, begin: Callable[[], None] | None) 
     return store_of(final).begin(final) if ranks.is_first else None
 
 
-def write_tensors(writer: Writer, tensors: TensorTree, ranks: Ranks) -> dict[str, Any]:
-    """Write this rank's shards; return bytes and SHA-256 of its files."""
-    with warnings.catch_warnings():
-        # A single process saving without a process group is intended.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
-        state_dict_saver.save(
-            dict(tensors),
-            storage_writer=writer,
-            process_group=ranks.group,
-            no_dist=ranks.count == 1,
-        )
-    return writer.written
-
-
 def commit(
-    aside: Location, final: Location, record: Mapping[str, Any], written: Mapping[str, Any]
+    aside: Location,
+    final: Location,
+    record: Mapping[str, Any],
+    written: Mapping[str, Any],
+    metadata: bytes,
 ) -> None:
-    """Write the manifest, then commit the folder as `final` (on a disk: rename it)."""
+    """Write the metadata and the manifest, then commit the folder as `final` (rename it)."""
     store = store_of(aside)
     check_shared(store, aside, written)
+    writer = Writer(aside, on_cpu=True)
+    writer.write_metadata(metadata)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = {"format": FORMAT, **record, "written_at": now, "files": dict(written)}
+    files = {**written, **writer.written}
+    manifest = {"format": FORMAT, **record, "written_at": now, "files": files}
     manifest["digest"] = digest_of(manifest)
     store.write(aside / MANIFEST, json.dumps(manifest, indent=2))
     store.commit(aside, final)

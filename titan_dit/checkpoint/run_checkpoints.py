@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from titan_dit.checkpoint.checkpoint import write
+from titan_dit.checkpoint.plans import Plans
 from titan_dit.checkpoint.staging import Staging, TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, store_of
 from titan_dit.config.operation import CheckpointConfig
@@ -36,6 +37,7 @@ class Checkpoints:
         self.folder = folder
         self.settings = settings or CheckpointConfig()
         self.staging = Staging()
+        self.plans = Plans()
         self.ranks: Ranks | None = None
         self.thread: threading.Thread | None = None
         self.messages: deque[str] = deque()
@@ -100,7 +102,7 @@ class Checkpoints:
         """Write the checkpoint, record the outcome and prune old ones."""
         assert self.ranks
         try:
-            write(path, tensors, record, self.ranks, begin)
+            write(path, tensors, record, self.ranks, begin, self.plans)
         except Failed as error:
             self.record_failure(step, str(error))
             return

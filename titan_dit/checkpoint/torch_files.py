@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_dit.checkpoint.store import URL, Location, store_of
 from titan_dit.config.section import UserError
@@ -110,6 +112,21 @@ class Writer(filesystem.FileSystemWriter):
         self.written: dict[str, dict[str, Any]] = files.written
         """File name -> bytes and SHA-256."""
 
+    def write_plan(self, plan: SavePlan, planner: SavePlanner, rank: int) -> list[WriteResult]:
+        """Write this rank's part of a plan; return where each item is."""
+        # Without collectives torch puts the rank into the names of the files by itself.
+        self.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
+        results: list[WriteResult] = self.write_data(self.prepare_local_plan(plan), planner).value()
+        return results
+
+    def write_metadata(self, metadata: bytes) -> None:
+        """Write `.metadata`."""
+        path = self.fs.concat_path(self.path, METADATA)
+        with self.fs.create_stream(path, "wb") as stream:
+            stream.write(metadata)
+            if self.sync_files:
+                os.fsync(stream.fileno())
+
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, but raises the underlying OSError instead of torch.save's RuntimeError."""
         try:
@@ -163,11 +180,6 @@ class Digested:
             yield digesting
         entry = {"bytes": digesting.size, "sha256": digesting.sha256.hexdigest()}
         self.written[PurePosixPath(path).name] = entry
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """As torch's, and rename the record: DCP writes `.metadata` under a temporary name."""
-        super().rename(path, new_path)  # type: ignore[misc]
-        self.written[PurePosixPath(new_path).name] = self.written.pop(PurePosixPath(path).name)
 
 
 class DigestedDisk(Digested, filesystem.FileSystem):

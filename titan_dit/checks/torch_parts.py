@@ -22,7 +22,7 @@ def check(*, profiles_memory: bool, rings: bool) -> None:
     """Raise UserError if a checkpoint, a memory snapshot or ring attention would fail."""
     require("checkpoint/staging.py", DTensor, "_spec")
     require("checkpoint/staging.py", torch, "_foreach_copy_")
-    parts = "create_stream", "rename", "init_path"
+    parts = "create_stream", "init_path"
     require("checkpoint/torch_files.py", filesystem.FileSystem, *parts)
     require("checkpoint/torch_files.py", filesystem, "_StorageInfo")
     require("checkpoint/torch_files.py", torch.serialization, "_get_layout")

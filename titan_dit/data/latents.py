@@ -1,4 +1,4 @@
-"""Latent shards: memory-mapped safetensors files with a manifest, for random access.
+"""Latent shards: safetensors files with a manifest, for random access.
 
 A dataset is a folder with `manifest.json` and shards. A shard holds `latent` [n, c, h, w] (float16,
 float32 or uint8) and `label` [n] (int64). The manifest holds shape, dtype, scale, shift, source and
@@ -7,13 +7,13 @@ count, and the count, bytes and SHA-256 of each shard.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import mmap
+import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from titan_dit.data.manifest import (
     read_manifest,
     write_json,
 )
+from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
 from titan_dit.system.files import write_whole
 
 MAX_MAPS = 65_530
@@ -60,7 +61,7 @@ class Latents(DataConfig):
     """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
 
     def open(self) -> LatentShards | LatentFolder:
-        """Memory-map the shards, or list the files."""
+        """Open the shards, or list the files."""
         return self.open_surveyed(self.survey())
 
     def survey(self) -> Listing | None:
@@ -77,7 +78,7 @@ class Latents(DataConfig):
         return None
 
     def open_surveyed(self, survey: Listing | None) -> LatentShards | LatentFolder:
-        """Open the listed files, or memory-map the shards; `verify` reads and checks all data."""
+        """Open the listed files, or the shards; `verify` reads and checks all data."""
         path = Path(self.path)
         if survey is not None:
             return LatentFolder(path, self.scale, self.shift, self.verify, survey)
@@ -96,15 +97,23 @@ class Digits(DataConfig):
     name = "digits"
 
     def open(self) -> LatentShards:
-        """Memory-map the single shard."""
+        """Open the single shard."""
         return LatentShards(Path(__file__).parent / "digits", verify=True)
+
+
+class Shard(NamedTuple):
+    """One file of a dataset."""
+
+    latents: RowFile
+    labels: Int64[Tensor, " n"]
+    """In the mapped file: read on access."""
 
 
 class LatentShards(Source):
     """Random access to a folder of shards.
 
-    Opening memory-maps the files. Latents and labels are read on access, and belong to the page
-    cache that all processes of a node share: a rank's own memory does not grow with the rows.
+    Labels are memory-mapped, latents are read row by row. Both are in the page cache, which all
+    processes of a node share: a rank's own memory does not grow with the rows.
     """
 
     def __init__(self, path: Path, verify: bool = False) -> None:
@@ -112,13 +121,14 @@ class LatentShards(Source):
         self.manifest = manifest = read_manifest(path)
         check_maps(path, len(manifest["shards"]))
         self.shards = [self._open_shard(entry, manifest, verify) for entry in manifest["shards"]]
-        self.counts = np.array([len(labels) for _, labels in self.shards])
+        self.counts = np.array([len(shard.labels) for shard in self.shards])
         self.ends = self.counts.cumsum()
         self.dtype = STORED_DTYPES[manifest["dtype"]]
-        # numpy copies one small row several times faster than torch does, and a flat one fastest.
-        self._mapped = [
-            (latents.flatten(1).numpy(), labels.numpy()) for latents, labels in self.shards
-        ]
+        self._numpy_dtype = np.dtype(manifest["dtype"])
+        # An element of a memoryview is read several times faster than that of a tensor.
+        self._labels = [shard.labels.numpy().data for shard in self.shards]
+        row_bytes = math.prod(manifest["shape"]) * self.dtype.itemsize
+        self._latents = ShardRows([shard.latents for shard in self.shards], row_bytes)
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
         self.facts: LatentFacts = LatentFacts(
@@ -134,7 +144,7 @@ class LatentShards(Source):
         self.fields = self.facts.fields(self.dtype)
 
     def __reduce__(self) -> tuple[type[LatentShards], tuple[Path]]:
-        """Pickle the path only; a spawned process maps the files itself."""
+        """Pickle the path only; a spawned process opens the files itself."""
         return LatentShards, (self.path,)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -144,7 +154,7 @@ class LatentShards(Source):
     @property
     def labels(self) -> Int64[Tensor, " n"]:
         """The labels of all rows, copied into memory."""
-        return torch.cat([labels for _, labels in self.shards])
+        return torch.cat([shard.labels for shard in self.shards])
 
     def groups(self) -> Int64[Tensor, " n"]:
         """Return the labels."""
@@ -166,39 +176,37 @@ class LatentShards(Source):
             check_labels(labels, num_classes, self.path / entry["file"])
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Gather rows of any shards into new tensors; never a view of a mapped file."""
+        """Read rows of any shards into new tensors. Raises UserError if a row cannot be read."""
         at = np.asarray(rows, dtype=np.int64)
         outside = at[(at < 0) | (at >= len(self))]
         if len(outside):
             raise IndexError(f"sample {outside[0]} of {len(self)}")
         shard = np.searchsorted(self.ends, at, side="right")
         within = at - (self.ends[shard] - self.counts[shard])
-        latents, labels = torch.empty(len(at), *self.facts.shape, dtype=self.dtype), []
-        out = latents.flatten(1).numpy()
-        for i, (number, row) in enumerate(zip(shard.tolist(), within.tolist(), strict=True)):
-            mapped_latents, mapped_labels = self._mapped[number]
-            out[i] = mapped_latents[row]
-            labels.append(mapped_labels[row])
-        return {"latent": latents, "label": torch.from_numpy(np.array(labels, dtype=np.int64))}
+        # numpy takes large arrays from huge pages: a page fault while the kernel copies costs most.
+        latents = np.empty((len(at), *self.facts.shape), self._numpy_dtype)
+        self._latents.read(shard, within, bytes_of(latents))
+        pairs = zip(shard.tolist(), within.tolist(), strict=True)
+        labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
+        return {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
 
-    def _open_shard(
-        self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
-    ) -> tuple[Shaped[Tensor, "n c h w"], Int64[Tensor, " n"]]:
-        """Map a shard; check size, shapes and dtypes; with `verify`, also its SHA-256."""
+    def _open_shard(self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool) -> Shard:
+        """Check a shard's size, shapes and dtypes, and map it; with `verify`, check its SHA-256."""
         path = self.path / entry["file"]
         remedy = "Restore the file, or pack the dataset again."
         if not path.is_file():
             raise UserError(f"[data] {path}: the shard is missing. {remedy}")
-        if path.stat().st_size != entry["bytes"]:
+        status = path.stat()
+        if status.st_size != entry["bytes"]:
             raise UserError(
-                f"[data] {path}: {path.stat().st_size:,} bytes, but the manifest says "
+                f"[data] {path}: {status.st_size:,} bytes, but the manifest says "
                 f"{entry['bytes']:,}. {remedy}"
             )
         if verify and file_digest(path) != entry["sha256"]:
             raise UserError(f"[data] {path}: its SHA-256 differs from the manifest's. {remedy}")
         try:
             with safe_open(path, framework="pt") as file:
-                # Views of the mapped file: the disk is read on access.
+                # Views of the mapped file: only its header is read.
                 latents, labels = file.get_tensor("latent"), file.get_tensor("label")
         except SafetensorError as error:
             raise UserError(f"[data] {path}: not a readable shard ({error}). {remedy}") from None
@@ -209,31 +217,29 @@ class LatentShards(Source):
                 f"says {manifest['dtype']} {list(expected)}. {remedy}"
             )
         check_shape(labels, entry["count"], path)
-        # On a cold disk, readahead reads 25 times the requested bytes, as rows are random.
-        advise(latents, mmap.MADV_RANDOM)
-        return latents, labels
+        rows = RowFile(path, first_row(path), status.st_size, status.st_mtime_ns)
+        return Shard(rows, labels)
 
 
 def check_maps(path: Path, num_shards: int) -> None:
-    """Refuse more shards than the kernel lets a process map: two ranges each, by `advise`."""
+    """Refuse more shards than the kernel lets a process map."""
     file = Path("/proc/sys/vm/max_map_count")
     most = int(file.read_text()) if file.is_file() else MAX_MAPS
     # torch and its libraries take some thousand.
-    if 2 * num_shards > most - 5_000:
+    if num_shards > most - 5_000:
         raise UserError(
-            f"[data] path={path}: {num_shards:,} shards need {2 * num_shards:,} memory maps, but "
+            f"[data] path={path}: {num_shards:,} shards need as many memory maps, but "
             f"vm.max_map_count={most}. Pack larger shards (`data pack --shard-size`), or raise "
-            f"the limit: sysctl -w vm.max_map_count={4 * num_shards}"
+            f"the limit: sysctl -w vm.max_map_count={2 * num_shards + 10_000}"
         )
 
 
-def advise(mapped: Tensor, advice: int) -> None:
-    """Tell the kernel how a mapped file is read (madvise). Skipped if madvise is missing."""
-    if madvise := getattr(ctypes.CDLL(None), "madvise", None):
-        start = mapped.data_ptr()
-        begin = start - start % mmap.PAGESIZE
-        length = start + mapped.nbytes - begin
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
+def first_row(path: Path) -> int:
+    """Offset of the latents in a valid shard: the header is a length and JSON."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return 8 + size + int(header["latent"]["data_offsets"][0])
 
 
 def check_shape(labels: Tensor, count: int, path: Path) -> None:

@@ -10,7 +10,8 @@ from contextlib import suppress
 from titan_dit.config.section import UserError
 
 OTHERS = {"cpu": 96, "cuda": 512}
-"""Files that do not grow with the number of ranks: data, Python, the groups' neighbours, CUDA."""
+"""Files that do not grow with the number of ranks: 32 shards of two datasets, Python, the groups'
+neighbours, CUDA."""
 ENOUGH = 1 << 20
 """Never raise the limit above it: some programs close every possible file when they start."""
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.launcher import groups
@@ -51,6 +52,29 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gather bytes (not empty) on rank 0, without unpickling them; [] on the others."""
+        if self.count == 1:
+            return [data]
+        sizes = self.gather(len(data))
+        largest = max(sizes)
+        parts = [torch.empty(largest, dtype=torch.uint8) for _ in sizes] if self.is_first else None
+        dist.gather(padded(data, largest), parts, group=self.group)
+        pairs = zip(parts or [], sizes, strict=False)
+        return [part[:size].numpy().tobytes() for part, size in pairs]
+
+    def scatter_bytes(self, parts: list[bytes]) -> bytes:
+        """Return rank 0's `parts[rank]`; the others pass []."""
+        if self.count == 1:
+            return parts[0]
+        found: list[Any] = [[len(part) for part in parts]]
+        dist.broadcast_object_list(found, src=0, group=self.group)
+        [sizes] = found
+        largest = max(sizes)
+        mine = torch.empty(largest, dtype=torch.uint8)
+        dist.scatter(mine, [padded(part, largest) for part in parts] or None, group=self.group)
+        return mine[: sizes[self.rank]].numpy().tobytes()
+
     def run_on_all(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and all-gather the results.
 
@@ -60,11 +84,6 @@ class Ranks:
         try:
             result = action()
         except Exception as error:
-            failure = self.describe(error)
-        except CheckpointException as error:
-            cause = cause_of(error)[1]
-            if not isinstance(cause, Exception):  # DCP wraps even Ctrl-C.
-                raise cause from None
             failure = self.describe(error)
         outcomes: list[tuple[Any, str | None]] = self.gather((result, failure))
         for _, failed in outcomes:
@@ -96,21 +115,14 @@ class Ranks:
         """An error as one line, prefixed with the rank if there are several."""
         if isinstance(error, Failed):
             return str(error)
-        if isinstance(error, CheckpointException):
-            return self.named(*cause_of(error))
-        return self.named(self.rank, error)
-
-    def named(self, rank: int, error: BaseException) -> str:
-        """Format an error as "rank N: message"."""
         text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         elif not isinstance(error, OSError | RuntimeError | UserError):
             text = f"{type(error).__name__}: {text}"
-        return f"rank {rank}: {text}" if self.count > 1 else text
+        return f"rank {self.rank}: {text}" if self.count > 1 else text
 
 
-def cause_of(error: CheckpointException) -> tuple[int, BaseException]:
-    """The lowest rank that failed within DCP, and its error."""
-    rank, (cause, _) = min(error.failures.items())
-    return rank, cause
+def padded(data: bytes, size: int) -> Tensor:
+    """Bytes as a tensor of `size` elements: gather and scatter take equal ones."""
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)

@@ -1,0 +1,26 @@
+"""benchmarks/checkpoint_planning.py with three simulated ranks."""
+
+import sys
+
+import pytest
+from commands import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import checkpoint_planning
+
+from titan_dit.models.dit import DiTConfig
+
+
+@pytest.mark.alone
+def test_three_ranks_are_planned_once_and_by_torch_alike(monkeypatch):
+    small = DiTConfig(
+        hidden=32, layers=1, heads=2, patch=2, latent_size=32, channels=4, num_classes=10
+    )
+    monkeypatch.setattr(checkpoint_planning, "DiTConfig", lambda **keys: small)
+    rows = checkpoint_planning.simulate("small", 3)
+    names = [row["small, 3 ranks, CPU s"].rpartition(",")[0] for row in rows]
+    assert names == ["first save", "later saves", "before: every save", "before: every save"]
+    assert all(float(row["all"]) > 0 for row in rows)
+    first, later, *_ = rows
+    assert later["gather"] == "0.00"
+    assert first.keys() == later.keys()

@@ -1,0 +1,120 @@
+"""Planning in a process of its own: with a thousand ranks it is a minute of Python.
+
+In the rank's own process that minute would hold Python's lock (GIL), which training needs to launch
+its kernels.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+READY = "ready"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class PlanningProcess:
+    """A `GlobalPlan` in another process. Raises OSError if it cannot be started."""
+
+    def __init__(self) -> None:
+        # A file: a full pipe that nobody reads would block the process.
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C asks the ranks for a last checkpoint.
+        )
+        try:
+            self.answer()  # READY
+        except EOFError:
+            raise OSError(f"the planning process does not start: {self.end()}") from None
+
+    def choose(self, plans: Sequence[bytes]) -> list[bytes]:
+        """As `GlobalPlan.choose`."""
+        choices: list[bytes] = self.ask("choose", plans)
+        return choices
+
+    def describe(self, results: Sequence[bytes]) -> bytes:
+        """As `GlobalPlan.describe`; ends the process."""
+        metadata: bytes = self.ask("describe", results)
+        self.close()
+        return metadata
+
+    def ask(self, name: str, parts: Sequence[bytes]) -> Any:
+        """Call a method of the process's `GlobalPlan`."""
+        assert self.process.stdin
+        try:
+            pickle.dump((name, list(parts)), self.process.stdin)
+            self.process.stdin.flush()
+            failure, answer = self.answer()
+        except (EOFError, BrokenPipeError):
+            raise RuntimeError(f"the process that plans a checkpoint ended: {self.end()}") from None
+        if failure:
+            raise RuntimeError(f"the checkpoint cannot be planned: {failure}")
+        return answer
+
+    def answer(self) -> Any:
+        """The next object that the process sends."""
+        assert self.process.stdout
+        try:
+            return pickle.load(self.process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise EOFError from None
+
+    def end(self) -> str:
+        """Wait for the process; its exit code and the last line that it wrote."""
+        self.close()
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return f"exit code {self.process.returncode}. {lines[-1] if lines else ''}".strip()
+
+    def close(self) -> None:
+        """Close the pipes, at which the process ends."""
+        assert self.process.stdin
+        assert self.process.stdout
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self.process.wait()
+
+
+def main() -> None:
+    """Answer calls from stdin on stdout until stdin ends: the rank closed it, or died."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+    os.nice(5)  # The ranks come first.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # What a library prints is no answer.
+    from titan_dit.checkpoint.save_plan import GlobalPlan
+
+    gc.disable()  # Millions of small objects, none in a cycle.
+    plan = GlobalPlan()
+    reply: Any = READY
+    while True:
+        pickle.dump(reply, answers)
+        answers.flush()
+        try:
+            name, parts = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            reply = None, getattr(plan, name)(parts)
+        except Exception as error:
+            reply = f"{type(error).__name__}: {error}", None
+
+
+if __name__ == "__main__":
+    main()

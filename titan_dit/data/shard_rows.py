@@ -1,0 +1,189 @@
+"""Rows of shards, read from disk into a batch's buffer: no memory map, many rows in flight.
+
+Pages of a mapped file are read one after another, 4 KiB at a time, when rows are random; and a read
+error ends the process. Here a row is one read, all rows of a batch are requested before the first
+one is waited for, and an error names file and row.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64, Shaped
+
+from titan_dit.config.section import UserError
+
+AHEAD_BYTES = 64 << 20
+"""Bytes requested before the first read is waited for."""
+MOST_BUFFERS = 1024
+"""Buffers of one read at most: Linux's IOV_MAX."""
+FEWEST_OPEN, MOST_OPEN = 16, 1 << 16
+"""Of a dataset; titan_dit.launcher.open_files counts the fewest, for two datasets."""
+SPARED = 1 << 15
+"""Open files left to others: more than a rank of 10,000 needs (docs/scale.md)."""
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file that holds rows of equal size, one after another."""
+
+    path: Path
+    start: int
+    """Offset of the first row in bytes."""
+    size: int
+    """Bytes of the file."""
+    modified_ns: int
+    """Its time of modification."""
+
+
+@dataclass
+class Run:
+    """Neighbouring rows of one file, and where each goes to."""
+
+    file: int
+    offset: int
+    """Of the first byte that is not read yet, in the file."""
+    buffers: list[memoryview]
+
+
+class ShardRows:
+    """Reads rows of several files; keeps at most `most_open()` of them open."""
+
+    def __init__(self, files: Sequence[RowFile], row_bytes: int) -> None:
+        self.descriptors: dict[int, int] = {}
+        """By file number, first opened first."""
+        self.files, self.row_bytes = files, row_bytes
+        self.starts = np.array([file.start for file in files], dtype=np.int64)
+        self.most_open = most_open()
+        self.can_ask = True
+        """False if the file system does not tell what is cached, such as NFS."""
+
+    def __del__(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.popitem()[1])
+
+    def read(
+        self, file: Int64[np.ndarray, " b"], row: Int64[np.ndarray, " b"], out: memoryview
+    ) -> None:
+        """Fill `out`, bytes, with row[i] of file[i] for every i. Raises UserError.
+
+        Reads in the order of the files, whatever the order in the batch.
+        """
+        waiting: list[Run] = []
+        ahead = 0
+        for number, offset, buffers in self.reads(file, row, out):
+            if self.is_cached(number, offset, buffers):
+                continue
+            waiting.append(Run(number, offset, buffers))
+            ahead += len(buffers) * self.row_bytes
+            if ahead >= AHEAD_BYTES:
+                self.fill(waiting)
+                waiting, ahead = [], 0
+        self.fill(waiting)
+
+    def reads(
+        self, file: Int64[np.ndarray, " b"], row: Int64[np.ndarray, " b"], out: memoryview
+    ) -> Iterator[tuple[int, int, list[memoryview]]]:
+        """Yield (file, offset, buffers) in the order of the files; neighbours are one read."""
+        order, size = np.lexsort((row, file)), self.row_bytes
+        file, row = file[order], row[order]
+        files, offsets = file.tolist(), (self.starts[file] + row * size).tolist()
+        buffers = [out[i * size : (i + 1) * size] for i in order.tolist()]
+        is_new = (np.diff(file) != 0) | (np.diff(row) != 1)
+        if is_new.all():  # As good as always when rows are random.
+            yield from zip(files, offsets, ([buffer] for buffer in buffers), strict=True)
+            return
+        is_new[MOST_BUFFERS - 1 :: MOST_BUFFERS] = True
+        for begin, end in pairwise([0, *(np.flatnonzero(is_new) + 1).tolist(), len(order)]):
+            yield files[begin], offsets[begin], buffers[begin:end]
+
+    def is_cached(self, number: int, offset: int, buffers: list[memoryview]) -> bool:
+        """Read what is in the page cache; if it is not, have the kernel begin to read it."""
+        descriptor = self.descriptors.get(number) or self.descriptor(number)
+        size = len(buffers) * self.row_bytes
+        if self.can_ask:
+            try:
+                if os.preadv(descriptor, buffers, offset, os.RWF_NOWAIT) == size:
+                    return True
+            except BlockingIOError:
+                pass
+            except OSError as error:  # Others are reported by the read that waits.
+                self.can_ask = error.errno != errno.EOPNOTSUPP
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+        return False
+
+    def fill(self, runs: list[Run]) -> None:
+        """Read whole runs, waiting for the disk."""
+        for run in runs:
+            while run.buffers:
+                try:
+                    num = os.preadv(self.descriptor(run.file), run.buffers, run.offset)
+                except OSError as error:
+                    raise self.failed(run, f"cannot be read: {error.strerror}") from None
+                if not num:
+                    raise self.failed(run, "is missing: the file has been cut off")
+                advance(run, num)
+
+    def failed(self, run: Run, what: str) -> UserError:
+        """The error of the row that could not be read."""
+        file = self.files[run.file]
+        row = (run.offset - file.start) // self.row_bytes
+        return UserError(f"[data] {file.path}: row {row} {what}. Check the disk, restore the file.")
+
+    def descriptor(self, number: int) -> int:
+        """The descriptor of an open file; opens it if need be."""
+        if (known := self.descriptors.get(number)) is not None:
+            return known
+        while len(self.descriptors) >= self.most_open:
+            os.close(self.descriptors.pop(next(iter(self.descriptors))))
+        self.descriptors[number] = opened = open_unchanged(self.files[number])
+        return opened
+
+
+def most_open() -> int:
+    """Files that a dataset keeps open: more where the limit is far above what a rank needs."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = MOST_OPEN if soft == resource.RLIM_INFINITY else (soft - SPARED) // 4
+    return min(max(FEWEST_OPEN, spare), MOST_OPEN)
+
+
+def open_unchanged(file: RowFile) -> int:
+    """Open a file to read random rows. Raises UserError if it is missing or has changed."""
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"[data] {file.path}: cannot be opened: {error.strerror}.") from None
+    found = os.fstat(descriptor)
+    if (found.st_size, found.st_mtime_ns) != (file.size, file.modified_ns):
+        os.close(descriptor)
+        raise UserError(
+            f"[data] {file.path}: the file has changed since the run began. Run the same command "
+            "again."
+        )
+    # Else neighbours in a batch look like a file that is read to its end, and it is read ahead.
+    with suppress(OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    return descriptor
+
+
+def advance(run: Run, num: int) -> None:
+    """Leave out the first `num` bytes of a run: a read may return fewer than asked for."""
+    run.offset += num
+    while run.buffers and num >= len(run.buffers[0]):
+        num -= len(run.buffers.pop(0))
+    if num:
+        run.buffers[0] = run.buffers[0][num:]
+
+
+def bytes_of(array: Shaped[np.ndarray, "..."]) -> memoryview:
+    """The bytes of a contiguous array, to write to."""
+    return array.reshape(-1).view(np.uint8).data
