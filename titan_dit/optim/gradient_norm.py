@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
+@torch.no_grad()  # Otherwise every `to_local` is a node of autograd's graph.
 def clip_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, beside: Tensor | None = None
 ) -> Tensor:
@@ -52,7 +55,12 @@ def replicas(gradient: Tensor) -> int:
     """Number of ranks that hold the same shard of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
-    assert not any(placement.is_partial() for placement in gradient.placements)
-    sizes = gradient.device_mesh.shape
-    placed = zip(sizes, gradient.placements, strict=True)
+    return copies(gradient.device_mesh, gradient.placements)
+
+
+@functools.lru_cache(maxsize=64)
+def copies(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
+    """`replicas` of a placement. Cached: a model's few placements occur in every step."""
+    assert not any(placement.is_partial() for placement in placements)
+    placed = zip(mesh.shape, placements, strict=True)
     return math.prod(size for size, placement in placed if isinstance(placement, Replicate))
