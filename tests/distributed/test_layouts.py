@@ -133,7 +133,8 @@ def gathers(world):
     """The order in which blocks are gathered and run forward, by [parallel] prefetch."""
     orders = []
     for prefetch in (0, 1, 2):
-        trainer = Trainer(tiny_config(parallel={"dp_shard": 2, "prefetch": prefetch}), world)
+        parallel = {"dp_shard": 2, "prefetch": prefetch, "blocks_per_fsdp_unit": 1}
+        trainer = Trainer(tiny_config(parallel=parallel), world)
         batch, trainer.step = next(trainer.batches()), 1
         with profile() as trace:
             trainer.train_step(batch)

@@ -112,7 +112,7 @@ class EMA:
 
 
 def move_one_by_one(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
-    """averages += share (weights - averages), a kernel per tensor and no temporary memory.
+    """Add share (weights - averages): a kernel per tensor, no temporary memory.
 
     `share`: a scalar on the device. For weights that are not of its tensors' shapes, foreach_lerp
     has no kernel for many tensors at once.
