@@ -95,6 +95,8 @@ class CompileConfig(Section):
     """Compile the blocks; they share one graph."""
     ends: bool = False
     """With `enabled`: compile embed and head, too, which takes two more graphs."""
+    objective: bool = True
+    """With `enabled`: compile the objective's `prepare` and its loss in training."""
     cuda_graphs: bool = False
     """With `enabled`: CUDA graphs, for small, host-bound models on one GPU with one microbatch."""
 
