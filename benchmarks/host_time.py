@@ -5,8 +5,7 @@ the 28 layers and all parameters of XL, but 16 channels, takes the trainer's ste
 thread: its kernels cost next to nothing, what remains is the host's work.
 
 `--against PATH` measures another checkout in turn with this one, each in a process of its own, and
-`--set parallel.prefetch=1` changes keys of this one only. `--launches` counts kernel launches
-outside the blocks instead.
+`--set parallel.prefetch=1` changes keys of this one only. `launches.py` counts kernel launches.
 """
 
 from __future__ import annotations
