@@ -29,8 +29,8 @@ def clip_norm(
     by_replicas: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
         by_replicas.setdefault(replicas(gradient), []).append(norm)
-    sums = [torch.stack(norms).double().square().sum() / n for n, norms in by_replicas.items()]
-    total = torch.stack(sums).sum()
+    sums = [square_sum(norms, n) for n, norms in by_replicas.items()]
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     if dist.is_initialized():
         total = sum_over_ranks(total, beside)
     norm = total.sqrt().float()
@@ -38,6 +38,12 @@ def clip_norm(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, factor)
     return norm
+
+
+def square_sum(norms: list[Tensor], replicas: int) -> Tensor:
+    """The sum of the squares in fp64, divided by the number of ranks that add it."""
+    total = torch.stack(norms).double().square().sum()
+    return total if replicas == 1 else total / replicas
 
 
 def sum_over_ranks(total: Tensor, beside: Tensor | None) -> Tensor:
