@@ -27,6 +27,7 @@ from titan_dit.optim.ema import EMA, local
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel.apply import parallelize
+from titan_dit.parallel.compile_objective import Loss, compile_loss, compile_prepare
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.plans.dit import plan
@@ -62,12 +63,17 @@ def network(config: DiTConfig, path: DiffusionConfig) -> Model:
 
 def loss_of(objective: Objective) -> TokenLoss:
     """The objective's loss of a single prediction."""
+    return of_one_prediction(objective.loss)
 
-    def loss(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
+
+def of_one_prediction(loss: Loss) -> TokenLoss:
+    """Adapt a loss, perhaps a compiled one."""
+
+    def adapted(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
         assert isinstance(output, Tensor)
-        return objective.loss({"prediction": output}, targets)
+        return loss({"prediction": output}, targets)
 
-    return loss
+    return adapted
 
 
 def trainer_step(
@@ -106,7 +112,8 @@ def trainer_step(
     initialize(model, model.initializers(), 0, device)
     parameters = dict(model.named_parameters())
     randomize(local(parameters))
-    executor = LocalExecutor(model, loss_of(objective), None)
+    prepare = compile_prepare(objective, compilation)
+    executor = LocalExecutor(model, of_one_prediction(compile_loss(objective, compilation)), None)
     optimizer = build_optimizer(parameters.values(), optimizer_config or OptimizerConfig())
     ema = EMA(parameters, EMAConfig())
     ema.run_beside(optimizer)
@@ -116,7 +123,7 @@ def trainer_step(
     def step() -> Tensor:
         nonlocal taken
         taken += 1
-        loss = executor.step(objective.prepare(data, SampleRNG(0, data.sample_numbers)))
+        loss = executor.step(prepare(data, SampleRNG(0, data.sample_numbers)))
         bad = ~clip_norm(parameters.values(), MAX_GRAD_NORM).isfinite()
         apply_gradients(optimizer, 1e-4, skip=bad)
         ema.update(taken, skip=bad)

@@ -36,7 +36,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
             optimizer=SimpleNamespace(lr=1.0),
             training=SimpleNamespace(steps=100, max_grad_norm=0.0),
         ),
-        objective=SimpleNamespace(prepare=lambda batch, rng: drawn.append(rng)),
+        built=SimpleNamespace(prepare=lambda batch, rng: drawn.append(rng)),
         world=SimpleNamespace(rank=rank),
         executor=SimpleNamespace(step=step),
         profile=SimpleNamespace(mark=lambda name: nullcontext()),

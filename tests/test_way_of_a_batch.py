@@ -43,7 +43,7 @@ def visited(trainer):
     try:
         batch = next(batches)
         rng = SampleRNG(trainer.config.job.seed, batch.sample_numbers)
-        trainer.executor.step(trainer.objective.prepare(batch, rng))
+        trainer.executor.step(trainer.built.prepare(batch, rng))
     finally:
         sys.setprofile(None)
     return list(seen)

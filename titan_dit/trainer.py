@@ -207,7 +207,7 @@ class Trainer:
         """
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
-        loss = self.executor.step(self.objective.prepare(batch, rng))
+        loss = self.executor.step(self.built.prepare(batch, rng))
         rates = config.lr_schedule, config.optimizer.lr
         lr = learning_rate(*rates, self.step, config.training.steps)
         with self.profile.mark(OPTIMIZER):

@@ -101,7 +101,7 @@ def gradients(trainer):
     """Loss and every gradient of the next batch, whole."""
     batch = next(trainer.batches())
     rng = torch_rng(trainer, batch)
-    loss = trainer.executor.step(trainer.objective.prepare(batch, rng))
+    loss = trainer.executor.step(trainer.built.prepare(batch, rng))
     found = {name: whole(p.grad) for name, p in trainer.parameters.items()}
     for parameter in trainer.parameters.values():
         parameter.grad = None

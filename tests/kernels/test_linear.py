@@ -1,9 +1,11 @@
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from titan_dit.kernels import linear
-from titan_dit.kernels.linear import suits_onednn
+from titan_dit.kernels.linear import product, suits_onednn
 from titan_dit.models.layers import TokenLinear
 
 
@@ -79,3 +81,24 @@ def test_without_the_operator_or_onednn_it_is_nn_linear(monkeypatch):
     monkeypatch.setattr(linear.torch.ops, "mkldnn", object())
     assert not suits_onednn(x, layer.weight)
     assert layer(x).shape == (3, 16, 40)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 24), (48, 24)])
+def test_a_compiled_product_calls_onednn_forward_and_backward(shape):
+    torch.manual_seed(0)
+    called, drawn = [], [torch.randn(size) for size in (shape, (40, 24), (40,))]
+
+    def graph_of(graph, _):
+        called.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    def found(function):
+        given = [tensor.clone().requires_grad_() for tensor in drawn]
+        y = function(*given)
+        y.square().sum().backward()
+        return [y.detach(), *(tensor.grad for tensor in given)]
+
+    compiled = torch.compile(product, backend=aot_autograd(fw_compiler=graph_of), fullgraph=True)
+    for ours, expected in zip(found(compiled), found(product), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    assert [names.count("titan_dit.linear.default") for names in called] == [1, 1]

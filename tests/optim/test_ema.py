@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from titan_dit.config.training import EMAConfig
-from titan_dit.optim.ema import EMA
+from titan_dit.optim import ema as module
+from titan_dit.optim.ema import EMA, move_in_chunks, move_one_by_one
 
 GO, SKIP = torch.tensor(False), torch.tensor(True)
 
@@ -152,3 +153,48 @@ def test_on_a_cpu_nothing_runs_beside():
     ema.update(1, skip=GO)
     for name, average in ema.averages["0.5"].items():
         torch.testing.assert_close(average, (before[name] + parameters[name].detach()) / 2)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12, 17, 2**25])
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.3, 0.8])
+def test_averages_move_alike_in_chunks_of_any_size(monkeypatch, chunk, share):
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    targets = [p.detach() for p in weights().values()]
+    before = [torch.randn_like(t) for t in targets]
+    found = []
+    for move in (move_one_by_one, move_in_chunks):
+        averages = [t.clone() for t in before]
+        move(averages, targets, torch.tensor(share))
+        found.append(averages)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+    if not share:
+        assert all(map(torch.equal, found[1], before))
+
+
+def test_a_chunk_holds_whole_tensors_and_bounds_the_temporary_memory(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 8)
+    sizes = [3, 5, 1, 20, 2, 6, 1]
+    averages = [torch.zeros(size) for size in sizes]
+    found = list(module.chunks(averages, averages))
+    assert [[t.numel() for t in some] for some, _ in found] == [[3, 5], [1], [20], [2, 6], [1]]
+    assert all(some == targets for some, targets in found)
+    assert list(module.chunks([], [])) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_moves_the_averages_in_chunks():
+    parameters = {name: nn.Parameter(p.detach().cuda()) for name, p in weights().items()}
+    ema = EMA(parameters, EMAConfig(decays=(0.9,), warmup=False))
+    expected = {name: p.detach().clone() for name, p in parameters.items()}
+    wander(parameters)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        ema.update(1, skip=GO.cuda())
+    move_one_by_one(
+        [*expected.values()],
+        [p.detach() for p in parameters.values()],
+        torch.tensor(0.1, device="cuda"),
+    )
+    for name, average in ema.averages["0.9"].items():
+        torch.testing.assert_close(average, expected[name])
+    assert sum("multi_tensor" in event.name for event in trace.events()) == 3

@@ -28,7 +28,7 @@ def asked(monkeypatch, ranks, precision="bf16", **parallel):
         sharded = Sharded()
         calls.append(kwargs)
         told.append(sharded.told)
-        return sharded
+        return [sharded]
 
     monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
     model = nn.Module()
@@ -67,3 +67,32 @@ def test_gradients_are_summed_in_fp32_and_timesteps_are_not_cast(monkeypatch):
     assert not policy.cast_forward_inputs
     assert told["set_gradient_divide_factor"] == 1.0
     assert told["set_force_sum_reduction_for_comms"] is True
+
+
+def blocks_of(count, parameters):
+    with torch.device("meta"):
+        return [nn.Linear(parameters, 1, bias=False) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "expected"),
+    [
+        (1, 10, [1] * 11),
+        (4, 10, [4, 4, 3]),
+        (20, 10, [11]),
+        (0, 10, [1, 2, 4, 4]),
+        (0, 24_000_000, [1, 2, 4, 4]),  # DiT-XL/2
+        (0, 40_000_000, [1, 2, 3, 3, 2]),
+        (0, 75_000_000, [1] * 11),  # 3B
+        (0, 300_000_000, [1] * 11),  # 7B
+    ],
+)
+def test_units_hold_what_is_asked_for_or_a_few_small_blocks(size, parameters, expected):
+    blocks = blocks_of(11, parameters)
+    found = fsdp.units(blocks, size)
+    assert [len(unit) for unit in found] == expected
+    assert [block for unit in found for block in unit] == blocks
+
+
+def test_a_stage_without_blocks_has_no_units():
+    assert fsdp.units([], 0) == fsdp.units([], 3) == []

@@ -37,8 +37,11 @@ class ParallelConfig(Section):
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free all-gathered parameters after forward and gather them again in backward. auto does so
     for the blocks if there is more than one shard, but not in a pipeline."""
+    blocks_per_fsdp_unit: NonNegativeInt = 0
+    """Blocks that FSDP2 all-gathers and reduces together: fewer are less memory, more are less work
+    of the host. 0 takes up to 4 small ones, and one of a large model (docs/performance.md)."""
     prefetch: NonNegativeInt = 0
-    """Blocks to all-gather ahead; 0 uses FSDP2's implicit prefetch of the next block."""
+    """FSDP units to all-gather ahead; 0 uses FSDP2's implicit prefetch of the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,8 @@ class CompileConfig(Section):
     """Compile the blocks; they share one graph."""
     ends: bool = False
     """With `enabled`: compile embed and head, too, which takes two more graphs."""
+    objective: bool = True
+    """With `enabled`: compile the objective's `prepare` and its loss in training."""
     cuda_graphs: bool = False
     """With `enabled`: CUDA graphs, for small, host-bound models on one GPU with one microbatch."""
 

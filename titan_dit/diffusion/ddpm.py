@@ -25,6 +25,7 @@ from titan_dit.diffusion.noise_schedule import (
     Tables,
     named,
     per_sample,
+    rows_of,
 )
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.objectives.base import at_least_fp32
@@ -69,7 +70,7 @@ class DDPM(DiffusionConfig):
 
     def tables(self, device: torch.device) -> Tables:
         """The tables of the noise schedule, on a device."""
-        return named(self.noise_schedule, self.steps).tables(device)
+        return Tables.on(device, rows_of(self.noise_schedule, self.steps))
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """Draw an integer step for every sample."""

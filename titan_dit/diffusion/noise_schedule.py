@@ -39,6 +39,11 @@ class Tables(NamedTuple):
     posterior_log_variance: Float[Tensor, " T"]
     """Log variance of that posterior; at step 0, where the variance is 0, the value of step 1."""
 
+    @classmethod
+    def on(cls, device: torch.device, rows: Float[Tensor, "8 T"]) -> Tables:
+        """The tables on a device, from the CPU: one small non-blocking copy."""
+        return cls(*rows.to(device, non_blocking=True).unbind())
+
     def posterior_mean(
         self,
         clean: Float[Tensor, "b ..."],
@@ -70,8 +75,8 @@ class NoiseSchedule:
         )
 
     def tables(self, device: torch.device) -> Tables:
-        """The tables on a device: one small non-blocking copy."""
-        return Tables(*torch.from_numpy(self._rows).to(device, non_blocking=True).unbind())
+        """The tables on a device."""
+        return Tables.on(device, torch.from_numpy(self._rows))
 
     @cached_property
     def _rows(self) -> np.ndarray:
@@ -115,6 +120,11 @@ def named(name: ScheduleName, steps: int) -> NoiseSchedule:
         level = np.cos((edges + 0.008) / 1.008 * math.pi / 2) ** 2
         beta = np.minimum(1 - level[1:] / level[:-1], 0.999)
     return NoiseSchedule(tuple(np.cumprod(1 - beta).tolist()), tuple(range(steps)))
+
+
+def rows_of(name: ScheduleName, steps: int) -> Float[Tensor, "8 T"]:
+    """The tables of a named schedule on the CPU. A constant where it is compiled."""
+    return torch.from_numpy(named(name, steps)._rows)
 
 
 class Denoised(NamedTuple):

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from titan_dit.config.section import UserError
+from titan_dit.data.base import Batch
 from titan_dit.execution.base import Executor, Shapes, TokenLoss, by_name
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.execution.sliced import SlicedExecutor, TokenDims
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
 from titan_dit.models.layers import Attention
-from titan_dit.objectives.base import Objective
+from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel import float8, fsdp, tensor
 from titan_dit.parallel.apply import parallelize
+from titan_dit.parallel.compile_objective import compile_loss, compile_prepare
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
+from titan_dit.rng import SampleRNG
 from titan_dit.schedules.messages import neighbours
 
 
@@ -30,6 +33,8 @@ class Built:
     """A network that is ready to run."""
 
     executor: Executor
+    prepare: Callable[[Batch, SampleRNG], Prepared]
+    """`Objective.prepare` for training, compiled if [compile] says so."""
     parameters: dict[str, nn.Parameter]
     """This rank's parameters, under the names of the whole network."""
     num_parameters: int
@@ -52,7 +57,8 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
     notes = float8.console_lines(parts.values(), plan.precision)
-    return Built(executor, parameters, count, flops, notes)
+    prepare = compile_prepare(objective, plan.compile)
+    return Built(executor, prepare, parameters, count, flops, notes)
 
 
 def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
@@ -138,7 +144,11 @@ def executor_of(
         plan,
         mesh,
         parts,
-        by_name(objective.loss, tuple(plan.spec.predictions), plan.tokens_per_rank),
+        by_name(
+            compile_loss(objective, plan.compile),
+            tuple(plan.spec.predictions),
+            plan.tokens_per_rank,
+        ),
         device,
     )
     if mesh.sizes.cp > 1:

@@ -1,8 +1,9 @@
 """oneDNN for the blocks' linear layers, fp32 on a CPU; otherwise `product` is `F.linear`.
 
 F.linear copies the bias over the whole output and lets MKL add the matmul. oneDNN adds the bias as
-it writes. `benchmarks/step.py --contenders plain ours ours_without_onednn` measures it. Only this
-file calls the operator, which is private to torch.
+it writes. `benchmarks/step.py --contenders plain ours ours_without_onednn` measures it. In a graph
+it is an operator of its own, because of F.linear the compiler makes MKL's product. Only this file
+calls the operator, which is private to torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from titan_dit.models.layers import TokenLinear
 
 def apply(model: nn.Module) -> None:
     """Set `product` in the blocks' linear layers; for models on a CPU."""
+    if not has_onednn():
+        return
     for layer in model.modules():
         if isinstance(layer, TokenLinear):
             layer.product = product
@@ -34,22 +37,45 @@ def product(
 
 
 def suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """True for plain fp32 CPU tensors, outside torch.compile, which fuses the bias."""
+    """True for plain fp32 CPU tensors."""
     return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
+        type(x) is Tensor
         and type(weight) in (Tensor, nn.Parameter)
         and (x.device.type, x.dtype, weight.dtype) == ("cpu", torch.float32, torch.float32)
-        and bool(torch.backends.mkldnn.enabled)
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and not torch.is_autocast_enabled("cpu")
+        # The compiler cannot read the flag; `apply` has.
+        and (torch.compiler.is_compiling() or has_onednn())
     )
+
+
+def has_onednn() -> bool:
+    """True if this build has the operator and it is not disabled."""
+    return bool(torch.backends.mkldnn.enabled) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias."""
+    if torch.compiler.is_compiling():
+        result: Tensor = torch.ops.titan_dit.linear(x, weight, bias)
+    else:
+        result = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return result
+
+
+@torch.library.custom_op(
+    "titan_dit::linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+)
+def in_a_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`onednn` as a call that the compiler does not look into."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
+
+
+@in_a_graph.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 class _OneDNN(torch.autograd.Function):

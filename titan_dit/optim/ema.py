@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_dit.config.training import EMAConfig
+
+CHUNK = 2**25
+"""Elements that `move_in_chunks` takes at a time: 128 MiB of temporary memory in fp32."""
 
 
 class EMA:
@@ -81,10 +84,11 @@ class EMA:
 
     def _update(self, step: int, skip: Tensor) -> None:
         weights = local(self.parameters)
+        move = move_in_chunks if skip.is_cuda else move_one_by_one
         for decay, average in zip(self.config.decays, self._averages.values(), strict=True):
             # A tensor: reading `skip` on the host would synchronise.
             share = (1 - self.decay(decay, step)) * (1 - skip.float())
-            torch._foreach_lerp_(local(average), weights, [share] * len(weights))
+            move(local(average), weights, share)
 
     @contextmanager
     @torch.no_grad()
@@ -105,6 +109,40 @@ class EMA:
             yield
         finally:
             torch._foreach_copy_(weights, kept)
+
+
+def move_one_by_one(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
+    """Add share (weights - averages): a kernel per tensor, no temporary memory.
+
+    `share`: a scalar on the device. For weights that are not of its tensors' shapes, foreach_lerp
+    has no kernel for many tensors at once.
+    """
+    torch._foreach_lerp_(averages, weights, [share] * len(weights))
+
+
+def move_in_chunks(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
+    """The same up to rounding, in three calls per CHUNK of elements, each for many tensors.
+
+    Fewer launches on a GPU; on a CPU, where a kernel costs no launch, its passes take longer.
+    """
+    for some, targets in chunks(averages, weights):
+        change = torch._foreach_sub(targets, some)
+        torch._foreach_mul_(change, share)
+        torch._foreach_add_(some, change)
+
+
+def chunks(
+    averages: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Consecutive pairs of at most CHUNK elements, or a single larger one."""
+    first = size = 0
+    for number, average in enumerate(averages):
+        if number > first and size + average.numel() > CHUNK:
+            yield list(averages[first:number]), list(weights[first:number])
+            first, size = number, 0
+        size += average.numel()
+    if averages:
+        yield list(averages[first:]), list(weights[first:])
 
 
 def local(tensors: Mapping[str, Tensor]) -> list[Tensor]:

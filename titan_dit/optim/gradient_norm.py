@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
+@torch.no_grad()  # Otherwise every `to_local` is a node of autograd's graph.
 def clip_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, beside: Tensor | None = None
 ) -> Tensor:
@@ -26,8 +29,8 @@ def clip_norm(
     by_replicas: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
         by_replicas.setdefault(replicas(gradient), []).append(norm)
-    sums = [torch.stack(norms).double().square().sum() / n for n, norms in by_replicas.items()]
-    total = torch.stack(sums).sum()
+    sums = [square_sum(norms, n) for n, norms in by_replicas.items()]
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     if dist.is_initialized():
         total = sum_over_ranks(total, beside)
     norm = total.sqrt().float()
@@ -35,6 +38,12 @@ def clip_norm(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, factor)
     return norm
+
+
+def square_sum(norms: list[Tensor], replicas: int) -> Tensor:
+    """The sum of the squares in fp64, divided by the number of ranks that add it."""
+    total = torch.stack(norms).double().square().sum()
+    return total if replicas == 1 else total / replicas
 
 
 def sum_over_ranks(total: Tensor, beside: Tensor | None) -> Tensor:
@@ -52,7 +61,12 @@ def replicas(gradient: Tensor) -> int:
     """Number of ranks that hold the same shard of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
-    assert not any(placement.is_partial() for placement in gradient.placements)
-    sizes = gradient.device_mesh.shape
-    placed = zip(sizes, gradient.placements, strict=True)
+    return copies(gradient.device_mesh, gradient.placements)
+
+
+@functools.lru_cache(maxsize=64)
+def copies(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
+    """`replicas` of a placement. Cached: a model's few placements occur in every step."""
+    assert not any(placement.is_partial() for placement in placements)
+    placed = zip(mesh.shape, placements, strict=True)
     return math.prod(size for size, placement in placed if isinstance(placement, Replicate))

@@ -1,28 +1,35 @@
 """FSDP2: parameters, gradients, optimizer state sharded over dp_shard and cp (arXiv:2304.11277).
 
-Only this file calls torch's fully_shard and the methods that it adds.
+A unit is what is all-gathered and reduced at once: some blocks, or embed and head. Only this file
+calls torch's fully_shard and the methods that it adds.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from titan_dit.config.layout import ParallelConfig, PrecisionConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 RESHARD: dict[str, bool | None] = {"auto": None, "always": True, "never": False}
 
+LARGEST_UNIT = 4, 2**27
+"""Blocks, and parameters on a tp rank, of a unit that was not asked for: 4 of DiT-XL/2, one of the
+3B. Its copies are 256 MiB in bf16, its gradients 512 MiB in fp32, each up to twice at a time."""
+
 
 def shard(
     model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> None:
-    """Shard block by block, so that parameters are all-gathered one block at a time."""
+    """Shard by units of a few blocks, so that a few blocks' parameters are gathered at a time."""
     # A block returns its condition as a view. FSDP2 warns about in-place operations on views; the
     # models have none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -39,14 +46,39 @@ def shard(
     reshard = False if keeps else RESHARD[parallel.reshard_after_forward]
     if precision.dtype == "fp64":
         model.double()
-    blocks = model.get_submodule("blocks")
-    for part in (*blocks.children(), model):
-        sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    blocks = [*model.get_submodule("blocks").children()]
+    parts = units(blocks, parallel.blocks_per_fsdp_unit)
+    for part in (*parts, [model]):
+        # All modules of a unit have one state.
+        sharded, *_ = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         if mesh.size() > 1:  # One rank would divide its gradients by 1.
             # The loss is already divided by the global token count: gradients are summed.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
-    set_prefetch([*blocks.children()], parallel.prefetch)
+    set_prefetch([part[0] for part in parts], parallel.prefetch)
+
+
+def units(blocks: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
+    """Consecutive blocks, `size` to a unit; 0 chooses.
+
+    The chosen sizes double from 1 up to LARGEST_UNIT. Nothing hides the first all-gather of a step
+    and the last reduce-scatter, which both belong to the first unit; those of the next hide behind
+    the work on the units before.
+    """
+    most, step = size, size
+    if not size:
+        largest = max((count_parameters(block) for block in blocks), default=1)
+        most, step = max(1, min(LARGEST_UNIT[0], LARGEST_UNIT[1] // largest)), 1
+    found, first = [], 0
+    while first < len(blocks):
+        found.append(list(blocks[first : first + step]))
+        first, step = first + step, min(2 * step, most)
+    return found
+
+
+def count_parameters(block: nn.Module) -> int:
+    """Parameters of a block on a tp rank."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in block.parameters())
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig) -> None:
@@ -60,18 +92,20 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig
         sharded.set_force_sum_reduction_for_comms(True)
 
 
-def set_prefetch(blocks: list[nn.Module], count: int) -> None:
-    """Explicit prefetch: every block all-gathers the next `count`, in forward and backward.
+def set_prefetch(parts: list[nn.Module], count: int) -> None:
+    """Explicit prefetch: every unit all-gathers the next `count`, in forward and backward.
+
+    `parts`: a module of each unit.
 
     FSDP2's implicit prefetch starts too late if the host is slower than the device.
     """
     if not count:
         return
-    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
-    for number, block in enumerate(sharded):
-        block.set_modules_to_forward_prefetch(sharded[number + 1 : number + 1 + count])
+    sharded: list[FSDPModule] = [part for part in parts if isinstance(part, FSDPModule)]
+    for number, part in enumerate(sharded):
+        part.set_modules_to_forward_prefetch(sharded[number + 1 : number + 1 + count])
         before = sharded[max(0, number - count) : number]
-        block.set_modules_to_backward_prefetch(before[::-1])
+        part.set_modules_to_backward_prefetch(before[::-1])
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:

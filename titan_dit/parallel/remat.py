@@ -21,7 +21,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import titan_dit.parallel.ring_attention  # noqa: F401 (registers an operator of KEPT)
+import titan_dit.kernels.linear
+import titan_dit.parallel.ring_attention  # noqa: F401 (these two register operators of KEPT)
 from titan_dit.config.layout import RematConfig
 from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models.base import Model, SideInputs, Stream
@@ -33,6 +34,7 @@ KEPT = (
     "aten::addmm",
     "aten::_scaled_mm",
     "mkldnn::_linear_pointwise",
+    "titan_dit::linear",
     # Attention.
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",

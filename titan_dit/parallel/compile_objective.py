@@ -1,0 +1,80 @@
+"""torch.compile of an objective: `prepare`, and the loss in training.
+
+Uncompiled they are hundreds of small kernels: the rounds of the counter-based generator, the terms
+of the variational bound. Integers keep their bits, floats are equal up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_dit.config.layout import CompileConfig
+from titan_dit.data.base import Batch
+from titan_dit.diffusion.noise_schedule import rows_of
+from titan_dit.objectives.base import Objective, Prepared
+from titan_dit.rng import SampleRNG, stream_key
+
+CONSTANT = (stream_key, rows_of)
+"""Functions of names and numbers alone. The compiler cannot trace hashes and numpy; it calls these
+once and keeps the result."""
+
+Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+"""`Objective.loss`."""
+
+
+def compile_prepare(
+    objective: Objective, config: CompileConfig
+) -> Callable[[Batch, SampleRNG], Prepared]:
+    """`Objective.prepare` for training, whose batches all have the same shapes."""
+    if not compiles(config):
+        return objective.prepare
+    compiled = compile_function(objective.prepare)
+    is_first = True
+
+    def prepare(batch: Batch, rng: SampleRNG) -> Prepared:
+        nonlocal is_first
+        if is_first:
+            # Fills the objective's caches: with other contents a second graph would be compiled.
+            objective.prepare(batch, rng)
+            is_first = False
+        prepared: Prepared = compiled(batch, rng)
+        return prepared
+
+    return prepare
+
+
+def compile_loss(objective: Objective, config: CompileConfig) -> Loss:
+    """`Objective.loss`, compiled where gradients are taken: validation has other batch sizes.
+
+    FSDP2 gathers an objective's modules in hooks, which a graph cannot contain: with modules it
+    stays as it is.
+    """
+    if not compiles(config) or objective.modules() is not None:
+        return objective.loss
+    compiled = compile_function(objective.loss)
+
+    def loss(predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
+        chosen = compiled if torch.is_grad_enabled() else objective.loss
+        return chosen(predictions, targets)
+
+    return loss
+
+
+def compiles(config: CompileConfig) -> bool:
+    """True if objectives are compiled."""
+    return config.enabled and config.objective
+
+
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function for the shapes that it is called with.
+
+    What the compiler cannot trace runs between two graphs. After a few other shapes it stops and
+    runs the function as it is.
+    """
+    for constant in CONSTANT:
+        torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
+    return torch.compile(function, dynamic=False)
