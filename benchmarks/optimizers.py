@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from titan_dit.config.training import OptimizerConfig
 from titan_dit.launcher import process_group
 from titan_dit.models.dit import DiTConfig
-from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.muon import MuonConfig
+from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 
 GO = torch.tensor(False)
+SPEC = DiTConfig(size="XL/2", latent_size=32, channels=4, num_classes=1000).spec()
 Parameters = dict[str, nn.Parameter]
 
 
@@ -44,13 +46,18 @@ def ours(config: OptimizerConfig) -> Callable[[Parameters], Callable[[], None]]:
     """An optimizer of titan_dit."""
 
     def make(parameters: Parameters) -> Callable[[], None]:
-        optimizer = build_optimizer(parameters.values(), config)
+        optimizer = build_optimizer(parameters, config, SPEC)
         return lambda: apply_gradients(optimizer, config.lr, GO)
 
     return make
 
 
-CONTENDERS = {"adamw_dtensors": dtensors, "adamw": ours(OptimizerConfig())}
+CONTENDERS = {
+    "adamw_dtensors": dtensors,
+    "adamw": ours(AdamWConfig()),
+    "muon": ours(MuonConfig(fused_qkv=())),
+    "muon_fp32": ours(MuonConfig(fused_qkv=(), ns_dtype="fp32")),
+}
 
 
 def parameters_of(config: DiTConfig, mesh: Mesh) -> Parameters:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from titan_dit.config.training import LRScheduleConfig, OptimizerConfig
+from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.opening import Opened
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import build_optimizer
 from titan_dit.recovery.ledger import Ledger
@@ -43,7 +44,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
         profile=SimpleNamespace(mark=lambda name: nullcontext()),
         stop=SimpleNamespace(flag=lambda: None),
         parameters={"w": weight},
-        optimizer=build_optimizer([weight], OptimizerConfig()),
+        optimizer=build_optimizer({"w": weight}, AdamWConfig(lr=1.0), None),
         guard=SimpleNamespace(check=check),
         ema=SimpleNamespace(update=lambda step, skip: None),
         batch_plan=BatchPlan(4),

@@ -10,6 +10,7 @@ import torch
 from titan_dit import __version__
 from titan_dit.checks import validate
 from titan_dit.checks.device import attention_hint
+from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.config import config_file
 from titan_dit.config.dotted_names import origins
@@ -59,6 +60,7 @@ class Opened:
         apart = f" ({held_out} of them for validation)" if held_out else ""
         count = f"{len(self.source):,} samples{apart}"
         yield f"data    {config.data.name}: {count}{f', {about}' if about else ''}"
+        yield from optimizer_lines(plan, self.objective, config.optimizer)
         steps, batch = config.training.steps, plan.global_batch_size
         yield f"steps   {step} of {steps} done, {batch} samples each"
         yield f"output  {resume.folder_of(config.job)}"
@@ -69,6 +71,7 @@ class Opened:
         """The parts that may come from a user's module, by section."""
         config, plan = self.config, self.plan
         parts = {"model": config.model, "objective": config.objective, "data": config.data}
+        parts["optimizer"] = config.optimizer
         if plan.sizes.pp > 1 and ":" in plan.pipeline.schedule:
             parts["pipeline"] = plan.pipeline.schedule
         if plan.tensor_plan_function:
@@ -101,6 +104,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
     objective = config.objective.build(config.model, source.facts)
     parts = plan, objective, source.fields, data.name
     validate_parts(*parts, source, previews=bool(config.sampling.every))
+    check_optimizer(plan, objective, config.optimizer)
     chosen = job.seed, validation.num_held_out, job.data_order
     held_out = on_first(lambda: held_out_rows(source, *chosen))
     sets = validation, data, source, held_out

@@ -10,6 +10,7 @@ from typing import Any, get_origin, get_type_hints
 
 import tomli
 
+from titan_dit.config.catalog import DEFAULT_NAMES
 from titan_dit.config.job import FREE_ON_RESUME, JobConfig
 from titan_dit.config.section import (
     Section,
@@ -29,14 +30,14 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # Recipes are in the package if installed, beside it in a clone.
 INSTALLED = PACKAGE / "train_configs"
 CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
-CHOSEN_BY_NAME = ("model", "objective", "data")
+CHOSEN_BY_NAME = ("model", "objective", "data", "optimizer")
 FORMAT = 4
 """Format number of config.toml and of a checkpoint's config; the first format had none."""
 BEFORE_FORMAT_4 = {"data_order": "sort", "initial_weights": "generator"}
 """Keys of [job] that older formats lack, and what their runs did."""
 RENAMED = {"objective.schedule": "noise_schedule"}
 """Renamed keys of older formats: "section.old" -> new."""
-PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig")
+PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig", "OptimizerConfig")
 
 
 def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
@@ -204,9 +205,9 @@ def literal(text: str) -> Any:
 
 
 def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
-    """A section's dataclass; in [model], [objective] and [data], the key `name` selects it."""
+    """A section's dataclass; in those of CHOSEN_BY_NAME the key `name` selects it."""
     if section in CHOSEN_BY_NAME:
-        name = tables.get(section, {}).get("name")
+        name = tables.get(section, {}).get("name", DEFAULT_NAMES.get(section))
         if name is None:
             raise UserError(f'[{section}] name is missing. Add name = "..." to the section.')
         return variant(section, conform(name, str, f"[{section}] name"))
@@ -266,9 +267,15 @@ def to_tables(config: JobConfig) -> Tables:
     for f in dataclasses.fields(config):
         section = getattr(config, f.name)
         table = {"name": written_name(section)} if f.name in CHOSEN_BY_NAME else {}
-        table |= {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
-        tables[f.name] = {k: list(v) if isinstance(v, tuple) else v for k, v in table.items()}
+        tables[f.name] = table | without_none(dataclasses.asdict(section))
     return tables
+
+
+def without_none(value: Any) -> Any:
+    """Nested tables as plain ones, without keys that are None; tuples as lists."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def to_toml(tables: Tables) -> str:

@@ -10,7 +10,6 @@ from titan_dit.config.section import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Section,
     UserError,
@@ -38,30 +37,6 @@ class TrainingConfig(Section):
     gc_every: NonNegativeInt = 50
     """Steps between garbage collections, on all ranks at once. 0 leaves them to Python, which makes
     each rank a straggler at a different time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
-    """AdamW (arXiv:1711.05101)."""
-
-    section = "optimizer"
-
-    name: Literal["adamw"] = "adamw"
-    lr: PositiveFloat = 1e-4
-    """Peak learning rate, after warm-up."""
-    betas: tuple[Decay, ...] = (0.9, 0.999)
-    """Decays of the first and second moments."""
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of every parameter."""
-    fused: bool = True
-    """Use the fused kernel; only it skips bad steps without a host-device synchronisation."""
-
-    def __post_init__(self) -> None:
-        """Require two betas."""
-        super().__post_init__()
-        if len(self.betas) != 2:
-            raise UserError(f"[optimizer] betas={show(self.betas)} must hold two numbers.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,18 +3,72 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
-from titan_dit.config.training import OptimizerConfig
+from titan_dit.config.parameter_groups import GroupConfig, groups_of
+from titan_dit.config.section import Named, NonNegativeFloat, PositiveFloat
+from titan_dit.models.base import ModelSpec
 from titan_dit.optim.shards import sharded_like, shards_of
 
 State = dict[str, Tensor]
 """An optimizer's tensors of one parameter by name, such as "exp_avg"."""
+Parameters = Mapping[str, nn.Parameter]
+Group = dict[str, Any]
+"""Parameters with equal settings: "params", "lr", "lr_factor", "weight_decay" and others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Named):
+    """The [optimizer] section: keys of every optimizer."""
+
+    section = "optimizer"
+
+    lr: PositiveFloat = 1e-4
+    """Peak learning rate, after warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of every parameter."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters with another rate or weight decay, or frozen: [[optimizer.groups]] tables with
+    pattern, lr or lr_factor, weight_decay, frozen."""
+
+    def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
+        """The optimizer of these parameters of a rank: all that are trained, plain or sharded."""
+        raise NotImplementedError
+
+    def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
+        """Raise UserError if the optimizer cannot train these parameters of the whole model."""
+
+    def grouped(
+        self,
+        parameters: Parameters,
+        settings: Callable[[str, nn.Parameter], Mapping[str, Hashable]] = lambda *_: {},
+    ) -> list[Group]:
+        """Groups of parameters with equal settings and dtype, for torch.
+
+        `settings`: (name, parameter) -> what an optimizer adds to [optimizer] groups.
+        """
+        special = groups_of(parameters, self.groups)
+        found: dict[Hashable, Group] = {}
+        for name, parameter in parameters.items():
+            group = special.get(name)
+            decay = None if group is None else group.weight_decay
+            keys: dict[str, Any] = {
+                "lr_factor": 1.0 if group is None else group.factor(self.lr),
+                "weight_decay": self.weight_decay if decay is None else decay,
+            }
+            for key, value in settings(name, parameter).items():
+                keys[key] = value * keys[key] if key == "lr_factor" else value
+            made = found.setdefault(
+                (parameter.dtype, *keys.items()), {"params": [], "names": [], **keys}
+            )
+            made["params"].append(parameter)
+            made["names"].append(name)
+        return list(found.values())
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
@@ -24,8 +78,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
     memory as local tensors.
     """
 
-    def __init__(self, parameters: Iterable[Any], defaults: Mapping[str, Any]) -> None:
-        super().__init__(parameters, dict(defaults))
+    def __init__(self, groups: Iterable[Group], defaults: Mapping[str, Any]) -> None:
+        super().__init__(groups, dict(defaults))
         self.skip = torch.tensor(False)
         """A scalar on the device; if true, a step changes nothing. Reading it synchronises."""
         self.shards: dict[Tensor, State] = {}
@@ -33,7 +87,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             self._make_states(group)
 
     @abstractmethod
-    def new_states(self, weights: Sequence[Tensor], group: dict[str, Any]) -> list[State]:
+    def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
         """The states of a group's parameters before the first step, for their shards `weights`."""
 
     @abstractmethod
@@ -42,7 +96,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         weights: list[Tensor],
         gradients: list[Tensor],
         states: Sequence[State],
-        group: Mapping[str, Any],
+        group: Group,
     ) -> None:
         """Update shards and states of one group's parameters in place, unless `skip` is true."""
 
@@ -58,7 +112,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 self.update(shards_of(learning), gradients, states, group)
 
     @torch.no_grad()
-    def _make_states(self, group: dict[str, Any]) -> None:
+    def _make_states(self, group: Group) -> None:
         weights = shards_of(group["params"])
         made = zip(group["params"], weights, self.new_states(weights, group), strict=True)
         for parameter, weight, shards in made:
@@ -69,77 +123,29 @@ class Optimizer(torch.optim.Optimizer, ABC):
             }
 
 
-class AdamW(Optimizer):
-    """AdamW (arXiv:1711.05101), by torch's kernels."""
+def build_optimizer(
+    parameters: Parameters, config: OptimizerConfig, model_spec: ModelSpec
+) -> Optimizer:
+    """The optimizer over a rank's parameters; those of frozen groups no longer have gradients.
 
-    def new_states(self, weights: Sequence[Tensor], group: dict[str, Any]) -> list[State]:
-        """Zero moments, and the number of steps; the fused kernel counts on the device."""
-        device = weights[0].device if group["fused"] else torch.device("cpu")
-        # The counts are views of one tensor: one operation counts for all.
-        counts = group["counts"] = torch.zeros(len(weights), dtype=torch.float32, device=device)
-        return [
-            {
-                "step": count,
-                "exp_avg": torch.zeros_like(weight, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
-            }
-            for weight, count in zip(weights, counts.unbind(), strict=True)
-        ]
-
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[State],
-        group: Mapping[str, Any],
-    ) -> None:
-        """One call for all shards; without the fused kernel it synchronises to read `skip`."""
-        tensors: Any = (
-            weights,
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-        )
-        settings: dict[str, Any] = {
-            "lr": group["lr"],
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "amsgrad": False,
-            "maximize": False,
-        }
-        if not group["fused"]:
-            if not self.skip.item():
-                adamw(*tensors, **settings | {"foreach": False, "fused": False})
-            return
-        skipped = self.skip.float()
-        is_whole = len(states) == len(group["counts"])
-        counts = [group["counts"]] if is_whole else tensors[-1]
-        torch._foreach_add_(counts, 1)
-        torch._fused_adamw_(*tensors, **settings, found_inf=skipped)
-        torch._foreach_sub_(counts, [skipped] * len(counts))
-
-
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """AdamW over plain or sharded parameters."""
-    keys = ("lr", "betas", "eps", "weight_decay", "fused")
-    return AdamW(parameters, {key: getattr(config, key) for key in keys})
+    Call before the first forward: FSDP2 then learns which parameters are trained.
+    """
+    groups = groups_of(parameters, config.groups)
+    for name, group in groups.items():
+        parameters[name].requires_grad_(not group.frozen)
+    return config.build({n: p for n, p in parameters.items() if p.requires_grad}, model_spec)
 
 
 def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor) -> None:
     """Take one optimizer step at `lr`, unless `skip` (a scalar on the device) is true."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_factor"]
     optimizer.skip = skip
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def optimizer_tensors(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, dict[str, Tensor]]:
+def optimizer_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, State]:
     """The optimizer's tensors by parameter name, to save or to load in place."""
-    return {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    state = optimizer.state
+    return {name: state[parameter] for name, parameter in parameters.items() if parameter in state}

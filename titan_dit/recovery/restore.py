@@ -42,6 +42,10 @@ def resumed(
     resume.check_held_out(path, record, identity)
     if not settings.allow_changes:
         resume.check_same_mathematics(path, record, identity)
+    if settings.allow_changes:
+        # Of another optimizer, or of parameters that were frozen.
+        tensors, lines = resume.without_missing(path, tensors)
+        say(*lines)
     load = resume.load_imported if record.get("imported") else resume.load
     load(path, record, tensors, ema)
     own = resume.is_own(checkpoints, path)
