@@ -23,6 +23,7 @@ from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import Objective
+from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, resume
@@ -108,13 +109,17 @@ def open_run(config: JobConfig, world: World) -> Opened:
     chosen = job.seed, validation.num_held_out, job.data_order
     held_out = on_first(lambda: held_out_rows(source, *chosen))
     sets = validation, data, source, held_out
+    epochs = EpochOrder.of(job.seed, len(source), held_out, job.data_order)
+    training = config.training.resolved(epochs.num_rows)
+    config = replace(config, training=training)
+    learning_rate(config.lr_schedule, config.optimizer.lr, 1, training.steps)  # Its law exists.
     return Opened(
         config,
         plan,
         hooks,
         source,
         objective,
-        EpochOrder.of(job.seed, len(source), held_out, job.data_order),
+        epochs,
         open_checked(*sets, job, resume.folder_of(job), world),
         resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

@@ -58,6 +58,12 @@ SAMPLERS = {
 }
 """Objective -> name -> its samplers; the first is what "auto" takes."""
 
+LR_DECAYS = {
+    name: f"titan_dit.optim.lr_schedule:{name}"
+    for name in ("constant", "linear", "cosine", "wsd", "inverse_square_root")
+}
+"""Laws of the learning rate after its warm-up, by [lr_schedule] decay."""
+
 TENSOR_PLANS = {"dit": "titan_dit.parallel.plans.dit:plan"}
 """Tensor plans by [model] name."""
 

@@ -37,6 +37,8 @@ BEFORE_FORMAT_4 = {"data_order": "sort", "initial_weights": "generator"}
 """Keys of [job] that older formats lack, and what their runs did."""
 RENAMED = {"objective.schedule": "noise_schedule"}
 """Renamed keys of older formats: "section.old" -> new."""
+RIVALS = {"training.epochs": "steps", "training.steps": "epochs"}
+"""A flag -> the key of the file that it replaces."""
 PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig", "OptimizerConfig")
 
 
@@ -52,6 +54,8 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
         section, name = key.split(".", 1)
         hints = hints_of(section_type(section, tables, variant))
         (name,) = renamed_keys(section, {name: None}, hints)
+        if (rival := RIVALS.get(key)) and f"{section}.{rival}" not in flags:
+            tables.get(section, {}).pop(rival, None)
         tables.setdefault(section, {})[name] = flag_value(texts, hints.get(name, str))
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
     return build(tables, variant)
