@@ -16,6 +16,7 @@ GROUPED = MUON | {
     "groups": [{"pattern": pattern, "frozen": True} for pattern in FROZEN]
     + [{"pattern": "head.*", "lr_factor": 0.5, "weight_decay": 0.0}]
 }
+LION = {"name": "examples.lion:LionConfig", "weight_decay": 0.1}
 ZERO_BUBBLE = schedule("zbv_zero_bubble")
 CASES = {
     2: [
@@ -25,7 +26,7 @@ CASES = {
         (PP, ZERO_BUBBLE, GROUPED),
         (DP, {}, GROUPED),
     ],
-    4: [(DP | TP, {}, MUON), (HSDP, {}, GROUPED)],
+    4: [(DP | TP, {}, MUON), (HSDP, {}, GROUPED), (DP | TP, {}, LION)],
 }
 LONG = {
     2: [(COPIES, {}), (ULYSSES, {}), (PP, schedule("1f1b"))],
@@ -64,7 +65,7 @@ def all_cases(world, cases):
 
 @pytest.fixture(scope="module")
 def references():
-    kinds = [({}, {}, MUON), ({}, {}, GROUPED)]
+    kinds = [({}, {}, MUON), ({}, {}, GROUPED), ({}, {}, LION)]
     return on_ranks(1, all_cases, kinds)[0]
 
 
@@ -72,7 +73,7 @@ def references():
 def test_steps_are_those_of_one_process(num_ranks, references):
     by_rank = on_ranks(num_ranks, all_cases, CASES[num_ranks])
     for number, (parallel, _, optimizer) in enumerate(CASES[num_ranks]):
-        _, expected, *_ = references[optimizer is GROUPED]
+        _, expected, *_ = references[[MUON, GROUPED, LION].index(optimizer)]
         seen = {}
         for ranks in by_rank:
             seen |= ranks[number][1]

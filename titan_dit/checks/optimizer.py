@@ -12,7 +12,7 @@ from titan_dit.config.parameter_groups import (
     group_lines,
     groups_of,
 )
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.objectives.base import Objective
 from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.plan import RunPlan
@@ -33,6 +33,13 @@ def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig
                 f"[optimizer] groups: pipeline rank {rank} would have frozen parameters only. "
                 "Choose another [pipeline] split, or a smaller [parallel] pp."
             )
+    shards = plan.sizes.shards // plan.sizes.pp
+    if config.whole_tensors and shards > 1:
+        raise UserError(
+            f"[optimizer] name={show(config.name)} updates whole tensors, but {plan.sizes} splits "
+            f"each over {shards} ranks. Set [parallel] dp_shard = 1, cp = 1 and tp = 1 (and "
+            "dp_replicate), or choose another optimizer."
+        )
     config.check(trained, plan.spec)
 
 

@@ -294,7 +294,10 @@ def changes(old: Tables, new: Tables) -> Iterator[str]:
     """Config changes on resume that affect the training math, as `[section] key: old -> new`."""
     for section in sorted(old.keys() | new.keys()):
         before, after = old.get(section, {}), new.get(section, {})
-        for key in sorted(before.keys() | after.keys()):
+        is_same = before.get("name") == after.get("name")
+        # Two classes have different keys: their names say enough.
+        keys = before.keys() | after.keys() if is_same else before.keys() & after.keys()
+        for key in sorted(keys):
             if section in FREE_ON_RESUME or f"{section}.{key}" in FREE_ON_RESUME:
                 continue
             if before.get(key) != after.get(key):

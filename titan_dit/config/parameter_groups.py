@@ -11,7 +11,6 @@ from titan_dit.config.section import (
     PositiveFloat,
     Table,
     UserError,
-    nearest,
     show,
 )
 
@@ -71,7 +70,7 @@ def check_groups(names: Sequence[str], groups: Sequence[GroupConfig]) -> None:
         if not matched:
             raise UserError(
                 f"[optimizer] groups: the pattern {show(group.pattern)} matches none of the "
-                f"{len(names)} parameters.{nearest(group.pattern, names[:50])}"
+                f"{len(names)} parameters, such as {listed(names[:: -(-len(names) // SHOWN)])}."
             )
         for other in groups[:number]:
             if twice := [name for name in matched if fnmatchcase(name, other.pattern)]:

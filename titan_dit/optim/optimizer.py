@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class OptimizerConfig(Named):
     """The [optimizer] section: keys of every optimizer."""
 
     section = "optimizer"
+    whole_tensors: ClassVar[bool] = False
+    """True if it cannot update a part of a tensor. Layouts that shard tensors are then refused."""
 
     lr: PositiveFloat = 1e-4
     """Peak learning rate, after warm-up."""
