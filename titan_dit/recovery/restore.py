@@ -73,6 +73,8 @@ def rolled_back(
     # Only the first rank changes the disk; if it cannot, all ranks raise.
     rollbacks = Ranks().run_on_first(lambda: rollback.record_rollback(*context, bad, start))
     assert start.path
+    # The checkpoint may be of another optimizer: the run was then resumed with allow_changes.
+    tensors, lines = resume.without_missing(start.path, tensors)
     resume.load(start.path, start.record, tensors, ema)
-    say(*start.messages(), bad.message(start.path))
+    say(*start.messages(), bad.message(start.path), *lines)
     return Progress.of(start.record, rollbacks)
