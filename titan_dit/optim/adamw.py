@@ -37,6 +37,10 @@ class AdamWConfig(OptimizerConfig):
         """AdamW over plain or sharded parameters."""
         return AdamW(self.grouped(parameters), self.defaults)
 
+    def num_moments(self, name: str, shape: Sequence[int]) -> int:
+        """The first and the second moment."""
+        return 2
+
     @property
     def defaults(self) -> dict[str, Any]:
         """Settings of all groups."""

@@ -65,6 +65,10 @@ class MuonConfig(AdamWConfig):
         """True if a parameter takes Muon."""
         return len(shape) == 2 and any(fnmatchcase(name, p) for p in self.matrices)
 
+    def num_moments(self, name: str, shape: Sequence[int]) -> int:
+        """One momentum, or AdamW's two."""
+        return 1 if self.takes(name, shape) else super().num_moments(name, shape)
+
     def projections(self, name: str) -> int:
         """Matrices that a parameter's rows hold."""
         return PROJECTIONS if any(fnmatchcase(name, p) for p in self.fused_qkv) else 1

@@ -42,6 +42,10 @@ class OptimizerConfig(Named):
         """The optimizer of these parameters of a rank: all that are trained, plain or sharded."""
         raise NotImplementedError
 
+    def num_moments(self, name: str, shape: Sequence[int]) -> int:
+        """Tensors of a parameter's shape in its state, to refuse early what cannot fit."""
+        return 1
+
     def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
         """Raise UserError if the optimizer cannot train these parameters of the whole model."""
 
