@@ -27,8 +27,9 @@ from torch import Tensor
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.checkpoint.staging import leaves
 from titan_dit.config.operation import CheckpointConfig
-from titan_dit.config.training import EMAConfig, OptimizerConfig
+from titan_dit.config.training import EMAConfig
 from titan_dit.models.dit import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.optimizer import build_optimizer, optimizer_tensors
 
@@ -44,7 +45,7 @@ def state(name: str, device: torch.device) -> Callable[[], dict[str, Any]]:
     """The function that the trainer calls for the tensors of a run."""
     config = DiTConfig(patch=2, latent_size=32, channels=4, num_classes=1000, **MODELS[name])
     parameters = dict(config.build(4).to(device).named_parameters())
-    optimizer = build_optimizer(parameters.values(), OptimizerConfig())
+    optimizer = build_optimizer(parameters, AdamWConfig(), config.spec())
     ema = EMA(parameters, EMAConfig())
 
     def tensors() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -24,6 +23,7 @@ from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.models.dit import DiTConfig
+from titan_dit.optim.muon import MuonConfig
 from titan_dit.parallel.mesh import Mesh
 
 Row = dict[str, Any]
@@ -128,11 +128,8 @@ def changed(
 
 
 def muon(cell: Cell, place: Place) -> Step:
-    """Compiled, with Muon for AdamW; UserError if this version lacks it."""
-    if importlib.util.find_spec("titan_dit.optim.muon") is None:
-        raise UserError("there is no titan_dit.optim.muon")
-    config = importlib.import_module("titan_dit.optim.muon").MuonConfig()
-    return ours(cell, place, compiled=True, optimizer_config=config)
+    """Compiled, with Muon for AdamW."""
+    return ours(cell, place, compiled=True, optimizer_config=MuonConfig())
 
 
 def graphs(cell: Cell, place: Place) -> Step:

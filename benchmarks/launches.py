@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.config.operation import FaultsConfig
-from titan_dit.config.training import OptimizerConfig
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.execution.base import loss_share
 from titan_dit.models.dit import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import move_in_chunks
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
@@ -180,7 +180,8 @@ def of_update(config: DiTConfig) -> dict[str, list[int]]:
     model = network(config, RectifiedFlow())
     initialize(model, model.initializers(), 0, CPU)
     parameters = list(model.parameters())
-    optimizer, guard = build_optimizer(parameters, OptimizerConfig()), Guard(FaultsConfig(), CPU)
+    optimizer = build_optimizer(dict(model.named_parameters()), AdamWConfig(), config.spec())
+    guard = Guard(FaultsConfig(), CPU)
 
     def give_gradients() -> None:
         for parameter in parameters:

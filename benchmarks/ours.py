@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
-from titan_dit.config.training import EMAConfig, OptimizerConfig
+from titan_dit.config.training import EMAConfig
 from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import Diffusion, DiffusionConfig
@@ -23,6 +23,7 @@ from titan_dit.kernels import attention
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import Objective
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import EMA, local
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
@@ -114,7 +115,7 @@ def trainer_step(
     randomize(local(parameters))
     prepare = compile_prepare(objective, compilation)
     executor = LocalExecutor(model, of_one_prediction(compile_loss(objective, compilation)), None)
-    optimizer = build_optimizer(parameters.values(), optimizer_config or OptimizerConfig())
+    optimizer = build_optimizer(parameters, optimizer_config or AdamWConfig(), config.spec())
     ema = EMA(parameters, EMAConfig())
     ema.run_beside(optimizer)
     data = resident_batch(config, batch, device)

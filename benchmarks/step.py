@@ -27,12 +27,12 @@ from report import finish
 from torch import Tensor, nn
 
 from titan_dit.config.layout import CompileConfig
-from titan_dit.config.training import OptimizerConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import linear
 from titan_dit.launcher import process_group
 from titan_dit.models.dit import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.init import initialize
@@ -64,7 +64,7 @@ def ours(
     if device.type == "cpu":
         linear.apply(model)
     executor = LocalExecutor(model, loss_of(objective), None)
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    optimizer = build_optimizer(dict(model.named_parameters()), AdamWConfig(), config.spec())
     data = resident_batch(config, batch, device)
     never = torch.zeros((), dtype=torch.bool, device=device)
 

@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(finished_run, t
 
 BAD_CONFIGS = {
     "key": (("--training.step", 3), ("[training] step", "steps")),
-    "value": (("--training.steps", -5), ("[training] steps=-5", "at least 1")),
+    "value": (("--training.steps", -5), ("[training] steps=-5", "at least 0")),
     "type": (("--model.layers", "four"), ('[model] layers="four"', "whole number")),
     "heads": (("--model.heads", 7), ("[model] hidden=64", "heads=7", "Set heads = 8")),
     "classes": (("--model.num_classes", 7), ("[model] num_classes=7", "10")),

@@ -20,6 +20,7 @@ from titan_dit.dry_run import estimate, report
 from titan_dit.dry_run.command import dry_run, smallest_world
 from titan_dit.dry_run.fake_step import FakeRank, microbatches_to_run, take_fake_step
 from titan_dit.dry_run.memory import MemoryLog, StorageKind
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import resolve
 
@@ -71,6 +72,17 @@ def test_state_is_exact_and_activations_are_those_of_the_design():
     # 20.05 h bf16 elements per token and layer, plus embedding and head.
     theory = 20.05 * H * 2 * B * TOKENS * LAYERS
     assert theory * 0.98 < bytes_of[StorageKind.ACTIVATIONS] < theory * 1.15
+
+
+def test_muon_has_one_momentum_and_frozen_parameters_have_no_state():
+    muon = {"name": "muon", "groups": [{"pattern": "embed.*", "frozen": True}]}
+    [rank] = small(optimizer=muon).ranks
+    with torch.device("meta"):
+        named = dict(tiny_config(model=MODEL).model.spec().build().named_parameters())
+    own = sum(p.numel() for n, p in named.items() if n.startswith("blocks.") and p.ndim == 2)
+    others = sum(p.numel() for n, p in named.items() if not n.startswith("embed.")) - own
+    state = rank.peak.bytes[StorageKind.OPTIMIZER]
+    assert 4 * own + 8 * others <= state < 4 * own + 8 * others + 4 * 100
 
 
 def test_fsdp_gathers_twice_and_reduces_once():
@@ -244,13 +256,16 @@ def test_a_world_that_is_no_number_of_ranks_is_refused(values):
 
 def test_the_state_is_estimated_in_closed_form():
     # 7.3e9 parameters over 16 ranks, one average: 20 bytes each.
-    assert state_bytes(7_304_869_904, 16, 1) == 7_304_869_904 * 20 // 16
+    assert (
+        state_bytes({"w": torch.Size([7_304_869_904])}, AdamWConfig(), 16, 1)
+        == 7_304_869_904 * 20 // 16
+    )
     config = tiny_config()
     plan = resolve(config, 1)
-    check_memory(plan, config.ema, 10**9, "the GPU")
-    check_memory(plan, config.ema, None, "the GPU")
+    check_memory(plan, config.optimizer, config.ema, 10**9, "the GPU")
+    check_memory(plan, config.optimizer, config.ema, None, "the GPU")
     with pytest.raises(UserError, match=r"GiB per rank, but the GPU has .* --dry-run"):
-        check_memory(plan, config.ema, 10**5, "the GPU")
+        check_memory(plan, config.optimizer, config.ema, 10**5, "the GPU")
 
 
 def test_free_memory_is_read_where_linux_says_it(tmp_path):

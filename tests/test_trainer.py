@@ -11,7 +11,9 @@ from tiny import tiny_config
 from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.opening import Opened
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.lr_schedule import learning_rate
+from titan_dit.optim.optimizer import build_optimizer
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.trainer import Trainer
 
@@ -42,7 +44,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
         profile=SimpleNamespace(mark=lambda name: nullcontext()),
         stop=SimpleNamespace(flag=lambda: None),
         parameters={"w": weight},
-        optimizer=torch.optim.AdamW([weight], lr=0.0, fused=True),
+        optimizer=build_optimizer({"w": weight}, AdamWConfig(lr=1.0), None),
         guard=SimpleNamespace(check=check),
         ema=SimpleNamespace(update=lambda step, skip: None),
         batch_plan=BatchPlan(4),

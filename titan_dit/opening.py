@@ -10,6 +10,7 @@ import torch
 from titan_dit import __version__
 from titan_dit.checks import validate
 from titan_dit.checks.device import attention_hint, attention_kernel, with_kernel
+from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.config import config_file
 from titan_dit.config.dotted_names import origins
@@ -22,6 +23,7 @@ from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import Objective
+from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, resume
@@ -61,6 +63,7 @@ class Opened:
         apart = f" ({held_out} of them for validation)" if held_out else ""
         count = f"{len(self.source):,} samples{apart}"
         yield f"data    {config.data.name}: {count}{f', {about}' if about else ''}"
+        yield from optimizer_lines(plan, self.objective, config.optimizer)
         steps, batch = config.training.steps, plan.global_batch_size
         yield f"steps   {step} of {steps} done, {batch} samples each"
         yield f"output  {resume.folder_of(config.job)}"
@@ -71,6 +74,7 @@ class Opened:
         """The parts that may come from a user's module, by section."""
         config, plan = self.config, self.plan
         parts = {"model": config.model, "objective": config.objective, "data": config.data}
+        parts["optimizer"] = config.optimizer
         if plan.sizes.pp > 1 and ":" in plan.pipeline.schedule:
             parts["pipeline"] = plan.pipeline.schedule
         if plan.tensor_plan_function:
@@ -104,16 +108,21 @@ def open_run(config: JobConfig, world: World) -> Opened:
     objective = config.objective.build(config.model, source.facts)
     parts = plan, objective, source.fields, data.name
     validate_parts(*parts, source, previews=bool(config.sampling.every))
+    check_optimizer(plan, objective, config.optimizer)
     chosen = job.seed, validation.num_held_out, job.data_order
     held_out = on_first(lambda: held_out_rows(source, *chosen))
     sets = validation, data, source, held_out
+    epochs = EpochOrder.of(job.seed, len(source), held_out, job.data_order)
+    training = config.training.resolved(epochs.num_rows)
+    config = replace(config, training=training)
+    learning_rate(config.lr_schedule, config.optimizer.lr, 1, training.steps)  # Its law exists.
     return Opened(
         config,
         plan,
         hooks,
         source,
         objective,
-        EpochOrder.of(job.seed, len(source), held_out, job.data_order),
+        epochs,
         open_checked(*sets, job, resume.folder_of(job), world),
         resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

@@ -49,7 +49,7 @@ def main() -> int:
         hint = "To try this layout without devices, add --dry-run."
         raise UserError(f"{error} {hint}") from None
     validate(config, planned)
-    device.check_memory(planned, config.ema, *estimate.rank_memory())
+    device.check_memory(planned, config.optimizer, config.ema, *estimate.rank_memory())
     from titan_dit.trainer import Trainer
 
     flight_recorder.switch_on()

@@ -23,6 +23,7 @@ from titan_dit.checks.device import (
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig
+from titan_dit.optim.adamw import AdamWConfig
 
 CPU = torch.device("cpu")
 TE = ("te_delayed", "te_current", "te_mxfp8")
@@ -161,9 +162,9 @@ def test_a_state_larger_than_the_memory_is_refused_with_what_would_hold_it():
     _, plan = planned({"dp_shard": 2})
     with torch.device("meta"):
         count = sum(p.numel() for p in plan.spec.build().parameters())
-    needed = state_bytes(count, 2, 1)
+    needed = state_bytes({"w": torch.Size([count])}, AdamWConfig(), 2, 1)
     assert needed == count * 4 * 5 // 2
-    check_memory(plan, EMAConfig(decays=(0.9,)), needed, "a GPU")
-    check_memory(plan, EMAConfig(decays=(0.9,)), None, "a GPU")
+    check_memory(plan, AdamWConfig(), EMAConfig(decays=(0.9,)), needed, "a GPU")
+    check_memory(plan, AdamWConfig(), EMAConfig(decays=(0.9,)), None, "a GPU")
     with pytest.raises(UserError, match=rf"{count:,} parameters .* 2 shard.*a GPU has .*--dry-run"):
-        check_memory(plan, EMAConfig(decays=(0.9,)), needed - 1, "a GPU")
+        check_memory(plan, AdamWConfig(), EMAConfig(decays=(0.9,)), needed - 1, "a GPU")

@@ -23,7 +23,8 @@ from titan_dit.config.section import (
     hints_of,
     show,
 )
-from titan_dit.config.training import EMAConfig, OptimizerConfig, TrainingConfig
+from titan_dit.config.training import EMAConfig, TrainingConfig
+from titan_dit.optim.adamw import AdamWConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +125,10 @@ def test_a_section_cannot_be_changed():
 @pytest.mark.parametrize(
     ("section", "values", "words"),
     [
-        (OptimizerConfig, {"betas": [0.9]}, "[optimizer] betas=[0.9] must hold two numbers"),
-        (OptimizerConfig, {"betas": [0.9, 0.9, 0.9]}, "must hold two numbers"),
-        (OptimizerConfig, {"betas": [0.9, 1.0]}, "[optimizer] betas[1]=1.0 must be below 1"),
-        (OptimizerConfig, {"lr": 0}, "[optimizer] lr=0.0 must be above 0"),
+        (AdamWConfig, {"betas": [0.9]}, "[optimizer] betas=[0.9] must hold two numbers"),
+        (AdamWConfig, {"betas": [0.9, 0.9, 0.9]}, "must hold two numbers"),
+        (AdamWConfig, {"betas": [0.9, 1.0]}, "[optimizer] betas[1]=1.0 must be below 1"),
+        (AdamWConfig, {"lr": 0}, "[optimizer] lr=0.0 must be above 0"),
         (EMAConfig, {"decays": [0.9, 0.99, 0.9]}, "[ema] decays=[0.9, 0.99, 0.9] has duplicates"),
         (EMAConfig, {"every": 0}, "[ema] every=0 must be at least 1"),
         (RunConfig, {"seed": -1}, "[job] seed=-1 must be at least 0"),

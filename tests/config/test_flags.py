@@ -86,7 +86,7 @@ def test_a_key_of_another_objective_is_still_refused_among_the_flags(refused):
         (["--training.steps"], "--training.steps has no value"),
         (["--compile.enabled"], "--compile.enabled true"),
         (["--steps", "3"], "--steps: flags have the form --section.key value"),
-        (["--training.steps", "-3"], "[training] steps=-3 must be at least 1"),
+        (["--training.steps", "-3"], "[training] steps=-3 must be at least 0"),
         (["--training.steps", "many"], '[training] steps="many" must be a whole number'),
         (["--training.steps", "3", "4"], "[training] steps=[3, 4] must be a whole number"),
         (["--training.steps", "1.5"], "[training] steps=1.5 must be a whole number"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_dit.config.training import OptimizerConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 
 GO, SKIP = torch.tensor(False), torch.tensor(True)
@@ -26,9 +26,7 @@ def reference(parameters):
 
 def build(fused):
     parameters = weights()
-    return parameters, build_optimizer(
-        parameters.values(), OptimizerConfig(fused=fused, **SETTINGS)
-    )
+    return parameters, build_optimizer(parameters, AdamWConfig(fused=fused, **SETTINGS), None)
 
 
 def snapshot(optimizer, parameters):

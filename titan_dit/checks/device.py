@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
+from titan_dit.config.parameter_groups import groups_of
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import EMAConfig
 from titan_dit.kernels import attention, short_attention
 from titan_dit.kernels.attention_choice import AttentionShape
+from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.parallel import compile
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.transformer_engine import is_transformer_engine
@@ -79,25 +82,43 @@ def check_matmuls(precision: PrecisionConfig, async_tp: bool, device: torch.devi
         )
 
 
-def state_bytes(num_parameters: int, num_shards: int, num_averages: int) -> int:
-    """Bytes of training state per rank: fp32 weights, gradients, two AdamW moments, EMAs.
+def state_bytes(
+    shapes: Mapping[str, torch.Size],
+    optimizer: OptimizerConfig,
+    num_shards: int,
+    num_averages: int,
+) -> int:
+    """Bytes of training state per rank: fp32 weights, gradients, the optimizer's moments, EMAs.
 
     The mean over ranks, so a lower bound for the largest one: pipeline ends hold more, and tensor
     parallelism shards only the blocks.
     """
-    return num_parameters * FP32 * (1 + 1 + 2 + num_averages) // num_shards
+    groups = groups_of(shapes, optimizer.groups)
+    elements = 0
+    for name, shape in shapes.items():
+        is_frozen = name in groups and groups[name].frozen
+        trained = 0 if is_frozen else 1 + optimizer.num_moments(name, shape)
+        elements += shape.numel() * (1 + trained + num_averages)
+    return elements * FP32 // num_shards
 
 
-def check_memory(plan: RunPlan, ema: EMAConfig, device_bytes: int | None, where: str) -> None:
+def check_memory(
+    plan: RunPlan,
+    optimizer: OptimizerConfig,
+    ema: EMAConfig,
+    device_bytes: int | None,
+    where: str,
+) -> None:
     """Refuse a run whose state alone exceeds `device_bytes` per rank; None (unknown) passes."""
     with torch.device("meta"):
         model = plan.spec.build()
-    count = sum(p.numel() for p in model.parameters())
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    count = sum(shape.numel() for shape in shapes.values())
     shards, averages = plan.sizes.shards, len(ema.decays)
-    needed = state_bytes(count, shards, averages)
+    needed = state_bytes(shapes, optimizer, shards, averages)
     if device_bytes is not None and needed > device_bytes:
         raise UserError(
-            f"[model] {count:,} parameters with gradients, AdamW moments and "
+            f"[model] {count:,} parameters with gradients, moments and "
             f"{averages} EMA(s), over {shards} shard(s), need {needed / GIB:.1f} GiB per rank, but "
             f"{where} has {device_bytes / GIB:.1f} GiB per rank. Launch more ranks (dp_shard, tp, "
             "pp or cp shard the state), or estimate the memory of a layout without a device: add "

@@ -1,4 +1,4 @@
-"""The tables of names: a new model, objective, dataset, sampler or schedule has a line here.
+"""The tables of names: a new model, objective, dataset, optimizer, sampler, schedule has a line.
 
 A user's own class needs no line: its name is "package.module:Class" (dotted_names.py). Entries are
 imported lazily: a config imports only what it uses.
@@ -29,6 +29,10 @@ SECTIONS = {
         "latents": "titan_dit.data.latents:Latents",
         "synthetic": "titan_dit.data.synthetic:Synthetic",
     },
+    "optimizer": {
+        "adamw": "titan_dit.optim.adamw:AdamWConfig",
+        "muon": "titan_dit.optim.muon:MuonConfig",
+    },
 }
 """Section -> name -> its dataclass."""
 
@@ -54,6 +58,12 @@ SAMPLERS = {
 }
 """Objective -> name -> its samplers; the first is what "auto" takes."""
 
+LR_DECAYS = {
+    name: f"titan_dit.optim.lr_schedule:{name}"
+    for name in ("constant", "linear", "cosine", "wsd", "inverse_square_root")
+}
+"""Laws of the learning rate after its warm-up, by [lr_schedule] decay."""
+
 TENSOR_PLANS = {"dit": "titan_dit.parallel.plans.dit:plan"}
 """Tensor plans by [model] name."""
 
@@ -66,8 +76,12 @@ MEMBERS = {
         "build": "the Objective for a model and a dataset",
     },
     "data": {"open": "the Source, see titan_dit.data.base.DataConfig"},
+    "optimizer": {"build": "the Optimizer, see titan_dit.optim.optimizer.OptimizerConfig"},
 }
 """Required members of a user's class, by section."""
+
+DEFAULT_NAMES = {"optimizer": "adamw"}
+"""Section -> the name that it has without one."""
 
 
 def variant(section: str, name: str) -> type[Section]:

@@ -10,6 +10,7 @@ from typing import Any, get_origin, get_type_hints
 
 import tomli
 
+from titan_dit.config.catalog import DEFAULT_NAMES
 from titan_dit.config.job import FREE_ON_RESUME, JobConfig
 from titan_dit.config.section import (
     Section,
@@ -29,14 +30,16 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # Recipes are in the package if installed, beside it in a clone.
 INSTALLED = PACKAGE / "train_configs"
 CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
-CHOSEN_BY_NAME = ("model", "objective", "data")
+CHOSEN_BY_NAME = ("model", "objective", "data", "optimizer")
 FORMAT = 4
 """Format number of config.toml and of a checkpoint's config; the first format had none."""
 BEFORE_FORMAT_4 = {"data_order": "sort", "initial_weights": "generator"}
 """Keys of [job] that older formats lack, and what their runs did."""
 RENAMED = {"objective.schedule": "noise_schedule"}
 """Renamed keys of older formats: "section.old" -> new."""
-PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig")
+RIVALS = {"training.epochs": "steps", "training.steps": "epochs"}
+"""A flag -> the key of the file that it replaces."""
+PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig", "OptimizerConfig")
 
 
 def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
@@ -51,6 +54,8 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
         section, name = key.split(".", 1)
         hints = hints_of(section_type(section, tables, variant))
         (name,) = renamed_keys(section, {name: None}, hints)
+        if (rival := RIVALS.get(key)) and f"{section}.{rival}" not in flags:
+            tables.get(section, {}).pop(rival, None)
         tables.setdefault(section, {})[name] = flag_value(texts, hints.get(name, str))
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
     return build(tables, variant)
@@ -204,9 +209,9 @@ def literal(text: str) -> Any:
 
 
 def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
-    """A section's dataclass; in [model], [objective] and [data], the key `name` selects it."""
+    """A section's dataclass; in those of CHOSEN_BY_NAME the key `name` selects it."""
     if section in CHOSEN_BY_NAME:
-        name = tables.get(section, {}).get("name")
+        name = tables.get(section, {}).get("name", DEFAULT_NAMES.get(section))
         if name is None:
             raise UserError(f'[{section}] name is missing. Add name = "..." to the section.')
         return variant(section, conform(name, str, f"[{section}] name"))
@@ -266,9 +271,15 @@ def to_tables(config: JobConfig) -> Tables:
     for f in dataclasses.fields(config):
         section = getattr(config, f.name)
         table = {"name": written_name(section)} if f.name in CHOSEN_BY_NAME else {}
-        table |= {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
-        tables[f.name] = {k: list(v) if isinstance(v, tuple) else v for k, v in table.items()}
+        tables[f.name] = table | without_none(dataclasses.asdict(section))
     return tables
+
+
+def without_none(value: Any) -> Any:
+    """Nested tables as plain ones, without keys that are None; tuples as lists."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def to_toml(tables: Tables) -> str:
@@ -283,7 +294,10 @@ def changes(old: Tables, new: Tables) -> Iterator[str]:
     """Config changes on resume that affect the training math, as `[section] key: old -> new`."""
     for section in sorted(old.keys() | new.keys()):
         before, after = old.get(section, {}), new.get(section, {})
-        for key in sorted(before.keys() | after.keys()):
+        is_same = before.get("name") == after.get("name")
+        # Two classes have different keys: their names say enough.
+        keys = before.keys() | after.keys() if is_same else before.keys() & after.keys()
+        for key in sorted(keys):
             if section in FREE_ON_RESUME or f"{section}.{key}" in FREE_ON_RESUME:
                 continue
             if before.get(key) != after.get(key):

@@ -18,7 +18,6 @@ from titan_dit.config.section import Bound, Section
 from titan_dit.config.training import (
     EMAConfig,
     LRScheduleConfig,
-    OptimizerConfig,
     SamplingConfig,
     TrainingConfig,
     ValidationConfig,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # These import torch: a wrong key is reported without waiting
     from titan_dit.data.base import DataConfig
     from titan_dit.models.base import ModelConfig
     from titan_dit.objectives.base import ObjectiveConfig
+    from titan_dit.optim.optimizer import OptimizerConfig
 
 
 NEW_RUN = {"data_order": "feistel", "initial_weights": "counter"}
@@ -68,7 +68,7 @@ class RunConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """A whole run. `name` selects the class of [model], [objective] and [data] (catalog.py).
+    """A whole run. `name` selects the class of [model], [objective], [data], [optimizer].
 
     Only plan.py, checks/, opening.py, the trainer and the commands see the whole config; all other
     code is given the sections that it reads.
@@ -84,7 +84,7 @@ class JobConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig
     lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -88,7 +88,33 @@ def conform(value: object, hint: Any, where: str) -> Any:
         if not isinstance(value, list | tuple):
             raise UserError(f"{where}={show(value)} must be a list.")
         return tuple(conform(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
+    if isinstance(hint, type) and issubclass(hint, Table):
+        return value if isinstance(value, hint) else table_of(value, hint, where)
     return conform_scalar(value, hint, where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table within a section. Its keys are checked when the section is built."""
+
+    def check(self) -> None:
+        """Raise UserError if keys contradict each other."""
+
+
+def table_of(value: object, kind: type[Table], where: str) -> Table:
+    """Build a table within a section from the config's."""
+    if not isinstance(value, dict):
+        raise UserError(f"{where}={show(value)} must be a table, {{ key = value }}.")
+    hints = hints_of(kind)
+    for key in value:
+        if key not in hints:
+            raise UserError(f"{where} {key}: unknown key.{nearest(key, hints)}")
+    for f in dataclasses.fields(kind):
+        if f.default is dataclasses.MISSING and f.name not in value:
+            raise UserError(f"{where} {f.name} is missing and has no default.")
+    built = kind(**{key: conform(v, hints[key], f"{where} {key}") for key, v in value.items()})
+    built.check()
+    return built
 
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
@@ -111,6 +137,8 @@ def show(value: object) -> str:
     if isinstance(value, str):
         # JSON's escapes are valid in TOML, which also needs DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(show(item) for item in value) + "]"
     return str(value)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
+from titan_dit.config.catalog import LR_DECAYS
 from titan_dit.config.section import (
     Decay,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
+    OneOf,
     PositiveInt,
     Section,
     UserError,
@@ -24,8 +26,10 @@ class TrainingConfig(Section):
 
     section = "training"
 
-    steps: PositiveInt
-    """Optimizer steps of the whole run."""
+    steps: NonNegativeInt = 0
+    """Optimizer steps of the whole run; or set epochs."""
+    epochs: NonNegativeFloat = 0.0
+    """Passes over the training rows, in place of steps. The run's config.toml has the steps."""
     global_batch_size: PositiveInt
     """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks."""
     microbatch_size: PositiveInt | None = None
@@ -39,29 +43,23 @@ class TrainingConfig(Section):
     """Steps between garbage collections, on all ranks at once. 0 leaves them to Python, which makes
     each rank a straggler at a different time."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
-    """AdamW (arXiv:1711.05101)."""
-
-    section = "optimizer"
-
-    name: Literal["adamw"] = "adamw"
-    lr: PositiveFloat = 1e-4
-    """Peak learning rate, after warm-up."""
-    betas: tuple[Decay, ...] = (0.9, 0.999)
-    """Decays of the first and second moments."""
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of every parameter."""
-    fused: bool = True
-    """Use the fused kernel; only it skips bad steps without a host-device synchronisation."""
-
     def __post_init__(self) -> None:
-        """Require two betas."""
+        """Require steps or epochs."""
         super().__post_init__()
-        if len(self.betas) != 2:
-            raise UserError(f"[optimizer] betas={show(self.betas)} must hold two numbers.")
+        if not self.steps and not self.epochs:
+            raise UserError("[training] steps is missing. Set steps, or epochs.")
+        if self.steps and self.epochs:
+            raise UserError(
+                f"[training] steps={self.steps} and epochs={show(self.epochs)} are both set. Keep "
+                "one of them."
+            )
+
+    def resolved(self, num_rows: int) -> TrainingConfig:
+        """With `steps` in place of `epochs`: enough to see each of `num_rows` that many times."""
+        if self.steps:
+            return self
+        steps = math.ceil(self.epochs * num_rows / self.global_batch_size)
+        return replace(self, steps=steps, epochs=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +69,37 @@ class LRScheduleConfig(Section):
     section = "lr_schedule"
 
     warmup_steps: NonNegativeInt = 0
-    decay: Literal["cosine", "linear", "constant"] = "constant"
+    warmup_fraction: Fraction | None = None
+    """In place of warmup_steps: warm-up as a fraction of decay_steps."""
+    decay: Annotated[str, OneOf(tuple(LR_DECAYS))] = "constant"
+    """constant, linear, cosine, wsd, inverse_square_root, or "package.module:function"."""
+    decay_steps: PositiveInt | None = None
+    """Last step of the decay; later ones have the least rate. Unset is [training] steps."""
+    wsd_decay_steps: PositiveInt | None = None
+    """Steps of wsd's decay, the last ones up to decay_steps."""
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Shape of wsd's decay."""
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the last step, as a fraction of [optimizer] lr."""
+    """Learning rate at the end of the decay, as a fraction of [optimizer] lr."""
+
+    def __post_init__(self) -> None:
+        """Refuse keys that contradict each other."""
+        super().__post_init__()
+        if self.warmup_steps and self.warmup_fraction is not None:
+            raise UserError(
+                f"[lr_schedule] warmup_steps={self.warmup_steps} and warmup_fraction="
+                f"{show(self.warmup_fraction)} are both set. Keep one of them."
+            )
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise UserError(
+                f"[lr_schedule] decay_steps={self.decay_steps} counts from the first step of the "
+                f"run: it must be above warmup_steps={self.warmup_steps}."
+            )
+        if (self.decay == "wsd") != (self.wsd_decay_steps is not None):
+            raise UserError(
+                f"[lr_schedule] decay={show(self.decay)} and wsd_decay_steps="
+                f'{show(self.wsd_decay_steps)}: decay = "wsd" needs wsd_decay_steps, others do not.'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from titan_dit.checks import validate
+from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.config import dotted_names
 from titan_dit.config.job import JobConfig
@@ -29,8 +30,11 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
     facts, fields = config.objective.example(config.model) or of_data(config.data)
     objective = config.objective.build(config.model, facts)
     validate_parts(plan, objective, fields, config.data.name)
+    check_optimizer(plan, objective, config.optimizer)
     own = {"model": config.model, "objective": config.objective, "data": config.data}
-    for line in dotted_names.origins(own):
+    own["optimizer"] = config.optimizer
+    groups = optimizer_lines(plan, objective, config.optimizer)
+    for line in (*dotted_names.origins(own), *groups):
         console.say(line)
 
     def take(config: JobConfig, plan: RunPlan) -> Report:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import EMAConfig, OptimizerConfig, TrainingConfig
+from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
@@ -31,7 +31,7 @@ from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
@@ -177,7 +177,7 @@ class FakeRank:
             }
             if plan.num_stages - 1 in self.parts:
                 self.parameters |= place_modules(plan, objective, mesh, CPU)
-            self.optimizer = build_optimizer(self.parameters.values(), self.optimizer_config)
+            self.optimizer = build_optimizer(self.parameters, self.optimizer_config, plan.spec)
             self.ema = EMA(self.parameters, ema)
             self.memory.mark(self.parameters.values(), StorageKind.PARAMETERS)
             for average in self.ema.averages.values():

@@ -191,7 +191,8 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record = self._record(local(parameter))
             if record.kind != StorageKind.PARAMETERS:
                 record.kind = StorageKind.GATHERED
-                parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
 
     def _unlogged(self, operation: Any) -> Any:
         """DTensor infers the shapes of an operator's output on fake tensors: none of the run's.

@@ -58,7 +58,8 @@ class Stage:
     def backward(self, microbatch: int, gradients: Gradients) -> Stream:
         """Full backward: returns the input gradients, accumulates those of the weights."""
         inputs, outputs, gradients = self.graph_of(microbatch, gradients)
-        torch.autograd.backward(outputs, gradients)
+        if outputs:  # None of a first stage whose parameters are all frozen.
+            torch.autograd.backward(outputs, gradients)
         return with_zeros([tensor.grad for tensor in inputs], inputs)
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Stream:

@@ -1,58 +1,157 @@
-"""AdamW that can skip a bad step."""
+"""The interface of an optimizer: updates local shards, and can skip a step on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from titan_dit.config.training import OptimizerConfig
+from titan_dit.config.parameter_groups import GroupConfig, groups_of
+from titan_dit.config.section import Named, NonNegativeFloat, PositiveFloat
+from titan_dit.models.base import ModelSpec
+from titan_dit.optim.shards import sharded_like, shards_of
+
+State = dict[str, Tensor]
+"""An optimizer's tensors of one parameter by name, such as "exp_avg"."""
+Parameters = Mapping[str, nn.Parameter]
+Group = dict[str, Any]
+"""Parameters with equal settings: "params", "lr", "lr_factor", "weight_decay" and others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Named):
+    """The [optimizer] section: keys of every optimizer."""
+
+    section = "optimizer"
+    whole_tensors: ClassVar[bool] = False
+    """True if it cannot update a part of a tensor. Layouts that shard tensors are then refused."""
+
+    lr: PositiveFloat = 1e-4
+    """Peak learning rate, after warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of every parameter."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters with another rate or weight decay, or frozen: [[optimizer.groups]] tables with
+    pattern, lr or lr_factor, weight_decay, frozen."""
+
+    def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
+        """The optimizer of these parameters of a rank: all that are trained, plain or sharded."""
+        raise NotImplementedError
+
+    def num_moments(self, name: str, shape: Sequence[int]) -> int:
+        """Tensors of a parameter's shape in its state, to refuse early what cannot fit."""
+        return 1
+
+    def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
+        """Raise UserError if the optimizer cannot train these parameters of the whole model."""
+
+    def grouped(
+        self,
+        parameters: Parameters,
+        settings: Callable[[str, nn.Parameter], Mapping[str, Hashable]] = lambda *_: {},
+    ) -> list[Group]:
+        """Groups of parameters with equal settings and dtype, for torch.
+
+        `settings`: (name, parameter) -> what an optimizer adds to [optimizer] groups.
+        """
+        special = groups_of(parameters, self.groups)
+        found: dict[Hashable, Group] = {}
+        for name, parameter in parameters.items():
+            group = special.get(name)
+            decay = None if group is None else group.weight_decay
+            keys: dict[str, Any] = {
+                "lr_factor": 1.0 if group is None else group.factor(self.lr),
+                "weight_decay": self.weight_decay if decay is None else decay,
+            }
+            for key, value in settings(name, parameter).items():
+                keys[key] = value * keys[key] if key == "lr_factor" else value
+            made = found.setdefault(
+                (parameter.dtype, *keys.items()), {"params": [], "names": [], **keys}
+            )
+            made["params"].append(parameter)
+            made["names"].append(name)
+        return list(found.values())
+
+
+class Optimizer(torch.optim.Optimizer, ABC):
+    """Updates every rank's own shards, in place.
+
+    `state` holds what a checkpoint saves, with the placements of the parameters; `shards` the same
+    memory as local tensors.
+    """
+
+    def __init__(self, groups: Iterable[Group], defaults: Mapping[str, Any]) -> None:
+        super().__init__(groups, dict(defaults))
+        self.skip = torch.tensor(False)
+        """A scalar on the device; if true, a step changes nothing. Reading it synchronises."""
+        self.shards: dict[Tensor, State] = {}
+        for group in self.param_groups:
+            self._make_states(group)
+
+    @abstractmethod
+    def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
+        """The states of a group's parameters before the first step, for their shards `weights`."""
+
+    @abstractmethod
+    def update(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Sequence[State],
+        group: Group,
+    ) -> None:
+        """Update shards and states of one group's parameters in place, unless `skip` is true."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        assert closure is None, "the loss is not evaluated again"
+        for group in self.param_groups:
+            learning = [p for p in group["params"] if p.grad is not None]
+            if learning:
+                gradients = shards_of([p.grad for p in learning])
+                states = [self.shards[p] for p in learning]
+                self.update(shards_of(learning), gradients, states, group)
+
+    @torch.no_grad()
+    def _make_states(self, group: Group) -> None:
+        weights = shards_of(group["params"])
+        made = zip(group["params"], weights, self.new_states(weights, group), strict=True)
+        for parameter, weight, shards in made:
+            self.shards[parameter] = shards
+            self.state[parameter] = {
+                key: sharded_like(shard, parameter) if shard.shape == weight.shape else shard
+                for key, shard in shards.items()
+            }
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.AdamW:
-    """AdamW over plain or sharded parameters."""
-    first, second = config.betas
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.lr,
-        betas=(first, second),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=config.fused,
-    )
+    parameters: Parameters, config: OptimizerConfig, model_spec: ModelSpec
+) -> Optimizer:
+    """The optimizer over a rank's parameters; those of frozen groups no longer have gradients.
 
-
-def apply_gradients(optimizer: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
-    """Take one optimizer step at `lr`, unless `skip` (a scalar on the device) is true.
-
-    The fused kernel reads `skip` on the device. The other implementations synchronise.
+    Call before the first forward: FSDP2 then learns which parameters are trained.
     """
+    groups = groups_of(parameters, config.groups)
+    for name, group in groups.items():
+        parameters[name].requires_grad_(not group.frozen)
+    return config.build({n: p for n, p in parameters.items() if p.requires_grad}, model_spec)
+
+
+def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor) -> None:
+    """Take one optimizer step at `lr`, unless `skip` (a scalar on the device) is true."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    if optimizer.defaults["fused"]:
-        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-        optimizer.step()
-    elif not skip.item():
-        optimizer.step()
+        group["lr"] = lr * group["lr_factor"]
+    optimizer.skip = skip
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, dict[str, Tensor]]:
-    """AdamW's moments and step counts by parameter name, to save or to load in place.
-
-    Before the first step they do not exist yet and are created as AdamW would.
-    """
-    for parameter in parameters.values():
-        state = optimizer.state[parameter]
-        if not state:
-            on_device = optimizer.defaults["fused"]
-            device = parameter.device if on_device else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
-    return {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+def optimizer_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, State]:
+    """The optimizer's tensors by parameter name, to save or to load in place."""
+    state = optimizer.state
+    return {name: state[parameter] for name, parameter in parameters.items() if parameter in state}

@@ -42,6 +42,10 @@ def resumed(
     resume.check_held_out(path, record, identity)
     if not settings.allow_changes:
         resume.check_same_mathematics(path, record, identity)
+    if settings.allow_changes:
+        # Of another optimizer, or of parameters that were frozen.
+        tensors, lines = resume.without_missing(path, tensors)
+        say(*lines)
     load = resume.load_imported if record.get("imported") else resume.load
     load(path, record, tensors, ema)
     own = resume.is_own(checkpoints, path)
@@ -69,6 +73,8 @@ def rolled_back(
     # Only the first rank changes the disk; if it cannot, all ranks raise.
     rollbacks = Ranks().run_on_first(lambda: rollback.record_rollback(*context, bad, start))
     assert start.path
+    # The checkpoint may be of another optimizer: the run was then resumed with allow_changes.
+    tensors, lines = resume.without_missing(start.path, tensors)
     resume.load(start.path, start.record, tensors, ema)
-    say(*start.messages(), bad.message(start.path))
+    say(*start.messages(), bad.message(start.path), *lines)
     return Progress.of(start.record, rollbacks)

@@ -299,6 +299,22 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
     ema.copy_first_to_all()
 
 
+def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, list[str]]:
+    """Leave out the optimizer's tensors that a checkpoint lacks; console lines about them.
+
+    They keep the values of a new run: zero.
+    """
+    saved, kept, missing = checkpoint.contents(path), dict[str, Any](), set[str]()
+    for name, state in tensors["optimizer"].items():
+        known = {key: t for key, t in state.items() if f"optimizer.{name}.{key}" in saved}
+        kept |= {name: known} if known else {}
+        missing |= {key for key in state if key not in known}
+    lines = []
+    if missing:
+        lines = [f"{path} has no {', '.join(sorted(missing))} of some parameters: zero there"]
+    return {**tensors, "optimizer": kept}, lines
+
+
 def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop the parameters of an objective's own modules."""
     return {name: t for name, t in tensors.items() if not name.startswith("objective.")}

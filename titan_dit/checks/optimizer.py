@@ -1,0 +1,75 @@
+"""Checks that the optimizer can train the model's parameters in the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from titan_dit.config.parameter_groups import (
+    GroupConfig,
+    check_groups,
+    group_lines,
+    groups_of,
+)
+from titan_dit.config.section import UserError, show
+from titan_dit.objectives.base import Objective
+from titan_dit.optim.optimizer import OptimizerConfig
+from titan_dit.plan import RunPlan
+
+
+def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> None:
+    """Raise UserError if groups match nothing or twice, or nothing is left to train on a rank."""
+    shapes = shapes_of(plan, objective)
+    check_groups(list(shapes), config.groups)
+    groups = groups_of(shapes, config.groups)
+    trained = {name: shape for name, shape in shapes.items() if not is_frozen(name, groups)}
+    if not trained:
+        raise UserError("[optimizer] groups: every parameter is frozen. Leave some to train.")
+    stages = {stage_of(plan, name) for name in trained}
+    for rank in range(plan.sizes.pp):
+        if stages.isdisjoint(plan.stages_of(rank)):
+            raise UserError(
+                f"[optimizer] groups: pipeline rank {rank} would have frozen parameters only. "
+                "Choose another [pipeline] split, or a smaller [parallel] pp."
+            )
+    shards = plan.sizes.shards // plan.sizes.pp
+    if config.whole_tensors and shards > 1:
+        raise UserError(
+            f"[optimizer] name={show(config.name)} updates whole tensors, but {plan.sizes} splits "
+            f"each over {shards} ranks. Set [parallel] dp_shard = 1, cp = 1 and tp = 1 (and "
+            "dp_replicate), or choose another optimizer."
+        )
+    config.check(trained, plan.spec)
+
+
+def is_frozen(name: str, groups: dict[str, GroupConfig]) -> bool:
+    """True if a parameter is in a frozen group."""
+    return name in groups and groups[name].frozen
+
+
+def stage_of(plan: RunPlan, name: str) -> int:
+    """The pipeline stage that holds a parameter."""
+    part, _, rest = name.partition(".")
+    if part != "blocks":
+        return 0 if part == "embed" else plan.num_stages - 1
+    layer = int(rest.partition(".")[0])
+    return next(i for i, layers in enumerate(plan.stage_layers) if layer in layers)
+
+
+def shapes_of(plan: RunPlan, objective: Objective) -> dict[str, torch.Size]:
+    """The shapes of all parameters, by the names of a checkpoint."""
+    with torch.device("meta"):
+        model = plan.spec.build()
+    found = {name: p.shape for name, p in model.named_parameters()}
+    modules = objective.modules()
+    if modules is not None:
+        found |= {f"objective.{name}": p.shape for name, p in modules.named_parameters()}
+    return found
+
+
+def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> Iterator[str]:
+    """Console lines: what the groups of parameters have."""
+    if config.groups:
+        sizes = {name: shape.numel() for name, shape in shapes_of(plan, objective).items()}
+        yield from group_lines(sizes, config.groups, config.lr)

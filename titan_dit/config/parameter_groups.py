@@ -1,0 +1,98 @@
+"""Settings of [optimizer] groups: rates and weight decay by patterns of parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from titan_dit.config.section import (
+    NonNegativeFloat,
+    PositiveFloat,
+    Table,
+    UserError,
+    show,
+)
+
+SHOWN = 3
+"""Names that a message lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig(Table):
+    """Parameters whose names match a pattern, and what differs for them."""
+
+    pattern: str
+    """Names of parameters; * stands for any text: "blocks.*.attn.*"."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate, in place of [optimizer] lr."""
+    lr_factor: PositiveFloat | None = None
+    """Times [optimizer] lr."""
+    weight_decay: NonNegativeFloat | None = None
+    """In place of [optimizer] weight_decay."""
+    frozen: bool = False
+    """Do not train them: no gradients, no optimizer state."""
+
+    def check(self) -> None:
+        """Raise UserError if keys contradict each other, or change nothing."""
+        rates = self.lr, self.lr_factor
+        where = f"[optimizer] groups: the group {show(self.pattern)}"
+        if None not in rates:
+            raise UserError(f"{where} has lr and lr_factor. Keep one of them.")
+        if self.frozen and {*rates, self.weight_decay} != {None}:
+            raise UserError(f"{where} is frozen: it has no use for lr or weight_decay.")
+        if not self.frozen and {*rates, self.weight_decay} == {None}:
+            raise UserError(f"{where} changes nothing. Set lr, lr_factor, weight_decay or frozen.")
+
+    def describe(self, lr: float) -> str:
+        """What differs, for the console; `lr` is [optimizer] lr."""
+        if self.frozen:
+            return "frozen"
+        factor = self.factor(lr)
+        parts = [] if factor == 1 else [f"lr x {factor:g}"]
+        decay = self.weight_decay
+        return ", ".join(parts + ([] if decay is None else [f"weight decay {decay:g}"]))
+
+    def factor(self, lr: float) -> float:
+        """The group's learning rate over [optimizer] lr."""
+        return self.lr / lr if self.lr is not None else self.lr_factor or 1.0
+
+
+def groups_of(names: Iterable[str], groups: Sequence[GroupConfig]) -> dict[str, GroupConfig]:
+    """Name -> its group, for the names that have one."""
+    return {name: group for name in names for group in groups if fnmatchcase(name, group.pattern)}
+
+
+def check_groups(names: Sequence[str], groups: Sequence[GroupConfig]) -> None:
+    """Raise UserError unless each pattern matches some of the whole model's names, none twice."""
+    for number, group in enumerate(groups):
+        matched = [name for name in names if fnmatchcase(name, group.pattern)]
+        if not matched:
+            raise UserError(
+                f"[optimizer] groups: the pattern {show(group.pattern)} matches none of the "
+                f"{len(names)} parameters, such as {listed(names[:: -(-len(names) // SHOWN)])}."
+            )
+        for other in groups[:number]:
+            if twice := [name for name in matched if fnmatchcase(name, other.pattern)]:
+                raise UserError(
+                    f"[optimizer] groups: the patterns {show(other.pattern)} and "
+                    f"{show(group.pattern)} both match {listed(twice)}. Narrow one of them."
+                )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def group_lines(
+    sizes: Mapping[str, int], groups: Sequence[GroupConfig], lr: float
+) -> Iterable[str]:
+    """A console line per group; `sizes`: elements of the whole model's parameters by name."""
+    for group in groups:
+        found = [size for name, size in sizes.items() if fnmatchcase(name, group.pattern)]
+        yield (
+            f"group   {group.pattern}: {len(found)} tensors, {sum(found):,} parameters, "
+            f"{group.describe(lr)}"
+        )

@@ -1,0 +1,102 @@
+"""AdamW on local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from titan_dit.config.section import Decay, PositiveFloat, UserError, show
+from titan_dit.models.base import ModelSpec
+from titan_dit.optim.optimizer import Group, Optimizer, OptimizerConfig, Parameters, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerConfig):
+    """AdamW (arXiv:1711.05101)."""
+
+    name = "adamw"
+
+    betas: tuple[Decay, ...] = (0.9, 0.999)
+    """Decays of AdamW's first and second moments."""
+    eps: PositiveFloat = 1e-8
+    fused: bool = True
+    """Use the fused kernel; only it skips bad steps without a host-device synchronisation."""
+
+    def __post_init__(self) -> None:
+        """Require two betas."""
+        super().__post_init__()
+        if len(self.betas) != 2:
+            raise UserError(f"[optimizer] betas={show(self.betas)} must hold two numbers.")
+
+    def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
+        """AdamW over plain or sharded parameters."""
+        return AdamW(self.grouped(parameters), self.defaults)
+
+    def num_moments(self, name: str, shape: Sequence[int]) -> int:
+        """The first and the second moment."""
+        return 2
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Settings of all groups."""
+        keys = ("lr", "betas", "eps", "fused")
+        return {key: getattr(self, key) for key in keys}
+
+
+class AdamW(Optimizer):
+    """AdamW (arXiv:1711.05101), by torch's kernels."""
+
+    def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
+        """Zero moments, and the number of steps; the fused kernel counts on the device."""
+        device = weights[0].device if group["fused"] else torch.device("cpu")
+        # The counts are views of one tensor: one operation counts for all.
+        counts = group["counts"] = torch.zeros(len(weights), dtype=torch.float32, device=device)
+        return [
+            {
+                "step": count,
+                "exp_avg": torch.zeros_like(weight, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
+            }
+            for weight, count in zip(weights, counts.unbind(), strict=True)
+        ]
+
+    def update(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Sequence[State],
+        group: Group,
+    ) -> None:
+        """One call for all shards; without the fused kernel it synchronises to read `skip`."""
+        tensors: Any = (
+            weights,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+        )
+        settings: dict[str, Any] = {
+            "lr": group["lr"],
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "amsgrad": False,
+            "maximize": False,
+        }
+        if not group["fused"]:
+            if not self.skip.item():
+                adamw(*tensors, **settings | {"foreach": False, "fused": False})
+            return
+        skipped = self.skip.float()
+        is_whole = len(states) == len(group["counts"])
+        counts = [group["counts"]] if is_whole else tensors[-1]
+        torch._foreach_add_(counts, 1)
+        torch._fused_adamw_(*tensors, **settings, found_inf=skipped)
+        torch._foreach_sub_(counts, [skipped] * len(counts))
