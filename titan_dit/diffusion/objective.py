@@ -18,6 +18,7 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import NO_LABEL, Clean, LatentModel, ProbabilityPath
 from titan_dit.diffusion.fits import as_latent_model, as_path, check_data
+from titan_dit.diffusion.noise_schedule import rows_of
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import (
     DataShare,
@@ -75,6 +76,7 @@ class Diffusion(Objective):
     """Trains a model of latents along a path."""
 
     takes = ("latent", "label")
+    constants = (rows_of,)
 
     path: ProbabilityPath
     model: LatentModel

@@ -104,6 +104,9 @@ class Objective:
     """Fields of a sample that it reads."""
     token_targets: ClassVar[tuple[str, ...]] = ()
     """Targets with one value per token, in dim 1; they are sliced over cp."""
+    constants: ClassVar[tuple[Callable[..., Any], ...]] = ()
+    """Functions of names and numbers alone which a compiler cannot trace (numpy): it calls them
+    once and keeps their results."""
 
     @abstractmethod
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:

@@ -14,13 +14,8 @@ from torch import Tensor
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.data.base import Batch
-from titan_dit.diffusion.noise_schedule import rows_of
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.rng import SampleRNG, stream_key
-
-CONSTANT = (stream_key, rows_of)
-"""Functions of names and numbers alone. The compiler cannot trace hashes and numpy; it calls these
-once and keeps the result."""
 
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """`Objective.loss`."""
@@ -32,7 +27,7 @@ def compile_prepare(
     """`Objective.prepare` for training, whose batches all have the same shapes."""
     if not compiles(config):
         return objective.prepare
-    compiled = compile_function(objective.prepare)
+    compiled = compile_function(objective.prepare, objective)
     is_first = True
 
     def prepare(batch: Batch, rng: SampleRNG) -> Prepared:
@@ -55,7 +50,7 @@ def compile_loss(objective: Objective, config: CompileConfig) -> Loss:
     """
     if not compiles(config) or objective.modules() is not None:
         return objective.loss
-    compiled = compile_function(objective.loss)
+    compiled = compile_function(objective.loss, objective)
 
     def loss(predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
         chosen = compiled if torch.is_grad_enabled() else objective.loss
@@ -69,12 +64,12 @@ def compiles(config: CompileConfig) -> bool:
     return config.enabled and config.objective
 
 
-def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for the shapes that it is called with.
+def compile_function(function: Callable[..., Any], objective: Objective) -> Callable[..., Any]:
+    """Compile a function of an objective for the shapes that it is called with.
 
     What the compiler cannot trace runs between two graphs. After a few other shapes it stops and
     runs the function as it is.
     """
-    for constant in CONSTANT:
+    for constant in (stream_key, *objective.constants):
         torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
     return torch.compile(function, dynamic=False)
