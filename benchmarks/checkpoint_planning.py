@@ -199,11 +199,10 @@ def simulate(size: str, count: int) -> list[dict[str, Any]]:
     """Rows of the table: CPU seconds by part."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     tensors = state(size, count)
-    gc.disable()  # As in training.
     first = plan_locally(tensors, True).plan
     sent = [pickle.dumps(plan_of(first, rank, count)) for rank in range(count)]
     rows: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, no_collections():
         folder, plans = Path(name), Plans()
         for what in ("first save", "later saves", "later saves"):
             ranks = SimulatedRanks(count, Clock())
@@ -225,6 +224,16 @@ def simulate(size: str, count: int) -> list[dict[str, Any]]:
         }
         for what, parts in rows.items()
     ]
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Switch Python's garbage collector off, as training does."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def children_seconds() -> float:

@@ -20,7 +20,7 @@ def test_three_ranks_are_planned_once_and_by_torch_alike(monkeypatch):
     rows = checkpoint_planning.simulate("small", 3)
     names = [row["small, 3 ranks, CPU s"].rpartition(",")[0] for row in rows]
     assert names == ["first save", "later saves", "before: every save", "before: every save"]
-    assert all(float(row["all"]) > 0 for row in rows)
     first, later, *_ = rows
+    assert float(first["all"]) > 0
     assert later["gather"] == "0.00"
     assert first.keys() == later.keys()

@@ -157,6 +157,7 @@ def test_compiled_blocks_recompute_over_ranks_too(cases, how, reference):
     for results in on_ranks(2, compiled_cases, cases, how):
         assert len(results) == len(cases)
         for case, (loss, found, graphs) in results.items():
-            assert graphs == 1, case
+            # All blocks, the batch as prepared, and at the end of a pipeline the loss.
+            assert graphs == 2 + any(name.startswith("head.") for name in found), case
             assert loss == pytest.approx(expected_loss, rel=1e-6), case
             assert_same_gradients(found, {name: expected[name] for name in found})
