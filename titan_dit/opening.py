@@ -23,7 +23,7 @@ from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import Objective
-from titan_dit.optim.lr_schedule import learning_rate
+from titan_dit.optim import lr_schedule
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, resume
@@ -115,7 +115,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
     epochs = EpochOrder.of(job.seed, len(source), held_out, job.data_order)
     training = config.training.resolved(epochs.num_rows)
     config = replace(config, training=training)
-    learning_rate(config.lr_schedule, config.optimizer.lr, 1, training.steps)  # Its law exists.
+    lr_schedule.check(config.lr_schedule, training.steps)
     return Opened(
         config,
         plan,

@@ -1,8 +1,11 @@
 """Plans of saves: made once, in this process or in one of their own, and never used when stale."""
 
+import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from titan_dit.checkpoint.checkpoint import contents, flatten, load, write
 from titan_dit.checkpoint.planning_process import PlanningProcess
 from titan_dit.checkpoint.plans import Plans
 from titan_dit.checkpoint.save_plan import GlobalPlan, LocalPlan, plan_locally
+from titan_dit.checkpoint.torch_files import Writer
 
 
 def state(value=0.0, decays=("0.9999",)):
@@ -122,7 +126,7 @@ def test_a_process_of_its_own_plans_alike():
         there.choose([b"?"])
     assert there.choose(parts) == choices
     assert there.describe(results_of(choices)) == here.describe(results_of(choices))
-    assert there.process.returncode == 0
+    assert there.process.returncode is not None
 
 
 def run_instead(monkeypatch, code):
@@ -134,12 +138,53 @@ def run_instead(monkeypatch, code):
     )
 
 
-def test_without_a_process_the_rank_plans_itself(tmp_path, made, monkeypatch):
-    run_instead(monkeypatch, "raise SystemExit('no memory')")
+@pytest.mark.parametrize("code", ["raise SystemExit('no memory')", "print('INFO site')"])
+def test_without_a_process_the_rank_plans_itself(code, tmp_path, made, monkeypatch):
+    run_instead(monkeypatch, code)
     monkeypatch.setattr(plans, "LARGE_BYTES", 0)
     write(tmp_path / "0", state(1.0), {"step": 0}, plans=Plans())
     assert_saved(tmp_path / "0", state(1.0))
     assert made == ["choose", "describe"]
+
+
+def test_a_save_that_failed_leaves_no_process_whose_pipes_a_worker_could_hold(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(plans, "LARGE_BYTES", 0)
+    kept, started = Plans(), []
+    start = plans.PlanningProcess.__init__
+    monkeypatch.setattr(
+        plans.PlanningProcess, "__init__", lambda own: (started.append(own), start(own))[1]
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "write_plan", lambda *a: 1 / 0)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            write(tmp_path / "0", state(1.0), {"step": 0}, plans=kept)
+    assert [own.process.returncode is None for own in started] == [False]
+    began = time.monotonic()
+    with monkeypatch.context() as patched:
+        # A worker that is forked beside a planning process inherits its pipes.
+        choose, workers = plans.PlanningProcess.choose, []
+        patched.setattr(
+            plans.PlanningProcess,
+            "choose",
+            lambda *a: (workers.append(forked_sleeper()), choose(*a))[1],
+        )
+        write(tmp_path / "1", state(2.0), {"step": 1}, plans=kept)
+    assert time.monotonic() - began < 30
+    assert_saved(tmp_path / "1", state(2.0))
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+    assert len(workers) == 1
+
+
+def forked_sleeper():
+    """The pid of a process that sleeps for a minute."""
+    if pid := os.fork():
+        return pid
+    time.sleep(60)
+    os._exit(0)
 
 
 def test_a_process_that_dies_fails_the_save_in_its_own_words(tmp_path, monkeypatch):

@@ -60,8 +60,8 @@ def test_a_user_sees_what_each_group_has():
         GroupConfig(pattern="blocks.*", lr=1e-4, weight_decay=0.1),
         GroupConfig(pattern="embed.*", frozen=True),
     ]
-    assert list(group_lines(dict.fromkeys(NAMES, 1000), groups, 1e-3)) == [
-        "group   blocks.*: 2 tensors, 2,000 parameters, lr x 0.1, weight decay 0.1",
+    assert list(group_lines(dict.fromkeys(NAMES, 1000), groups)) == [
+        "group   blocks.*: 2 tensors, 2,000 parameters, lr 0.0001, weight decay 0.1",
         "group   embed.*: 1 tensors, 1,000 parameters, frozen",
     ]
     assert groups_of(NAMES, groups)["blocks.0.mlp.up.bias"] is groups[0]

@@ -4,7 +4,7 @@ import pytest
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import LRScheduleConfig
-from titan_dit.optim.lr_schedule import learning_rate
+from titan_dit.optim.lr_schedule import check, learning_rate
 
 PEAK, STEPS = 3e-4, 1000
 
@@ -133,3 +133,20 @@ def test_schedules_that_contradict_themselves_are_refused(settings, message):
     with pytest.raises(UserError) as caught:
         LRScheduleConfig(**settings)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"decay": "titan_dit.optim.lr_schedule:typo"}, "has no typo"),
+        (
+            {"decay": "wsd", "wsd_decay_steps": 91},
+            r"wsd_decay_steps=91 begins before the end of the warm-up, step 10 of 100\. "
+            "Set at most 90",
+        ),
+    ],
+)
+def test_rates_that_a_run_cannot_have_are_refused_before_the_first_step(keys, message):
+    with pytest.raises(UserError, match=message):
+        check(LRScheduleConfig(warmup_steps=10, **keys), 100)
+    check(LRScheduleConfig(warmup_steps=10, decay="wsd", wsd_decay_steps=90), 100)

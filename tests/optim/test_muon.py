@@ -1,10 +1,13 @@
 """Muon on one process, beside torch's."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import _muon
 
+from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import UserError
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.exchange import balanced, places
@@ -160,3 +163,28 @@ def test_what_muon_cannot_train_is_refused(keys, message):
 def test_large_rates_need_one_for_adamw():
     with pytest.raises(UserError, match="Set adamw_lr"):
         MuonConfig(adjust_lr="original")
+
+
+def test_a_groups_rate_is_absolute_for_muon_and_adamw():
+    groups = (GroupConfig(pattern="head.*", lr=1e-5), GroupConfig(pattern="*.bias", lr_factor=0.5))
+    keys = {"lr": 0.02, "adjust_lr": "original", "adamw_lr": 3e-4, "groups": groups}
+    _, optimizer = build(**keys)
+    apply_gradients(optimizer, 0.02, GO)
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["names"]}
+    assert rates == {
+        **dict.fromkeys(("blocks.0.a", "blocks.0.b", "blocks.1.a"), 0.02),
+        "blocks.0.bias": pytest.approx(1.5e-4),
+        "head.weight": pytest.approx(1e-5),
+    }
+
+
+@pytest.mark.parametrize("key", ["matrices", "fused_qkv"])
+def test_each_pattern_must_match(key):
+    patterns = ("blocks.*", "block.*") if key == "matrices" else ("*.q.weight",)
+    shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
+    with pytest.raises(UserError, match=rf"{key}: the pattern .*{re.escape(patterns[-1])}"):
+        MuonConfig(**{key: patterns}).check(shapes, SPEC)
+    MuonConfig().check(shapes, SPEC)
+    assert list(MuonConfig().lines(shapes)) == [
+        "muon    3 matrices, 0 of them as queries, keys and values; AdamW for 2 tensors"
+    ]

@@ -60,12 +60,12 @@ def both(how):
                 }
                 graphs.append(num_graphs() - start)
                 for rows in (5, 3) if first == 77 else (5,):
-                    score(path, objective, loss, plain, rows, differences, graphs, start)
+                    score(path, objective, loss, plain, rows, first, differences, graphs, start)
         found[name] = differences, graphs
     return found
 
 
-def score(path, objective, loss, prepared, rows, differences, graphs, start):
+def score(path, objective, loss, prepared, rows, first, differences, graphs, start):
     """Values and gradients of the loss; with fewer rows than in training, without gradients."""
     part = prepared.select(slice(rows))
     values = 4 * path.output_channels(MODEL.channels)
@@ -79,10 +79,10 @@ def score(path, objective, loss, prepared, rows, differences, graphs, start):
             value.square().sum().backward()
         results.append((value.detach(), given["prediction"].grad))
     (value, gradient), (wanted, wanted_gradient) = results
-    differences["loss", rows] = ((value - wanted) / wanted).abs().max().item()
+    differences[first, rows, "loss"] = ((value - wanted) / wanted).abs().max().item()
     if rows == 5:
         scale = wanted_gradient.abs().max()
-        differences["gradient"] = ((gradient - wanted_gradient).abs().max() / scale).item()
+        differences[first, "gradient"] = ((gradient - wanted_gradient).abs().max() / scale).item()
     graphs.append(num_graphs() - start)
 
 

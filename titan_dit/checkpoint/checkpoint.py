@@ -69,6 +69,7 @@ def write(
         last = partial(commit, aside, final, record, written, metadata)
         ranks.run_on_all(last if ranks.is_first else do_nothing)
     except Failed:
+        plans.forget()
         # Collective, so that no rank reports the failure before the clean-up is done.
         ranks.run_on_all(partial(clean_up, final) if ranks.is_first else do_nothing)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 READY = "ready"
+START_S = 120.0
+"""Limit of its start: imports from a slow disk. Then the rank plans itself."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -37,10 +40,8 @@ class PlanningProcess:
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C asks the ranks for a last checkpoint.
         )
-        try:
-            self.answer()  # READY
-        except EOFError:
-            raise OSError(f"the planning process does not start: {self.end()}") from None
+        if not self.is_ready():
+            raise OSError(f"the planning process does not start: {self.end()}")
 
     def choose(self, plans: Sequence[bytes]) -> list[bytes]:
         """As `GlobalPlan.choose`."""
@@ -66,6 +67,16 @@ class PlanningProcess:
             raise RuntimeError(f"the checkpoint cannot be planned: {failure}")
         return answer
 
+    def is_ready(self) -> bool:
+        """Wait for the process's first words, up to START_S."""
+        assert self.process.stdout
+        if not select.select([self.process.stdout], [], [], START_S)[0]:
+            return False
+        try:
+            return bool(self.answer() == READY)
+        except Exception:  # What else was printed there is no pickle, and loads as anything.
+            return False
+
     def answer(self) -> Any:
         """The next object that the process sends."""
         assert self.process.stdout
@@ -75,19 +86,25 @@ class PlanningProcess:
             raise EOFError from None
 
     def end(self) -> str:
-        """Wait for the process; its exit code and the last line that it wrote."""
+        """End the process; its exit code and the last line that it wrote."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=1)  # Its own exit code.
         self.close()
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return f"exit code {self.process.returncode}. {lines[-1] if lines else ''}".strip()
 
     def close(self) -> None:
-        """Close the pipes, at which the process ends."""
+        """End the process.
+
+        A data worker may have inherited the pipes: closing them here does not close them there.
+        """
         assert self.process.stdin
         assert self.process.stdout
         for pipe in (self.process.stdin, self.process.stdout):
             with suppress(BrokenPipeError):
                 pipe.close()
+        self.process.kill()
         self.process.wait()
 
 

@@ -114,6 +114,12 @@ class Plans:
             self.planner.close()
         self.planner = None
 
+    def forget(self) -> None:
+        """Plan anew at the next save. Call on all ranks."""
+        self.close()
+        self.planned_for = self.described_for = None
+        self.is_planning = False
+
 
 def whole(offers: Sequence[Digests]) -> bytes:
     """Digest of what all ranks hold now."""

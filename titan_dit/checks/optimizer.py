@@ -69,7 +69,8 @@ def shapes_of(plan: RunPlan, objective: Objective) -> dict[str, torch.Size]:
 
 
 def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> Iterator[str]:
-    """Console lines: what the groups of parameters have."""
-    if config.groups:
-        sizes = {name: shape.numel() for name, shape in shapes_of(plan, objective).items()}
-        yield from group_lines(sizes, config.groups, config.lr)
+    """Console lines: what the optimizer trains, and what the groups of parameters have."""
+    shapes = shapes_of(plan, objective)
+    groups = groups_of(shapes, config.groups)
+    yield from config.lines({n: s for n, s in shapes.items() if not is_frozen(n, groups)})
+    yield from group_lines({name: s.numel() for name, s in shapes.items()}, config.groups)

@@ -44,12 +44,12 @@ class GroupConfig(Table):
         if not self.frozen and {*rates, self.weight_decay} == {None}:
             raise UserError(f"{where} changes nothing. Set lr, lr_factor, weight_decay or frozen.")
 
-    def describe(self, lr: float) -> str:
-        """What differs, for the console; `lr` is [optimizer] lr."""
+    def describe(self) -> str:
+        """What differs, for the console."""
         if self.frozen:
             return "frozen"
-        factor = self.factor(lr)
-        parts = [] if factor == 1 else [f"lr x {factor:g}"]
+        parts = [] if self.lr is None else [f"lr {self.lr:g}"]
+        parts += [] if self.lr_factor is None else [f"lr x {self.lr_factor:g}"]
         decay = self.weight_decay
         return ", ".join(parts + ([] if decay is None else [f"weight decay {decay:g}"]))
 
@@ -86,13 +86,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def group_lines(
-    sizes: Mapping[str, int], groups: Sequence[GroupConfig], lr: float
-) -> Iterable[str]:
+def group_lines(sizes: Mapping[str, int], groups: Sequence[GroupConfig]) -> Iterable[str]:
     """A console line per group; `sizes`: elements of the whole model's parameters by name."""
     for group in groups:
         found = [size for name, size in sizes.items() if fnmatchcase(name, group.pattern)]
         yield (
             f"group   {group.pattern}: {len(found)} tensors, {sum(found):,} parameters, "
-            f"{group.describe(lr)}"
+            f"{group.describe()}"
         )

@@ -74,7 +74,8 @@ class LRScheduleConfig(Section):
     decay: Annotated[str, OneOf(tuple(LR_DECAYS))] = "constant"
     """constant, linear, cosine, wsd, inverse_square_root, or "package.module:function"."""
     decay_steps: PositiveInt | None = None
-    """Last step of the decay; later ones have the least rate. Unset is [training] steps."""
+    """Last step of the decay; later ones have the least rate (not with constant). Unset is
+    [training] steps."""
     wsd_decay_steps: PositiveInt | None = None
     """Steps of wsd's decay, the last ones up to decay_steps."""
     wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
@@ -61,12 +60,12 @@ def replicas(gradient: Tensor) -> int:
     """Number of ranks that hold the same shard of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
-    return copies(gradient.device_mesh, gradient.placements)
+    return copies(tuple(gradient.device_mesh.shape), gradient.placements)
 
 
 @functools.lru_cache(maxsize=64)
-def copies(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
+def copies(sizes: tuple[int, ...], placements: tuple[Placement, ...]) -> int:
     """`replicas` of a placement. Cached: a model's few placements occur in every step."""
     assert not any(placement.is_partial() for placement in placements)
-    placed = zip(mesh.shape, placements, strict=True)
+    placed = zip(sizes, placements, strict=True)
     return math.prod(size for size, placement in placed if isinstance(placement, Replicate))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from titan_dit.config import catalog, dotted_names
+from titan_dit.config.section import UserError
 from titan_dit.config.training import LRScheduleConfig
 
 Law: TypeAlias = Callable[[float, float, float, LRScheduleConfig], float]
@@ -22,13 +23,34 @@ def learning_rate(config: LRScheduleConfig, peak: float, step: int, steps: int) 
 
     Warm-up starts at peak / warmup_steps. A decay ends at peak * min_lr_ratio, and stays there.
     """
-    end = config.decay_steps or steps
-    # Megatron's lr-warmup-fraction is one of lr-decay-iters, too.
-    warmup = config.warmup_fraction * end if config.warmup_fraction else config.warmup_steps
+    warmup, end = bounds(config, steps)
     if step <= warmup:
         return peak * step / warmup
+    return peak * law_of(config)(step, warmup, end, config)
+
+
+def bounds(config: LRScheduleConfig, steps: int) -> tuple[float, float]:
+    """The last steps of the warm-up and of the decay."""
+    end = config.decay_steps or steps
+    # Megatron's lr-warmup-fraction is one of lr-decay-iters, too.
+    return config.warmup_fraction * end if config.warmup_fraction else config.warmup_steps, end
+
+
+def law_of(config: LRScheduleConfig) -> Law:
+    """The decay of this name. Raises UserError if there is none."""
     law: Law = dotted_names.look_up(catalog.LR_DECAYS, "[lr_schedule] decay", config.decay)
-    return peak * law(step, warmup, end, config)
+    return law
+
+
+def check(config: LRScheduleConfig, steps: int) -> None:
+    """Raise UserError if a run of `steps` steps cannot have these rates."""
+    law_of(config)
+    warmup, end = bounds(config, steps)
+    if config.wsd_decay_steps and config.wsd_decay_steps > end - warmup:
+        raise UserError(
+            f"[lr_schedule] wsd_decay_steps={config.wsd_decay_steps} begins before the end of the "
+            f"warm-up, step {warmup:g} of {end:g}. Set at most {max(1, int(end - warmup))}."
+        )
 
 
 def constant(step: float, warmup: float, end: float, config: LRScheduleConfig) -> float:

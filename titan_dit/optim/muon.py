@@ -6,7 +6,7 @@ The matrices of the blocks take Muon, all other parameters AdamW.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -81,6 +81,19 @@ class MuonConfig(AdamWConfig):
                 f"[optimizer] matrices={show(self.matrices)} matches no parameter with two dims: "
                 'nothing takes Muon. Set other patterns, or name = "adamw".'
             )
+        for pattern in self.matrices:
+            if not any(fnmatchcase(name, pattern) for name in own):
+                raise UserError(
+                    f"[optimizer] matrices: the pattern {show(pattern)} matches no parameter with "
+                    "two dims. Remove it, or correct it."
+                )
+        for pattern in self.fused_qkv:
+            is_default = self.fused_qkv == type(self).fused_qkv
+            if not is_default and not any(fnmatchcase(name, pattern) for name in own):
+                raise UserError(
+                    f"[optimizer] fused_qkv: the pattern {show(pattern)} matches no matrix that "
+                    "takes Muon. Remove it, or correct it."
+                )
         for name, shape in own.items():
             if self.projections(name) > 1 and shape[0] % (PROJECTIONS * model_spec.head_dim):
                 raise UserError(
@@ -88,6 +101,15 @@ class MuonConfig(AdamWConfig):
                     f"rows, which are not [heads, 3, {model_spec.head_dim}]. Narrow the pattern, "
                     "or set fused_qkv = []."
                 )
+
+    def lines(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
+        """How many matrices take Muon, and how many are queries, keys and values in one."""
+        own = [name for name, shape in shapes.items() if self.takes(name, shape)]
+        split = sum(self.projections(name) > 1 for name in own)
+        yield (
+            f"muon    {len(own)} matrices, {split} of them as queries, keys and values; AdamW for "
+            f"{len(shapes) - len(own)} tensors"
+        )
 
     def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
         """Muon over plain or sharded parameters."""

@@ -1,7 +1,8 @@
 """Newton-Schulz iterations: U V^T of a matrix U S V^T, nearly, by matmuls alone.
 
 The quintic's coefficients are those of https://kellerjordan.github.io/posts/muon: they grow small
-singular values fastest, and leave all between about 0.7 and 1.2.
+singular values fastest. After 5 iterations those above about 0.01 of the norm are between 0.7 and
+1.2, smaller ones are still growing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,6 +49,10 @@ class OptimizerConfig(Named):
     def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
         """Raise UserError if the optimizer cannot train these parameters of the whole model."""
 
+    def lines(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
+        """Console lines on what trains the whole model's parameters that are not frozen."""
+        return iter(())
+
     def grouped(
         self,
         parameters: Parameters,
@@ -67,8 +71,11 @@ class OptimizerConfig(Named):
                 "lr_factor": 1.0 if group is None else group.factor(self.lr),
                 "weight_decay": self.weight_decay if decay is None else decay,
             }
-            for key, value in settings(name, parameter).items():
-                keys[key] = value * keys[key] if key == "lr_factor" else value
+            own = dict(settings(name, parameter))
+            factor: Any = own.pop("lr_factor", 1.0)
+            if group is None or group.lr is None:  # A group's lr is absolute.
+                keys["lr_factor"] *= factor
+            keys |= own
             made = found.setdefault(
                 (parameter.dtype, *keys.items()), {"params": [], "names": [], **keys}
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.config.job import RunConfig
@@ -42,7 +43,8 @@ def resumed(
     resume.check_held_out(path, record, identity)
     if not settings.allow_changes:
         resume.check_same_mathematics(path, record, identity)
-    if settings.allow_changes:
+    has_moments = record.get("imported") and checkpoint.holds(path, "optimizer")
+    if settings.allow_changes or has_moments:
         # Of another optimizer, or of parameters that were frozen.
         tensors, lines = resume.without_missing(path, tensors)
         say(*lines)

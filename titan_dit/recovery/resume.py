@@ -281,7 +281,7 @@ def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EM
 def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
     """Load imported weights into a new run; every EMA starts at the imported EMA.
 
-    AdamW's moments start at zero unless the checkpoint has them.
+    The optimizer's tensors start at zero unless the checkpoint has them.
     """
     if ema.averages and ema.config.warmup:
         raise UserError(
@@ -302,13 +302,15 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
 def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, list[str]]:
     """Leave out the optimizer's tensors that a checkpoint lacks; console lines about them.
 
-    They keep the values of a new run: zero.
+    They are set to zero, as in a new run.
     """
     saved, kept, missing = checkpoint.contents(path), dict[str, Any](), set[str]()
     for name, state in tensors["optimizer"].items():
         known = {key: t for key, t in state.items() if f"optimizer.{name}.{key}" in saved}
         kept |= {name: known} if known else {}
-        missing |= {key for key in state if key not in known}
+        for key in state.keys() - known.keys():
+            state[key].detach().zero_()  # A rollback undoes steps that have changed it.
+            missing.add(key)
     lines = []
     if missing:
         lines = [f"{path} has no {', '.join(sorted(missing))} of some parameters: zero there"]
