@@ -1,14 +1,16 @@
 """The kernel that "auto" means, over a table of devices and shapes."""
 
 import inspect
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from titan_dit.config.section import UserError
-from titan_dit.kernels import attention
+from titan_dit.kernels import attention, attention_kernels
 from titan_dit.kernels.attention_choice import AttentionShape, Hardware, hardware_of, harm, order
+from titan_dit.kernels.attention_kernels import Kernel
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TURING, AMPERE, ADA = (Hardware("cuda", x, 92600) for x in ((7, 5), (8, 0), (8, 9)))
@@ -170,3 +172,37 @@ def test_this_gpu_runs_the_kernel_that_the_table_names(head_dim, tokens, dtype, 
         assert attention.kernel_of("auto", asked) == expected[0]
     ring = replace(asked, ring=True, mask="none")
     assert attention.settled("auto", ring) == order(ring, hardware_of(HERE))[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (lambda out, lse: (out, lse / math.log(2)), "log-sum-exp"),
+        (lambda out, lse: (out.roll(1, -1), lse), "output"),
+    ],
+)
+def test_a_ring_takes_no_kernel_whose_results_are_wrong(fault, what, monkeypatch):
+    shape = AttentionShape(2, 64, 16, BF16, torch.device("cpu"), ring=True)
+    assert attention.settled("auto", shape) == "flash"
+    right = attention_kernels.named("flash", torch.zeros(1))
+    wrong = Kernel(lambda *given: fault(*right.forward(*given)), right.backward)
+    named = attention_kernels.named
+    monkeypatch.setattr(
+        attention, "named", lambda key, q: wrong if key == "flash" else named(key, q)
+    )
+    assert attention.refusal("flash", shape).startswith(f"its {what} differs from that of matmuls")
+    assert attention.settled("auto", shape) == "math"
+
+
+@pytest.mark.parametrize("of", [0, 1, 2])
+def test_a_ring_takes_no_kernel_whose_gradients_are_wrong(of, monkeypatch):
+    shape = AttentionShape(2, 64, 16, BF16, torch.device("cpu"), ring=True)
+    right = attention_kernels.named("flash", torch.zeros(1))
+
+    def backward(*given):
+        found = list(right.backward(*given))
+        found[of] = 1.1 * found[of]
+        return found
+
+    monkeypatch.setattr(attention, "named", lambda *_: Kernel(right.forward, backward))
+    assert f"its gradient of {'qkv'[of]} differs" in attention.refusal("flash", shape)

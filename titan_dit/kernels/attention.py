@@ -51,6 +51,8 @@ NAMES = {SDPBackend.MATH: "math"} | {BACKENDS[key]: key for key in ("flash", "cu
 CHANNELS = (32, 64, 96, 128, 192, 256)
 """Head dims of torch's flash kernels; others are padded."""
 PROBE_TOKENS = 256
+WRONG = 0.05
+"""Least difference to matmuls, over the largest value, that is no rounding of bf16."""
 NO_MASK = "ring attention supports no mask"
 
 
@@ -211,7 +213,7 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
             if shape.ring and shape.mask != "none":
                 raise RuntimeError(NO_MASK)
             if shape.ring:
-                run_kernel(key, q.detach(), k.detach(), v.detach())
+                compare_with_matmuls(key, q.detach(), k.detach(), v.detach())
             else:
                 torch.autograd.grad(attend_by(key)(q, k, v, **masked).sum(), (q, k, v))
             if shape.device.type == "cuda":
@@ -244,11 +246,31 @@ def reason_of(said: list[str], error: str) -> str:
     return "; ".join(reasons) or first_line(error)
 
 
-def run_kernel(key: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Forward and backward of a ring kernel."""
-    kernel, scale = named(key, q), 1 / math.sqrt(q.shape[-1])
+def compare_with_matmuls(key: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Run a ring kernel on normal values in the layout of q, k, v; RuntimeError if it is wrong.
+
+    A ring calls the kernels' own operators, whose statistics (layout, base of the logarithm) torch
+    does not document: a kernel that misread them would train without an error.
+    """
+    scale, kernel = 1 / math.sqrt(q.shape[-1]), named(key, q)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (
+        x.copy_(torch.randn(x.shape, generator=generator)) for x in (q, k, v, torch.empty_like(q))
+    )
     out, lse = kernel.forward(q, k, v, scale)
-    kernel.backward(out, q, k, v, out, lse, scale)
+    exact_out, exact_lse = MATH.forward(q, k, v, scale)
+    # Those of all ranks, in a ring, differ from a rank's own.
+    of_all = d_out, q, k, v, 0.5 * exact_out, exact_lse + 0.5, scale
+    pairs = zip(
+        (out, lse, *kernel.backward(*of_all)),
+        (exact_out, exact_lse, *MATH.backward(*of_all)),
+        ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v"),
+        strict=True,
+    )
+    for found, exact, what in pairs:
+        error = float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
+        if not error < WRONG:
+            raise RuntimeError(f"its {what} differs from that of matmuls by {error:.2g}")
 
 
 def first_line(text: str) -> str:
