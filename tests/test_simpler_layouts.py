@@ -6,6 +6,7 @@ from tiny import tiny_config
 from unchecked import unchecked
 
 from titan_dit.config import catalog, config_file
+from titan_dit.config.section import UserError
 from titan_dit.dry_run import simpler
 from titan_dit.dry_run.command import dry_run
 from titan_dit.plan import resolve
@@ -53,6 +54,20 @@ def test_the_flags_name_the_candidate_and_keep_batch_and_microbatch():
     assert found.flags == "--parallel.dp_shard -1 --parallel.pp 1 --training.microbatch_size 1"
     assert found.plan.microbatch_size == plan.microbatch_size == 1
     assert found.plan.global_batch_size == plan.global_batch_size
+
+
+def test_async_tp_is_dropped_with_tp():
+    parallel = {"tp": 2, "async_tp": True}
+    [found] = simpler.candidates(*planned(2, parallel=parallel, compile={"enabled": True}))
+    assert found.flags.startswith("--parallel.tp 1 --parallel.async_tp false")
+
+
+def test_a_layout_that_the_optimizer_refuses_is_not_named():
+    def refused(*_):
+        raise UserError("[optimizer] no.")
+
+    [line] = simpler.lines(*planned(2, parallel={"tp": 2}), GIB, refused)
+    assert line.endswith("fits a GPU of 80 GB: dp_shard 2 is refused: [optimizer] no.")
 
 
 def test_many_data_ranks_become_replicas_of_shards():

@@ -118,13 +118,16 @@ def test_all_rows_are_requested_before_one_is_waited_for(tmp_path, monkeypatch):
     assert [call == "read" for call in calls] == [False, False, True, True] * 2 + [False, True]
 
 
-def test_a_file_system_that_cannot_tell_what_is_cached_is_not_asked_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM])
+def test_a_file_system_that_cannot_tell_what_is_cached_is_not_asked_again(
+    number, tmp_path, monkeypatch
+):
     asked, original = [], os.preadv
 
     def network(descriptor, buffers, offset, flags=0):
         if flags:
             asked.append(offset)
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            raise OSError(number, os.strerror(number))
         return original(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", network)

@@ -115,8 +115,10 @@ class ShardRows:
                     return True
             except BlockingIOError:
                 pass
-            except OSError as error:  # Others are reported by the read that waits.
-                self.can_ask = error.errno != errno.EOPNOTSUPP
+            except OSError as error:
+                # A bad block is reported by the read that waits. With any other error the file
+                # system, the kernel or a sandbox does not know the flag.
+                self.can_ask = error.errno == errno.EIO
         with suppress(OSError):
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         return False

@@ -45,7 +45,12 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
     found = take(config, plan)
     for line in report.lines(found):
         console.say(line)
-    for line in simpler.lines(config, plan, found.peak, lambda *given: take(*given).peak):
+
+    def peak_of(config: JobConfig, plan: RunPlan) -> int:
+        check_optimizer(plan, objective, config.optimizer)
+        return take(config, plan).peak
+
+    for line in simpler.lines(config, plan, found.peak, peak_of):
         console.say(line)
 
 

@@ -17,7 +17,7 @@ import torch
 from titan_dit.checks import validate
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import ParallelConfig
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.dry_run import estimate
 from titan_dit.plan import RunPlan, resolve
 
@@ -33,7 +33,7 @@ DROPPED = ("pp", "tp", "cp")
 """The axes in the sequence in which they are dropped."""
 
 PeakOf = Callable[[JobConfig, RunPlan], int]
-"""The peak memory of a layout, in bytes of the rank that needs most."""
+"""The peak memory of a layout, in bytes of the rank that needs most. May raise UserError."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,11 @@ def lines(config: JobConfig, plan: RunPlan, peak: int, peak_of: PeakOf) -> Itera
     # CPU time: a dry run is one thread, and wall time depends on the machine's other work.
     start, needs = time.process_time(), list[str]()
     for candidate in candidates(config, plan):
-        needed = peak_of(candidate.config, candidate.plan)
+        try:
+            needed = peak_of(candidate.config, candidate.plan)
+        except UserError as error:
+            needs.append(f"{candidate.plan.sizes} is refused: {error}")
+            continue
         took = f"found in {time.process_time() - start:.0f} s; which is faster is not predicted"
         if needed <= space:
             yield (
@@ -111,6 +115,8 @@ def without(config: JobConfig, plan: RunPlan, dropped: list[str]) -> JobConfig:
     shard = next(size for size in range(min(ranks, most), 0, -1) if ranks % size == 0)
     sizes: dict[str, Any] = dict.fromkeys(dropped, 1)
     sizes |= {"dp_replicate": ranks // shard, "dp_shard": -1}
+    if "tp" in dropped:
+        sizes["async_tp"] = False
     size = math.gcd(plan.microbatch_size, plan.global_batch_size // ranks)
     return replace(
         config,
@@ -122,7 +128,7 @@ def without(config: JobConfig, plan: RunPlan, dropped: list[str]) -> JobConfig:
 def flags(config: JobConfig, simpler: JobConfig) -> str:
     """The command-line keys that turn one config into the other."""
     words = [
-        f"--parallel.{field.name} {getattr(simpler.parallel, field.name)}"
+        f"--parallel.{field.name} {show(getattr(simpler.parallel, field.name))}"
         for field in fields(ParallelConfig)
         if getattr(simpler.parallel, field.name) != getattr(config.parallel, field.name)
     ]
