@@ -5,7 +5,7 @@ from __future__ import annotations
 from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
 from titan_dit.kernels import attention, linear, short_attention
 from titan_dit.models.base import Model
-from titan_dit.parallel import async_tp, context, float8, fsdp, remat, tensor
+from titan_dit.parallel import async_tp, compute_copies, context, float8, fsdp, remat, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -40,6 +40,10 @@ def parallelize(
         context.apply(model, mesh.axis("cp"), *how)
     remat.apply(model, recompute)
     compile_blocks(model, compilation)
+    if mesh.whole.size() == 1 and precision.float8 in compute_copies.FLOAT8:
+        keep = compilation.cuda_graphs
+        compute_copies.apply(model, fsdp.DTYPES[precision.dtype], keep)
+        return
     fsdp.shard(model, mesh.fsdp, parallel, precision)
     if precision.float8 == "tensorwise":
         float8.scale_before_gathers(model)

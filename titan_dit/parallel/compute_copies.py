@@ -1,0 +1,156 @@
+"""Mixed precision on one rank: fp32 weights, and copies in bf16 that the model computes with.
+
+With nothing to shard, all that FSDP2 does is to cast, in Python and parameter by parameter. Here a
+forward casts all weights in one operator, and the end of a backward all gradients. The results have
+the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+ALIGNMENT = 256
+"""Elements between the starts of two copies: 512 bytes in bf16, as between CUDA's allocations."""
+FLOAT8 = "off", "rowwise", "rowwise_with_gw_hp"
+"""[precision] float8 that casts a weight where it is used; the others need FSDP2's casts."""
+CHUNK = 2**25
+"""Elements of gradients that are cast at a time: both formats are in memory meanwhile."""
+
+
+def apply(model: nn.Module, dtype: torch.dtype, keep: bool) -> None:
+    """Let a model with fp32 weights compute in `dtype`, by hooks of its forward and backward.
+
+    From the start of a forward to its end, or to the end of its backward, the modules hold copies
+    of their parameters. Gradients are added to those of the weights, in fp32. `keep`: the copies
+    keep their addresses, for CUDA graphs; otherwise their memory is free between steps.
+    """
+    if dtype.itemsize >= torch.float32.itemsize:
+        model.to(dtype)
+        return
+    copies = ComputeCopies(model, dtype, keep)
+    model.register_forward_pre_hook(copies.begin_forward)
+    model.register_forward_hook(copies.end_forward)
+
+
+class ComputeCopies:
+    """The copies of a model's parameters; made by the first forward, once the weights exist."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, keep: bool) -> None:
+        self.model, self.dtype, self.keep = model, dtype, keep
+        self.flat = torch.empty(0, dtype=dtype)
+        """All copies, one after another; its storage is empty while they are not in use."""
+        self.weights: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
+        self.places: list[tuple[dict[str, Any], str, int]] = []
+        """Each module's parameters by name, a name, and the number of the weight."""
+        self.versions: list[int] = []
+        """Of the weights, when they were cast: they count the changes."""
+        self.waiting = 0
+        """Forwards that have not had their backward yet."""
+        self.in_backward = False
+
+    def make(self) -> None:
+        """Allocate the copies, and find where they belong."""
+        self.weights = [*self.model.parameters()]
+        sizes = [-(-weight.numel() // ALIGNMENT) * ALIGNMENT for weight in self.weights]
+        self.flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.weights[0].device)
+        self.copies = [
+            nn.Parameter(part[: weight.numel()].view(weight.shape), weight.requires_grad)
+            for part, weight in zip(self.flat.split(sizes), self.weights, strict=True)
+        ]
+        number_of = {id(weight): number for number, weight in enumerate(self.weights)}
+        self.places = [
+            (module._parameters, name, number_of[id(weight)])
+            for module in self.model.modules()
+            for name, weight in module._parameters.items()
+            if weight is not None
+        ]
+
+    @torch.no_grad()
+    def begin_forward(self, *_: object) -> None:
+        """Forward pre-hook: cast the weights, and give the copies to the modules."""
+        if not self.copies:
+            self.make()
+        if self.in_backward:  # It has failed.
+            self.in_backward, self.waiting = False, 0
+            for copy in self.copies:
+                copy.grad = None
+        # A backward that is still to come has saved the copies: they stay as they are.
+        if not self.waiting or self.versions != [weight._version for weight in self.weights]:
+            self.waiting = 0
+            self.cast()
+        self.put(self.copies)
+
+    def cast(self) -> None:
+        """Copy the weights, in one call."""
+        storage = self.flat.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.flat.nbytes)
+        torch._foreach_copy_(self.copies, self.weights)
+        self.versions = [weight._version for weight in self.weights]
+
+    def put(self, tensors: Sequence[nn.Parameter]) -> None:
+        """Let the modules hold these parameters."""
+        for parameters, name, number in self.places:
+            parameters[name] = tensors[number]
+
+    def release(self, *, free: bool) -> None:
+        """Return the weights to the modules, and free the copies' memory."""
+        self.put(self.weights)
+        if free and not self.keep:
+            self.flat.untyped_storage().resize_(0)
+
+    def end_forward(self, _module: nn.Module, _inputs: object, output: object) -> None:
+        """Forward hook: wait for the backward if there will be one."""
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        learning = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in learning:
+            tensor.register_hook(self.begin_backward)
+        self.waiting += bool(learning)
+        if not self.waiting:
+            self.release(free=True)
+
+    @torch.no_grad()
+    def begin_backward(self, _gradient: Tensor) -> None:
+        """Hook of an output's gradient: what is recomputed needs the copies."""
+        if self.in_backward:
+            return
+        self.in_backward = True
+        Variable._execution_engine.queue_callback(self.end_backward)
+        if not self.flat.untyped_storage().nbytes():
+            self.cast()  # For a second backward, which autograd refuses then.
+        self.put(self.copies)
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Callback after a backward: cast the gradients, and return the weights to the modules."""
+        # Other forwards' graphs need the copies as they are.
+        self.release(free=self.waiting == 1)
+        self.in_backward, self.waiting = False, 0
+        for part in self.chunks():
+            cast = [torch.empty_like(weight) for weight, _ in part]
+            torch._foreach_copy_(cast, [copy.grad for _, copy in part])
+            sums = [weight.grad for weight, _ in part]
+            if pairs := [(old, new) for old, new in zip(sums, cast, strict=True) if old is not None]:
+                torch._foreach_add_(*zip(*pairs, strict=True))
+            for (weight, copy), old, new in zip(part, sums, cast, strict=True):
+                weight.grad, copy.grad = new if old is None else old, None
+
+    def chunks(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+        """The weights with their copies that have gradients, CHUNK elements at a time."""
+        part, size = [], 0
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            if copy.grad is not None:
+                part.append((weight, copy))
+                size += weight.numel()
+            if size >= CHUNK:
+                yield part
+                part, size = [], 0
+        if part:
+            yield part
