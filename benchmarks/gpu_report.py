@@ -20,7 +20,7 @@ from report import table, write
 HOLDS = """A step: forward, backward, AdamW and one EMA of the weights, on a batch on the device;
 fp32 weights, moments and EMA, matrix products in bf16.
 plain: autocast, torch's default AdamW, EMA parameter by parameter.
-ours: FSDP2 on one rank, random numbers by sample number, gradient clipping, fused AdamW and EMA.
+ours: random numbers by sample number, gradient clipping, fused AdamW and EMA.
 Compiled: block by block. float8: compiled, in the layers that float8_layers = "auto" selects.
 FLOPs: our model's flops_per_sample, for all. MFU: of the data sheet's dense bf16 peak. of GEMM: of
 the product measured here. Peak: allocated in the timed steps. First step: of the first round, with

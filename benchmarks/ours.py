@@ -95,7 +95,7 @@ def trainer_step(
     compiling: Mapping[str, Any] | None = None,
     optimizer_config: Any = None,
 ) -> Callable[[], Tensor]:
-    """A bf16 step with FSDP2, in the order of `Trainer.__init__` and `train_step`.
+    """A bf16 step, in the order of `Trainer.__init__` and `train_step`.
 
     `attend` overrides the attention of `precision`; `layout` and `compiling` are further keys of
     [parallel] and [compile]; `optimizer_config` replaces that of AdamW.

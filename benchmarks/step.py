@@ -5,7 +5,7 @@ so that a slowdown of the machine affects all of them. On a shared machine use C
 medians over turns.
 
 With --bf16: the plain DiT under autocast with an EMA, eager and compiled as a whole; ours as in the
-trainer, with FSDP2, clipping, EMA and compiled blocks. Your own contender, from a module in the
+trainer, with clipping, EMA and compiled blocks. Your own contender, from a module in the
 current folder or on PYTHONPATH: `--contenders plain ours mymodule:make_step`.
 """
 

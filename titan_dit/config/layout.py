@@ -36,7 +36,7 @@ class ParallelConfig(Section):
     """Overlap tp collectives with matmuls, part by part; needs CUDA, compile, and tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free all-gathered parameters after forward and gather them again in backward. auto does so
-    for the blocks if there is more than one shard, but not in a pipeline."""
+    for the blocks if there is more than one shard, but not in a pipeline. One rank has no FSDP2."""
     blocks_per_fsdp_unit: NonNegativeInt = 0
     """Blocks that FSDP2 all-gathers and reduces together: fewer are less memory, more are less work
     of the host. 0 takes up to 4 small ones, and one of a large model (docs/performance.md)."""

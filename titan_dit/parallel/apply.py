@@ -21,7 +21,10 @@ def parallelize(
     compilation: CompileConfig,
     tokens: int = 0,
 ) -> None:
-    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `tokens`: see `float8.apply`."""
+    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `tokens`: see `float8.apply`.
+
+    One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8.
+    """
     device_type = mesh.whole.device_type
     if device_type == "cpu":
         linear.apply(model)

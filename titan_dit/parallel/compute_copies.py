@@ -45,8 +45,8 @@ class ComputeCopies:
         self.model, self.dtype, self.keep = model, dtype, keep
         self.flat = torch.empty(0, dtype=dtype)
         """All copies, one after another; its storage is empty while they are not in use."""
-        self.weights: list[nn.Parameter] = []
-        self.copies: list[nn.Parameter] = []
+        self.weights: list[Tensor] = []
+        self.copies: list[Tensor] = []
         self.places: list[tuple[dict[str, Any], str, int]] = []
         """Each module's parameters by name, a name, and the number of the weight."""
         self.versions: list[int] = []
@@ -62,7 +62,7 @@ class ComputeCopies:
         self.flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.weights[0].device)
         self.copies = [
             nn.Parameter(part[: weight.numel()].view(weight.shape), weight.requires_grad)
-            for part, weight in zip(self.flat.split(sizes), self.weights, strict=True)
+            for part, weight in zip(torch.split(self.flat, sizes), self.weights, strict=True)
         ]
         number_of = {id(weight): number for number, weight in enumerate(self.weights)}
         self.places = [
@@ -95,7 +95,7 @@ class ComputeCopies:
         torch._foreach_copy_(self.copies, self.weights)
         self.versions = [weight._version for weight in self.weights]
 
-    def put(self, tensors: Sequence[nn.Parameter]) -> None:
+    def put(self, tensors: Sequence[Tensor]) -> None:
         """Let the modules hold these parameters."""
         for parameters, name, number in self.places:
             parameters[name] = tensors[number]
@@ -111,7 +111,7 @@ class ComputeCopies:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         learning = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in learning:
-            tensor.register_hook(self.begin_backward)
+            tensor.register_hook(self.begin_backward)  # type: ignore[no-untyped-call]
         self.waiting += bool(learning)
         if not self.waiting:
             self.release(free=True)
@@ -133,24 +133,32 @@ class ComputeCopies:
         # Other forwards' graphs need the copies as they are.
         self.release(free=self.waiting == 1)
         self.in_backward, self.waiting = False, 0
-        for part in self.chunks():
-            cast = [torch.empty_like(weight) for weight, _ in part]
-            torch._foreach_copy_(cast, [copy.grad for _, copy in part])
-            sums = [weight.grad for weight, _ in part]
-            if pairs := [(old, new) for old, new in zip(sums, cast, strict=True) if old is not None]:
-                torch._foreach_add_(*zip(*pairs, strict=True))
-            for (weight, copy), old, new in zip(part, sums, cast, strict=True):
-                weight.grad, copy.grad = new if old is None else old, None
+        for weights, gradients in self.take_gradients():
+            cast = [torch.empty_like(weight) for weight in weights]
+            torch._foreach_copy_(cast, gradients)
+            sums, more = [], []
+            for weight, gradient in zip(weights, cast, strict=True):
+                if weight.grad is None:
+                    weight.grad = gradient
+                else:
+                    sums.append(weight.grad)
+                    more.append(gradient)
+            if sums:
+                torch._foreach_add_(sums, more)
 
-    def chunks(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-        """The weights with their copies that have gradients, CHUNK elements at a time."""
-        part, size = [], 0
+    def take_gradients(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Weights and their copies' gradients, CHUNK elements at a time; the copies lose them."""
+        weights: list[Tensor] = []
+        gradients: list[Tensor] = []
+        size = 0
         for weight, copy in zip(self.weights, self.copies, strict=True):
             if copy.grad is not None:
-                part.append((weight, copy))
+                weights.append(weight)
+                gradients.append(copy.grad)
                 size += weight.numel()
+                copy.grad = None
             if size >= CHUNK:
-                yield part
-                part, size = [], 0
-        if part:
-            yield part
+                yield weights, gradients
+                weights, gradients, size = [], [], 0
+        if weights:
+            yield weights, gradients
