@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import EMA, local
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.parallel import compute_copies
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile_objective import Loss, compile_loss, compile_prepare
 from titan_dit.parallel.init import initialize
@@ -94,11 +96,13 @@ def trainer_step(
     layout: Mapping[str, Any] | None = None,
     compiling: Mapping[str, Any] | None = None,
     optimizer_config: Any = None,
+    fsdp: bool = False,
 ) -> Callable[[], Tensor]:
     """A bf16 step, in the order of `Trainer.__init__` and `train_step`.
 
     `attend` overrides the attention of `precision`; `layout` and `compiling` are further keys of
-    [parallel] and [compile]; `optimizer_config` replaces that of AdamW.
+    [parallel] and [compile]; `optimizer_config` replaces that of AdamW. `fsdp`: FSDP2 on one rank,
+    too.
     """
     precision = precision or PrecisionConfig(dtype="bf16")
     model, objective = network(config, path), learning(config, path)
@@ -107,7 +111,8 @@ def trainer_step(
     keys = {"enabled": compiled, "ends": ends, "cuda_graphs": cuda_graphs, **(compiling or {})}
     compilation = CompileConfig(**keys)
     rows, styles = batch * config.token_shape[0], plan(parallel.sequence_parallel)
-    parallelize(model, mesh, styles, parallel, precision, recompute, compilation, rows)
+    with patch.object(compute_copies, "FLOAT8", () if fsdp else compute_copies.FLOAT8):
+        parallelize(model, mesh, styles, parallel, precision, recompute, compilation, rows)
     if attend is not None:
         attention.apply(model, attend)
     initialize(model, model.initializers(), 0, device)
