@@ -119,12 +119,13 @@ def changed(
     *,
     layout: dict[str, Any] | None = None,
     compiling: dict[str, Any] | None = None,
+    fsdp: bool = False,
 ) -> Step:
     """Compiled, with keys of [parallel] and [compile]; UserError if this version lacks one."""
     for kind, keys in ((ParallelConfig, layout), (CompileConfig, compiling)):
         if unknown := (keys or {}).keys() - {field.name for field in fields(kind)}:
             raise UserError(f"[{kind.section}] has no {', '.join(sorted(unknown))}")
-    return ours(cell, place, compiled=True, layout=layout, compiling=compiling)
+    return ours(cell, place, compiled=True, layout=layout, compiling=compiling, fsdp=fsdp)
 
 
 def muon(cell: Cell, place: Place) -> Step:
@@ -148,9 +149,10 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours": partial(ours, compiled=False),
     "ours_compiled_cudnn": partial(with_attention, key="cudnn"),
     "ours_compiled_flash": partial(with_attention, key="flash"),
-    "ours_compiled_resharded": partial(ours, compiled=True, reshard="always"),
+    "ours_compiled_fsdp": partial(changed, fsdp=True),
+    "ours_compiled_resharded": partial(ours, compiled=True, reshard="always", fsdp=True),
     "ours_compiled_cuda_graphs": graphs,
-    "ours_compiled_units_of_one": partial(changed, layout={"blocks_per_fsdp_unit": 1}),
+    "ours_compiled_units_of_one": partial(changed, layout={"blocks_per_fsdp_unit": 1}, fsdp=True),
     "ours_compiled_eager_objective": partial(changed, compiling={"objective": False}),
     "ours_compiled_muon": muon,
     "ours_compiled_plain_allocator": partial(ours, compiled=True),

@@ -54,6 +54,7 @@ USUAL = (
 """In every cell."""
 ONCE = (
     "ours_compiled_cuda_graphs",
+    "ours_compiled_fsdp",
     "ours_compiled_units_of_one",
     "ours_compiled_eager_objective",
     "ours_compiled_muon",
