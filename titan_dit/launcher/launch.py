@@ -89,8 +89,12 @@ class Launcher:
 
     def run(self, arguments: list[str]) -> int:
         """Launch the ranks, wait for them, return the exit code."""
+        forks = os.environ.get("FORK", "1") != "0"
         with silent_frames():
-            from titan_dit.launcher import agent
+            from titan_dit.launcher import agent, forked_ranks
+        if forks:
+            forked_ranks.start_server()
+            forked_ranks.fork_ranks()
 
         if endpoint := waiting.endpoint_of(arguments):
             need = open_files.needed_by_launcher(waiting.most_nodes(arguments))
