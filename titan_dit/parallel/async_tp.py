@@ -82,7 +82,7 @@ def scatters_tokens(style: ParallelStyle | None) -> bool:
 
 
 def token_shard(style: ParallelStyle | None) -> Shard:
-    """Sharded tokens, as the layer of a style sees them: [n, b, d] in `TokenFirst`, or [b, n, d]."""
+    """Tokens that are sharded: [n, b, d] for a layer in `TokenFirst`, [b, n, d] for others."""
     return Shard(0 if isinstance(style, TokenFirst) else 1)
 
 
