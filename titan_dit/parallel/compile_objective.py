@@ -6,19 +6,18 @@ of the variational bound. Integers keep their bits, floats are equal up to round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.data.base import Batch
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.rng import SampleRNG, stream_key
 
-Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
-"""`Objective.loss`."""
+Score = TypeVar("Score", bound=Callable[..., Any])
+"""`Executor.score`."""
 
 
 def compile_prepare(
@@ -42,21 +41,15 @@ def compile_prepare(
     return prepare
 
 
-def compile_loss(objective: Objective, config: CompileConfig) -> Loss:
-    """`Objective.loss`, compiled where gradients are taken: validation has other batch sizes.
+def compile_score(score: Score, objective: Objective, config: CompileConfig) -> Score:
+    """What an executor computes of a loss in training; validation runs the loss uncompiled.
 
     FSDP2 gathers an objective's modules in hooks, which a graph cannot contain: with modules it
     stays as it is.
     """
     if not compiles(config) or objective.modules() is not None:
-        return objective.loss
-    compiled = compile_function(objective.loss, objective)
-
-    def loss(predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
-        chosen = compiled if torch.is_grad_enabled() else objective.loss
-        return chosen(predictions, targets)
-
-    return loss
+        return score
+    return cast(Score, compile_function(score, objective))
 
 
 def compiles(config: CompileConfig) -> bool:
