@@ -3,6 +3,9 @@
 Uncompiled: the operators that a dispatch mode sees, without views and allocations. Compiled: the
 nodes of Inductor's schedule after fusion; each is a kernel or a library call. A foreach or fused
 call over all parameters counts once; on a GPU it is a few launches, by the number of elements.
+
+Where the code chooses by device it runs as on a GPU, with the GPU's settings of the compiler. But
+it is compiled for a CPU: a GPU's fusions differ here and there.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ SILENT = {
     "lift_fresh",
 }
 """Operators without a kernel."""
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -125,14 +128,14 @@ def of_objective(path: DiffusionConfig, config: DiTConfig, batch: int) -> dict[s
     prediction = torch.randn(batch, config.token_shape[0], values, requires_grad=True)
 
     def score_and_backward(compilation: CompileConfig) -> None:
-        score = compile_score(scored, objective, compilation)
+        score = compile_score(scored, objective, compilation, GPU)
         torch.autograd.backward(*score(loss_of(objective), prediction, prepared))
 
     eager, compiled = CompileConfig(), CompileConfig(enabled=True)
     return {
         f"{name}: prepare": [
-            operators(lambda: compile_prepare(objective, eager)(data, rng)),
-            kernels(lambda: compile_prepare(objective, compiled)(data, rng)),
+            operators(lambda: compile_prepare(objective, eager, GPU)(data, rng)),
+            kernels(lambda: compile_prepare(objective, compiled, GPU)(data, rng)),
         ],
         f"{name}: loss": [
             operators(lambda: score_and_backward(eager)),

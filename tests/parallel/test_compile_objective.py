@@ -22,6 +22,7 @@ from titan_dit.parallel.compile_objective import compile_prepare, compile_score
 from titan_dit.rng import SampleRNG
 
 ENABLED = CompileConfig(enabled=True)
+CPU = torch.device("cpu")
 MODEL = DiTConfig(hidden=8, layers=1, heads=2, patch=2, latent_size=6, channels=3, num_classes=10)
 PATHS = {
     "rectified flow": RectifiedFlow(shift=3.0),
@@ -48,8 +49,8 @@ def both(how):
         objective = path.build(MODEL, facts)
         start, differences, graphs = num_graphs(), {}, []
         with how():
-            prepare = compile_prepare(objective, ENABLED)
-            compiled = compile_score(scored, objective, ENABLED)
+            prepare = compile_prepare(objective, ENABLED, CPU)
+            compiled = compile_score(scored, objective, ENABLED, CPU)
             loss = by_name(objective.loss, ("prediction",), 9)
             for first in (0, 2**33, 77):
                 batch = batch_of(5, first)
@@ -107,13 +108,15 @@ def test_a_compiled_objective_draws_and_scores_alike_with_one_graph_for_each(how
             assert difference <= limit, (name, key)
 
 
-def factors_of(world, values):
+def factors_of(world, values, device):
     """The factor of a compiled loss of each value, and whether its gradient is finite."""
 
     def own(prediction, targets):
         return (prediction - targets["x"]).abs().mean(-1)
 
-    score = compile_score(scored, SimpleNamespace(constants=(), modules=lambda: None), ENABLED)
+    score = compile_score(
+        scored, SimpleNamespace(constants=(), modules=lambda: None), ENABLED, device
+    )
     found = []
     for value in values:
         target, prediction = torch.full((2, 4, 3), value), torch.ones(2, 4, 3, requires_grad=True)
@@ -125,8 +128,10 @@ def factors_of(world, values):
 
 @pytest.mark.long
 @pytest.mark.compiler
-def test_the_compiler_keeps_the_factor_of_a_loss_that_is_not_finite():
-    [found] = on_ranks(1, factors_of, (0.0, torch.inf, torch.nan))
+@pytest.mark.parametrize("settings_of", ["cpu", "cuda"])
+def test_the_compiler_keeps_the_factor_of_a_loss_that_is_not_finite(settings_of):
+    values, device = (0.0, torch.inf, torch.nan), torch.device(settings_of)
+    [found] = on_ranks(1, factors_of, values, device)
     assert found[0] == (1.0, True)
     assert all(factor != factor and not finite for factor, finite in found[1:])
 
@@ -134,7 +139,7 @@ def test_the_compiler_keeps_the_factor_of_a_loss_that_is_not_finite():
 def test_a_loss_of_another_shape_is_refused_in_a_compiled_step_too():
     objective = PATHS["ddpm v"].build(MODEL, LatentFacts(count=9, shape=(6, 6, 6), num_classes=10))
     with graphs_alone():
-        score = compile_score(scored, objective, ENABLED)
+        score = compile_score(scored, objective, ENABLED, CPU)
         loss = by_name(lambda predictions, _: predictions["x"].sum(), ("x",), 4)
         prediction = torch.ones(2, 4, 3, requires_grad=True)
         with pytest.raises(UserError, match=r"it must return one value per token, \[2, 4\]"):
@@ -144,7 +149,7 @@ def test_a_loss_of_another_shape_is_refused_in_a_compiled_step_too():
 def test_what_is_not_asked_for_stays_as_it_is():
     objective = SimpleNamespace(prepare=object(), modules=lambda: object())
     for config in (CompileConfig(), CompileConfig(enabled=True, objective=False)):
-        assert compile_prepare(objective, config) is objective.prepare
-        assert compile_score(scored, objective, config) is scored
+        assert compile_prepare(objective, config, CPU) is objective.prepare
+        assert compile_score(scored, objective, config, CPU) is scored
     # FSDP2 gathers its modules in hooks.
-    assert compile_score(scored, objective, ENABLED) is scored
+    assert compile_score(scored, objective, ENABLED, CPU) is scored

@@ -57,7 +57,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
     notes = float8.console_lines(parts.values(), plan.precision)
-    prepare = compile_prepare(objective, plan.compile)
+    prepare = compile_prepare(objective, plan.compile, device)
     return Built(executor, prepare, parameters, count, flops, notes)
 
 
@@ -151,7 +151,7 @@ def executor_of(
         ),
         device,
     )
-    executor.score = compile_score(executor.score, objective, plan.compile)
+    executor.score = compile_score(executor.score, objective, plan.compile, device)
     if mesh.sizes.cp > 1:
         dims = TokenDims.of(plan.spec, objective.token_targets)
         executor = SlicedExecutor(executor, mesh.axis("cp"), dims)
