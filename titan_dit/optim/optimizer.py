@@ -155,7 +155,9 @@ def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor) -> None:
         group["lr"] = lr * group["lr_factor"]
     optimizer.skip = skip
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for group in optimizer.param_groups:  # As `zero_grad`, which first opens a profiler's range.
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def optimizer_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, State]:
