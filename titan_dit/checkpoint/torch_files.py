@@ -51,7 +51,8 @@ class Properties(TensorProperties):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Leave out the fields of a later torch: 2.15 added strides, which no load reads."""
-        super().__setstate__(state[: len(dataclasses.fields(TensorProperties))])
+        known = len(dataclasses.fields(TensorProperties))
+        super().__setstate__(state[:known])  # type: ignore[no-untyped-call]
 
 
 class PlainUnpickler(pickle.Unpickler):

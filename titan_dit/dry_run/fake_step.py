@@ -209,7 +209,7 @@ class FakeRank:
             log.mark((p.grad for p in self.parameters.values()), StorageKind.GRADIENTS)
         with log.phase("optimizer", StorageKind.TEMPORARY):
             bad = ~clip_norm(self.parameters.values(), self.training.max_grad_norm).isfinite()
-            with HostReads():
+            with HostReads():  # type: ignore[no-untyped-call]
                 apply_gradients(self.optimizer, self.optimizer_config.lr, skip=bad)
             for state in self.optimizer.state.values():
                 log.mark(state.values(), StorageKind.OPTIMIZER)
