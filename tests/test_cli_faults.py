@@ -222,8 +222,11 @@ def test_replay_compiles_prepare_where_the_run_did(keys, finished, tmp_path, mon
     compiled = []
 
     def double(function, **_):
-        compiled.append(function.__name__)
-        return function
+        def call(*arguments):
+            compiled.append(function.__name__)
+            return function(*arguments)
+
+        return call
 
     monkeypatch.setattr(replay_command.compile, "check", lambda *_: None)
     monkeypatch.setattr(torch, "compile", double)
