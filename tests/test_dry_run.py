@@ -329,7 +329,7 @@ def test_the_script_starts_one_process(tmp_path):
 
 
 RECIPES = [(path.stem, ()) for path in sorted(CONFIG_DIR.glob("*.toml"))]
-RECIPES += [("dit_7b", TP4_PP4)]
+RECIPES += [("dit_7b", TP4_PP4), ("digits", ("--optimizer.fused", "false"))]
 LARGE = [
     ("dit_7b", (*TP4_PP4[:2], "--parallel.tp", "8", "--parallel.pp", "2")),
     ("dit_7b", (*TP4_PP4[:2], "--parallel.tp", "2", "--parallel.pp", "8")),
