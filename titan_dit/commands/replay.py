@@ -249,7 +249,7 @@ def rebuilt(
     if compiles(config.compile):
         try:
             compile.check(replace(config.compile, cuda_graphs=False), device)
-            built = replace(built, prepare=compile_prepare(objective, config.compile))
+            built = replace(built, prepare=compile_prepare(objective, config.compile, device))
         except UserError as error:
             console.say(f"inputs equal those of the run up to rounding only: {error}")
     if origin.weights:
