@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -120,15 +121,17 @@ def run(options: argparse.Namespace, began: float) -> None:
     pairs = summary_pairs(options, cells)
     worker, clock = Worker(serve, options), Clock(options.budget_s, began)
     try:
-        facts, tasks = worker.start()
+        facts, tasks = worker.start(clock.left_s)
         found = Findings(options.objective, cells, pairs, options.out, facts)
         found.starts_s = worker.starts_s
         found.save()
-        for task, row in work_off(tasks, worker.measure, clock, say, options.limit_s):
-            found.add(task, row)
+        try:
+            for task, row in work_off(tasks, worker.measure, clock, say, options.limit_s):
+                found.add(task, row)
+        finally:
+            found.show()
     finally:
         worker.stop()
-    found.show()
     if failed := [str(task) for task in tasks if found.has_failed(task)]:
         raise RuntimeError(f"failed (tracebacks above): {'; '.join(failed)}")
 
@@ -138,20 +141,27 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def interrupted(*_: object) -> None:
+    """SIGTERM, which a time limit sends, ends a run as Ctrl-C does: what it found is shown."""
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Check packages and device, then run."""
     began = time.monotonic()
     options = parse()
-    # Against fragmentation by changing sizes; torch reads it on import.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     wheelhouse.use(options.wheels)
     if complaint := wheelhouse.complaint():
         sys.exit(f"benchmarks/gpu.py: {complaint}")
     import torch
 
     from titan_dit.config.section import UserError
+    from titan_dit.launcher.allocator import expand_segments
     from titan_dit.launcher.failure import run_and_exit
+
+    # As a run does. The process that measures inherits it; rows with CUDA graphs unset it.
+    expand_segments(os.environ, cuda_graphs=False)
+    signal.signal(signal.SIGTERM, interrupted)
 
     def checked() -> None:
         if not options.tiny and not torch.cuda.is_available():

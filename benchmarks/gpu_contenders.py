@@ -22,6 +22,7 @@ from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
+from titan_dit.launcher import allocator
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.muon import MuonConfig
 from titan_dit.parallel.mesh import Mesh
@@ -159,9 +160,6 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_compiled_ends": partial(ours, compiled=True, ends=True),
 }
 """All contenders; gpu_plan.py has their order."""
-PLAIN: dict[str, str | None] = {
-    "PYTORCH_ALLOC_CONF": "expandable_segments:False",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
-}
+PLAIN: dict[str, str | None] = dict.fromkeys(allocator.SETTINGS, "expandable_segments:False")
 ENVIRONMENT = {"ours_compiled_plain_allocator": PLAIN, "ours_compiled_cuda_graphs": PLAIN}
 """Environment variables of a contender's process. A run leaves segments plain for CUDA graphs."""

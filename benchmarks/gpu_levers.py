@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from gpu_contenders import OBJECTIVES, Cell, Place
 from gpu_host import host_ms
@@ -24,6 +25,7 @@ from ours import learning, network, resident_batch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from titan_dit.data.shard_rows import RowFile, ShardRows
 from titan_dit.parallel.ring_blocks import joining
 from titan_dit.rng import SampleRNG
 
@@ -45,7 +47,9 @@ class Sizes:
 
 
 FULL = Sizes((24, 4096, 128), 4096, 2048, 131_072, 3)
-TINY = Sizes((2, 16, 8), 16, 8, 4096, 2)
+TINY = Sizes((2, 16, 8), 16, 32, 4096, 2)
+READ_BATCH, READ_S = 16, 1.0
+"""Rows of a batch that is read; no batch begins after so many seconds of a lap."""
 
 
 def jobs(cell: Cell, place: Place, sizes: Sizes) -> list[Job]:
@@ -175,42 +179,57 @@ def token_copies(cell: Cell, place: Place, _: Sizes) -> Variants:
 
 
 def reads(sizes: Sizes) -> Row:
-    """Milliseconds to read a file's rows in random order from the disk: mapped, or by pread.
+    """Milliseconds to read a file's rows in random order from the disk: mapped, or as runs do.
 
     The file is in the current folder: in memory, as /tmp can be, both would read no disk.
     """
-    order = random.Random(0).sample(range(sizes.rows), sizes.rows)
+    order = np.random.default_rng(0).permutation(sizes.rows)
+    found: dict[str, list[float]] = {"mapped": [], "preadv": []}
     with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
         block = os.urandom(sizes.row_bytes)
         for _ in range(sizes.rows):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        # Twice in turns: the medians of two laps.
-        found: dict[str, list[float]] = {"mapped": [], "pread": []}
+        # Twice in turns: the shorter of two laps.
         for _ in range(2):
-            for name, read in (("mapped", by_mapping), ("pread", by_pread)):
+            for name, opened in (("mapped", by_mapping), ("preadv", by_shard_rows)):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                began = time.perf_counter()
-                read(Path(file.name), order, sizes.row_bytes)
-                found[name].append(1e3 * (time.perf_counter() - began))
-    return {"ms": {name: round(min(laps), 3) for name, laps in found.items()}}
+                with opened(Path(file.name), sizes.row_bytes) as read:
+                    found[name].append(row_ms(read, order))
+    return {"ms": {name: round(sizes.rows * min(laps), 3) for name, laps in found.items()}}
 
 
-def by_mapping(path: Path, order: list[int], row_bytes: int) -> None:
-    """Copy rows out of a mapping for random access (MADV_RANDOM: no read-ahead)."""
+def row_ms(read: Callable[[np.ndarray], None], order: np.ndarray) -> float:
+    """Milliseconds per row, of as many batches as READ_S allows: pages one by one take minutes."""
+    began = time.perf_counter()
+    for end in range(READ_BATCH, len(order) + 1, READ_BATCH):
+        read(order[end - READ_BATCH : end])
+        if time.perf_counter() - began > READ_S:
+            break
+    return 1e3 * (time.perf_counter() - began) / end
+
+
+@contextmanager
+def by_mapping(path: Path, row_bytes: int) -> Iterator[Callable[[np.ndarray], None]]:
+    """Copies rows out of a mapping for random access (MADV_RANDOM: no read-ahead)."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         mapped.madvise(mmap.MADV_RANDOM)
-        for row in order:
-            mapped[row * row_bytes : (row + 1) * row_bytes]
+
+        def read(rows: np.ndarray) -> None:
+            for row in rows.tolist():
+                mapped[row * row_bytes : (row + 1) * row_bytes]
+
+        yield read
 
 
-def by_pread(path: Path, order: list[int], row_bytes: int) -> None:
-    """One read per row."""
-    buffer = bytearray(row_bytes)
-    with path.open("rb") as file:
-        for row in order:
-            os.preadv(file.fileno(), [buffer], row * row_bytes)
+@contextmanager
+def by_shard_rows(path: Path, row_bytes: int) -> Iterator[Callable[[np.ndarray], None]]:
+    """The reader of runs: the rows of a batch are requested before the first is waited for."""
+    status = path.stat()
+    reader = ShardRows([RowFile(path, 0, status.st_size, status.st_mtime_ns)], row_bytes)
+    out = memoryview(bytearray(READ_BATCH * row_bytes))
+    yield lambda rows: reader.read(np.zeros_like(rows), rows, out)
 
 
 def table(rows: list[Row]) -> list[Row]:

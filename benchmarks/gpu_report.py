@@ -17,6 +17,8 @@ from gpu_tokens import table as tokens_table
 from gpu_verdicts import Measured, verdicts
 from report import table, write
 
+from titan_dit.launcher.allocator import SETTINGS
+
 HOLDS = """A step: forward, backward, AdamW and one EMA of the weights, on a batch on the device;
 fp32 weights, moments and EMA, matrix products in bf16.
 plain: autocast, torch's default AdamW, EMA parameter by parameter.
@@ -26,9 +28,6 @@ FLOPs: our model's flops_per_sample, for all. MFU: of the data sheet's dense bf1
 the product measured here. Peak: allocated in the timed steps. First step: of the first round, with
 compilation (short with a warm compiler cache). Host ms: until a step's call returns, at most. Busy
 ms: in which a kernel ran, of one traced step; the rest of the step the device waits."""
-
-
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Findings:
@@ -88,7 +87,7 @@ class Findings:
                 self.out,
                 self.place,
                 objective=self.objective,
-                allocator={name: os.environ[name] for name in ALLOCATOR if name in os.environ},
+                allocator={name: os.environ[name] for name in SETTINGS if name in os.environ},
                 step=HOLDS,
                 ceilings=self.ceilings,
                 measured=self.measured,

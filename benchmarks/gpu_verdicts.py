@@ -224,8 +224,8 @@ FINDINGS = (
         "negligible",
     ),
     Finding(
-        "speed of pread over mapped rows",
-        lambda m: m.lever("reading", "mapped", "pread"),
+        "speed of preadv over mapped rows",
+        lambda m: m.lever("reading", "mapped", "preadv"),
         1.5,
         GAINS,
         NOTHING,

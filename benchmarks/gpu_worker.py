@@ -20,12 +20,14 @@ from typing import Any
 
 from gpu_queue import Row, Task
 
-START_S = 3600.0
-"""Limit of a start. Imports from a cold network disk take minutes, and nothing else can be done."""
 STOP_S = 10.0
 
 Serve = Callable[[Connection, Any], None]
 """(pipe, options): sends (facts, tasks), then a row for every (name, seconds left) it receives."""
+
+
+class NotStarted(RuntimeError):
+    """The process that measures died or hung before its first row."""
 
 
 class Worker:
@@ -40,8 +42,12 @@ class Worker:
         self.starts_s: list[float] = []
         """Seconds of each start."""
 
-    def start(self) -> tuple[Row, list[Task]]:
-        """Start the process; returns facts about the device, and the tasks in order."""
+    def start(self, left_s: float) -> tuple[Row, list[Task]]:
+        """Start the process; returns facts about the device, and the tasks in order.
+
+        Imports from a cold network disk take minutes: the limit is all that is left of the budget.
+        Raises `NotStarted`.
+        """
         began = time.monotonic()
         self.pipe, theirs = self.context.Pipe()
         self.process = self.context.Process(  # type: ignore[attr-defined]
@@ -50,34 +56,43 @@ class Worker:
         with variables(self.environment):
             self.process.start()
         theirs.close()
-        found = self.receive(START_S)
+        found = self.receive(max(0.0, left_s))
         if isinstance(found, str):
-            raise RuntimeError(f"the process that measures {found} before its first row")
+            self.stop()
+            raise NotStarted(f"the process that measures {found} before its first row")
         self.starts_s.append(round(time.monotonic() - began, 1))
         facts, tasks = found
         return facts, tasks
 
     def measure(self, task: Task, limit_s: float, left_s: float) -> Row:
-        """The row of a task; see `gpu_queue.Measure`."""
+        """The row of a task; see `gpu_queue.Measure`. A start and the row end within `left_s`."""
+        end = time.monotonic() + left_s
         if task.environment != self.environment:
             self.stop()
             self.environment = task.environment
         if self.process is None:
-            self.start()
-        self.pipe.send((str(task), left_s))
-        found = self.receive(limit_s)
+            try:
+                self.start(left_s)
+            except NotStarted as error:
+                return {"result": f"failed: {error}"}
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            return {"result": "not begun"}
+        found = self.receive(min(limit_s, left_s), (str(task), left_s))
         row: Row = {"result": f"failed: {found}"} if isinstance(found, str) else found
         if isinstance(found, str) or row["result"].startswith(("failed", "out of memory")):
             self.stop()
         return row
 
-    def receive(self, limit_s: float) -> Any:
-        """The next message, or in words what became of the process."""
+    def receive(self, limit_s: float, request: tuple[str, float] | None = None) -> Any:
+        """The answer to a request, or the first message; or in words what became of the process."""
         try:
+            if request is not None:
+                self.pipe.send(request)
             if self.pipe.poll(limit_s):
                 return self.pipe.recv()
             return f"gave no answer in {limit_s:.0f} s"
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # It has died, before the request or after it.
             self.process.join(STOP_S)
             return f"died with exit code {self.process.exitcode}"
 

@@ -3,6 +3,9 @@
 Uncompiled: the operators that a dispatch mode sees, without views and allocations. Compiled: the
 nodes of Inductor's schedule after fusion; each is a kernel or a library call. A foreach or fused
 call over all parameters counts once; on a GPU it is a few launches, by the number of elements.
+
+Where the code chooses by device it runs as on a GPU, with the GPU's settings of the compiler. But
+it is compiled for a CPU: a GPU's fusions differ here and there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from ours import MAX_GRAD_NORM, learning, network, of_one_prediction, resident_batch
+from ours import MAX_GRAD_NORM, learning, loss_of, network, resident_batch
 from report import finish
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,13 +26,13 @@ from titan_dit.config.operation import FaultsConfig
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
-from titan_dit.execution.base import loss_share
+from titan_dit.execution.base import scored
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.adamw import AdamWConfig
-from titan_dit.optim.ema import move_in_chunks
-from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.optim.ema import move_together
+from titan_dit.optim.gradient_norm import clip_factor, clip_norm, square_sum
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
-from titan_dit.parallel.compile_objective import compile_loss, compile_prepare
+from titan_dit.parallel.compile_objective import compile_prepare, compile_score
 from titan_dit.parallel.init import initialize
 from titan_dit.recovery.guard import Guard
 from titan_dit.rng import SampleRNG
@@ -57,7 +60,7 @@ SILENT = {
     "lift_fresh",
 }
 """Operators without a kernel."""
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -124,31 +127,21 @@ def of_objective(path: DiffusionConfig, config: DiTConfig, batch: int) -> dict[s
     values = config.token_shape[1] // config.channels * path.output_channels(config.channels)
     prediction = torch.randn(batch, config.token_shape[0], values, requires_grad=True)
 
-    def share_and_backward(compilation: CompileConfig) -> None:
-        loss = of_one_prediction(compile_loss(objective, compilation))
-        share = loss_share(loss(prediction, prepared.targets), prepared)
-        torch.autograd.backward(share, 1 + 0 * share.detach())
+    def score_and_backward(compilation: CompileConfig) -> None:
+        score = compile_score(scored, objective, compilation, GPU)
+        torch.autograd.backward(*score(loss_of(objective), prediction, prepared))
 
     eager, compiled = CompileConfig(), CompileConfig(enabled=True)
-    around = operators(lambda: share_of_one(prediction, prepared))
     return {
         f"{name}: prepare": [
-            operators(lambda: compile_prepare(objective, eager)(data, rng)),
-            kernels(lambda: compile_prepare(objective, compiled)(data, rng)),
+            operators(lambda: compile_prepare(objective, eager, GPU)(data, rng)),
+            kernels(lambda: compile_prepare(objective, compiled, GPU)(data, rng)),
         ],
         f"{name}: loss": [
-            operators(lambda: share_and_backward(eager)),
-            # What stays outside of the graph, and the graph.
-            around + kernels(lambda: share_and_backward(compiled)),
+            operators(lambda: score_and_backward(eager)),
+            kernels(lambda: score_and_backward(compiled)),
         ],
     }
-
-
-def share_of_one(prediction: Tensor, prepared: Any) -> None:
-    """The executor's part of the loss, and its backward."""
-    per_token = prediction.detach().mean(-1).requires_grad_()
-    share = loss_share(per_token, prepared)
-    torch.autograd.backward(share, 1 + 0 * share.detach())
 
 
 def of_ends(config: DiTConfig, batch: int) -> dict[str, list[int]]:
@@ -175,8 +168,20 @@ def of_ends(config: DiTConfig, batch: int) -> dict[str, list[int]]:
     return found
 
 
+def of_clip(config: DiTConfig) -> dict[str, list[int]]:
+    """Launches of clipping: uncompiled, as on a GPU with [compile]."""
+    parameters = list(network(config, RectifiedFlow()).to_empty(device=CPU).parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    norms = torch.ones(len(parameters))
+    eager = operators(lambda: clip_norm(parameters, MAX_GRAD_NORM))
+    scalars = operators(lambda: clip_factor(square_sum(norms, 1), MAX_GRAD_NORM))
+    compiled = kernels(lambda: clip_norm(parameters, MAX_GRAD_NORM, compiled=True))
+    return {"clip": [eager, eager - scalars + compiled]}
+
+
 def of_update(config: DiTConfig) -> dict[str, list[int]]:
-    """Calls after the gradients. They are not compiled."""
+    """Launches after clipping, as on a GPU. They are not compiled."""
     model = network(config, RectifiedFlow())
     initialize(model, model.initializers(), 0, CPU)
     parameters = list(model.parameters())
@@ -195,10 +200,9 @@ def of_update(config: DiTConfig) -> dict[str, list[int]]:
     averages = [w.clone() for w in weights]
 
     def average() -> None:
-        move_in_chunks(averages, weights, 0.1 * (1 - bad.float()))
+        move_together(averages, weights, 0.1, bad.float())
 
     counts = {
-        "clip": operators(lambda: clip_norm(parameters, MAX_GRAD_NORM)),
         "guard": operators(lambda: guard.check(1, 0, norm, norm)),
         "optimizer": operators(lambda: apply_gradients(optimizer, 1e-4, bad)),
         "EMA, as on a GPU": operators(average),
@@ -218,7 +222,7 @@ def main() -> None:
     found: dict[str, list[int]] = {}
     for path in (RectifiedFlow(), DDPM()):
         found |= of_objective(path, config, options.batch)
-    found |= of_ends(config, options.batch) | of_update(config)
+    found |= of_ends(config, options.batch) | of_clip(config) | of_update(config)
     rows = [
         {"part": name, "uncompiled": counts[0], "compiled": counts[1]}
         for name, counts in found.items()

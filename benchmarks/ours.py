@@ -30,7 +30,7 @@ from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel import compute_copies
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.compile_objective import Loss, compile_loss, compile_prepare
+from titan_dit.parallel.compile_objective import compile_prepare, compile_score
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.plans.dit import plan
@@ -66,15 +66,10 @@ def network(config: DiTConfig, path: DiffusionConfig) -> Model:
 
 def loss_of(objective: Objective) -> TokenLoss:
     """The objective's loss of a single prediction."""
-    return of_one_prediction(objective.loss)
-
-
-def of_one_prediction(loss: Loss) -> TokenLoss:
-    """Adapt a loss, perhaps a compiled one."""
 
     def adapted(output: Output, targets: Mapping[str, Tensor]) -> Tensor:
         assert isinstance(output, Tensor)
-        return loss({"prediction": output}, targets)
+        return objective.loss({"prediction": output}, targets)
 
     return adapted
 
@@ -118,8 +113,9 @@ def trainer_step(
     initialize(model, model.initializers(), 0, device)
     parameters = dict(model.named_parameters())
     randomize(local(parameters))
-    prepare = compile_prepare(objective, compilation)
-    executor = LocalExecutor(model, of_one_prediction(compile_loss(objective, compilation)), None)
+    prepare = compile_prepare(objective, compilation, device)
+    executor = LocalExecutor(model, loss_of(objective), None)
+    executor.score = compile_score(executor.score, objective, compilation, device)
     optimizer = build_optimizer(parameters, optimizer_config or AdamWConfig(), config.spec())
     ema = EMA(parameters, EMAConfig())
     ema.run_beside(optimizer)

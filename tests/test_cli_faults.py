@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 import sys
 import tempfile
@@ -206,3 +207,30 @@ def test_ranks_that_a_run_cannot_go_on_with_are_refused_and_nothing_is_overwritt
         assert done.returncode == 2, done.stdout + done.stderr
         assert words in done.stderr
     assert {path: path.stat().st_mtime_ns for path in cwd.rglob("*")} == before
+
+
+@pytest.mark.parametrize("keys", ["", "objective = true", "objective = false"])
+def test_replay_compiles_prepare_where_the_run_did(keys, finished, tmp_path, monkeypatch, capsys):
+    """A config of before the key `objective` means that nothing but the blocks was compiled."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for step in range(24, 61, 4):  # The next checkpoint would tell how the step was compiled.
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    written = (run / "config.toml").read_text()
+    table = f"[compile]\nenabled = true\n{keys}\n\n"
+    (run / "config.toml").write_text(re.sub(r"\[compile\].*?\n\n", table, written, flags=re.S))
+    compiled = []
+
+    def double(function, **_):
+        def call(*arguments):
+            compiled.append(function.__name__)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(replay_command.compile, "check", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", double)
+    replay_command.main(replay_command.Options(run=str(run), step=21, show=16, device="cpu"))
+    assert compiled == (["prepare"] if "true" in keys else [])
+    losses = [float(loss) for loss in re.findall(r"  loss (\S+)", capsys.readouterr().out)]
+    assert sum(losses) / 16 == pytest.approx(metrics(run)[20]["loss"], rel=1e-4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import tiny_config
 
+from titan_dit.config.layout import CompileConfig
 from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.opening import Opened
@@ -34,6 +35,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
     trainer = SimpleNamespace(
         config=SimpleNamespace(
             job=SimpleNamespace(seed=7),
+            compile=CompileConfig(),
             lr_schedule=schedule,
             optimizer=SimpleNamespace(lr=1.0),
             training=SimpleNamespace(steps=100, max_grad_norm=0.0),

@@ -202,8 +202,7 @@ class Trainer:
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
         """One optimizer step; return (this rank's share of the loss, gradient norm, lr).
 
-        No host-device synchronisation with the fused AdamW. A bad step (see `Guard`) changes
-        neither weights nor averages on any rank.
+        No host-device synchronisation with the fused AdamW. A bad step changes nothing (`Guard`).
         """
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
@@ -212,7 +211,8 @@ class Trainer:
         lr = learning_rate(*rates, self.step, config.training.steps)
         with self.profile.mark(OPTIMIZER):
             clipping = config.training.max_grad_norm, self.stop.flag()
-            grad_norm = clip_norm(self.parameters.values(), *clipping)
+            fuses = config.compile.enabled and loss.is_cuda
+            grad_norm = clip_norm(self.parameters.values(), *clipping, compiled=fuses)
             bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
             apply_gradients(self.optimizer, lr, skip=bad)
             self.ema.update(self.step, skip=bad)

@@ -51,7 +51,7 @@ def test_every_kind_of_row_is_measured_with_torch_torchao_and_two_small_packages
     assert verdicts["a step of ours_compiled runs"] == "yes"
     assert verdicts["a step of ours_compiled_cudnn runs"].startswith("not measured: [precision]")
     assert verdicts["speed of compiled joins in that ring"] == "not measured"  # No 16k tokens.
-    assert verdicts["speed of pread over mapped rows"] in ("a gain", "no gain")
+    assert verdicts["speed of preadv over mapped rows"] in ("a gain", "no gain")
     assert len(report["starts_s"]) == 1
     # Each timed step is a lap of its own, and the table has their median.
     shown = {row["contender"]: row for row in report["rows"]}

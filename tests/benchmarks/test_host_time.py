@@ -1,5 +1,7 @@
 """The parts of a step that benchmarks/host_time.py and launches.py tell apart."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,4 +64,16 @@ def test_the_update_of_the_weights_is_a_few_calls_whatever_the_layers():
     sizes = {"hidden": 8, "heads": 2, "patch": 2, "latent_size": 4, "channels": 1}
     found = [of_update(DiTConfig(**sizes, layers=n, num_classes=3)) for n in (1, 3)]
     assert found[0] == found[1]
-    assert sum(counts[0] for counts in found[0].values()) <= 40
+    assert sum(counts[0] for counts in found[0].values()) <= 10
+
+
+@pytest.mark.long
+@pytest.mark.compiler
+def test_a_compiled_step_has_at_most_60_launches_outside_the_blocks(tmp_path):
+    # In a process of its own: the compiler cannot trace the checks of types that tests install.
+    out = tmp_path / "launches.json"
+    script = Path(__file__).parents[2] / "benchmarks" / "launches.py"
+    subprocess.run([sys.executable, script, "--out", out], check=True, capture_output=True)
+    rows = {row["part"]: row["compiled"] for row in json.loads(out.read_text())["rows"]}
+    for objective in ("rectified_flow", "ddpm"):
+        assert rows[f"{objective}: all, with [compile] ends"] <= 60, rows

@@ -1,7 +1,9 @@
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from titan_dit.checkpoint import checkpoint, store, torch_files
 from titan_dit.checkpoint.checkpoint import load, read_record
@@ -270,3 +272,18 @@ def test_only_tensors_of_a_device_are_copied_ahead(tmp_path):
     assert (
         torch_files.Writer(tmp_path, on_cpu=False).per_thread_copy_ahead == torch_files.COPIED_AHEAD
     )
+
+
+@pytest.mark.parametrize("num_fields", [5, 6, 7])
+def test_metadata_of_another_torch_is_read(saved, monkeypatch, num_fields):
+    """torch 2.15 added a sixth property of tensors."""
+    fields = (*TensorProperties().__getstate__(), (1,), "later")[:num_fields]
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorProperties, "__getstate__", lambda _: fields)
+        metadata = torch_files.Reader(saved).read_metadata()
+        for entry in metadata.state_dict_metadata.values():
+            entry.properties = TensorProperties(torch.float32)
+        (saved / torch_files.METADATA).write_bytes(pickle.dumps(metadata))
+    found = torch_files.Reader(saved).read_metadata().state_dict_metadata
+    assert found.keys() == metadata.state_dict_metadata.keys()
+    assert {entry.properties.dtype for entry in found.values()} == {torch.float32}

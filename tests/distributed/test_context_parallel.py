@@ -192,7 +192,7 @@ def positions_of_the_first_slice(model):
     original = model.embed.forward
 
     def forward(inputs, static):
-        first = static["positions"] - static["positions"][:1]
+        first = model.config.static(torch.device("cpu"))["positions"][: len(static["positions"])]
         return original(inputs, {"positions": first})
 
     model.embed.forward = forward

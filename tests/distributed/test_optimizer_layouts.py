@@ -39,14 +39,15 @@ STEPS = 3
 
 
 def trained(world, parallel, pipeline, optimizer):
-    """Every tensor after some steps, whole, and which names have an optimizer's state."""
+    """Weights before and after some steps, averages and optimizer's states; all whole."""
     config = tiny_config(
         model={"layers": 4},
         parallel=parallel,
         pipeline=pipeline,
         optimizer=optimizer,
         training={"microbatch_size": 2},
-        remat={"mode": "full" if "tp" in parallel else "none"},
+        # A split backward does not recompute blocks.
+        remat={"mode": "full" if "tp" in parallel and "pp" not in parallel else "none"},
     )
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
@@ -58,11 +59,42 @@ def trained(world, parallel, pipeline, optimizer):
     tensors = trainer.tensors()
     found = {name: whole(p) for name, p in tensors["model"].items()}
     average = {name: whole(p) for name, p in tensors["ema"]["0.9"].items()}
-    return before, found, average, set(tensors["optimizer"])
+    return before, found, average, states_of(trainer)
+
+
+def states_of(trainer):
+    """The optimizer's tensors, whole, by parameter and key."""
+    named = trainer.tensors()["optimizer"].items()
+    return {name: {key: whole(value) for key, value in state.items()} for name, state in named}
 
 
 def all_cases(world, cases):
     return [trained(world, *case) for case in cases]
+
+
+def moved(world, folder):
+    """States of Muon, whole: saved over dp_shard 2, loaded over tp 2, and before that."""
+    found = []
+    for parallel in (DP, TP):
+        config = tiny_config(parallel=parallel, optimizer=MUON, job={"dir": folder})
+        trainer = Trainer(config, world)
+        if parallel is DP:
+            randomize(trainer.parameters)  # Gates of 0 would leave most momenta at 0.
+            trainer.open_run_directory()
+            batches = trainer.batches()
+            for trainer.step in (1, 2):
+                trainer.train_step(next(batches))
+            trainer.save()
+            trainer.checkpoints.finish()
+        else:
+            found.append(states_of(trainer))
+            trainer.resume()
+        found.append(states_of(trainer))
+    return found
+
+
+def all_and_moved(world, cases, folder):
+    return all_cases(world, cases), moved(world, folder) if world.size == 2 else None
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +103,60 @@ def references():
     return on_ranks(1, all_cases, kinds)[0]
 
 
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """By number of ranks, what every rank found in CASES, and what was loaded in another layout."""
+    folder = str(tmp_path_factory.mktemp("moved"))
+    return {size: on_ranks(size, all_and_moved, cases, folder) for size, cases in CASES.items()}
+
+
 @pytest.mark.parametrize("num_ranks", CASES)
-def test_steps_are_those_of_one_process(num_ranks, references):
-    by_rank = on_ranks(num_ranks, all_cases, CASES[num_ranks])
-    for number, (parallel, _, optimizer) in enumerate(CASES[num_ranks]):
+def test_steps_are_those_of_one_process(num_ranks, references, launched):
+    check_steps([found for found, _ in launched[num_ranks]], CASES[num_ranks], references)
+
+
+def test_replicas_have_the_same_weights_and_states_to_the_bit(launched):
+    """Each rank has gathered those of its own replica."""
+    number = [parallel for parallel, *_ in CASES[4]].index(HSDP)
+    (_, weights, _, states), *others = [found[number] for found, _ in launched[4]]
+    assert len(others) == 3
+    assert any("momentum_buffer" in state for state in states.values())
+    for _, other_weights, _, other_states in others:
+        for name, values in weights.items():
+            assert torch.equal(other_weights[name], values), name
+        for name, state in states.items():
+            for key, values in state.items():
+                assert torch.equal(other_states[name][key], values), (name, key)
+
+
+def test_momentum_is_saved_over_dp_shard_and_loaded_over_tp_to_the_bit(launched):
+    for _, (saved, before, loaded) in launched[2]:
+        assert saved.keys() == loaded.keys()
+        momenta = [name for name, state in saved.items() if "momentum_buffer" in state]
+        assert len(momenta) == 3 * 5
+        for name, state in saved.items():
+            for key, values in state.items():
+                assert not before[name][key].any()
+                assert torch.equal(loaded[name][key], values), (name, key)
+        assert all(saved[name]["momentum_buffer"].any() for name in momenta)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", LONG)
+def test_steps_of_muon_and_groups_are_those_of_one_process_in_every_layout(num_ranks, references):
+    cases = [(*layout, GROUPED) for layout in layouts(num_ranks)]
+    check_steps(on_ranks(num_ranks, all_cases, cases), cases, references)
+
+
+def layouts(num_ranks):
+    """([parallel], [pipeline]) of all cases, each once."""
+    found = LONG.get(num_ranks, []) + [case[:2] for case in CASES.get(num_ranks, [])]
+    return [layout for i, layout in enumerate(found) if layout not in found[:i]]
+
+
+def check_steps(by_rank, cases, references):
+    """That weights are within 1e-5 of one process, and frozen ones have not moved."""
+    for number, (parallel, _, optimizer) in enumerate(cases):
         _, expected, *_ = references[[MUON, GROUPED, LION].index(optimizer)]
         seen, frozen = {}, set(frozen_of(expected) if optimizer is GROUPED else ())
         for ranks in by_rank:
@@ -109,16 +191,17 @@ def test_frozen_parameters_stay_and_have_no_state(references):
             assert torch.equal(average[name], values), name
 
 
-def digits(world, layouts):
+def digits(world, cases):
     """The mean loss of the first and the last ten steps."""
     found = []
-    for parallel, pipeline in layouts:
+    for parallel, pipeline in cases:
+        size = {"microbatch_size": 4} if "pp" in parallel else {}
         config = tiny_config(
             model={"layers": 4},
             parallel=parallel,
             pipeline=pipeline,
             optimizer={"name": "muon", "lr": 3e-3},
-            training={"steps": 60, "global_batch_size": 32, "microbatch_size": 4},
+            training={"steps": 60, "global_batch_size": 32} | size,
         )
         trainer = Trainer(config, world)
         losses, batches = [], trainer.batches()
@@ -131,7 +214,9 @@ def digits(world, layouts):
 
 @pytest.mark.long
 def test_muon_trains_digits_in_every_layout():
-    for num_ranks, layouts in {**LONG, 1: [({}, {})]}.items():
-        cases = layouts + [case[:2] for case in CASES.get(num_ranks, [])]
-        for (first, last), case in zip(on_ranks(num_ranks, digits, cases)[0], cases, strict=True):
-            assert last < 0.6 * first, case
+    [[alone]] = on_ranks(1, digits, [({}, {})])
+    assert alone[1] < 0.6 * alone[0]
+    for num_ranks in LONG:
+        cases = layouts(num_ranks)
+        for losses, case in zip(on_ranks(num_ranks, digits, cases)[0], cases, strict=True):
+            assert losses == pytest.approx(alone, rel=0.02), case

@@ -6,7 +6,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from titan_dit.execution.build import shapes_of
-from titan_dit.execution.pipelined import share_of
+from titan_dit.execution.pipelined import with_factor
 
 KEYWORD = "side."
 
@@ -76,7 +76,9 @@ def gradients_in_torch(trainer, own_order=False):
     prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
     parts = list(prepared.microbatches(plan.microbatch_size))
     runtime.losses = {}
-    runtime.share = lambda output, number: share_of(executor.loss, output, parts[number])
+    runtime.share = lambda output, number: with_factor(
+        *executor.score(executor.loss, output, parts[number])
+    )
     for stage in stages:
         stage.has_backward = True
         stage.clear_runtime_states()

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from titan_dit.config.section import UserError
-from titan_dit.execution.pipelined import share_of
+from titan_dit.execution.base import scored
+from titan_dit.execution.pipelined import with_factor
 from titan_dit.execution.stage import Stage
 from titan_dit.objectives.base import Prepared
 
@@ -107,5 +108,5 @@ def test_a_loss_that_is_not_finite_shows_in_the_gradients(bad):
     def loss(prediction, targets):
         return (prediction - targets["velocity"]).abs().mean(-1)
 
-    share_of(loss, prediction, part).backward()
+    with_factor(*scored(loss, prediction, part)).backward()
     assert not prediction.grad.isfinite().any()

@@ -85,9 +85,13 @@ def test_what_a_checkpoint_needs_is_looked_for_at_the_start(monkeypatch, owner, 
         torch_parts.check(profiles_memory=False, rings=False)
 
 
-def test_undocumented_methods_of_a_checkpoint_are_looked_for_at_the_start(monkeypatch):
-    monkeypatch.setattr(filesystem, "FileSystem", Old)
-    with pytest.raises(UserError, match=r"Old\.create_stream, which titan_dit/checkpoint/torch"):
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [("FileSystem", "create_stream"), ("FileSystemWriter", "set_up_storage_writer")],
+)
+def test_undocumented_methods_of_a_checkpoint_are_looked_for_at_the_start(monkeypatch, owner, name):
+    monkeypatch.setattr(filesystem, owner, Old)
+    with pytest.raises(UserError, match=rf"Old\.{name}, which titan_dit/checkpoint/torch_files"):
         torch_parts.check(profiles_memory=False, rings=False)
 
 

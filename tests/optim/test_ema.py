@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from titan_dit.config.training import EMAConfig
-from titan_dit.optim import ema as module
-from titan_dit.optim.ema import EMA, move_in_chunks, move_one_by_one
+from titan_dit.optim.ema import EMA, move_one_by_one, move_together
 
 GO, SKIP = torch.tensor(False), torch.tensor(True)
 
@@ -155,35 +154,35 @@ def test_on_a_cpu_nothing_runs_beside():
         torch.testing.assert_close(average, (before[name] + parameters[name].detach()) / 2)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 12, 17, 2**25])
-@pytest.mark.parametrize("share", [0.0, 1e-4, 0.3, 0.8])
-def test_averages_move_alike_in_chunks_of_any_size(monkeypatch, chunk, share):
-    monkeypatch.setattr(module, "CHUNK", chunk)
-    targets = [p.detach() for p in weights().values()]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.3, 0.8, 1.0])
+def test_averages_move_alike_in_one_call(dtype, share):
+    targets = [p.detach().to(dtype) for p in weights().values()]
+    targets += [torch.randn(0, 3), torch.randn(2, 70_000), torch.randn(3).to(dtype)]
     before = [torch.randn_like(t) for t in targets]
-    found = []
-    for move in (move_one_by_one, move_in_chunks):
-        averages = [t.clone() for t in before]
-        move(averages, targets, torch.tensor(share))
-        found.append(averages)
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
-    if not share:
-        assert all(map(torch.equal, found[1], before))
+    kept = [t.clone() for t in targets]
+    for skipped in (torch.zeros(()), torch.ones(())):
+        found = []
+        for move in (move_one_by_one, move_together):
+            averages = [t.clone() for t in before]
+            move(averages, targets, share, skipped)
+            found.append(averages)
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+        if skipped or not share:
+            assert all(map(torch.equal, found[1], before))
+        assert all(map(torch.equal, targets, kept))
 
 
-def test_a_chunk_holds_whole_tensors_and_bounds_the_temporary_memory(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 8)
-    sizes = [3, 5, 1, 20, 2, 6, 1]
-    averages = [torch.zeros(size) for size in sizes]
-    found = list(module.chunks(averages, averages))
-    assert [[t.numel() for t in some] for some, _ in found] == [[3, 5], [1], [20], [2, 6], [1]]
-    assert all(some == targets for some, targets in found)
-    assert list(module.chunks([], [])) == []
+def test_a_step_that_is_not_finite_leaves_averages_moved_together_to_the_bit():
+    bad, average = torch.full((3,), torch.nan), torch.randn(3)
+    before = average.clone()
+    move_together([average], [bad], 0.5, torch.ones(()))
+    assert torch.equal(average, before)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_moves_the_averages_in_chunks():
+def test_a_gpu_moves_the_averages_in_one_launch():
     parameters = {name: nn.Parameter(p.detach().cuda()) for name, p in weights().items()}
     ema = EMA(parameters, EMAConfig(decays=(0.9,), warmup=False))
     expected = {name: p.detach().clone() for name, p in parameters.items()}
@@ -193,8 +192,9 @@ def test_a_gpu_moves_the_averages_in_chunks():
     move_one_by_one(
         [*expected.values()],
         [p.detach() for p in parameters.values()],
-        torch.tensor(0.1, device="cuda"),
+        0.1,
+        torch.zeros((), device="cuda"),
     )
     for name, average in ema.averages["0.9"].items():
         torch.testing.assert_close(average, expected[name])
-    assert sum("multi_tensor" in event.name for event in trace.events()) == 3
+    assert sum("multi_tensor" in event.name for event in trace.events()) == 1

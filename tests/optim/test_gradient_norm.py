@@ -2,9 +2,20 @@ import math
 
 import pytest
 import torch
+from tiny import graphs_alone
 from torch import nn
 
-from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.optim.gradient_norm import clip_norm, compile_scalars
+from titan_dit.parallel.compile import num_graphs
+
+
+@pytest.fixture
+def compiled_anew():
+    torch._dynamo.reset()
+    compile_scalars.cache_clear()
+    with graphs_alone():
+        yield
+    compile_scalars.cache_clear()
 
 
 def parameters_with(*gradients):
@@ -43,3 +54,24 @@ def test_parameters_without_a_gradient_are_left_out():
     parameters = [*parameters_with([3.0, 4.0]), nn.Parameter(torch.ones(2))]
     assert clip_norm(parameters, 1.0).item() == pytest.approx(5)
     assert parameters[1].grad is None
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.parametrize("max_norm", [0.0, 0.3, 1.0, 1e3])
+def test_compiled_scalars_are_those_of_the_formula(max_norm):
+    drawn = torch.Generator().manual_seed(0)
+    values = [torch.randn(n, generator=drawn).tolist() for n in (1, 7, 30)]
+    found = []
+    for compiled in (False, True):
+        parameters = parameters_with(*values)
+        norm = clip_norm(parameters, max_norm, compiled=compiled)
+        found.append([norm, *(p.grad for p in parameters)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_the_scalars_take_two_graphs_in_all_steps_together():
+    start = num_graphs()
+    for _ in range(3):
+        clip_norm(parameters_with([3.0, 0.0], [0.0, 4.0]), 1.0, compiled=True)
+    assert num_graphs() - start == 2

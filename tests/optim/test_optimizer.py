@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.config.section import UserError
+from titan_dit.optim.adamw import AdamW, AdamWConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 
 GO, SKIP = torch.tensor(False), torch.tensor(True)
@@ -138,3 +139,20 @@ def test_filling_the_tensors_moves_the_state_to_another_optimizer(fused):
         apply_gradients(its_optimizer, 0.02, skip=GO)
     for name, values in snapshot(optimizer, parameters).items():
         assert torch.equal(snapshot(resumed, others)[name], values), name
+
+
+class WithFactors(AdamW):
+    """A state that is equal on all ranks, and not of its parameter's shape."""
+
+    def new_states(self, weights, group):
+        states = super().new_states(weights, group)
+        return [state | {"factor": torch.ones(3)} for state in states]
+
+
+def test_a_state_that_is_no_shard_must_be_named():
+    groups = AdamWConfig().grouped(weights())
+    with pytest.raises(UserError, match=r"WithFactors: the state factor has the shape \[3\]"):
+        WithFactors(groups, AdamWConfig().defaults)
+    named = type("Named", (WithFactors,), {"whole_states": (*AdamW.whole_states, "factor")})
+    made = named(groups, AdamWConfig().defaults)
+    assert all("factor" in state for state in made.state.values())

@@ -1,6 +1,7 @@
 """[parallel] async_tp: torch's compiler finds every collective of a block beside a product."""
 
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from tiny import inputs_of, tiny_config
 from torch import fx
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from unchecked import unchecked
 
 from titan_dit.dry_run.fake_step import fake_world
@@ -15,6 +18,7 @@ from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import async_tp, tensor
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
+from titan_dit.parallel.token_order import TokenFirst
 
 
 def fused(graph):
@@ -80,6 +84,44 @@ def test_every_gather_and_reduction_of_a_block_is_fused_with_its_product(samples
 
 def test_with_biases_in_the_products_forward_has_nothing_to_fuse():
     assert fused_in_a_block(False, 4)["forward"] == {}
+
+
+class Own(RowwiseParallel):
+    """A user's style."""
+
+
+USERS = {
+    "as here": (TokenFirst(RowwiseParallel(output_layouts=Shard(0))), True),
+    "samples first in memory": (RowwiseParallel(output_layouts=Shard(1)), True),
+    "DTensors": (RowwiseParallel(output_layouts=Shard(1), use_local_output=False), False),
+    "sharded samples": (RowwiseParallel(output_layouts=Shard(0)), False),
+    "sharded channels": (RowwiseParallel(output_layouts=Shard(-1)), False),
+    "whole tokens": (RowwiseParallel(), False),
+    "a subclass": (Own(output_layouts=Shard(1)), False),
+    "by column": (ColwiseParallel(input_layouts=Shard(1)), True),
+    "by column, DTensors": (ColwiseParallel(input_layouts=Shard(1), use_local_output=False), False),
+    "by column, whole tokens": (ColwiseParallel(), False),
+}
+
+
+@pytest.mark.parametrize("case", USERS)
+def test_the_biases_of_a_users_plan_are_taken_out_of_local_tokens_only(case):
+    style, taken = USERS[case]
+    config = tiny_config(model={"layers": 1}).model
+    with fake_world(0, 2), unchecked():
+        mesh = Mesh(AxisSizes(tp=2), "cpu").axis("tp")
+        model = config.build(1)
+        users = replace(plan(True), block=plan(True).block | {"mlp.down": style})
+        tensor.shard(model, mesh, users)
+        layer = model.blocks["0"].mlp.down
+        async_tp.take_biases_out(model, users)
+        assert (layer.product is not TokenLinear.product) == taken
+        # This rank's half of what the layer is given: of the channels, or of the tokens.
+        size = (2, 2, config.hidden * 4) if "column" in case else (2, 4, config.hidden * 2)
+        if case == "by column, whole tokens":
+            size = (2, 4, config.hidden * 4)
+        layer(torch.randn(size)).sum().backward()
+        assert layer.bias.grad is not None
 
 
 def test_without_async_tp_products_keep_their_biases():

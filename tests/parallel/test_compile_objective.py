@@ -9,16 +9,20 @@ from harness import on_ranks
 from tiny import graphs_alone
 
 from titan_dit.config.layout import CompileConfig
+from titan_dit.config.section import UserError
 from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.execution.base import by_name, scored
 from titan_dit.models.dit import DiTConfig
+from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.compile import num_graphs
-from titan_dit.parallel.compile_objective import compile_loss, compile_prepare
+from titan_dit.parallel.compile_objective import compile_prepare, compile_score
 from titan_dit.rng import SampleRNG
 
 ENABLED = CompileConfig(enabled=True)
+CPU = torch.device("cpu")
 MODEL = DiTConfig(hidden=8, layers=1, heads=2, patch=2, latent_size=6, channels=3, num_classes=10)
 PATHS = {
     "rectified flow": RectifiedFlow(shift=3.0),
@@ -45,8 +49,9 @@ def both(how):
         objective = path.build(MODEL, facts)
         start, differences, graphs = num_graphs(), {}, []
         with how():
-            prepare = compile_prepare(objective, ENABLED)
-            loss = compile_loss(objective, ENABLED)
+            prepare = compile_prepare(objective, ENABLED, CPU)
+            compiled = compile_score(scored, objective, ENABLED, CPU)
+            loss = by_name(objective.loss, ("prediction",), 9)
             for first in (0, 2**33, 77):
                 batch = batch_of(5, first)
                 rng = SampleRNG(3, batch.sample_numbers)
@@ -59,31 +64,26 @@ def both(how):
                     for key, value in tensors.items()
                 }
                 graphs.append(num_graphs() - start)
-                for rows in (5, 3) if first == 77 else (5,):
-                    score(path, objective, loss, plain, rows, first, differences, graphs, start)
+                results = [score(path, f, loss, plain, first) for f in (compiled, scored)]
+                differences |= {(first, key): value for key, value in compare(*results)}
+                graphs.append(num_graphs() - start)
         found[name] = differences, graphs
     return found
 
 
-def score(path, objective, loss, prepared, rows, first, differences, graphs, start):
-    """Values and gradients of the loss; with fewer rows than in training, without gradients."""
-    part = prepared.select(slice(rows))
+def score(path, function, loss, prepared, seed):
+    """The share of the loss, the factor of its gradient, and the prediction's gradient."""
     values = 4 * path.output_channels(MODEL.channels)
-    drawn = torch.randn(rows, 9, values, generator=torch.Generator().manual_seed(rows))
-    results = []
-    for function in (loss, objective.loss):
-        given = {"prediction": drawn.clone().requires_grad_(rows == 5)}
-        with torch.set_grad_enabled(rows == 5):
-            value = function(given, part.targets)
-        if rows == 5:
-            value.square().sum().backward()
-        results.append((value.detach(), given["prediction"].grad))
-    (value, gradient), (wanted, wanted_gradient) = results
-    differences[first, rows, "loss"] = ((value - wanted) / wanted).abs().max().item()
-    if rows == 5:
-        scale = wanted_gradient.abs().max()
-        differences[first, "gradient"] = ((gradient - wanted_gradient).abs().max() / scale).item()
-    graphs.append(num_graphs() - start)
+    drawn = torch.randn(5, 9, values, generator=torch.Generator().manual_seed(seed % 1000))
+    share, factor = function(loss, drawn.requires_grad_(), prepared)
+    torch.autograd.backward(share, factor)
+    return share.detach(), factor, drawn.grad
+
+
+def compare(ours, wanted):
+    """The largest relative differences."""
+    for key, mine, its in zip(("loss", "factor", "gradient"), ours, wanted, strict=True):
+        yield key, ((mine - its).abs().max() / its.abs().max()).item()
 
 
 TO_THE_END = [pytest.mark.long, pytest.mark.compiler]
@@ -100,18 +100,56 @@ def test_a_compiled_objective_draws_and_scores_alike_with_one_graph_for_each(how
     [results] = on_ranks(1, alone, how)
     assert results.keys() == PATHS.keys()
     for name, (differences, graphs) in results.items():
-        # prepare, loss; the next batches and a validation of another size compile nothing.
-        assert graphs == [1, 2, 2, 2, 2, 2, 2], name
+        # prepare, loss; the next batches compile nothing.
+        assert graphs == [1, 2, 2, 2, 2, 2], name
         for key, difference in differences.items():
-            exact = key[-1] in ("labels", "step")
+            exact = key[-1] in ("labels", "step", "factor")
             limit = 0 if exact else 1e-3 if key[-1] == "timestep" else 1e-5
             assert difference <= limit, (name, key)
 
 
+def factors_of(world, values, device):
+    """The factor of a compiled loss of each value, and whether its gradient is finite."""
+
+    def own(prediction, targets):
+        return (prediction - targets["x"]).abs().mean(-1)
+
+    score = compile_score(
+        scored, SimpleNamespace(constants=(), modules=lambda: None), ENABLED, device
+    )
+    found = []
+    for value in values:
+        target, prediction = torch.full((2, 4, 3), value), torch.ones(2, 4, 3, requires_grad=True)
+        share, factor = score(own, prediction, Prepared({}, {"x": target}, torch.ones(2), 8.0))
+        torch.autograd.backward(share, factor)
+        found.append((factor.item(), prediction.grad.isfinite().all().item()))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.compiler
+@pytest.mark.parametrize("settings_of", ["cpu", "cuda"])
+def test_the_compiler_keeps_the_factor_of_a_loss_that_is_not_finite(settings_of):
+    values, device = (0.0, torch.inf, torch.nan), torch.device(settings_of)
+    [found] = on_ranks(1, factors_of, values, device)
+    assert found[0] == (1.0, True)
+    assert all(factor != factor and not finite for factor, finite in found[1:])
+
+
+def test_a_loss_of_another_shape_is_refused_in_a_compiled_step_too():
+    objective = PATHS["ddpm v"].build(MODEL, LatentFacts(count=9, shape=(6, 6, 6), num_classes=10))
+    with graphs_alone():
+        score = compile_score(scored, objective, ENABLED, CPU)
+        loss = by_name(lambda predictions, _: predictions["x"].sum(), ("x",), 4)
+        prediction = torch.ones(2, 4, 3, requires_grad=True)
+        with pytest.raises(UserError, match=r"it must return one value per token, \[2, 4\]"):
+            score(loss, prediction, Prepared({}, {}, torch.ones(2), 8.0))
+
+
 def test_what_is_not_asked_for_stays_as_it_is():
-    objective = SimpleNamespace(prepare=object(), loss=object(), modules=lambda: object())
+    objective = SimpleNamespace(prepare=object(), modules=lambda: object())
     for config in (CompileConfig(), CompileConfig(enabled=True, objective=False)):
-        assert compile_prepare(objective, config) is objective.prepare
-        assert compile_loss(objective, config) is objective.loss
+        assert compile_prepare(objective, config, CPU) is objective.prepare
+        assert compile_score(scored, objective, config, CPU) is scored
     # FSDP2 gathers its modules in hooks.
-    assert compile_loss(objective, ENABLED) is objective.loss
+    assert compile_score(scored, objective, ENABLED, CPU) is scored

@@ -5,6 +5,7 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.config.config_file import BEFORE_FORMAT_4
 from titan_dit.config.job import NEW_RUN, RunConfig
 from titan_dit.config.operation import CheckpointConfig
+from titan_dit.recovery import resume
 from titan_dit.recovery.kept_keys import settled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -89,3 +90,20 @@ def test_before_the_first_checkpoint_the_written_config_decides(tmp_path):
     # Without a row of metrics it has not begun.
     write_config(tmp_path, "format = 3\n", rows="")
     assert kept(tmp_path) == NEW
+
+
+def lines(saved, **now):
+    config = {"compile": {"enabled": True, "objective": True} | now}
+    return list(resume.lines_of_new_keys({"config": saved}, resume.Identity(config, {}, 0)))
+
+
+def test_a_compiled_run_of_before_the_key_objective_is_told_that_it_is_new():
+    [line] = lines({"compile": {"enabled": True}})
+    assert line.startswith("[compile] objective=true is new in this run")
+    assert "--compile.objective false" in line
+    assert lines({"compile": {"enabled": True}}, objective=False) == []
+    assert lines({"compile": {"enabled": True}}, enabled=False) == []
+    assert lines({"compile": {"enabled": True, "objective": True}}) == []
+    # Not compiled before, or imported weights: no last bits to compare with.
+    assert lines({"compile": {"enabled": False}}) == []
+    assert lines({}) == []

@@ -6,6 +6,7 @@ Checkpoints are shared between people. torch loads tensors with weights_only but
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -45,12 +46,23 @@ PLAIN = {
 """Globals allowed in DCP metadata, besides its own classes and dtypes."""
 
 
+class Properties(TensorProperties):
+    """A tensor's properties, as any supported torch pickles them."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Leave out the fields of a later torch: 2.15 added strides, which no load reads."""
+        known = len(dataclasses.fields(TensorProperties))
+        super().__setstate__(state[:known])  # type: ignore[no-untyped-call]
+
+
 class PlainUnpickler(pickle.Unpickler):
     """An unpickler restricted to the classes of DCP metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed global; raise UnpicklingError for any other."""
         own = module == "torch.distributed.checkpoint.metadata" and "." not in name
+        if own and name == "TensorProperties":
+            return Properties
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if own or is_dtype or (module, name) in PLAIN:
             return super().find_class(module, name)

@@ -24,6 +24,8 @@ def check(*, profiles_memory: bool, rings: bool) -> None:
     require("checkpoint/staging.py", torch, "_foreach_copy_")
     parts = "create_stream", "init_path"
     require("checkpoint/torch_files.py", filesystem.FileSystem, *parts)
+    writing = "set_up_storage_writer", "prepare_local_plan"
+    require("checkpoint/torch_files.py", filesystem.FileSystemWriter, *writing)
     require("checkpoint/torch_files.py", filesystem, "_StorageInfo")
     require("checkpoint/torch_files.py", torch.serialization, "_get_layout")
     if profiles_memory:

@@ -36,6 +36,8 @@ from titan_dit.launcher import process_group
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
 from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.parallel import compile
+from titan_dit.parallel.compile_objective import compile_prepare, compiles
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import resolve
 from titan_dit.recovery import fault_log, resume, rollback, sample_log
@@ -101,13 +103,15 @@ def main(options: Options) -> None:
         raise UserError(f"--run {run}: no config.toml found. Give a run directory.")
     config = config_file.build(config_file.of_run(run / "config.toml"), catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
-    config = replace(config, job=job_of(run, options.step, config.job))
+    saved = tables_of(run, options.step)
+    # A run of before the key `objective` compiled only its blocks.
+    compiled = CompileConfig(**{"objective": False} | saved.get("compile", {}))
+    config = replace(config, job=job_of(saved, config.job), compile=compiled)
     origin = origin_of(run, options.step, config.training.global_batch_size)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
-    console.say(
-        f"step {options.step} of {run}: samples {shown(origin.numbers)} (from {origin.found_in})"
-    )
+    samples_shown = f"samples {shown(origin.numbers)} (from {origin.found_in})"
+    console.say(f"step {options.step} of {run}: {samples_shown}")
     if not is_shown:
         console.say(f"{run} has no record of the step: showing its planned samples")
     behind = options.step - 1 - origin.weights_step
@@ -175,19 +179,20 @@ def newest_step(run: Path) -> int:
     return max(0, faulty, *logged, *saved)
 
 
-def job_of(run: Path, step: int, written: RunConfig) -> RunConfig:
-    """Return [job] with the data order and the initial weights of a step.
-
-    They are in the first checkpoint from the step on. `written`, of RUN/config.toml, is that of the
-    newest steps: both keys may have changed since with [checkpoint] allow_changes.
-    """
+def tables_of(run: Path, step: int) -> config_file.Tables:
+    """Return the config of a step: of the first checkpoint from it on, else of the newest steps."""
     for path in checkpoints_in(run).complete():
         record = resume.readable(path)[0] if step_of(path) >= step else {}
         if record:
-            job = config_file.of_record(record).get("job", {})
-            found: dict[str, Any] = {key: job[key] for key in NEW_RUN if key in job}
-            return replace(written, **found).settled()
-    return written.settled()
+            return config_file.of_record(record)
+    return config_file.of_run(run / "config.toml")
+
+
+def job_of(saved: config_file.Tables, written: RunConfig) -> RunConfig:
+    """Return [job], of RUN/config.toml, with the data order and the initial weights of a step."""
+    job = saved.get("job", {})
+    found: dict[str, Any] = {key: job[key] for key in NEW_RUN if key in job}
+    return replace(written, **found).settled()
 
 
 def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
@@ -228,7 +233,10 @@ def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequ
 def rebuilt(
     config: JobConfig, objective: Objective, origin: Origin, size: int, device: torch.device
 ) -> Built:
-    """Build the network with `origin`'s weights on one device, in a replayable precision."""
+    """Build the network with `origin`'s weights on one device, in a replayable precision.
+
+    It is not compiled, but `prepare` is if the run compiled it: what it draws has the same bits.
+    """
     alone = replace(
         config,
         parallel=ParallelConfig(),
@@ -238,6 +246,12 @@ def rebuilt(
     )
     mesh = Mesh(AxisSizes(), device.type)
     built = build(resolve(alone, 1), objective, mesh, device)
+    if compiles(config.compile):
+        try:
+            compile.check(replace(config.compile, cuda_graphs=False), device)
+            built = replace(built, prepare=compile_prepare(objective, config.compile, device))
+        except UserError as error:
+            console.say(f"inputs equal those of the run up to rounding only: {error}")
     if origin.weights:
         weights = {name: p.detach() for name, p in built.parameters.items()}
         checkpoint.load(origin.weights, {"model": weights})
@@ -265,7 +279,7 @@ class Replayer:
         inspect, total = self.objective.inspect, float(self.num_samples)
         batch = loader.load_samples(self.source, pairs, inspect, device, total)
         rng = SampleRNG(self.seed, batch.sample_numbers)
-        prepared = self.objective.prepare(batch, rng)
+        prepared = self.built.prepare(batch, rng)
         seen: dict[str, Tensor] = {**batch.fields}
         seen |= {f"input {name}": value for name, value in prepared.inputs.items()}
         executor = self.built.executor

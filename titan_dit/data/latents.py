@@ -8,7 +8,6 @@ count, and the count, bytes and SHA-256 of each shard.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from titan_dit.data.manifest import (
     read_manifest,
     write_json,
 )
+from titan_dit.data.shard_header import read_header
 from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
 from titan_dit.system.files import write_whole
 
@@ -217,7 +217,10 @@ class LatentShards(Source):
                 f"says {manifest['dtype']} {list(expected)}. {remedy}"
             )
         check_shape(labels, entry["count"], path)
-        rows = RowFile(path, first_row(path), status.st_size, status.st_mtime_ns)
+        with path.open("rb") as opened:
+            tensors = read_header(opened.fileno())
+        start = next(tensor.start for tensor in tensors if tensor.name == "latent")
+        rows = RowFile(path, start, status.st_size, status.st_mtime_ns, tensors)
         return Shard(rows, labels)
 
 
@@ -232,14 +235,6 @@ def check_maps(path: Path, num_shards: int) -> None:
             f"vm.max_map_count={most}. Pack larger shards (`data pack --shard-size`), or raise "
             f"the limit: sysctl -w vm.max_map_count={2 * num_shards + 10_000}"
         )
-
-
-def first_row(path: Path) -> int:
-    """Offset of the latents in a valid shard: the header is a length and JSON."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    return 8 + size + int(header["latent"]["data_offsets"][0])
 
 
 def check_shape(labels: Tensor, count: int, path: Path) -> None:

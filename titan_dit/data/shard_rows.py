@@ -13,6 +13,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from titan_dit.config.section import UserError
+from titan_dit.data.shard_header import Stored, read_header
 
 AHEAD_BYTES = 64 << 20
 """Bytes requested before the first read is waited for."""
@@ -42,6 +44,8 @@ class RowFile:
     """Bytes of the file."""
     modified_ns: int
     """Its time of modification."""
+    tensors: tuple[Stored, ...] = ()
+    """Of its header; if none are known, a file of another time of modification is refused."""
 
 
 @dataclass
@@ -166,15 +170,39 @@ def open_unchanged(file: RowFile) -> int:
         raise UserError(f"[data] {file.path}: cannot be opened: {error.strerror}.") from None
     found = os.fstat(descriptor)
     if (found.st_size, found.st_mtime_ns) != (file.size, file.modified_ns):
-        os.close(descriptor)
-        raise UserError(
-            f"[data] {file.path}: the file has changed since the run began. Run the same command "
-            "again."
-        )
+        try:
+            check_contents(file, descriptor, found)
+        except UserError:
+            os.close(descriptor)
+            raise
     # Else neighbours in a batch look like a file that is read to its end, and it is read ahead.
     with suppress(OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     return descriptor
+
+
+def check_contents(file: RowFile, descriptor: int, found: os.stat_result) -> None:
+    """Refuse a file of another length or other tensors; `touch` or a copy changes the time only."""
+    now: tuple[Stored, ...] = ()
+    with suppress(ValueError, OSError):
+        now = read_header(descriptor)
+    if found.st_size != file.size:
+        change = f"{found.st_size:,} bytes instead of {file.size:,}"
+    elif not now or now != file.tensors:
+        held = [" and ".join(map(str, tensors)) or "no header" for tensors in (now, file.tensors)]
+        change = " instead of ".join(held)
+    else:
+        return
+    raise UserError(
+        f"[data] {file.path}: the file has changed since the run began: {change}; modified "
+        f"{moment(found.st_mtime_ns)}, not {moment(file.modified_ns)}. Restore the file, then run "
+        "the same command again."
+    )
+
+
+def moment(nanoseconds: int) -> str:
+    """A time of modification, UTC."""
+    return f"{datetime.fromtimestamp(nanoseconds / 1e9, UTC):%Y-%m-%d %H:%M:%S.%f}"
 
 
 def advance(run: Run, num: int) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ import torch.distributed._tools.fake_collectives  # registers collectives on fak
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig, TrainingConfig
@@ -207,7 +209,8 @@ class FakeRank:
             log.mark((p.grad for p in self.parameters.values()), StorageKind.GRADIENTS)
         with log.phase("optimizer", StorageKind.TEMPORARY):
             bad = ~clip_norm(self.parameters.values(), self.training.max_grad_norm).isfinite()
-            apply_gradients(self.optimizer, self.optimizer_config.lr, skip=bad)
+            with HostReads():  # type: ignore[no-untyped-call]
+                apply_gradients(self.optimizer, self.optimizer_config.lr, skip=bad)
             for state in self.optimizer.state.values():
                 log.mark(state.values(), StorageKind.OPTIMIZER)
         with log.phase("EMA", StorageKind.TEMPORARY):
@@ -231,6 +234,25 @@ class FakeRank:
         """The executor for a batch with `rows` samples on this rank."""
         plan = replace(self.plan, global_batch_size=rows * self.mesh.sizes.data)
         return executor_of(plan, self.objective, self.mesh, self.parts, CPU)
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what an optimizer reads on the host, since fake tensors have no values.
+
+    A bool (`skip`) is False, a number 1. The unfused AdamW reads both in its first step.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run every other operator as it is."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return int(args[0].dtype != torch.bool)
+        return func(*args, **(kwargs or {}))
 
 
 def first_rows(prepared: Prepared, rows: int) -> Prepared:

@@ -21,6 +21,8 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 NOTHING: Tensors = MappingProxyType({})
 TokenLoss: TypeAlias = Callable[[Output, Mapping[str, Tensor]], Tensor]
 """(output of the head, targets) -> loss per token [b, n]: `Objective.loss`."""
+Scored: TypeAlias = tuple[Tensor, Tensor]
+"""A microbatch's share of the loss, and the factor that its gradient is multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,26 @@ def by_name(
     return named
 
 
+def loss_share(per_token: Tensor, part: Prepared) -> Tensor:
+    """The share of a microbatch in the step's loss."""
+    assert part.total_tokens is not None
+    total = part.total_tokens
+    # An fp64 divisor would make the loss fp64.
+    divisor = total.to(per_token.dtype) if isinstance(total, Tensor) else total
+    return (per_token * part.token_weight).sum() / divisor
+
+
+def scored(loss: TokenLoss, output: Output, part: Prepared) -> Scored:
+    """The share of a microbatch in the step's loss, in fp32 or fp64, and its gradient's factor.
+
+    A loss can overflow while its gradients do not. The factor 1 then becomes NaN, so that the
+    gradient norm alone shows a bad step to every rank.
+    """
+    share = loss_share(loss(output, part.targets), part)
+    value = share.detach()
+    return share, 1 + (value - value)  # Of 0 * value the compiler would make 0, also of a NaN.
+
+
 class Executor(ABC):
     """Runs a rank's share of a batch through the model, in microbatches."""
 
@@ -77,6 +99,9 @@ class Executor(ABC):
 
     sum_over_data: Callable[[Tensor], Tensor] = staticmethod(unchanged)
     """Sum a value over the data-parallel ranks."""
+
+    score: Callable[[TokenLoss, Output, Prepared], Scored] = staticmethod(scored)
+    """For training: perhaps compiled."""
 
     def step(self, prepared: Prepared) -> Tensor:
         """Forward and backward over this rank's samples; gradients stay on the parameters.
@@ -125,15 +150,6 @@ def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
             "[objective] prepares total_tokens=None with a weight per sample: only weights per "
             "token can be summed over all ranks. Return weights of [b, n], or set total_tokens."
         )
-
-
-def loss_share(per_token: Tensor, part: Prepared) -> Tensor:
-    """The share of a microbatch in the step's loss."""
-    assert part.total_tokens is not None
-    total = part.total_tokens
-    # An fp64 divisor would make the loss fp64.
-    divisor = total.to(per_token.dtype) if isinstance(total, Tensor) else total
-    return (per_token * part.token_weight).sum() / divisor
 
 
 def first_of(output: Output) -> Tensor:

@@ -20,7 +20,7 @@ from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel import float8, fsdp, tensor
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.compile_objective import compile_loss, compile_prepare
+from titan_dit.parallel.compile_objective import compile_prepare, compile_score
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
@@ -57,7 +57,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
     notes = float8.console_lines(parts.values(), plan.precision)
-    prepare = compile_prepare(objective, plan.compile)
+    prepare = compile_prepare(objective, plan.compile, device)
     return Built(executor, prepare, parameters, count, flops, notes)
 
 
@@ -145,12 +145,13 @@ def executor_of(
         mesh,
         parts,
         by_name(
-            compile_loss(objective, plan.compile),
+            objective.loss,
             tuple(plan.spec.predictions),
             plan.tokens_per_rank,
         ),
         device,
     )
+    executor.score = compile_score(executor.score, objective, plan.compile, device)
     if mesh.sizes.cp > 1:
         dims = TokenDims.of(plan.spec, objective.token_targets)
         executor = SlicedExecutor(executor, mesh.axis("cp"), dims)

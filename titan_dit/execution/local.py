@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titan_dit.execution.base import NOTHING, Executor, Tensors, TokenLoss, first_of, loss_share
+from titan_dit.execution.base import NOTHING, Executor, Tensors, TokenLoss, first_of
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
 
@@ -21,16 +21,17 @@ class LocalExecutor(Executor):
     def run(self, prepared: Prepared) -> Tensor:
         """See `Executor.step`. Gradients are reduced once, with the last microbatch."""
         parts = list(prepared.microbatches(self.microbatch_size))
-        total = torch.zeros((), device=prepared.weight.device)
+        losses: list[Tensor] = []
         for number, part in enumerate(parts, start=1):
             if len(parts) > 1:
                 fsdp.sync_gradients(self.model, enabled=number == len(parts))
             output = self.model(part.inputs, part.side_inputs)
-            loss = loss_share(self.loss(output, part.targets), part)
-            total += loss.detach()
-            # A loss can overflow while its gradients do not. The factor 1 then becomes NaN, so that
-            # the gradient norm alone shows a bad step to every rank.
-            torch.autograd.backward(loss, 1 + 0 * loss.detach())
+            loss, factor = self.score(self.loss, output, part)
+            losses.append(loss.detach())
+            torch.autograd.backward(loss, factor)
+        total = losses[0].float()
+        for loss in losses[1:]:
+            total += loss
         return total
 
     @torch.no_grad()

@@ -16,7 +16,6 @@ from titan_dit.execution.base import (
     Tensors,
     TokenLoss,
     first_of,
-    loss_share,
 )
 from titan_dit.execution.loop import Loop
 from titan_dit.execution.stage import Stage
@@ -57,9 +56,9 @@ class PipelinedExecutor(Executor):
         losses: list[Tensor] = []
 
         def loss_of(output: Output, microbatch: int) -> Tensor:
-            loss = share_of(self.loss, output, parts[microbatch])
+            loss, factor = self.score(self.loss, output, parts[microbatch])
             losses.append(loss.detach())
-            return loss
+            return with_factor(loss, factor)
 
         for stage in self.stages.values():
             fsdp.gather(stage.part)
@@ -151,11 +150,9 @@ class PipelinedExecutor(Executor):
         return whole
 
 
-def share_of(loss: TokenLoss, output: Output, part: Prepared) -> Tensor:
-    """A microbatch's share of the loss, in fp32 or fp64."""
-    share = loss_share(loss(output, part.targets), part)
-    # The gradient's factor becomes NaN with the loss, see `LocalExecutor.run`.
-    return share * (1 + 0 * share.detach())
+def with_factor(loss: Tensor, factor: Tensor) -> Tensor:
+    """The loss with the factor of its gradient (see `scored`): its backward runs without one."""
+    return loss * factor
 
 
 def forward_order(stage_ranks: Sequence[int], num_microbatches: int) -> Order:

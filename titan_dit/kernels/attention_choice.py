@@ -118,8 +118,10 @@ def harm(
 def overflows_at(keys: int, causal: bool) -> bool:
     """True for the lengths at which cuDNN before 9.26 overflows on Hopper.
 
-    It scores the empty half of the last tile 0 and takes exp(0 - lse), which is infinite for
-    lse < -88 (pytorch/pytorch#196678; torch 2.15 leaves these shapes to flash).
+    Its backward masks keys by tiles of 64 but walks tiles of 128: the empty half of the last one is
+    scored 0, and exp(0 - lse) is infinite for lse < -88.7 (NVIDIA/cudnn-frontend#628). It needs no
+    mask tensor, with which it was first seen (pytorch/pytorch#196678); a causal mask hides that
+    half. torch 2.15 refuses cuDNN for the same shapes: not causal, 64 modulo 128 keys.
     """
     return keys % TILE == GAP and not causal
 

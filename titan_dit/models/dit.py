@@ -161,7 +161,7 @@ class DiTConfig(Section):
                 "condition": TensorSpec((hidden,)),
             },
             predictions={"prediction": TensorSpec((n, patch * patch * outputs), token_dim=0)},
-            static={"positions": TensorSpec((n, 2), token_dim=0, dtype=torch.float32)},
+            static={"positions": TensorSpec((n, hidden), token_dim=0, dtype=torch.float32)},
             num_layers=layers,
             num_heads=heads,
             head_dim=hidden // heads,
@@ -193,9 +193,10 @@ class DiTConfig(Section):
         return unpatchify(tokens, self.shape[3], self.latent_size)
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
-        """The (row, column) positions of the square token grid."""
+        """The embedded (row, column) positions of the square token grid, [n, hidden]."""
         side = self.latent_size // self.shape[3]
-        return {"positions": grid_positions(side, side, device)}
+        grid = grid_positions(side, side, device)
+        return {"positions": sincos_positions(grid, self.shape[0])}
 
 
 class Embed(nn.Module):
@@ -211,10 +212,9 @@ class Embed(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
         """`tokens` [b, n, p*p*c], `timestep` [b] in 0..1000, `labels` [b]."""
         tokens = self.patch(inputs["tokens"].to(self.patch.weight.dtype))
-        positions = sincos_positions(side["positions"], tokens.shape[-1])
         condition = self.timestep(inputs["timestep"]) + self.label(inputs["labels"])
         # Every block applies SiLU to the condition first: compute it once.
-        return tokens + positions.to(tokens.dtype), F.silu(condition)
+        return tokens + side["positions"].to(tokens.dtype), F.silu(condition)
 
 
 class Block(nn.Module):

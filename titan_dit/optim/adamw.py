@@ -51,6 +51,8 @@ class AdamWConfig(OptimizerConfig):
 class AdamW(Optimizer):
     """AdamW (arXiv:1711.05101), by torch's kernels."""
 
+    whole_states = ("step",)
+
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
         """Zero moments, and the number of steps; the fused kernel counts on the device."""
         device = weights[0].device if group["fused"] else torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_dit.config.training import EMAConfig
-
-CHUNK = 2**25
-"""Elements that `move_in_chunks` takes at a time: 128 MiB of temporary memory in fp32."""
 
 
 class EMA:
@@ -83,12 +80,10 @@ class EMA:
             self._update(step, skip)
 
     def _update(self, step: int, skip: Tensor) -> None:
-        weights = local(self.parameters)
-        move = move_in_chunks if skip.is_cuda else move_one_by_one
+        weights, skipped = local(self.parameters), skip.float()
+        move = move_together if skip.is_cuda else move_one_by_one
         for decay, average in zip(self.config.decays, self._averages.values(), strict=True):
-            # A tensor: reading `skip` on the host would synchronise.
-            share = (1 - self.decay(decay, step)) * (1 - skip.float())
-            move(local(average), weights, share)
+            move(local(average), weights, 1 - self.decay(decay, step), skipped)
 
     @contextmanager
     @torch.no_grad()
@@ -111,38 +106,44 @@ class EMA:
             torch._foreach_copy_(weights, kept)
 
 
-def move_one_by_one(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
-    """Add share (weights - averages): a kernel per tensor, no temporary memory.
+def move_one_by_one(
+    averages: list[Tensor], weights: list[Tensor], share: float, skipped: Tensor
+) -> None:
+    """Add share (weights - averages), unless `skipped` is 1: a kernel per tensor.
 
-    `share`: a scalar on the device. For weights that are not of its tensors' shapes, foreach_lerp
-    has no kernel for many tensors at once.
+    `skipped`: 0 or 1, an fp32 scalar on the device; reading it on the host would synchronise.
     """
-    torch._foreach_lerp_(averages, weights, [share] * len(weights))
+    moved = share * (1 - skipped)
+    torch._foreach_lerp_(averages, weights, [moved] * len(weights))
 
 
-def move_in_chunks(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
-    """The same up to rounding, in three calls per CHUNK of elements, each for many tensors.
+def move_together(
+    averages: list[Tensor], weights: list[Tensor], share: float, skipped: Tensor
+) -> None:
+    """The same up to rounding, in one call for all tensors of a dtype, without temporary memory.
 
-    Fewer launches on a GPU; on a CPU, where a kernel costs no launch, its passes take longer.
+    Few launches on a GPU. It is a step of SGD: with weight decay 1 and the gradient -weights, which
+    `maximize` makes of the weights, the direction is averages - weights.
     """
-    for some, targets in chunks(averages, weights):
-        change = torch._foreach_sub(targets, some)
-        torch._foreach_mul_(change, share)
-        torch._foreach_add_(some, change)
-
-
-def chunks(
-    averages: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Consecutive pairs of at most CHUNK elements, or a single larger one."""
-    first = size = 0
-    for number, average in enumerate(averages):
-        if number > first and size + average.numel() > CHUNK:
-            yield list(averages[first:number]), list(weights[first:number])
-            first, size = number, 0
-        size += average.numel()
-    if averages:
-        yield list(averages[first:]), list(weights[first:])
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for average, weight in zip(averages, weights, strict=True):
+        some, targets = by_dtype.setdefault(weight.dtype, ([], []))
+        some.append(average)
+        targets.append(weight)
+    for some, targets in by_dtype.values():
+        torch._fused_sgd_(
+            some,
+            targets,
+            [],
+            lr=share,
+            weight_decay=1.0,
+            maximize=True,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            is_first_step=False,
+            found_inf=skipped,
+        )
 
 
 def local(tensors: Mapping[str, Tensor]) -> list[Tensor]:

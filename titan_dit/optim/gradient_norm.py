@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 @torch.no_grad()  # Otherwise every `to_local` is a node of autograd's graph.
 def clip_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, beside: Tensor | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    beside: Tensor | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Clip gradients to a global L2 norm of `max_norm` (0: no clipping); return the norm before.
 
     A scalar tensor, equal on all ranks; NaN or infinite if any gradient element is. One all-reduce
     over all ranks, no device synchronisation. `beside`: an fp64 scalar that is summed over all
-    ranks, in place, in the same all-reduce.
+    ranks, in place, in the same all-reduce. `compiled`: the scalars take two kernels, not nine.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
@@ -28,21 +32,35 @@ def clip_norm(
     by_replicas: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
         by_replicas.setdefault(replicas(gradient), []).append(norm)
-    sums = [square_sum(norms, n) for n, norms in by_replicas.items()]
+    add_up, factor_of = square_sum, clip_factor
+    if compiled:
+        add_up, factor_of = compile_scalars(add_up), compile_scalars(factor_of)
+    sums = [add_up(torch.stack(norms), n) for n, norms in by_replicas.items()]
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     if dist.is_initialized():
         total = sum_over_ranks(total, beside)
-    norm = total.sqrt().float()
+    norm, factor = factor_of(total, max_norm)
     if max_norm > 0:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, factor)
     return norm
 
 
-def square_sum(norms: list[Tensor], replicas: int) -> Tensor:
+def square_sum(norms: Tensor, replicas: int) -> Tensor:
     """The sum of the squares in fp64, divided by the number of ranks that add it."""
-    total = torch.stack(norms).double().square().sum()
+    total = norms.double().square().sum()
     return total if replicas == 1 else total / replicas
+
+
+def clip_factor(total: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """The norm in fp32 of a sum of squares, and what the gradients are multiplied by."""
+    norm = total.sqrt().float()
+    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else norm
+
+
+@functools.cache
+def compile_scalars(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for all operators of a function: on a GPU a launch costs more than a scalar."""
+    return torch.compile(function, dynamic=False)
 
 
 def sum_over_ranks(total: Tensor, beside: Tensor | None) -> Tensor:

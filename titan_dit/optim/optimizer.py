@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_dit.config.parameter_groups import GroupConfig, groups_of
-from titan_dit.config.section import Named, NonNegativeFloat, PositiveFloat
+from titan_dit.config.section import Named, NonNegativeFloat, PositiveFloat, UserError
 from titan_dit.models.base import ModelSpec
 from titan_dit.optim.shards import sharded_like, shards_of
 
@@ -91,6 +91,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
     memory as local tensors.
     """
 
+    whole_states: ClassVar[tuple[str, ...]] = ()
+    """Keys of states that are equal on all ranks, such as a count of steps. All others are shards:
+    tensors of the shape of the parameter's shard."""
+
     def __init__(self, groups: Iterable[Group], defaults: Mapping[str, Any]) -> None:
         super().__init__(groups, dict(defaults))
         self.skip = torch.tensor(False)
@@ -101,7 +105,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
-        """The states of a group's parameters before the first step, for their shards `weights`."""
+        """The states of a group's parameters before the first step, for their shards `weights`.
+
+        A key outside `whole_states` must have the shape of its weight.
+        """
 
     @abstractmethod
     def update(
@@ -128,11 +135,18 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def _make_states(self, group: Group) -> None:
         weights = shards_of(group["params"])
         made = zip(group["params"], weights, self.new_states(weights, group), strict=True)
-        for parameter, weight, shards in made:
-            self.shards[parameter] = shards
+        for parameter, weight, states in made:
+            for key, state in states.items():
+                if key not in self.whole_states and state.shape != weight.shape:
+                    raise UserError(
+                        f"[optimizer] {type(self).__name__}: the state {key} has the shape "
+                        f"{list(state.shape)}, its parameter's shard {list(weight.shape)}. Name it "
+                        "in whole_states if it is equal on all ranks, or give it the shard's shape."
+                    )
+            self.shards[parameter] = states
             self.state[parameter] = {
-                key: sharded_like(shard, parameter) if shard.shape == weight.shape else shard
-                for key, shard in shards.items()
+                key: state if key in self.whole_states else sharded_like(state, parameter)
+                for key, state in states.items()
             }
 
 
@@ -155,7 +169,9 @@ def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor) -> None:
         group["lr"] = lr * group["lr_factor"]
     optimizer.skip = skip
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for group in optimizer.param_groups:  # As `zero_grad`, which first opens a profiler's range.
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def optimizer_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, State]:

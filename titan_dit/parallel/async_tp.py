@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from titan_dit.models.base import Model
 from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel.tensor import TensorPlan
-from titan_dit.parallel.token_order import inner
+from titan_dit.parallel.token_order import TokenFirst, inner
 
 
 def apply(model: Model, plan: TensorPlan, mesh: DeviceMesh | None) -> None:
@@ -49,18 +49,41 @@ def take_biases_out(model: Model, plan: TensorPlan) -> None:
     """Make the blocks' linears over sharded tokens a product, then an addition of the bias.
 
     torch's compiler finds a collective next to a product (mm), but not next to one with a bias
-    (addmm). float8 layers add their biases themselves.
+    (addmm). float8 layers add their biases themselves. Styles of a user's own, and those that shard
+    another dim or give DTensors, are left alone.
     """
     for block in model.blocks.values():
         for name, layer in block.named_modules():
             if not isinstance(layer, TokenLinear) or layer.bias is None:
                 continue
-            style = inner(plan.block.get(name))
-            if isinstance(style, ColwiseParallel):
+            style = plan.block.get(name)
+            if gathers_tokens(style):
                 layer.product = product_then_bias
-            elif isinstance(style, RowwiseParallel) and isinstance(style.output_layouts[0], Shard):
+            elif scatters_tokens(style):
                 layer.product = product_alone
                 layer.register_forward_hook(add_bias)
+
+
+def gathers_tokens(style: ParallelStyle | None) -> bool:
+    """True for torch's column-parallel style whose input is local tokens, sharded over tp."""
+    own = inner(style)
+    # A subclass may do anything.
+    if type(own) is not ColwiseParallel:
+        return False
+    return bool(own.use_local_output and own.input_layouts[0] == token_shard(style))
+
+
+def scatters_tokens(style: ParallelStyle | None) -> bool:
+    """True for torch's row-parallel style whose output is local tokens, sharded over tp."""
+    own = inner(style)
+    if type(own) is not RowwiseParallel:
+        return False
+    return bool(own.use_local_output and own.output_layouts[0] == token_shard(style))
+
+
+def token_shard(style: ParallelStyle | None) -> Shard:
+    """Tokens that are sharded: [n, b, d] for a layer in `TokenFirst`, [b, n, d] for others."""
+    return Shard(0 if isinstance(style, TokenFirst) else 1)
 
 
 def product_then_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -87,12 +87,13 @@ class Guard:
     def check(self, step: int, cursor: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return True if the step is bad, as a scalar on the device; no synchronisation."""
         is_spike = self.no_spike
+        # In two operators: of a number that is not finite the difference is NaN.
+        bad = grad_norm - grad_norm != 0
         if self.config.spike_ratio:
             known = self.num_good >= self.config.spike_after
             limit = self.config.spike_ratio * self.average
-            is_spike = known & grad_norm.isfinite() & (grad_norm > limit)
-        bad = ~grad_norm.isfinite() | is_spike
-        if self.config.spike_ratio:
+            is_spike = known & ~bad & (grad_norm > limit)
+            bad = bad | is_spike
             self.num_good = self.num_good + ~bad
             # A plain mean at first, to avoid a bias towards the initial 0.
             share = (1 / self.num_good.clamp(min=1)).clamp(min=1 - DECAY)

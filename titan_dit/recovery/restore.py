@@ -55,7 +55,7 @@ def resumed(
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
     if ranks.is_first:
         resume.set_aside_newer(checkpoints, start)
-    say(f"resumed from {path}")
+    say(f"resumed from {path}", *resume.lines_of_new_keys(record, identity))
     return progress
 
 

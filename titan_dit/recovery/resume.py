@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -267,6 +267,16 @@ def check_held_out(path: Location, record: Mapping[str, Any], identity: Identity
             f"[job] data_order={show(now)} would hold out other rows than {path}, and train on "
             f"those held out there ([validation] samples={held_out}). Set data_order = "
             f"{show(was)}, or start a new run with --job.name."
+        )
+
+
+def lines_of_new_keys(record: Mapping[str, Any], identity: Identity) -> Iterator[str]:
+    """Yield console lines about keys that the saved config lacks and that change its last bits."""
+    before, now = record["config"].get("compile", {}), identity.config["compile"]
+    if before.get("enabled") and "objective" not in before and now["enabled"] and now["objective"]:
+        yield (
+            "[compile] objective=true is new in this run, and changes losses in their last bits. "
+            "To go on as before: --compile.objective false"
         )
 
 

@@ -1,0 +1,44 @@
+"""The header of a safetensors file: what tensors it holds, and where.
+
+A file is the header's length (8 bytes), the header as JSON, and the bytes of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import NamedTuple
+
+LENGTH = 8
+
+
+class Stored(NamedTuple):
+    """A tensor of a file."""
+
+    name: str
+    dtype: str
+    """As the format names it: F16."""
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
+
+    def __str__(self) -> str:
+        """For error messages."""
+        return f"{self.name} {self.dtype} {list(self.shape)} from byte {self.start:,}"
+
+
+def read_header(descriptor: int) -> tuple[Stored, ...]:
+    """The tensors of an open file, by name. Raises ValueError if it has no valid header."""
+    size = int.from_bytes(os.pread(descriptor, LENGTH, 0), "little")
+    end = LENGTH + size
+    if end > os.fstat(descriptor).st_size:
+        raise ValueError("no safetensors header")
+    header = json.loads(os.pread(descriptor, size, LENGTH))
+    try:
+        return tuple(
+            Stored(name, entry["dtype"], tuple(entry["shape"]), end + entry["data_offsets"][0])
+            for name, entry in sorted(header.items())
+            if name != "__metadata__"
+        )
+    except (AttributeError, LookupError, TypeError):
+        raise ValueError("no safetensors header") from None
