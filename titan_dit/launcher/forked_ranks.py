@@ -1,80 +1,97 @@
-"""Ranks forked from a process that has imported what they need: a restart costs no imports.
+"""Ranks forked by a process that has imported what they need (fork_server.py).
 
-Python's fork server is that process: one thread, no CUDA, one per launcher, and it ends with it.
-`FORK=0` starts a Python per rank instead.
+A restart then costs no imports, and the ranks of a node share the memory of their code. `FORK=0`
+starts a Python per rank instead.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import runpy
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from titan_dit.launcher.fork_server import HEARD, Request
 
-PRELOADED = "titan_dit.launcher.rank_imports"
-"""Imports all that a rank does."""
-
-
-def start_server() -> None:
-    """Start the fork server in the background; it inherits the environment."""
-    multiprocessing.set_forkserver_preload([PRELOADED])
-    forkserver.ensure_running()
+PRELOADED = "titan_dit.preload"
+"""Imports what a rank does."""
 
 
-def fork_ranks() -> None:
-    """Let torchrun's agent fork the ranks that are Python modules."""
-    start = subprocess_handler.SubprocessHandler._popen
+class ForkServer:
+    """The server of one launcher. Thread-safe."""
 
-    def popen(handler: Any, words: Sequence[str], env: dict[str, str]) -> Any:
-        python, *rest = words
-        if (python, rest[:2]) != (sys.executable, ["-u", "-m"]):
-            return start(handler, tuple(words), env)
-        files = (getattr(file, "name", None) for file in (handler._stdout, handler._stderr))
-        return ForkedRank(rest[2:], env, *files)
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        words = ["-m", "titan_dit.launcher.fork_server", str(theirs.fileno()), PRELOADED]
+        # Its own session: Ctrl-C is not for it.
+        self.process = subprocess.Popen(
+            [sys.executable, *words], pass_fds=[theirs.fileno()], start_new_session=True
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self.lock = threading.RLock()
+        self.codes: dict[int, int] = {}
+        """Exit codes of ended ranks, by pid."""
+        self.is_lost = False
 
-    subprocess_handler.SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    def start(self, request: Request) -> int:
+        """Fork a rank; its pid. Raises OSError or EOFError if the server is gone."""
+        with self.lock:
+            self.connection.send(request)
+            while True:
+                pid, code = self.connection.recv()
+                if code is None:
+                    started: int = pid
+                    self.codes.pop(started, None)
+                    return started
+                self.codes[pid] = code
+
+    def code_of(self, pid: int, wait_s: float = 0) -> int | None:
+        """The exit code of a rank, None while it runs; waits for any news of ranks."""
+        with self.lock:
+            try:
+                while pid not in self.codes and self.connection.poll(wait_s):
+                    ended, code = self.connection.recv()
+                    self.codes[ended] = code
+            except (EOFError, OSError):
+                self.is_lost = True
+            # Linux kills the ranks of a dead server.
+            return self.codes.get(pid, -signal.SIGKILL if self.is_lost else None)
 
 
 class ForkedRank:
     """A rank's process; has what torchrun uses of `subprocess.Popen`."""
 
-    def __init__(
-        self, words: Sequence[str], env: Mapping[str, str], out: str | None, err: str | None
-    ) -> None:
-        self.args = words
-        self.process = multiprocessing.get_context("forkserver").Process(
-            target=become, args=(list(words), dict(env), os.getcwd(), out, err)
-        )
-        self.process.start()
-        assert self.process.pid
-        self.pid = self.process.pid
+    def __init__(self, server: ForkServer, request: Request) -> None:
+        self.server, self.args = server, request.words
+        self.pid = server.start(request)
 
     @property
     def returncode(self) -> int | None:
         """The exit code, minus the number of the signal that ended the rank, or None."""
-        return self.process.exitcode
+        return self.server.code_of(self.pid)
 
     def poll(self) -> int | None:
         """`returncode`."""
-        return self.process.exitcode
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end; raises TimeoutExpired."""
-        self.process.join(timeout)
-        if (code := self.process.exitcode) is None:
-            raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.server.code_of(self.pid, 0.05)) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
         return code
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the rank has ended."""
-        if self.poll() is None:
+        if self.returncode is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -86,22 +103,24 @@ class ForkedRank:
         self.send_signal(signal.SIGKILL)
 
 
-def become(
-    words: Sequence[str], env: Mapping[str, str], folder: str, out: str | None, err: str | None
-) -> None:
-    """In the fork: run `python -u -m words...` in a session of its own."""
-    os.setsid()
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(env)
-    for number, path in ((1, out), (2, err)):
-        if path:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(file, number)
-            os.close(file)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-    multiprocessing.set_start_method(None, force=True)
-    module, *sys.argv[1:] = words
-    sys.modules.pop(module, None)  # It runs again, as __main__.
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+def fork_ranks(server: ForkServer) -> None:
+    """Let torchrun's agent fork the ranks that are Python modules."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    start = subprocess_handler.SubprocessHandler._popen
+
+    def popen(handler: Any, words: Sequence[str], environment: dict[str, str]) -> Any:
+        python, *rest = words
+        if (python, rest[:2]) == (sys.executable, ["-u", "-m"]) and not server.is_lost:
+            output, errors = (
+                getattr(file, "name", None) for file in (handler._stdout, handler._stderr)
+            )
+            ignored = [n for n in HEARD if signal.getsignal(n) == signal.SIG_IGN]
+            given = tuple(rest[2:]), dict(environment), os.getcwd(), output, errors, ignored
+            try:
+                return ForkedRank(server, Request(*given))
+            except (EOFError, OSError):
+                server.is_lost = True
+        return start(handler, tuple(words), environment)
+
+    subprocess_handler.SubprocessHandler._popen = popen  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from titan_dit.config.section import UserError
 from titan_dit.launcher import open_files, waiting
 from titan_dit.launcher.failure import INTERRUPTED, USER_ERROR
+from titan_dit.launcher.forked_ranks import ForkServer, fork_ranks
 from titan_dit.launcher.signals import Listener
 from titan_dit.system import stdio
 
@@ -89,12 +90,12 @@ class Launcher:
 
     def run(self, arguments: list[str]) -> int:
         """Launch the ranks, wait for them, return the exit code."""
-        forks = os.environ.get("FORK", "1") != "0"
+        # Its imports run beside ours.
+        server = ForkServer() if os.environ.get("FORK", "1") != "0" else None
         with silent_frames():
-            from titan_dit.launcher import agent, forked_ranks
-        if forks:
-            forked_ranks.start_server()
-            forked_ranks.fork_ranks()
+            from titan_dit.launcher import agent
+        if server:
+            fork_ranks(server)
 
         if endpoint := waiting.endpoint_of(arguments):
             need = open_files.needed_by_launcher(waiting.most_nodes(arguments))

@@ -1,0 +1,40 @@
+"""Imports of the process that forks ranks (launcher/fork_server.py): no CUDA, no threads."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+
+import torch
+
+MODULES = (
+    "PIL.PngImagePlugin",
+    "numpy.random",
+    "safetensors.torch",
+    "torch.utils.serialization",
+    "titan_dit.checks",
+    "titan_dit.data.latents",
+    "titan_dit.diffusion.rectified_flow",
+    "titan_dit.diffusion.samplers.ode",
+    "titan_dit.dry_run.estimate",
+    "titan_dit.launcher.flight_recorder",
+    "titan_dit.launcher.orphan",
+    "titan_dit.models.dit",
+    "titan_dit.optim.adamw",
+    "titan_dit.parallel.plans.dit",
+    "titan_dit.schedules.looped",
+    "titan_dit.train",
+    "titan_dit.trainer",
+)
+"""What a run imports late; what these import comes with them."""
+
+for module in MODULES:
+    importlib.import_module(module)
+with contextlib.suppress(ImportError):
+    importlib.import_module("torch.utils.tensorboard")
+with torch.device("meta"):
+    torch.nn.Linear(1, 1)  # The first one imports torch._dynamo.
+# Otherwise a collection in a rank would copy every page of what is imported here.
+gc.collect()
+gc.freeze()
