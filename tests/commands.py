@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def environment():
     """Environment without torchrun's variables, one thread per rank, this checkout first."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
-    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # A launcher of a test is forked and has imported what its ranks need: it forks them itself.
+    return {"FORK": "0"} | inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def train_command(*flags, ranks=1, config="digits"):

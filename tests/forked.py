@@ -127,6 +127,16 @@ def run(words, cwd, variables, timeout):
 
 
 def children(pid):
+    """Pids of the child processes; of a launcher those of its ranks, whoever forks them."""
+    pids = []
+    for child in direct_children(pid):
+        with contextlib.suppress(OSError):
+            is_server = b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
+            pids += direct_children(child) if is_server else [child]
+    return pids
+
+
+def direct_children(pid):
     """Pids of the child processes."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
     return [int(child) for child in found.stdout.split()]

@@ -44,6 +44,7 @@ def serve(connection: Connection, preloaded: str) -> None:
     """
     for number in HEARD:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -92,10 +93,10 @@ def become(request: Request) -> None:
     for number in HEARD:
         kept = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request.ignored else kept)
-    for number, path in ((1, request.output), (2, request.errors)):
+    for descriptor, path in ((1, request.output), (2, request.errors)):
         if path:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(file, number)
+            os.dup2(file, descriptor)
             os.close(file)
     os.chdir(request.folder)
     os.environ.clear()
@@ -113,6 +114,8 @@ def become(request: Request) -> None:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            stdio.write(sys.stderr, f"{end.code}\n")
     except BaseException:
         traceback.print_exc()
     finally:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from titan_dit.launcher.fork_server import HEARD, Request
@@ -29,10 +30,12 @@ class ForkServer:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         words = ["-m", "titan_dit.launcher.fork_server", str(theirs.fileno()), PRELOADED]
-        # Its own session: Ctrl-C is not for it.
+        # Blocked until it ignores them; and Ctrl-C is not for its session.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
         self.process = subprocess.Popen(
             [sys.executable, *words], pass_fds=[theirs.fileno()], start_new_session=True
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.connection = Connection(ours.detach())
         self.lock = threading.RLock()
@@ -116,11 +119,11 @@ def fork_ranks(server: ForkServer) -> None:
                 getattr(file, "name", None) for file in (handler._stdout, handler._stderr)
             )
             ignored = [n for n in HEARD if signal.getsignal(n) == signal.SIG_IGN]
-            given = tuple(rest[2:]), dict(environment), os.getcwd(), output, errors, ignored
+            given = tuple(rest[2:]), dict(environment), str(Path.cwd()), output, errors, ignored
             try:
                 return ForkedRank(server, Request(*given))
             except (EOFError, OSError):
                 server.is_lost = True
         return start(handler, tuple(words), environment)
 
-    subprocess_handler.SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    subprocess_handler.SubprocessHandler._popen = popen  # type: ignore[assignment, method-assign]
