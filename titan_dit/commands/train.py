@@ -11,6 +11,7 @@ Environment variables:
                  NNODES > 4)
   MAX_RESTARTS   restarts from the newest checkpoint after a rank fails (default 0; elastic 10)
   GRACE          seconds for ranks to save and exit after SIGTERM, SIGUSR1, Ctrl-C (default 600)
+  FORK           0: start a Python per rank instead of forking ranks (docs/launching.md)
   STOPPED_CODE   exit code of a run stopped early by a signal (default 0); Ctrl-C's is 130
   TORCHINDUCTOR_CACHE_DIR   torch.compile cache (default ~/.cache/titan_dit/inductor)
 """
