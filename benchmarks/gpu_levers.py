@@ -6,6 +6,7 @@ gpu_verdicts.py compares them.
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import os
 import statistics
@@ -16,16 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from gpu_contenders import OBJECTIVES, Cell, Place
 from gpu_host import host_ms
 from gpu_queue import Job, Row
 from ours import learning, network, resident_batch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_dit.data.shard_rows import RowFile, ShardRows
+from titan_dit.config.section import UserError
 from titan_dit.parallel.ring_blocks import joining
 from titan_dit.rng import SampleRNG
 
@@ -183,7 +183,9 @@ def reads(sizes: Sizes) -> Row:
 
     The file is in the current folder: in memory, as /tmp can be, both would read no disk.
     """
-    order = np.random.default_rng(0).permutation(sizes.rows)
+    if importlib.util.find_spec("numpy") is None:  # Runs have it; a bare machine may not.
+        raise UserError("numpy is not installed")
+    order = torch.randperm(sizes.rows, generator=torch.Generator().manual_seed(0))
     found: dict[str, list[float]] = {"mapped": [], "preadv": []}
     with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
         block = os.urandom(sizes.row_bytes)
@@ -200,7 +202,7 @@ def reads(sizes: Sizes) -> Row:
     return {"ms": {name: round(sizes.rows * min(laps), 3) for name, laps in found.items()}}
 
 
-def row_ms(read: Callable[[np.ndarray], None], order: np.ndarray) -> float:
+def row_ms(read: Callable[[Tensor], None], order: Tensor) -> float:
     """Milliseconds per row, of as many batches as READ_S allows: pages one by one take minutes."""
     began = time.perf_counter()
     for end in range(READ_BATCH, len(order) + 1, READ_BATCH):
@@ -211,12 +213,12 @@ def row_ms(read: Callable[[np.ndarray], None], order: np.ndarray) -> float:
 
 
 @contextmanager
-def by_mapping(path: Path, row_bytes: int) -> Iterator[Callable[[np.ndarray], None]]:
+def by_mapping(path: Path, row_bytes: int) -> Iterator[Callable[[Tensor], None]]:
     """Copies rows out of a mapping for random access (MADV_RANDOM: no read-ahead)."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         mapped.madvise(mmap.MADV_RANDOM)
 
-        def read(rows: np.ndarray) -> None:
+        def read(rows: Tensor) -> None:
             for row in rows.tolist():
                 mapped[row * row_bytes : (row + 1) * row_bytes]
 
@@ -224,12 +226,16 @@ def by_mapping(path: Path, row_bytes: int) -> Iterator[Callable[[np.ndarray], No
 
 
 @contextmanager
-def by_shard_rows(path: Path, row_bytes: int) -> Iterator[Callable[[np.ndarray], None]]:
+def by_shard_rows(path: Path, row_bytes: int) -> Iterator[Callable[[Tensor], None]]:
     """The reader of runs: the rows of a batch are requested before the first is waited for."""
+    import numpy as np
+
+    from titan_dit.data.shard_rows import RowFile, ShardRows
+
     status = path.stat()
     reader = ShardRows([RowFile(path, 0, status.st_size, status.st_mtime_ns)], row_bytes)
     out = memoryview(bytearray(READ_BATCH * row_bytes))
-    yield lambda rows: reader.read(np.zeros_like(rows), rows, out)
+    yield lambda rows: reader.read(np.zeros_like(rows.numpy()), rows.numpy(), out)
 
 
 def table(rows: list[Row]) -> list[Row]:

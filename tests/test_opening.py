@@ -25,7 +25,7 @@ def test_a_run_begins_by_saying_what_will_be_done_on_what(held_out, about, data)
         resolve(config, 2),
         hooks=SimpleNamespace(origins=lambda: ["a hook"]),
         source=Rows(about),
-        objective=SimpleNamespace(imported=lambda sampling: {}),
+        objective=SimpleNamespace(imported=lambda sampling: {}, modules=lambda: None),
         epochs=None,
         validation_set=None,
         identity=SimpleNamespace(num_held_out=held_out),

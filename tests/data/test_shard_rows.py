@@ -12,6 +12,7 @@ from small_shards import FIRST, ten_latents, write_ten
 from titan_dit.config.section import UserError
 from titan_dit.data import shard_rows
 from titan_dit.data.latents import LatentShards
+from titan_dit.data.shard_header import read_header
 from titan_dit.data.shard_rows import RowFile, ShardRows
 
 SIZE = 24
@@ -235,3 +236,10 @@ def test_a_replaced_file_is_refused_unless_only_its_time_has_changed(shards, cha
     with pytest.raises(UserError, match=f"{FIRST}: .*{REPLACED[change]}"):
         shards.read([0])
     assert not shards._latents.descriptors
+
+
+def test_a_header_nested_too_deeply_is_none(tmp_path):
+    file = tmp_path / "shard"
+    file.write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5)
+    with file.open("rb") as opened, pytest.raises(ValueError, match="no safetensors header"):
+        read_header(opened.fileno())

@@ -118,8 +118,12 @@ def test_the_newest_collectives_are_told_in_words():
         entry | {"collective_seq_id": n, "process_group": ("1", "loss"), "retired": n < 3}
         for n in (1, 2, 3)
     ]
+    save = {"profiling_name": "gloo:gather", "process_group": ("9", "checkpoints")}
+    entries += [entry | save | {"collective_seq_id": n, "retired": True} for n in range(7)]
     lines = flight_recorder.summary(pickle.dumps({"entries": entries}), last=2)
     assert lines == [
         "#2 gloo:all_reduce of [[3]] in group 1: done",
         "#3 gloo:all_reduce of [[3]] in group 1: scheduled",
+        "#5 gloo:gather of [[3]] in group 9: done",
+        "#6 gloo:gather of [[3]] in group 9: done",
     ]

@@ -75,3 +75,7 @@ def test_the_scalars_take_two_graphs_in_all_steps_together():
     for _ in range(3):
         clip_norm(parameters_with([3.0, 0.0], [0.0, 4.0]), 1.0, compiled=True)
     assert num_graphs() - start == 2
+    # Models that do not use all parameters in every step.
+    for count in range(3, 9):
+        clip_norm(parameters_with(*[[3.0]] * count), 1.0, compiled=True)
+    assert num_graphs() - start <= 6

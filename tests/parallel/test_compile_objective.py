@@ -90,14 +90,32 @@ TO_THE_END = [pytest.mark.long, pytest.mark.compiler]
 
 
 def alone(world, how):
-    return both(how)
+    return both(how), shares_of_totals()
+
+
+def shares_of_totals():
+    """Shares of a loss of 24 in steps with other totals, and the graphs that they take."""
+
+    def own(prediction, targets):
+        return prediction.sum(-1)
+
+    with graphs_alone():
+        score = compile_score(
+            scored, SimpleNamespace(constants=(), modules=lambda: None), ENABLED, CPU
+        )
+        start, shares = num_graphs(), []
+        for total in (8.0, 9.0, 10.0, 8.0):
+            given = Prepared({}, {}, torch.ones(2), total)
+            shares.append(score(own, torch.ones(2, 4, 3), given)[0].item())
+        return shares, num_graphs() - start
 
 
 @pytest.mark.parametrize(
     "how", [graphs_alone, pytest.param(contextlib.nullcontext, marks=TO_THE_END)]
 )
 def test_a_compiled_objective_draws_and_scores_alike_with_one_graph_for_each(how):
-    [results] = on_ranks(1, alone, how)
+    [(results, of_totals)] = on_ranks(1, alone, how)
+    assert of_totals == ([3, pytest.approx(24 / 9), pytest.approx(2.4), 3], 1)
     assert results.keys() == PATHS.keys()
     for name, (differences, graphs) in results.items():
         # prepare, loss; the next batches compile nothing.

@@ -183,9 +183,49 @@ def test_copies_take_memory_only_in_use_unless_they_keep_their_addresses(keep):
     loss.backward()
 
 
+def test_a_graph_may_wait_while_others_run():
+    net = prepared()
+    first, second = loss_of(net, 1), loss_of(net, 2)
+    first.backward()
+    with torch.no_grad():
+        loss_of(net, 3)
+    loss_of(net, 3).backward()
+    second.backward()
+    check(net, (1, 3, 2))
+
+
+def test_hooks_of_parameters_see_the_gradients_of_the_weights():
+    net, seen = prepared(), []
+    net.inner.bias.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    loss_of(net, 1).backward()
+    assert [id(gradient) for gradient in seen] == [id(net.inner.bias.grad)]
+    check(net, (1,))
+
+
+def test_a_parameter_may_be_frozen_later():
+    net = prepared()
+    loss_of(net, 1).backward()
+    net.inner.weight.requires_grad_(False).grad = None
+    loss_of(net, 2).backward()
+    assert net.inner.weight.grad is None
+    assert net.inner.bias.grad is not None
+
+
+def test_the_first_forward_may_be_in_inference_mode():
+    net = prepared()
+    with torch.inference_mode():
+        loss_of(net, 1)
+    loss_of(net, 1).backward()
+    check(net, (1,))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wide_formats_need_no_copies(dtype):
-    net = prepared(dtype)
+def test_wide_formats_need_no_copies_and_leave_buffers(dtype):
+    net = Net()
+    net.register_buffer("turns", torch.tensor([1 + 2j]))
+    net.register_buffer("wide", torch.zeros(1, dtype=torch.float64))
+    compute_copies.apply(net, dtype, keep=False)
+    assert (net.turns.dtype, net.wide.dtype) == (torch.complex64, torch.float64)
     assert all(p.dtype == dtype for p in net.parameters())
     weight = net.inner.weight
     loss_of(net, 1)

@@ -39,7 +39,8 @@ class ParallelConfig(Section):
     for the blocks if there is more than one shard, but not in a pipeline. One rank has no FSDP2."""
     blocks_per_fsdp_unit: NonNegativeInt = 0
     """Blocks that FSDP2 all-gathers and reduces together: fewer are less memory, more are less work
-    of the host. 0 takes up to 4 small ones, and one of a large model (docs/performance.md)."""
+    of the host. 0 takes up to 4 small ones, and one of a large model (docs/performance.md). No
+    effect on one rank."""
     prefetch: NonNegativeInt = 0
     """FSDP units to all-gather ahead; 0 uses FSDP2's implicit prefetch of the next one."""
 

@@ -33,12 +33,12 @@ def read_header(descriptor: int) -> tuple[Stored, ...]:
     end = LENGTH + size
     if end > os.fstat(descriptor).st_size:
         raise ValueError("no safetensors header")
-    header = json.loads(os.pread(descriptor, size, LENGTH))
     try:
+        header = json.loads(os.pread(descriptor, size, LENGTH))
         return tuple(
             Stored(name, entry["dtype"], tuple(entry["shape"]), end + entry["data_offsets"][0])
             for name, entry in sorted(header.items())
             if name != "__metadata__"
         )
-    except (AttributeError, LookupError, TypeError):
+    except (AttributeError, LookupError, RecursionError, TypeError):
         raise ValueError("no safetensors header") from None

@@ -49,6 +49,8 @@ class ProbabilityPath(Protocol):
     """One kind of diffusion, on tokens: corruption, loss, and the process that samplers run."""
 
     token_targets: ClassVar[tuple[str, ...]]
+    constants: ClassVar[tuple[Callable[..., Any], ...]]
+    """See `Objective.constants`."""
 
     @property
     def name(self) -> str:

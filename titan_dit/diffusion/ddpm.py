@@ -38,6 +38,7 @@ class DDPM(DiffusionConfig):
 
     name = "ddpm"
     token_targets = ("clean", "noise")
+    constants = (rows_of,)
 
     noise_schedule: ScheduleName = "linear"
     """Noise schedule (arXiv:2006.11239 sec. 4, arXiv:2102.09672 eq. 17)."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -18,7 +18,6 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import NO_LABEL, Clean, LatentModel, ProbabilityPath
 from titan_dit.diffusion.fits import as_latent_model, as_path, check_data
-from titan_dit.diffusion.noise_schedule import rows_of
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import (
     DataShare,
@@ -39,6 +38,7 @@ class DiffusionConfig(ObjectiveConfig):
     """Base class of the diffusion sections; each subclass is a `ProbabilityPath`."""
 
     previews = True
+    constants: ClassVar[tuple[Callable[..., Any], ...]] = ()
 
     @property
     def path(self) -> ProbabilityPath:
@@ -76,7 +76,6 @@ class Diffusion(Objective):
     """Trains a model of latents along a path."""
 
     takes = ("latent", "label")
-    constants = (rows_of,)
 
     path: ProbabilityPath
     model: LatentModel
@@ -90,6 +89,11 @@ class Diffusion(Objective):
     def token_targets(self) -> tuple[str, ...]:  # type: ignore[override]
         """The token targets of the path."""
         return self.path.token_targets
+
+    @property
+    def constants(self) -> tuple[Callable[..., Any], ...]:  # type: ignore[override]
+        """The constants of the path."""
+        return self.path.constants
 
     def clean(self, fields: Fields, rng: SampleRNG) -> Clean:
         """Stored latents in the model's units, cut into tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from typing import Any
 
 RECORDERS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
@@ -25,10 +26,18 @@ def records() -> dict[str, bytes]:
 
 
 def summary(record: bytes, last: int = 10) -> list[str]:
-    """One line for each of the `last` collectives, oldest first."""
+    """One line for each of the `last` collectives of every group, oldest first.
+
+    Of every group, so that a save in the background does not hide the collectives of the step.
+    """
     entries: list[dict[str, Any]] = pickle.loads(record).get("entries", [])
-    return [
-        f"#{entry['collective_seq_id']} {entry['profiling_name']} of {entry['input_sizes']} "
-        f"in group {entry['process_group'][0]}: {'done' if entry['retired'] else entry['state']}"
-        for entry in entries[-last:]
-    ]
+    in_group: Counter[str] = Counter()
+    lines = []
+    for entry in reversed(entries):
+        group = entry["process_group"][0]
+        in_group[group] += 1
+        if in_group[group] <= last:
+            state = "done" if entry["retired"] else entry["state"]
+            what = f"{entry['profiling_name']} of {entry['input_sizes']}"
+            lines.append(f"#{entry['collective_seq_id']} {what} in group {group}: {state}")
+    return lines[::-1]

@@ -122,8 +122,9 @@ def move_together(
 ) -> None:
     """The same up to rounding, in one call for all tensors of a dtype, without temporary memory.
 
-    Few launches on a GPU. It is a step of SGD: with weight decay 1 and the gradient -weights, which
-    `maximize` makes of the weights, the direction is averages - weights.
+    Few launches on a GPU. It is a step of SGD with the weights as gradients and a weight decay of
+    -1, so that the direction is weights - averages, and with a negative rate. (`maximize` turns the
+    gradient before or after the decay, depending on the version of torch.)
     """
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for average, weight in zip(averages, weights, strict=True):
@@ -135,9 +136,9 @@ def move_together(
             some,
             targets,
             [],
-            lr=share,
-            weight_decay=1.0,
-            maximize=True,
+            lr=-share,
+            weight_decay=-1.0,
+            maximize=False,
             momentum=0.0,
             dampening=0.0,
             nesterov=False,

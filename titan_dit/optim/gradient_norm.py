@@ -60,7 +60,7 @@ def clip_factor(total: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
 @functools.cache
 def compile_scalars(function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel for all operators of a function: on a GPU a launch costs more than a scalar."""
-    return torch.compile(function, dynamic=False)
+    return torch.compile(function)
 
 
 def sum_over_ranks(total: Tensor, beside: Tensor | None) -> Tensor:

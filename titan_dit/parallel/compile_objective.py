@@ -6,10 +6,13 @@ of the variational bound. Integers keep their bits, floats are equal up to round
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.data.base import Batch
@@ -55,7 +58,22 @@ def compile_score(
     """
     if not compiles(config) or objective.modules() is not None:
         return score
-    return cast(Score, compile_function(score, objective, device))
+    compiled = compile_function(score, objective, device)
+    on_device = functools.lru_cache(maxsize=1)(scalar)
+
+    def scored(loss: Any, output: Any, part: Prepared) -> Any:
+        total = part.total_tokens
+        if not isinstance(total, Tensor):
+            # A number would be a constant of the graph: another total would be another graph.
+            part = replace(part, total_tokens=on_device(total, part.weight.device))
+        return compiled(loss, output, part)
+
+    return cast(Score, scored)
+
+
+def scalar(value: float, device: torch.device) -> Tensor:
+    """An fp64 scalar, filled on the device: a copy from the host would wait for it."""
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def compiles(config: CompileConfig) -> bool:

@@ -8,6 +8,7 @@ the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ def apply(model: nn.Module, dtype: torch.dtype, keep: bool) -> None:
     of their parameters. Gradients are added to those of the weights, in fp32. `keep`: the copies
     keep their addresses, for CUDA graphs; otherwise their memory is free between steps.
     """
+    if dtype == torch.float64:
+        model.double()
     if dtype.itemsize >= torch.float32.itemsize:
-        model.to(dtype)
         return
     copies = ComputeCopies(model, dtype, keep)
     model.register_forward_pre_hook(copies.begin_forward)
@@ -51,10 +53,12 @@ class ComputeCopies:
         """Each module's parameters by name, a name, and the number of the weight."""
         self.versions: list[int] = []
         """Of the weights, when they were cast: they count the changes."""
-        self.waiting = 0
-        """Forwards that have not had their backward yet."""
-        self.in_backward = False
+        self.forwards = self.waiting = 0
+        """Forwards so far, and those that have not had their backward yet."""
+        self.in_backward: set[int] = set()
+        """Numbers of the forwards whose backward runs."""
 
+    @torch.inference_mode(False)  # Tensors that are made in this mode can never have gradients.
     def make(self) -> None:
         """Allocate the copies, and find where they belong."""
         self.weights = [*self.model.parameters()]
@@ -78,13 +82,17 @@ class ComputeCopies:
         if not self.copies:
             self.make()
         if self.in_backward:  # It has failed.
-            self.in_backward, self.waiting = False, 0
+            self.waiting = 0
+            self.in_backward.clear()
             for copy in self.copies:
                 copy.grad = None
         # A backward that is still to come has saved the copies: they stay as they are.
         if not self.waiting or self.versions != [weight._version for weight in self.weights]:
             self.waiting = 0
             self.cast()
+        for copy, weight in zip(self.copies, self.weights, strict=True):
+            if copy.requires_grad != weight.requires_grad:
+                copy.requires_grad_(weight.requires_grad)
         self.put(self.copies)
 
     def cast(self) -> None:
@@ -110,18 +118,22 @@ class ComputeCopies:
         """Forward hook: wait for the backward if there will be one."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         learning = [tensor for tensor in tensors if tensor.requires_grad]
+        if learning:
+            self.forwards += 1
+            self.waiting += 1
         for tensor in learning:
-            tensor.register_hook(self.begin_backward)  # type: ignore[no-untyped-call]
-        self.waiting += bool(learning)
+            hook = partial(self.begin_backward, self.forwards)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if not self.waiting:
             self.release(free=True)
 
     @torch.no_grad()
-    def begin_backward(self, _gradient: Tensor) -> None:
+    def begin_backward(self, forward: int, _gradient: Tensor) -> None:
         """Hook of an output's gradient: what is recomputed needs the copies."""
-        if self.in_backward:
+        is_first = not self.in_backward
+        self.in_backward.add(forward)
+        if not is_first:
             return
-        self.in_backward = True
         Variable._execution_engine.queue_callback(self.end_backward)
         if not self.flat.untyped_storage().nbytes():
             self.cast()  # For a second backward, which autograd refuses then.
@@ -130,9 +142,9 @@ class ComputeCopies:
     @torch.no_grad()
     def end_backward(self) -> None:
         """Callback after a backward: cast the gradients, and return the weights to the modules."""
-        # Other forwards' graphs need the copies as they are.
-        self.release(free=self.waiting == 1)
-        self.in_backward, self.waiting = False, 0
+        self.waiting = max(0, self.waiting - len(self.in_backward))
+        self.in_backward.clear()
+        self.release(free=not self.waiting)
         for weights, gradients in self.take_gradients():
             cast = [torch.empty_like(weight) for weight in weights]
             torch._foreach_copy_(cast, gradients)
@@ -145,6 +157,9 @@ class ComputeCopies:
                     more.append(gradient)
             if sums:
                 torch._foreach_add_(sums, more)
+            for weight in weights:  # As FSDP2 does.
+                for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                    hook(weight)
 
     def take_gradients(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Weights and their copies' gradients, CHUNK elements at a time; the copies lose them."""
