@@ -55,3 +55,31 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
     # One whole checkpoint, and nothing that the failed save left.
     assert "manifest.json" in said.splitlines()
     assert "partial" not in "".join(said.splitlines()[-6:])
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not can_mount(disk):
+        pytest.skip("cannot mount a tmpfs here")
+    words = [sys.executable, "-m", "titan_dit.train", "--config", "digits", *map(str, QUICK)]
+    # No inode for the run directory; then one for run.lock, and no space for config.toml.
+    script = (
+        'mount -t tmpfs -o nr_inodes=1 none disk && "$@" --job.dir disk/run; echo "code $?"; '
+        "mount -t tmpfs -o size=12k none disk && mkdir disk/run && head -c 8k /dev/zero > disk/filler"
+        '; "$@" --job.dir disk/run --checkpoint.every 0; echo "code $?"'
+    )
+    done = subprocess.run(
+        [*MOUNT, "bash", "-c", script, "bash", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout == "code 2\ncode 2\n"
+    wrong = (
+        "error: [job] disk/run: No space left on device. Free some space, or set another --job.dir."
+    )
+    assert done.stderr.splitlines() == [wrong, wrong]
