@@ -11,7 +11,6 @@ a dead node.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -27,10 +26,10 @@ from pathlib import Path
 from titan_dit.checkpoint.store import Location, read_text, store_of
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import LAUNCH, LEFT, USER_ERROR, report
+from titan_dit.launcher.full_disk import refuse_full
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.system import process_identity
 from titan_dit.system.file_lock import open_locked
-from titan_dit.system.files import is_full
 
 FILE = "run.lock"
 BEAT_S = 15.0
@@ -47,7 +46,6 @@ FLOCK_WAIT_S = 5.0
 """Timeout for flock; on NFS a dead node may still hold it."""
 SETTLE_S = 1.0
 """Object stores have no flock: after this long both launches read the last writer's lock."""
-SPACE = "Free some space, or set another"
 
 Say = Callable[[str], None]
 
@@ -295,7 +293,7 @@ def hold_locks(run: Path, checkpoints: Location | None, say: Say) -> Iterator[No
 def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -> None:
     """Acquire the lock of each folder and append it to `locks`. Raises UserError if one is in use.
 
-    A lock that cannot be written is only reported, unless the disk is full: the run fails later, at
+    A lock that cannot be written is only reported, unless the disk is full. The run fails later, at
     its first write there.
     """
     own = Holder.this(run)
@@ -308,8 +306,7 @@ def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -
             "it, or choose another --job.name."
         ) from None
     except OSError as error:
-        if is_full(error):
-            raise UserError(f"[job] {run}: {error.strerror}. {SPACE} --job.dir.") from None
+        refuse_full(error, f"[job] {run}", "--job.dir")
         say(f"{run} is not locked against other launches: {reason_of(error)}")
     else:
         locks.append(lock)
@@ -325,10 +322,7 @@ def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -
             "--checkpoint.dir."
         ) from None
     except Exception as error:  # Each store raises its own.
-        if is_full(error):
-            raise UserError(
-                f"[checkpoint] {checkpoints}: {os.strerror(errno.ENOSPC)}. {SPACE} --checkpoint.dir."
-            ) from None
+        refuse_full(error, f"[checkpoint] {checkpoints}", "--checkpoint.dir")
         say(f"{checkpoints} is not locked against other runs: {reason_of(error)}")
     else:
         locks.append(lock)

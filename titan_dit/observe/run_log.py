@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_dit.config.config_file import Tables, to_toml
 from titan_dit.config.operation import MetricsConfig
-from titan_dit.config.section import UserError
+from titan_dit.launcher.full_disk import refuse_full
 from titan_dit.objectives.base import Preview
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_curve
@@ -22,7 +22,6 @@ from titan_dit.observe.metrics import (
     tensorboard_writer,
     wandb_writer,
 )
-from titan_dit.system.files import is_full
 
 
 class RunLog:
@@ -49,11 +48,8 @@ class RunLog:
             (self.folder / "config.toml").write_text(to_toml(tables))
             self.rows, self.is_open = keep_rows(self.metrics_file, resumed_step), True
         except OSError as error:
-            if not is_full(error):
-                raise
-            raise UserError(
-                f"[job] {self.folder}: {error.strerror}. Free some space, or set another --job.dir."
-            ) from None
+            refuse_full(error, f"[job] {self.folder}", "--job.dir")
+            raise
         if config.tensorboard:
             self.writers.append(tensorboard_writer(self.folder / "tensorboard", resumed_step))
         if config.wandb:

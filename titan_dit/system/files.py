@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +9,6 @@ from pathlib import Path
 
 PARTIAL = ".partial"
 """Suffix of temporary files."""
-
-
-def is_full(error: BaseException) -> bool:
-    """True if a write failed for want of disk space, inodes or quota."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager

@@ -1,0 +1,19 @@
+"""A full disk, as a user error."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from titan_dit.config.section import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""No space or no inodes; the quota is used up."""
+
+
+def refuse_full(error: Exception, where: str, key: str) -> None:
+    """Raise UserError if `error` is that of a full disk; `key` sets another folder."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        raise UserError(
+            f"{where}: {os.strerror(error.errno)}. Free some space, or set another {key}."
+        ) from None
