@@ -25,8 +25,8 @@ from pathlib import Path
 
 from titan_dit.checkpoint.store import Location, read_text, store_of
 from titan_dit.config.section import UserError
+from titan_dit.launcher.disk_errors import reason_of, refuse_full
 from titan_dit.launcher.failure import LAUNCH, LEFT, USER_ERROR, report
-from titan_dit.launcher.full_disk import refuse_full
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.system import process_identity
 from titan_dit.system.file_lock import open_locked
@@ -326,11 +326,6 @@ def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -
         say(f"{checkpoints} is not locked against other runs: {reason_of(error)}")
     else:
         locks.append(lock)
-
-
-def reason_of(error: Exception) -> str:
-    """An error's message as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def renew_until(lock: Lock, ended: threading.Event) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_dit.config.config_file import Tables, to_toml
 from titan_dit.config.operation import MetricsConfig
-from titan_dit.launcher.full_disk import refuse_full
+from titan_dit.launcher.disk_errors import refuse_full
 from titan_dit.objectives.base import Preview
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_curve

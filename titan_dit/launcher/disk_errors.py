@@ -1,4 +1,4 @@
-"""A full disk, as a user error."""
+"""Errors of disks and stores, as one line."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def refuse_full(error: Exception, where: str, key: str) -> None:
         raise UserError(
             f"{where}: {os.strerror(error.errno)}. Free some space, or set another {key}."
         ) from None
+
+
+def reason_of(error: Exception) -> str:
+    """An error's message as one line."""
+    return " ".join(str(error).split()) or type(error).__name__
