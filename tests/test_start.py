@@ -109,6 +109,8 @@ def test_a_dry_run_starts_no_ranks(start, words):
     [
         ({"NGPU": "all"}, "NGPU=all: set the number"),
         ({"NGPU": "0"}, "NGPU=0: set the number"),
+        ({"NGPU": "-1"}, "NGPU=-1: set the number"),
+        ({"NGPU": "1.5"}, "NGPU=1.5: set the number"),
         ({"NNODES": "2"}, "NNODES=2: set RDZV_ENDPOINT=host:port"),
         ({"NNODES": "2-4", "RDZV_ENDPOINT": "a:1"}, "NNODES=2-4: set a number of nodes"),
     ],
