@@ -5,7 +5,8 @@
 #   use_torch 2.11.0         the same as dev, with another torch than the lock file's
 #
 # The active environment (virtualenv, conda, container) is used if it meets pyproject.toml; what only
-# the tests need is added to it. Otherwise .venv is made in the clone, once, from the lock files. use_torch makes .venv-2.11.0.
+# the tests need is added to it. Otherwise .venv is made in the clone, once, from the lock files.
+# use_torch makes .venv-2.11.0.
 # Every step checks its exit status, because a caller may not use `set -e`.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
