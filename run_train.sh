@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train: ./run_train.sh --config digits.toml [--section.key value ...]   (--help lists the keys)
+# Train: ./run_train.sh --config digits.toml [--section.key value ...]   (--help lists the keys,
+#                                                                            --list the recipes)
 #        ./run_train.sh --config dit_7b.toml --dry-run [WORLD]   memory and traffic, without devices
 #
 # Finds or makes a Python environment, then runs `titan_dit train`. titan_dit/commands/train.py and

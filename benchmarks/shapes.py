@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from titan_dit.config.section import UserError
-from titan_dit.models.dit import SIZES, DiTConfig
+from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_sizes import SIZES
 
 TOY = {"hidden": 64, "layers": 2, "heads": 2, "patch": 2}
 MODEL = r"(\w+)/(\d+)(?:x(\d+))?"

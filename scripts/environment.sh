@@ -4,8 +4,9 @@
 #   use_environment dev      the same with the tools for tests and checks
 #   use_torch 2.11.0         the same as dev, with another torch than the lock file's
 #
-# The active environment (virtualenv, conda, container) is used if it meets pyproject.toml.
-# Otherwise .venv is made in the clone, once, from the lock files. use_torch makes .venv-2.11.0.
+# The active environment (virtualenv, conda, container) is used if it meets pyproject.toml; what only
+# the tests need is added to it. Otherwise .venv is made in the clone, once, from the lock files.
+# use_torch makes .venv-2.11.0.
 # Every step checks its exit status, because a caller may not use `set -e`.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -23,7 +24,7 @@ use_environment() {
     active=$(command -v python3 || command -v python || true)
     # The clone's own .venv is checked against the lock files, activated or not.
     if [ -n "$active" ] && [ "$(dirname "$active")" != "$venv/bin" ] &&
-        "$active" "$root/scripts/needs.py" $extra; then
+        "$active" "$root/scripts/needs.py" ${extra:+--add $extra}; then
         python=$active
         say "using the active environment, $active"
         return 0
@@ -57,8 +58,12 @@ is_made() {
 
 # Run a command under a lock that all nodes and processes of this clone share.
 alone() {
-    local lock=$venv.lock status=0 said=
-    until mkdir "$lock" 2>/dev/null; do
+    local lock=$venv.lock status=0 said= failed
+    until failed=$(LC_ALL=C mkdir "$lock" 2>&1); do
+        case "$failed" in
+            *"File exists"*) ;;
+            *) say "cannot make ${venv##*/}: ${failed#mkdir: }" && return 1 ;;
+        esac
         [ -n "$said" ] || say "another process is making ${venv##*/}; waiting (if the lock is stale: rmdir $lock)"
         said=1
         sleep 2
@@ -71,27 +76,45 @@ alone() {
 }
 
 make_environment() {
-    local wanted=$1 base packages
+    local wanted=$1 base packages output
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         base=$(find_python) || return 1
         say "making ${venv##*/} with $("$base" --version); this happens once and changes only the clone"
         rm -rf "$venv"
-        "$base" -m venv "$venv" || return 1
+        output=$("$base" -m venv "$venv" 2>&1) || { explain_failure "python -m venv" "$output"; return 1; }
     fi
     rm -f "$venv/.made_from"
     say "installing ${locks[*]} into ${venv##*/} (half a minute with a CPU build of torch):"
-    # Show only the names of the packages that pip collects.
-    printf '%s\n' "$wanted" | "$python" -m pip install --disable-pip-version-check \
+    # Show only the names of the packages that pip collects. Compiling all of their files would take
+    # longer than installing them; those that training imports are compiled below.
+    printf '%s\n' "$wanted" | "$python" -m pip install --disable-pip-version-check --no-compile \
         --progress-bar off -r /dev/stdin | sed -un 's/^Collecting \([^ ]*\).*/  \1/p' >&2
     if [ "${PIPESTATUS[1]}" != 0 ]; then
-        say "pip failed: see its error above. Fix it and run the same command again."
+        explain_failure pip
         return 1
     fi
     # Makes `python -m titan_dit` work from any folder, as an editable install would.
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1
     echo "$root" >"$packages/titan_dit.pth" || return 1
+    say "importing what was installed, once, to check and to compile it"
+    PYTHONDONTWRITEBYTECODE= "$python" -c "import titan_dit.preload" || {
+        explain_failure "the first import"
+        return 1
+    }
     printf '%s\n' "$wanted" >"$venv/.made_from" || return 1
     say "done"
+}
+
+# explain_failure WHAT [OUTPUT]: the output, or that the disk is full.
+explain_failure() {
+    local free
+    free=$(df -Pk "$root" 2>/dev/null | awk 'NR == 2 { print int($4 / 1024) }')
+    if [ "${free:-1000}" -lt 200 ]; then
+        say "$1 failed: the disk of $root has $free MB left. ${venv##*/} takes 1 GB with a CPU build of torch, 7 GB with a CUDA build. Free some space and run the same command again."
+    else
+        [ -z "${2:-}" ] || printf '%s\n' "$2" >&2
+        say "$1 failed: see its error above. Fix it and run the same command again."
+    fi
 }
 
 find_python() {

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 
 from titan_dit.config import catalog, config_file
-from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.launcher import allocator, failure, torch_range
 
@@ -17,7 +15,9 @@ def main() -> int:
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         if os.environ.get("RANK", "0") == "0":
-            show_help(arguments)
+            from titan_dit.config import help_text
+
+            sys.stdout.write(help_text.help_of(arguments))
         return 0
     torch_range.check_torch()
     arguments, dry_run_world = config_file.take_dry_run(arguments)
@@ -55,43 +55,6 @@ def main() -> int:
     flight_recorder.switch_on()
     with process_group.start() as world:
         return Trainer(config, world).fit()
-
-
-def show_help(arguments: list[str]) -> None:
-    """Print every key with type, default and help, for the given config (default: digits)."""
-    import tyro
-
-    rest = [argument for argument in arguments if argument not in ("--help", "-h")]
-    try:
-        config = config_file.load(rest or ["--config", "digits"], catalog.variant)
-    except UserError as error:
-        sys.stdout.write(f"{error}\n\n")
-        config = config_file.load(["--config", "digits"], catalog.variant)
-    names = "; ".join(
-        f"--{section}.name {' | '.join(table)}" for section, table in catalog.SECTIONS.items()
-    )
-    schedules = " | ".join(catalog.SCHEDULES)
-    tyro.cli(
-        shown_as(config),
-        prog="python -m titan_dit train --config FILE",
-        description="Train a diffusion transformer. Flags override the config file. The name of "
-        f"[model], [objective] and [data] selects their other keys: {names}. "
-        f"Pipeline schedules: --pipeline.schedule {schedules}.",
-        args=["--help"],
-        default=shown_as(config)(**vars(config)),
-        config=(tyro.conf.FlagConversionOff,),
-        use_underscores=True,
-    )
-
-
-def shown_as(config: JobConfig) -> type[JobConfig]:
-    """JobConfig with this config's own [model], [objective] and [data] classes."""
-    kinds = {f.name: type(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    named = [(f.name, kinds[f.name], f) for f in dataclasses.fields(config)]
-    made: type[JobConfig] = dataclasses.make_dataclass(
-        "JobConfig", named, frozen=True, kw_only=True
-    )
-    return made
 
 
 if __name__ == "__main__":

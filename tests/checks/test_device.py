@@ -1,5 +1,6 @@
 """Settings that this machine does not support are refused before the build."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -127,7 +128,7 @@ def test_what_is_tried_has_the_mask_of_the_model(mask):
 
 def test_wandb_without_wandb_says_what_to_install(monkeypatch):
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'titan_dit\[wandb\]'"):
+    with pytest.raises(UserError, match=rf"Run {sys.executable} -m pip install wandb, or set"):
         check_writers(MetricsConfig(wandb=True))
     check_writers(MetricsConfig(wandb=False))
 

@@ -80,7 +80,7 @@ def test_fp64_is_refused():
 @pytest.mark.parametrize("float8", TE)
 def test_transformer_engine_without_its_package_says_how_to_install_it(monkeypatch, float8):
     monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf'float8="{float8}" .*not installed.*titan_dit\[te\]'):
+    with pytest.raises(UserError, match=rf'float8="{float8}" .*not installed.*transformer-engine'):
         check(precision={"float8": float8})
 
 

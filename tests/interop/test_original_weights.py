@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from titan_dit.config.section import UserError
 from titan_dit.interop import original_dit
 from titan_dit.interop.original_dit import Original, infer
-from titan_dit.models.dit import SIZES, DiTConfig
+from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_sizes import SIZES
 
 FIXTURE = Path(__file__).resolve().parent.parent / "fixtures" / "dit_reference.safetensors"
 STATE = {

@@ -1,13 +1,20 @@
 """A disk that is full while checkpoints are written: a small tmpfs."""
 
+import errno
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import environment
 from running import QUICK
 
+from titan_dit.config.operation import MetricsConfig
+from titan_dit.config.section import UserError
+from titan_dit.observe.run_log import RunLog
+
+FULL = "error: [job] {}: No space left on device. Free some space, or set another --job.dir.\n"
 MOUNT = ["unshare", "--mount", "--map-root-user"]
 
 
@@ -55,3 +62,34 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
     # One whole checkpoint, and nothing that the failed save left.
     assert "manifest.json" in said.splitlines()
     assert "partial" not in "".join(said.splitlines()[-6:])
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not can_mount(disk):
+        pytest.skip("cannot mount a tmpfs here")
+    words = [sys.executable, "-m", "titan_dit.train", "--config", "digits", *map(str, QUICK)]
+    # No inode for the run directory.
+    script = 'mount -t tmpfs -o nr_inodes=1 none disk && "$@" --job.dir disk/run; echo "code $?"'
+    done = subprocess.run(
+        [*MOUNT, "bash", "-c", script, "bash", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout == "code 2\n"
+    assert done.stderr == FULL.format("disk/run")
+
+
+def test_a_disk_that_is_full_after_the_lock_is_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")  # As `write` raises it: no file.
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError) as caught:
+        RunLog(tmp_path, "run", is_written=True).open({}, MetricsConfig(), 0)
+    assert f"error: {caught.value}\n" == FULL.format(tmp_path)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from titan_dit.checkpoint.store import Location, read_text, store_of
 from titan_dit.config.section import UserError
+from titan_dit.launcher.disk_errors import reason_of, refuse_full
 from titan_dit.launcher.failure import LAUNCH, LEFT, USER_ERROR, report
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.system import process_identity
@@ -292,7 +293,8 @@ def hold_locks(run: Path, checkpoints: Location | None, say: Say) -> Iterator[No
 def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -> None:
     """Acquire the lock of each folder and append it to `locks`. Raises UserError if one is in use.
 
-    A lock that cannot be written is only reported. The run fails later, at its first write there.
+    A lock that cannot be written is only reported, unless the disk is full. The run fails later, at
+    its first write there.
     """
     own = Holder.this(run)
     lock = Lock(run, own, say)
@@ -304,6 +306,7 @@ def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -
             "it, or choose another --job.name."
         ) from None
     except OSError as error:
+        refuse_full(error, f"[job] {run}", "--job.dir")
         say(f"{run} is not locked against other launches: {reason_of(error)}")
     else:
         locks.append(lock)
@@ -319,14 +322,10 @@ def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -
             "--checkpoint.dir."
         ) from None
     except Exception as error:  # Each store raises its own.
+        refuse_full(error, f"[checkpoint] {checkpoints}", "--checkpoint.dir")
         say(f"{checkpoints} is not locked against other runs: {reason_of(error)}")
     else:
         locks.append(lock)
-
-
-def reason_of(error: Exception) -> str:
-    """An error's message as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def renew_until(lock: Lock, ended: threading.Event) -> None:

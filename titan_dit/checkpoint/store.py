@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
@@ -186,8 +187,8 @@ class ObjectStore:
             # No listing cache: other ranks write to the same folders.
             self.files, _ = fsspec.url_to_fs(str(url), use_listings_cache=False)
         except ImportError as error:
-            extra = " ('titan_dit[s3]')" if str(url).startswith("s3://") else ""
-            raise UserError(f"[checkpoint] {url}: {error}{extra}") from None
+            fix = f": {sys.executable} -m pip install s3fs" if str(url).startswith("s3://") else ""
+            raise UserError(f"[checkpoint] {url}: {error}{fix}") from None
         except ValueError as error:
             raise UserError(f"[checkpoint] {url}: {error}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -38,8 +39,8 @@ def check_writers(config: MetricsConfig) -> None:
     """Refuse a metrics writer whose package is not installed."""
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            "[metrics] wandb=true, but wandb is not installed. Run pip install 'titan_dit[wandb]' "
-            "or set wandb = false."
+            "[metrics] wandb=true, but wandb is not installed. "
+            f"Run {sys.executable} -m pip install wandb, or set wandb = false."
         )
 
 

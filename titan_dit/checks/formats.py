@@ -116,6 +116,6 @@ def check_transformer_engine(plan: RunPlan) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
             f"[precision] float8={float8} needs Transformer Engine, which is not installed. "
-            "Install it with: pip install 'titan_dit[te]' --no-build-isolation, or set "
-            'float8 = "tensorwise".'
+            "Install it with: pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', "
+            'or set float8 = "tensorwise".'
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
-from titan_dit.models.dit import SIZES
+from titan_dit.models.dit_sizes import SIZES
 from titan_dit.observe import console
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.ring_attention import ring_attention

@@ -1,11 +1,13 @@
 """`titan_dit train --config digits.toml [--section.key value ...]`: launch this node's ranks.
 
   titan_dit train --config digits.toml --help            list all config keys
+  titan_dit train --list                                 list the recipes
   titan_dit train --config dit_7b.toml --dry-run [WORLD] simulate one step without devices
 
 Environment variables:
 
   NGPU           ranks on this node (default: one per GPU; 2 on a CPU)
+  OMP_NUM_THREADS  threads of each rank (default: cores / ranks)
   NNODES         nodes, "4" or elastic "2:4"; needs RDZV_ENDPOINT=host:port and a common RDZV_ID
   RDZV_CONF      torchrun's --rdzv-conf (default: a node is lost after 12 s of silence; 60 s if
                  NNODES > 4)
@@ -47,8 +49,14 @@ def main(words: Sequence[str]) -> NoReturn:
     """
     given = {word.partition("=")[0].replace("_", "-") for word in words}
     if given & {"--help", "-h"}:
-        sys.stdout.write(f"{__doc__}\n")
-        become(TRAINER, *words)
+        from titan_dit.config import help_text
+
+        _, title, variables = (__doc__ or "").partition("Environment variables:")
+        print_and_exit(help_text.help_of(words, title + variables))
+    if "--list" in given:
+        from titan_dit.config import help_text
+
+        print_and_exit(help_text.recipes())
     if "--dry-run" in given:
         become(TRAINER, *words)
     cores = num_cores()
@@ -62,6 +70,12 @@ def main(words: Sequence[str]) -> NoReturn:
         *("titan_dit.launcher.launch", *rendezvous, "--nproc-per-node", str(ranks)),
         *("--max-restarts", max_restarts(os.environ), "-m", TRAINER, *words),
     )
+
+
+def print_and_exit(text: str) -> NoReturn:
+    """Write to stdout, and end this process."""
+    stdio.write(sys.stdout, text)
+    sys.exit(0)
 
 
 def become(module: str, *arguments: str) -> NoReturn:

@@ -36,6 +36,26 @@ SECTIONS = {
 }
 """Section -> name -> its dataclass."""
 
+KEYS = {
+    "model": {"dit": "titan_dit.models.dit_sizes:DiTSizes"},
+    "objective": {
+        "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
+        "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
+    },
+    "data": {
+        "digits": "titan_dit.data.keys:DigitsKeys",
+        "latents": "titan_dit.data.keys:LatentsKeys",
+        "synthetic": "titan_dit.data.keys:SyntheticKeys",
+    },
+    "optimizer": {
+        "adamw": "titan_dit.optim.keys:AdamWKeys",
+        "muon": "titan_dit.optim.keys:MuonKeys",
+    },
+}
+"""Section -> name -> the base class of its dataclass with the keys, for a `--help` without torch.
+
+Optional: of a name without a row, `--help` imports the dataclass itself."""
+
 SCHEDULES = {
     "gpipe": "titan_dit.schedules.looped:GPIPE",
     "1f1b": "titan_dit.schedules.looped:ONE_F_ONE_B",
@@ -101,6 +121,14 @@ def variant(section: str, name: str) -> type[Section]:
             )
     kind: type[Section] = found
     return kind
+
+
+def keys(section: str, name: str) -> type[Section]:
+    """A class with the keys of [section] for `name`, from `KEYS` if it is there: for `--help`."""
+    if name not in KEYS[section]:
+        return variant(section, name)
+    found: type[Section] = dotted_names.look_up(KEYS[section], f"[{section}] name", name)
+    return found
 
 
 def tensor_plan(model: ModelConfig, chosen: str) -> Callable[[bool], TensorPlan] | None:

@@ -70,7 +70,7 @@ class MetricsConfig(Section):
     first step of a launch (of a resumed run, on the console only)."""
     tensorboard: bool = True
     wandb: bool = False
-    """Needs the extra: pip install 'titan_dit[wandb]'."""
+    """Needs a package: pip install wandb."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.config.section import Named, NonNegativeInt
+from titan_dit.data.keys import DataKeys
 
 Fields: TypeAlias = Mapping[str, Tensor]
 """Tensors of a batch by name, batch dim first, in the stored dtype."""
@@ -110,13 +110,8 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Named):
-    """Keys shared by all datasets."""
-
-    section = "data"
-
-    workers: NonNegativeInt = 0
-    """Prefetching worker processes per rank; 0 reads in the training process."""
+class DataConfig(DataKeys):
+    """The [data] section: keys of every dataset, and how to open it."""
 
     @abstractmethod
     def open(self) -> Source:

@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors import torch as safetensors
 from torch import Tensor
 
-from titan_dit.config.section import Finite, UserError
+from titan_dit.config.section import UserError
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.folders import LatentFolder
+from titan_dit.data.keys import DigitsKeys, LatentsKeys
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
@@ -46,19 +47,8 @@ STORED_DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latents(DataConfig):
+class Latents(LatentsKeys, DataConfig):
     """Latents on disk: shards, a folder per class, or the features and labels of fast-DiT."""
-
-    name = "latents"
-
-    path: str
-    """Dataset folder; its layout is detected."""
-    scale: Finite | None = None
-    """The model's input is (stored - shift) * scale. Unset: the manifest's, else 1."""
-    shift: Finite | None = None
-    """Unset: the manifest's, else 0."""
-    verify: bool = False
-    """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
 
     def open(self) -> LatentShards | LatentFolder:
         """Open the shards, or list the files."""
@@ -91,10 +81,8 @@ class Latents(DataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Digits(DataConfig):
+class Digits(DigitsKeys, DataConfig):
     """The 1,797 handwritten digits of the UCI repository, 8x8 in [-1, 1]; part of titan_dit."""
-
-    name = "digits"
 
     def open(self) -> LatentShards:
         """Open the single shard."""

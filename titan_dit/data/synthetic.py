@@ -8,23 +8,15 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from titan_dit.config.section import PositiveInt
 from titan_dit.data.base import DataConfig, Source
+from titan_dit.data.keys import SyntheticKeys
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.rng import SampleRNG
 
 
 @dataclass(frozen=True, kw_only=True)
-class Synthetic(DataConfig):
+class Synthetic(SyntheticKeys, DataConfig):
     """Standard normal latents with labels."""
-
-    name = "synthetic"
-
-    latent_size: PositiveInt
-    channels: PositiveInt
-    num_classes: PositiveInt
-    count: PositiveInt = 4096
-    """Samples per epoch."""
 
     def open(self) -> SyntheticLatents:
         """Return the source."""

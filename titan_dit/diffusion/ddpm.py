@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.config.section import Bound, Fraction, PositiveFloat
 from titan_dit.diffusion.base import Clean, Corrupted, Predict
 from titan_dit.diffusion.bound import bits_per_value
+from titan_dit.diffusion.keys import DDPMKeys
 from titan_dit.diffusion.noise_schedule import (
     Denoised,
     NoiseSchedule,
-    ScheduleName,
     Tables,
     named,
     per_sample,
@@ -33,27 +31,11 @@ from titan_dit.rng import SampleRNG
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPM(DiffusionConfig):
+class DDPM(DDPMKeys, DiffusionConfig):
     """Discrete diffusion; the defaults are those of the original DiT."""
 
-    name = "ddpm"
     token_targets = ("clean", "noise")
     constants = (rows_of,)
-
-    noise_schedule: ScheduleName = "linear"
-    """Noise schedule (arXiv:2006.11239 sec. 4, arXiv:2102.09672 eq. 17)."""
-    steps: Annotated[int, Bound(least=25, most=100_000)] = 1000
-    """Diffusion steps T. The last beta of the linear schedule, 20 / T, must be below 1."""
-    prediction: Literal["eps", "v", "x"] = "eps"
-    """What the network predicts: the noise, v = signal noise - sigma x_0 (arXiv:2202.00512
-    app. D), or x_0."""
-    learn_sigma: bool = True
-    """Learn the variance of the reverse step with the variational bound (arXiv:2102.09672)."""
-    min_snr_gamma: PositiveFloat | None = None
-    """Min-SNR-gamma weighting of the squared error (arXiv:2303.09556 sec. 3.4); usually 5. Unset:
-    no weighting."""
-    label_dropout: Fraction = 0.1
-    """Fraction of samples trained without their label, for classifier-free guidance."""
 
     @property
     def last_timestep(self) -> int:

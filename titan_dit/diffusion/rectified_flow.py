@@ -7,38 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.config.section import Finite, Fraction, PositiveFloat
 from titan_dit.diffusion.base import TIMESTEPS, Clean, Corrupted, Predict
+from titan_dit.diffusion.keys import RectifiedFlowKeys
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
 
 
 @dataclass(frozen=True, kw_only=True)
-class RectifiedFlow(DiffusionConfig):
+class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
     """Velocity prediction on straight paths."""
 
-    name = "rectified_flow"
     token_targets = ("velocity",)
     last_timestep = TIMESTEPS
     most_sampling_steps = None
-
-    timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
-    """Distribution of t before the shift (arXiv:2403.03206 sec. 3.1)."""
-    logit_mean: Finite = 0.0
-    """Mean of logit(t); only for logit_normal."""
-    logit_std: PositiveFloat = 1.0
-    """Standard deviation of logit(t); only for logit_normal."""
-    shift: PositiveFloat = 1.0
-    """t -> shift t / (1 + (shift - 1) t): above 1, more noise (arXiv:2403.03206 eq. 23)."""
-    label_dropout: Fraction = 0.1
-    """Fraction of samples trained without their label, for classifier-free guidance."""
 
     def output_channels(self, channels: int) -> int:
         """A velocity for every channel."""

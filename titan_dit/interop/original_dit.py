@@ -19,7 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.models.dit import SIZES, DiTConfig
+from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_sizes import SIZES
 
 PATCH, POSITIONS = "x_embedder.proj.weight", "pos_embed"
 OUTER = {

@@ -10,6 +10,7 @@ from typing import Any
 
 from titan_dit.config.config_file import Tables, to_toml
 from titan_dit.config.operation import MetricsConfig
+from titan_dit.launcher.disk_errors import refuse_full
 from titan_dit.objectives.base import Preview
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_curve
@@ -42,9 +43,13 @@ class RunLog:
         """Write the resolved config, drop rows after `resumed_step`, open the metrics writers."""
         if not self.is_written:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.toml").write_text(to_toml(tables))
-        self.rows, self.is_open = keep_rows(self.metrics_file, resumed_step), True
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(to_toml(tables))
+            self.rows, self.is_open = keep_rows(self.metrics_file, resumed_step), True
+        except OSError as error:
+            refuse_full(error, f"[job] {self.folder}", "--job.dir")
+            raise
         if config.tensorboard:
             self.writers.append(tensorboard_writer(self.folder / "tensorboard", resumed_step))
         if config.wandb:

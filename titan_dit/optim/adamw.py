@@ -10,28 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from titan_dit.config.section import Decay, PositiveFloat, UserError, show
 from titan_dit.models.base import ModelSpec
+from titan_dit.optim.keys import AdamWKeys
 from titan_dit.optim.optimizer import Group, Optimizer, OptimizerConfig, Parameters, State
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig(OptimizerConfig):
+class AdamWConfig(AdamWKeys, OptimizerConfig):
     """AdamW (arXiv:1711.05101)."""
-
-    name = "adamw"
-
-    betas: tuple[Decay, ...] = (0.9, 0.999)
-    """Decays of AdamW's first and second moments."""
-    eps: PositiveFloat = 1e-8
-    fused: bool = True
-    """Use the fused kernel; only it skips bad steps without a host-device synchronisation."""
-
-    def __post_init__(self) -> None:
-        """Require two betas."""
-        super().__post_init__()
-        if len(self.betas) != 2:
-            raise UserError(f"[optimizer] betas={show(self.betas)} must hold two numbers.")
 
     def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
         """AdamW over plain or sharded parameters."""

@@ -9,16 +9,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_dit.config.section import Decay, PositiveFloat, PositiveInt, UserError, show
+from titan_dit.config.section import UserError, show
 from titan_dit.models.base import ModelSpec
 from titan_dit.optim.adamw import AdamW, AdamWConfig
 from titan_dit.optim.exchange import Exchange
+from titan_dit.optim.keys import MuonKeys
 from titan_dit.optim.newton_schulz import cost, orthogonalized
 from titan_dit.optim.optimizer import Group, Optimizer, Parameters, State
 
@@ -27,39 +28,8 @@ PROJECTIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig(AdamWConfig):
+class MuonConfig(MuonKeys, AdamWConfig):
     """Muon for matrices (arXiv:2502.16982), AdamW for all other parameters."""
-
-    name = "muon"
-
-    momentum: Decay = 0.95
-    """Decay of the momentum."""
-    nesterov: bool = True
-    """Step by Nesterov's momentum."""
-    ns_steps: PositiveInt = 5
-    """Newton-Schulz iterations."""
-    ns_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Format of the Newton-Schulz iterations and of what the ranks exchange for them."""
-    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """Factor of a matrix [a, b] on its learning rate, as torch.optim.Muon's adjust_lr_fn.
-    match_rms_adamw: 0.2 sqrt(max(a, b)), so that lr and weight_decay may be those of AdamW.
-    original: sqrt(max(1, a / b)); lr is then about 0.02, and adamw_lr must be set."""
-    adamw_lr: PositiveFloat | None = None
-    """Peak learning rate of the parameters that take AdamW; unset is lr."""
-    matrices: tuple[str, ...] = ("blocks.*",)
-    """Patterns of names: parameters with two dims among them take Muon."""
-    fused_qkv: tuple[str, ...] = ("*.qkv.weight",)
-    """Patterns of matrices with rows [heads, 3, head_dim]: queries, keys and values are
-    orthogonalised one by one. Empty: each matrix as a whole."""
-
-    def __post_init__(self) -> None:
-        """Require AdamW's own rate where Muon's is another."""
-        super().__post_init__()
-        if self.adjust_lr == "original" and self.adamw_lr is None:
-            raise UserError(
-                '[optimizer] adjust_lr="original" gives Muon rates that are too large for AdamW. '
-                "Set adamw_lr, such as 3e-4, for the parameters that take AdamW."
-            )
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
         """True if a parameter takes Muon."""

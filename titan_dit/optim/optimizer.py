@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titan_dit.config.parameter_groups import GroupConfig, groups_of
-from titan_dit.config.section import Named, NonNegativeFloat, PositiveFloat, UserError
+from titan_dit.config.parameter_groups import groups_of
+from titan_dit.config.section import UserError
 from titan_dit.models.base import ModelSpec
+from titan_dit.optim.keys import OptimizerKeys
 from titan_dit.optim.shards import sharded_like, shards_of
 
 State = dict[str, Tensor]
@@ -23,20 +24,11 @@ Group = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Named):
-    """The [optimizer] section: keys of every optimizer."""
+class OptimizerConfig(OptimizerKeys):
+    """The [optimizer] section: keys of every optimizer, and what builds it."""
 
-    section = "optimizer"
     whole_tensors: ClassVar[bool] = False
     """True if it cannot update a part of a tensor. Layouts that shard tensors are then refused."""
-
-    lr: PositiveFloat = 1e-4
-    """Peak learning rate, after warm-up."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of every parameter."""
-    groups: tuple[GroupConfig, ...] = ()
-    """Parameters with another rate or weight decay, or frozen: [[optimizer.groups]] tables with
-    pattern, lr or lr_factor, weight_decay, frozen."""
 
     def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
         """The optimizer of these parameters of a rank: all that are trained, plain or sharded."""

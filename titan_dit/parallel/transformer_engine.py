@@ -42,7 +42,8 @@ def load(module: str, float8: str) -> Any:
         raise UserError(
             f"[precision] float8={show(float8)}: Transformer Engine cannot be imported "
             f"({type(error).__name__}: {error}). Reinstall it for this CUDA and torch: "
-            "pip install 'titan_dit[te]' --no-build-isolation, or set float8 = \"tensorwise\"."
+            "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', or set "
+            'float8 = "tensorwise".'
         ) from error
 
 
