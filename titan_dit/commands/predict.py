@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+import tyro
 from torch import Tensor
 
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import TrainedModel, device_of, find_checkpoint, load_trained
+from titan_dit.commands.trained_model import TrainedModel, device_of, load_trained
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
@@ -25,8 +27,8 @@ class Options(Section):
 
     section = "predict"
 
-    checkpoint: str
-    """A checkpoint, or a run directory; a path or a URL."""
+    checkpoint: Annotated[str, tyro.conf.arg(aliases=["--run"])]
+    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     inputs: str
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
     `y` [b] (labels; -1 or the number of classes is unconditional). With `noise` of x's shape, x is

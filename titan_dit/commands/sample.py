@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+import tyro
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import device_of, find_checkpoint, load_trained
+from titan_dit.commands.trained_model import device_of, load_trained
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
@@ -40,8 +42,8 @@ class Options(Section):
 
     section = "sample"
 
-    run: str
-    """Run directory (outputs/digits) or one checkpoint of it; a path or a URL."""
+    run: Annotated[str, tyro.conf.arg(aliases=["--checkpoint"])]
+    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     out: str
     """FILE.safetensors for `samples` and `labels`, or FILE.png for an image grid."""
     num: PositiveInt = 100
