@@ -14,6 +14,7 @@ from titan_dit.checkpoint.store import MANIFEST, Location, Store, location, stor
 from titan_dit.config.section import Section
 from titan_dit.observe import console
 from titan_dit.recovery.resume import readable
+from titan_dit.system.progress import duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,4 +72,4 @@ def age(record: dict[str, Any]) -> str:
     if "written_at" not in record:
         return "-"
     passed = datetime.now(UTC) - datetime.fromisoformat(record["written_at"])
-    return console.duration(max(0.0, passed.total_seconds()))
+    return duration(max(0.0, passed.total_seconds()))

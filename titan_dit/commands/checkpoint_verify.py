@@ -15,6 +15,7 @@ from titan_dit.config.section import Section
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.recovery.resume import own_newest_first, readable
+from titan_dit.system.progress import ProgressLine, count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +35,26 @@ def main(options: Options) -> None:
     paths = alone or own_newest_first(found.checkpoints)[::-1]
     if not paths:
         raise found.none_found("checkpoint verify")
-    reports = [(path, *examine(path)) for path in paths]
+    progress = ProgressLine(sum(map(size_of, paths)), "B", what="verified", form=count)
+    reports = [(path, *examine(path, progress)) for path in paths]
+    progress.end()
     for path, what, size in reports:
         console.say(f"{path}: {f'damaged: {what}' if what else f'whole, {size}'}")
     if any(what for _, what, _ in reports):
         sys.exit(1)
 
 
-def examine(path: Location) -> tuple[str, str]:
+def size_of(path: Location) -> int:
+    """Bytes of the files that a checkpoint's manifest lists."""
+    return sum(entry["bytes"] for entry in readable(path)[0].get("files", {}).values())
+
+
+def examine(path: Location, progress: ProgressLine) -> tuple[str, str]:
     """Return what is damaged ("" if nothing), and the checkpoint's size as text."""
     record, what = readable(path)
     if what:
         return what, ""
     entries = record["files"].values()
     mib = sum(entry["bytes"] for entry in entries) / 2**20
-    damaged = damaged_files(path, record, Ranks())
+    damaged = damaged_files(path, record, Ranks(), progress.add)
     return ", ".join(damaged), f"{len(entries)} files, {mib:,.1f} MiB"

@@ -19,6 +19,7 @@ from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
 from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
 from titan_dit.observe import console
+from titan_dit.system.progress import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,13 @@ def main(options: Options) -> None:
     diffusion = run.diffusion("predict")
     inputs = read_inputs(Path(options.inputs), diffusion)
     size, parts = len(inputs["x"]), []
+    progress = ProgressLine(size, "samples")
     for first in range(0, size, options.batch_size):
         rows = slice(first, first + options.batch_size)
         part = {name: v[rows].to(device) for name, v in inputs.items()}
         parts.append(predict(run, diffusion, part))
+        progress(min(first + options.batch_size, size))
+    progress.end()
     found = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
     write_tensors(out, found)
     console.say(f"wrote {out}: {size} predictions of {path} ({run.weights}): {', '.join(found)}")

@@ -46,6 +46,7 @@ from titan_dit.plan import resolve
 from titan_dit.recovery import fault_log, resume, rollback, sample_log
 from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
+from titan_dit.system.progress import ProgressLine
 
 MICROBATCH = 32
 """Microbatch size if the run's config sets none."""
@@ -128,11 +129,14 @@ def main(options: Options) -> None:
             len(origin.numbers),
         )
         samples, norms = [], []
-        for number in chosen:
+        progress = ProgressLine(len(chosen), "microbatches")
+        for done, number in enumerate(chosen, start=1):
             part = origin.numbers[number * size : (number + 1) * size]
             found, norm = replayer.run(number, part, world.device)
             samples += found
             norms.append((number, len(part), norm))
+            progress(done)
+        progress.end()
     for line in report(samples, norms, options.show):
         console.say(line)
 
