@@ -143,7 +143,10 @@ def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
 
 BAD = {
     "no input": (("pack", "--input", "no", "--output", "out"), "path=no: no such folder"),
-    "no dataset": (("show", "empty"), "path=empty: no dataset found"),
+    "no dataset": (
+        ("show", "empty"),
+        "path=empty: no dataset found: the folder is empty.",
+    ),
     "classes": (
         ("pack", "--input", "set", "--output", "out", "--classes", "list.txt"),
         "the folders 0001, 0002 are not among the 1 listed classes",

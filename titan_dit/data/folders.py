@@ -48,7 +48,8 @@ class LatentFolder(Source):
         if self.listing.kind == "images":
             raise UserError(
                 f"[data] path={path} holds images ({self.listing.names[0]}). Pack them first: "
-                f"`python -m titan_dit data pack --input {path} --output DIR`."
+                f"`python -m titan_dit data pack --input {path} --output DIR`, then give DIR. See "
+                "docs/data.md."
             )
         self.shape, self.dtype = self._probe()
         self.facts: LatentFacts = LatentFacts(
