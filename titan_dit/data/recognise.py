@@ -91,8 +91,8 @@ def not_found(root: Path, files: Sequence[str], marks: str) -> UserError:
             "for each class). See docs/data.md."
         )
     for name in files:
-        if kind := kind_of(name):
-            return not_supported(root, f"{name} is {kind}")
+        if found := kind_of(name):
+            return not_supported(root, f"{name} is {found}")
     beside = f" It holds {', '.join(files[:4])}." if files else ""
     return UserError(f"[data] path={root}: no dataset found: {marks}.{beside} {SUPPORTED}.")
 
