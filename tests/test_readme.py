@@ -111,7 +111,7 @@ def test_a_stranger_types_the_first_hour(copy_of_the_checkout):
         script = script.replace("source .venv/bin/activate\n", "")
     bin_folder = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script.replace("steps = 1000", "steps = 200")],
+        ["bash", "-euo", "pipefail", "-c", script.replace("steps = 1000", "steps = 60")],
         cwd=copy_of_the_checkout,
         env=environment() | {"PATH": bin_folder, "PYTHONPATH": ""},
         capture_output=True,
