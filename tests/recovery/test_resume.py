@@ -78,18 +78,6 @@ def test_a_path_into_another_run_starts_only_a_run_without_checkpoints(tmp_path)
     assert starting_point(ours, str(other)) == ours.newest()
 
 
-@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-00000003"])
-def test_a_run_and_its_checkpoints_folder_name_the_newest_that_is_whole(tmp_path, name):
-    other = run_with(tmp_path / "other", 2, 3)
-    damaged = run_with(tmp_path / "other", 4).newest() / "manifest.json"
-    damaged.write_text("{}")
-    (tmp_path / "other" / "config.toml").touch()
-    found = starting_point(run_with(tmp_path / "ours"), str(tmp_path / "other" / name))
-    assert found == other.folder / "step-00000003"
-    # Its own directory is where it goes on anyway.
-    assert starting_point(other, str(tmp_path / "other")) == other.folder / "step-00000003"
-
-
 @pytest.mark.parametrize("spelling", ["absolute", "relative", "dotted"])
 def test_a_path_of_its_own_goes_back_to_it(tmp_path, monkeypatch, spelling):
     checkpoints = run_with(tmp_path, 5, 10)
