@@ -4,7 +4,12 @@ import sys
 
 import commands
 import pytest
+import torch
 from commands import only_error, train
+from safetensors.torch import save_file
+
+from titan_dit import __main__
+from titan_dit.config.section import UserError
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,57 @@ def test_a_run_is_listed_verified_and_shown(run):
     for words in ("step      2\n", "dp_shard 2", "optimizer 153 tensors", "[training]"):
         assert words in done.stdout
     assert "model.embed.patch.weight" in done.stdout
+
+
+def typed(words, monkeypatch, capsys):
+    """What `python -m titan_dit WORDS` prints, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["titan_dit", *map(str, words)])
+    __main__.main()
+    return capsys.readouterr().out
+
+
+RUN = "outputs/digits"
+NEWEST = f"{RUN}/checkpoints/step-00000004"
+SPELLINGS = (RUN, f"{RUN}/", f"{RUN}/checkpoints", NEWEST, f"{NEWEST}/manifest.json")
+
+
+def test_a_run_its_checkpoints_folder_and_a_checkpoint_are_taken_alike(run, monkeypatch, capsys):
+    monkeypatch.chdir(run)
+    inputs = {"x": torch.zeros(1, 1, 8, 8), "t": torch.zeros(1), "y": torch.zeros(1).long()}
+    save_file(inputs, "inputs.safetensors")
+    drawn = ("--num", 1, "--steps", 1, "--device", "cpu", "--out")
+    commands = (
+        (("sample", "--run"), (*drawn, "drawn.safetensors")),
+        (("sample", "--checkpoint"), (*drawn, "drawn.png")),
+        (("predict", "--checkpoint"), ("--inputs", "inputs.safetensors", "--out", "o.safetensors")),
+        (("predict", "--run"), ("--inputs", "inputs.safetensors", "--out", "o.safetensors")),
+        (("replay", "--run"), ("--step", 3, "--show", 1)),
+        (("checkpoint", "show"), ()),
+        (("checkpoint", "list"), ()),
+        (("checkpoint", "verify"), ()),
+    )
+    for first, rest in commands:
+        said = {typed((*first, where, *rest), monkeypatch, capsys) for where in SPELLINGS}
+        if first[-1] in ("list", "verify"):  # Of a checkpoint: its own line.
+            assert {"00002" in text or "   2  " in text for text in said} == {False, True}
+            said = {text.splitlines()[-1] for text in said}
+        assert len(said) == 1, said
+    for i, where in enumerate(SPELLINGS[:-1]):
+        words = ("convert", "--from", where, "--to", f"{i}.pt")
+        assert f"read    {NEWEST}, step 4" in typed(words, monkeypatch, capsys)
+    for command in (("sample", "--run", NEWEST, *drawn, "a.png"), ("checkpoint", "show", NEWEST)):
+        with pytest.raises(UserError, match=r"--step 2: .*00004 is one of step 4\. Omit"):
+            typed((*command, "--step", 2), monkeypatch, capsys)
+
+
+def test_a_run_is_begun_from_another_by_any_of_the_three_paths(run):
+    flags = ("--model.hidden", 32, "--training.steps", 4, "--sampling.every", 0)
+    flags += ("--metrics.tensorboard", "false", "--job.name", "second", "--checkpoint.resume")
+    done = train(*flags, f"{RUN}/checkpoints", cwd=run)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from {NEWEST}" in done.stdout
+    message = only_error(train(*flags, "outputs", cwd=run))
+    assert "[checkpoint] resume outputs: no checkpoint found. It holds runs (digits" in message
 
 
 def test_what_is_damaged_is_named_with_an_exit_code(run):

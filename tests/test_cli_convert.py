@@ -14,9 +14,10 @@ from commands import metrics, sample, train
 from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.commands import sample as sampling
-from titan_dit.commands.trained_model import find_checkpoint, load_trained
+from titan_dit.commands.trained_model import load_trained
 from titan_dit.config.section import UserError
 
 FIXTURE = Path(__file__).resolve().parent / "fixtures" / "dit_reference.safetensors"

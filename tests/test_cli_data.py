@@ -143,7 +143,10 @@ def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
 
 BAD = {
     "no input": (("pack", "--input", "no", "--output", "out"), "path=no: no such folder"),
-    "no dataset": (("show", "empty"), "path=empty: no dataset found"),
+    "no dataset": (
+        ("show", "empty"),
+        "path=empty: no dataset found: the folder is empty.",
+    ),
     "classes": (
         ("pack", "--input", "set", "--output", "out", "--classes", "list.txt"),
         "the folders 0001, 0002 are not among the 1 listed classes",
@@ -204,28 +207,3 @@ def test_switches_are_written_as_in_toml():
         spelled = as_python(["set", *words], data_show.Options)
         assert "=".join(spelled[1:]) == "--verify=True"
     assert as_python(["--out=true"], data_show.Options) == ["--out=true"]
-
-
-def test_an_open_line_of_progress_is_ended(monkeypatch, capsys):
-    monkeypatch.setattr(data_pack.sys.stderr, "isatty", lambda: True, raising=False)
-    line = data_pack.ProgressLine(10)
-    line.end()
-    assert capsys.readouterr().err == ""
-    line(10, 0)
-    line.end()
-    line.end()
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_progress_is_a_line_every_ten_seconds_with_the_time_left(monkeypatch, capsys):
-    now = 0.0
-    monkeypatch.setattr(data_pack.time, "monotonic", lambda: now)
-    line = data_pack.ProgressLine(3000)
-    for second in range(31):
-        now = float(second)
-        line(1000 + 50 * second, second // 20)  # An earlier run did the first thousand.
-    assert capsys.readouterr().err.splitlines() == [
-        "1,500/3,000  50 files/s  ETA 0:30",
-        "2,000/3,000  50 files/s  ETA 0:20  dropped 1",
-        "2,500/3,000  50 files/s  ETA 0:10  dropped 1",
-    ]

@@ -81,6 +81,9 @@ BAD = {
     "sampler": (("--sampler", "rk4"), "euler, heun"),
     "decay": (("--decay", 0.7), "0.9, 0.5"),
     "suffix": (("--out", "x.npz"), ".safetensors or .png"),
+    "a config's key": (("--sampling.cfg_scale", 3), "the flag of `sample` is --cfg-scale."),
+    "another key": (("--optimizer.lr", 3), "a key of `train`. `sample` has --run, --out, --num"),
+    "a config": (("--config", "digits"), "reads no config file. The config is the run's: give --r"),
     "number": (("--num", 0), "num=0 must be at least 1"),
 }
 

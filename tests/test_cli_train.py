@@ -11,7 +11,8 @@ import torch
 from commands import metrics, only_error, train, train_command
 from running import Running, launcher
 
-from titan_dit.commands.trained_model import find_checkpoint, load_trained
+from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.commands.trained_model import load_trained
 from titan_dit.data.latents import write_shards
 
 SHORT = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
@@ -117,7 +118,7 @@ BAD_RESUMES = {
     "never": (("--checkpoint.resume", "never"), ('resume="never"', "up to step 6", "--job.name")),
     "no checkpoint": (
         ("--job.name", "new", "--checkpoint.resume", "outputs"),
-        ("outputs is not a checkpoint",),
+        ("[checkpoint] resume outputs: no checkpoint found", "It holds runs (digits): give one"),
     ),
     "another shape, insisting": (
         ("--model.hidden", 64, "--checkpoint.allow_changes", "true"),

@@ -8,6 +8,8 @@ import re
 import pytest
 from commands import ROOT
 
+from titan_dit.config import catalog, config_file
+
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
 
 
@@ -55,6 +57,21 @@ def test_messages_that_troubleshooting_quotes_exist():
     ]
     assert len(words) > 20
     assert [run for run in words if run not in known] == []
+
+
+def test_troubleshooting_begins_with_ten_errors_their_causes_and_commands():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    section = page.partition("## The ten most likely errors")[2].partition("\n## ")[0]
+    assert page.index("## The ten") < page.index("## Exit codes")
+    rows = [re.split(r" \| ", row[2:-2]) for row in section.splitlines() if row.startswith("| `")]
+    assert [len(row) for row in rows] == [3] * 10
+    latents = ["--config", "digits", "--data.name", "latents", "--data.path", "set"]
+    config = config_file.load(latents, catalog.variant)
+    for message, _, command in rows:
+        assert message.startswith("`"), message
+        assert "`" in command, command
+        for name, key in re.findall(r"--(\w+)\.(\w+)", command):
+            assert hasattr(getattr(config, name), key), key
 
 
 def runs_of_words(quote):

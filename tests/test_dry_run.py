@@ -242,7 +242,7 @@ def test_a_7b_is_rehearsed_on_a_laptop(world, tmp_path):
         commands.train_command(*flags, config="dit_7b"), tmp_path, timeout=280
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert all("  ETA " in line for line in done.stderr.splitlines())
     # CPU seconds, because wall time depends on the load of the machine.
     assert used.ru_utime < 60
     assert used.ru_maxrss < 2**20

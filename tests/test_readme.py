@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, environment, run
+from folders_of_files import pictures
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -67,6 +68,58 @@ def test_the_readme_commands_train_and_draw(copy_of_the_checkout):
     assert (folder / "loss.png").is_file()
     assert (folder / "checkpoints" / "step-00000020" / "manifest.json").is_file()
     assert (folder / "samples" / "step-00000020.png").is_file()
+
+
+SMALLER = {
+    "titan_dit.train": "--training.steps 2 --model.hidden 32 --model.layers 1 --sampling.every 0 "
+    "--training.global_batch_size 4 --metrics.tensorboard false",
+    "titan_dit sample": "--steps 1 --device cpu",
+}
+
+
+def test_the_first_hour_leads_from_pictures_to_samples(tmp_path):
+    """Its commands without bash and the scripts, on a smaller model."""
+    pictures(tmp_path / "photos", each=4, size=(40, 48))
+    script = "".join(blocks("docs/first-hour.md", "bash"))
+    config = re.search(r"cat > photos.toml <<'END'\n(.*?)END\n", script, re.DOTALL)
+    (tmp_path / "photos.toml").write_text(config[1])
+    commands = script.replace(config[0], "").splitlines()
+    assert len(commands) == 8
+    for command in commands:
+        if command.startswith("source "):
+            continue
+        here = command.replace("./run_train.sh", "python -m titan_dit.train")
+        if "--dry-run" not in here:
+            here += "".join(f" {flags}" for part, flags in SMALLER.items() if part in here)
+        done = run([sys.executable, *here.split()[1:]], tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    first_hour_is_complete(tmp_path)
+
+
+def first_hour_is_complete(folder):
+    for name in ("photos_shards.png", "outputs/photos/loss.png", "grid.png", "dogs.png"):
+        with Image.open(folder / name) as picture:
+            assert picture.width > 30, name
+
+
+@pytest.mark.long
+def test_a_stranger_types_the_first_hour(copy_of_the_checkout):
+    pictures(copy_of_the_checkout / "photos", each=20, size=(60, 48))
+    script = "".join(blocks("docs/first-hour.md", "bash"))
+    if not (Path(sys.prefix) / "bin" / "activate").is_file():
+        script = script.replace("source .venv/bin/activate\n", "")
+    bin_folder = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script.replace("steps = 1000", "steps = 60")],
+        cwd=copy_of_the_checkout,
+        env=environment() | {"PATH": bin_folder, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first_hour_is_complete(copy_of_the_checkout)
 
 
 def test_the_python_example_trains_in_one_process(tmp_path):

@@ -7,7 +7,7 @@ from unchecked import unchecked
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
-from titan_dit.dry_run import simpler
+from titan_dit.dry_run import devices, simpler
 from titan_dit.dry_run.command import dry_run
 from titan_dit.plan import resolve
 
@@ -89,6 +89,17 @@ def peaks(*gib):
     return lambda *_: next(given) * GIB
 
 
+def test_every_known_device_gets_a_verdict_and_has_a_place_for_its_time():
+    (*header, _, time), *rows = devices.verdicts(60 * GIB, {"H200, 141 GB": 812.4})
+    assert header == ["device", "usable", "needed"]
+    assert time == "step time"
+    fits = {name: (fits, time) for name, *_, fits, time in rows}
+    assert fits["L40S, 48 GB"] == ("no", "-")
+    assert fits["A100, H100, 80 GB"] == ("yes", "-")
+    assert fits["H200, 141 GB"] == ("yes", "812 ms")
+    assert set(devices.WORDS) == set(devices.StorageKind)
+
+
 @pytest.mark.parametrize(
     ("own", "others", "words"),
     [
@@ -120,7 +131,10 @@ def test_the_memory_of_this_machines_gpu_decides(monkeypatch):
 def test_a_dry_run_ends_with_the_simpler_layout(capsys):
     with unchecked():
         dry_run(tiny_config(parallel={"tp": 2}), 2)
-    *_, verdict, line = capsys.readouterr().out.splitlines()
+    *lines, verdict, line = capsys.readouterr().out.splitlines()
+    for column in ("parameters", "activations", "all-gather", "peak"):
+        assert any(row.startswith(f"  {column} ") for row in lines), column
+    assert any(row.split() == ["H200,", "141", "GB", "126.0", "0.00", "yes", "-"] for row in lines)
     assert verdict.startswith("a device needs ")
     assert line.startswith("simpler dp_shard 2 needs 0.00 GiB and fits a GPU of 80 GB, too: ")
     assert "--parallel.tp 1" in line

@@ -50,7 +50,10 @@ def main() -> None:
 
     import tyro
 
+    from titan_dit.commands import flag_advice
+
     command = importlib.import_module(f"titan_dit.commands.{name.replace(' ', '_')}")
+    flag_advice.check(words[length:], hints_of(command.Options), name)
     command.main(
         tyro.cli(
             command.Options,

@@ -22,7 +22,6 @@ from titan_dit.launcher.process_group import World
 from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.launcher.watchdog import Watchdog
 from titan_dit.objectives.base import DataShare
-from titan_dit.observe import console
 from titan_dit.observe.flops import Work, peak_tflops
 from titan_dit.observe.meter import Meter, peak_gib
 from titan_dit.observe.metrics import Row, row_of
@@ -246,7 +245,8 @@ class Trainer:
         # The first step of a resumed run is printed only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):
             self.log.log(row)
-        self.say(console.progress(row, self.config.training.steps), self.recompiles.report())
+        self.log.progress(row, self.config.training.steps)
+        self.say(self.recompiles.report())
 
     def roll_back(self) -> None:
         """Load the newest checkpoint before the bad steps and skip their samples."""

@@ -6,9 +6,9 @@ import torch
 from titan_dit.checkpoint import torch_files
 from titan_dit.checkpoint.checkpoint import load, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, location, store_of
 from titan_dit.commands import checkpoint_list, checkpoint_verify
-from titan_dit.commands.trained_model import find_checkpoint
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import resume
@@ -46,7 +46,7 @@ def check_store(url, monkeypatch, capsys):
     # Another run starts from it by its URL, in the same store or elsewhere.
     other = Checkpoints(location(f"{url}-other"), CheckpointConfig())
     assert resume.starting_point(other, str(path)).path == path
-    with pytest.raises(UserError, match="nowhere is not a checkpoint"):
+    with pytest.raises(UserError, match="nowhere: no checkpoint found"):
         resume.starting_point(other, f"{url}/nowhere")
 
     # The store fails while tensors are written: a folder without a manifest is not a checkpoint.

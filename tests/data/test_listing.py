@@ -131,7 +131,7 @@ BAD = {
     same_stem: ("0001: 0.npy and 0.pt are the same sample",),
     mixed_kinds: ("latents (0000/0.npy) and images (0003/0.png): two datasets in one folder",),
     beside: ("README.txt is outside the class folders",),
-    loose: ("no dataset found", "It holds 0.npy"),
+    loose: ("no dataset found: 1 latent outside of class folders", "mkdir"),
     lone_feature: ("features/3.npy has no file of the same name in labels",),
     lone_label: ("labels/3.npy has no file of the same name in features",),
     no_labels: ("found features, but no labels",),

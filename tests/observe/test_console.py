@@ -1,6 +1,11 @@
-import pytest
+import sys
 
-from titan_dit.observe.console import count, duration, progress, say
+import pytest
+from terminals import screen_of, terminal
+
+from titan_dit.observe.console import progress, say
+from titan_dit.observe.run_log import RunLog
+from titan_dit.system import stdio
 
 ROW = {
     "step": 50,
@@ -36,28 +41,54 @@ def test_the_last_line_has_nothing_left():
     assert progress(ROW | {"step": 3000}, 3000).endswith("ETA 0:00")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(12, "12"), (999, "999"), (1234.5, "1.2k"), (2.5e6, "2.5M"), (3e9, "3.0G")]
-)
-def test_counts_are_short(value, text):
-    assert count(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0:00"),
-        (59.4, "0:59"),
-        (59.6, "1:00"),
-        (65, "1:05"),
-        (3725, "1:02:05"),
-        (360_000, "100:00:00"),
-    ],
-)
-def test_durations_are_read_as_a_clock(seconds, text):
-    assert duration(seconds) == text
-
-
 def test_a_line_is_printed_at_once(capsys):
     say("hello")
     assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_a_line_fits_the_terminal_and_what_matters_stays(width):
+    row = ROW | {"skipped_steps": 3, "validation_loss": 0.5}
+    whole, line = progress(row, 3000), progress(row, 3000, width)
+    assert len(line) < width
+    for words in ("step   50/3000", "loss 0.1235", "skipped 3", "ETA 24:35"):
+        assert words in line
+    assert set(line.split("  ")) <= set(whole.split("  "))
+    if width == 200:
+        assert line == whole
+    elif width == 100:
+        assert "samples/s" in line
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_a_run_on_a_terminal_renews_one_line_which_nothing_garbles(width, tmp_path, monkeypatch):
+    with terminal(width, monkeypatch) as (_, read):
+        log = RunLog(tmp_path, "run", is_written=True)
+        log.say("the first line")
+        for step in (10, 20, 30):
+            log.progress(ROW | {"step": step}, 3000)
+        stdio.write(sys.stderr, "titan_dit: a line of another process\n")
+        log.progress(ROW | {"step": 40}, 3000)
+        log.say(None, "saved outputs/run/checkpoints/step-00000040")
+        log.progress(ROW | {"step": 50, "validation_loss": 0.5}, 3000)
+        log.progress(ROW | {"step": 60}, 3000)
+        screen = screen_of(read(), width)
+    assert [line.split("  loss")[0] for line in screen] == [
+        "the first line",
+        "titan_dit: a line of another process",
+        "step   40/3000",
+        "saved outputs/run/checkpoints/step-00000040",
+        "step   50/3000",
+        "step   60/3000",
+    ]
+    assert all(len(line) < width for line in screen)
+
+
+def test_a_log_gets_a_whole_line_for_each_step(tmp_path, capsys):
+    log = RunLog(tmp_path, "run", is_written=True)
+    for step in (10, 20):
+        log.progress(ROW | {"step": step}, 3000)
+    log.say("saved")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:12] for line in lines] == ["step   10/30", "step   20/30", "saved"]
+    assert lines[0] == progress(ROW | {"step": 10}, 3000)

@@ -204,11 +204,21 @@ def verify(path: Location, ranks: Ranks | None = None) -> dict[str, Any]:
     return record
 
 
-def damaged_files(path: Location, record: Mapping[str, Any], ranks: Ranks) -> list[str]:
-    """Names of files whose size or SHA-256 differs from the manifest; ranks share the work."""
-    store, files = store_of(path), sorted(record["files"].items())
-    mine = files[ranks.rank :: ranks.count]
-    damaged = [name for name, expected in mine if not is_whole(store, path / name, expected)]
+def damaged_files(
+    path: Location,
+    record: Mapping[str, Any],
+    ranks: Ranks,
+    read: Callable[[int], None] = lambda _: None,
+) -> list[str]:
+    """Names of files whose size or SHA-256 differs from the manifest; ranks share the work.
+
+    `read` gets the bytes of each file that has been read.
+    """
+    store, files, damaged = store_of(path), sorted(record["files"].items()), list[str]()
+    for name, expected in files[ranks.rank :: ranks.count]:
+        if not is_whole(store, path / name, expected):
+            damaged.append(name)
+        read(expected["bytes"])
     return sorted(name for part in ranks.gather(damaged) for name in part)
 
 

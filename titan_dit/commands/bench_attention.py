@@ -22,6 +22,7 @@ from titan_dit.models.dit_sizes import SIZES
 from titan_dit.observe import console
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.ring_attention import ring_attention
+from titan_dit.system.progress import ProgressLine
 
 NAMES = ("auto", *attention.KEYS)
 CHECKED = 1024
@@ -91,6 +92,7 @@ def main(options: Options) -> None:
         f"{describe_device(device)['device']}"
     )
     rows, refused = [], {}
+    progress = ProgressLine(len(options.tokens) * len(options.backends), "kernels")
     for tokens in options.tokens:
         shape = AttentionShape(
             heads, tokens // options.ring, head_dim, DTYPES[options.dtype], device, options.ring > 1
@@ -102,6 +104,8 @@ def main(options: Options) -> None:
                 rows.append(row(name, shape, options.batch, options.laps, *ring_of))
             else:
                 refused[name] = reason
+            progress.add(1)
+    progress.end()
     attention.use_implementation("auto")
     for line in table(rows):
         console.say(line)

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from titan_dit.checkpoint.run_checkpoints import step_of
+from titan_dit.checkpoint import run_path
+from titan_dit.checkpoint.run_checkpoints import NAME, step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, location, store_of
-from titan_dit.commands.trained_model import checkpoints_in
-from titan_dit.config.section import Section, UserError
+from titan_dit.config.section import Section
 from titan_dit.observe import console
 from titan_dit.recovery.resume import readable
+from titan_dit.system.progress import duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +24,17 @@ class Options(Section):
     section = "checkpoint list"
 
     run: Annotated[str, tyro.conf.Positional]
-    """Run directory or its checkpoints folder; a path or a URL."""
+    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
 
 
 def main(options: Options) -> None:
     """Print one line per checkpoint."""
-    where = location(options.run)
-    checkpoints = checkpoints_in(where)
-    store = store_of(checkpoints.folder)
-    named = checkpoints.folders()
+    found = run_path.resolve(location(options.run))
+    folder = found.checkpoints.folder
+    store = store_of(folder)
+    named = found.folders()
     if not named:
-        raise UserError(f"{where}: no checkpoint found. Give a run directory or its checkpoints.")
+        raise found.none_found("checkpoint list")
     console.say(f"{'step':>10}  {'samples':>13}  {'epoch':>7}  {'MiB':>9}  {'age':>8}  files")
     for path in named:
         record, what = readable(path)
@@ -44,10 +45,15 @@ def main(options: Options) -> None:
             state = "unfinished"
         mib = sum(entry["bytes"] for entry in sizes.values()) / 2**20
         console.say(
-            f"{step_of(path):10}  {record.get('cursor', 0):13,}  {epoch(record):>7}  {mib:9,.1f}  "
-            f"{age(record):>8}  {state}"
+            f"{step_text(path):>10}  {record.get('cursor', 0):13,}  {epoch(record):>7}  "
+            f"{mib:9,.1f}  {age(record):>8}  {state}"
         )
-    console.say(f"in {checkpoints.folder}; `checkpoint verify` checks the files' contents")
+    console.say(f"in {folder}; `checkpoint verify` checks the files' contents")
+
+
+def step_text(path: Location) -> str:
+    """The step in a checkpoint's name; imported weights have a name of their own."""
+    return str(step_of(path)) if NAME.fullmatch(path.name) else "-"
 
 
 def has(store: Store, file: Location, expected: dict[str, Any]) -> bool:
@@ -66,4 +72,4 @@ def age(record: dict[str, Any]) -> str:
     if "written_at" not in record:
         return "-"
     passed = datetime.now(UTC) - datetime.fromisoformat(record["written_at"])
-    return console.duration(max(0.0, passed.total_seconds()))
+    return duration(max(0.0, passed.total_seconds()))

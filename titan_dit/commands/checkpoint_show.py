@@ -11,8 +11,8 @@ import torch
 import tyro
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import find_checkpoint
 from titan_dit.config.section import Section, show
 from titan_dit.observe import console
 
@@ -24,7 +24,7 @@ class Options(Section):
     section = "checkpoint show"
 
     path: Annotated[str, tyro.conf.Positional]
-    """A checkpoint, or a run directory; a path or a URL."""
+    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     step: int | None = None
     """Step of the run's checkpoint. Unset: the newest."""
     tensors: bool = False

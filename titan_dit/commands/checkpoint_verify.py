@@ -8,13 +8,14 @@ from typing import Annotated
 
 import tyro
 
+from titan_dit.checkpoint import run_path
 from titan_dit.checkpoint.checkpoint import damaged_files
-from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
-from titan_dit.commands.trained_model import checkpoints_in
-from titan_dit.config.section import Section, UserError
+from titan_dit.checkpoint.store import Location, location
+from titan_dit.config.section import Section
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.recovery.resume import own_newest_first, readable
+from titan_dit.system.progress import ProgressLine, count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,29 +25,36 @@ class Options(Section):
     section = "checkpoint verify"
 
     path: Annotated[str, tyro.conf.Positional]
-    """A checkpoint, or a run directory for all its checkpoints; a path or a URL."""
+    """Run directory or its checkpoints folder (all of them), or one checkpoint; a path or URL."""
 
 
 def main(options: Options) -> None:
     """Print one line per checkpoint; exit with 1 if any is damaged."""
-    where = location(options.path)
-    alone = store_of(where).has(where / MANIFEST)
-    paths = [where] if alone else own_newest_first(checkpoints_in(where))[::-1]
+    found = run_path.resolve(location(options.path))
+    alone = [found.checkpoint] if found.checkpoint else []
+    paths = alone or own_newest_first(found.checkpoints)[::-1]
     if not paths:
-        raise UserError(f"{where}: no checkpoint found. Give a run directory or a checkpoint.")
-    reports = [(path, *examine(path)) for path in paths]
+        raise found.none_found("checkpoint verify")
+    progress = ProgressLine(sum(map(size_of, paths)), "B", what="verified", form=count)
+    reports = [(path, *examine(path, progress)) for path in paths]
+    progress.end()
     for path, what, size in reports:
         console.say(f"{path}: {f'damaged: {what}' if what else f'whole, {size}'}")
     if any(what for _, what, _ in reports):
         sys.exit(1)
 
 
-def examine(path: Location) -> tuple[str, str]:
+def size_of(path: Location) -> int:
+    """Bytes of the files that a checkpoint's manifest lists."""
+    return sum(entry["bytes"] for entry in readable(path)[0].get("files", {}).values())
+
+
+def examine(path: Location, progress: ProgressLine) -> tuple[str, str]:
     """Return what is damaged ("" if nothing), and the checkpoint's size as text."""
     record, what = readable(path)
     if what:
         return what, ""
     entries = record["files"].values()
     mib = sum(entry["bytes"] for entry in entries) / 2**20
-    damaged = damaged_files(path, record, Ranks())
+    damaged = damaged_files(path, record, Ranks(), progress.add)
     return ", ".join(damaged), f"{len(entries)} files, {mib:,.1f} MiB"

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from titan_dit import __version__
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
-from titan_dit.commands.trained_model import find_checkpoint, load_trained
+from titan_dit.commands.trained_model import load_trained
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
     Bound,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ from titan_dit.data.class_labels import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
 from titan_dit.observe import console
+from titan_dit.system.progress import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +68,13 @@ def main(options: Options) -> None:
         f"packing {total:,} files of {plan.listing.num_classes:,} classes into {plan.num_chunks:,} "
         f"shards of {plan.dtype} {list(plan.shape)}, {options.workers} workers"
     )
-    progress = ProgressLine(total)
+    progress = ProgressLine(total, "files", resumes=True)
+
+    def report(done: int, dropped: int) -> None:
+        progress(done, f"dropped {dropped:,}" if dropped else "")
+
     try:
-        dropped = pack.pack(plan, output, options.workers, progress)
+        dropped = pack.pack(plan, output, options.workers, report)
     finally:
         progress.end()
     if dropped is None:
@@ -125,38 +128,3 @@ def read_classes(path: str | None) -> tuple[str, ...] | None:
             f"[data pack] classes={path}: {fault}. List every class once, one per line."
         )
     return tuple(names)
-
-
-class ProgressLine:
-    """Progress on stderr: one updated line on a terminal, else a line every 10 s."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.on_terminal = total, sys.stderr.isatty()
-        self.every = 1.0 if self.on_terminal else 10.0
-        self.began = self.written = time.monotonic()
-        self.first: int | None = None
-        self.open = False
-
-    def __call__(self, done: int, dropped: int) -> None:
-        """Write the line if it is time."""
-        now = time.monotonic()
-        if self.first is None:
-            self.first = done  # Files of an earlier run do not count for the rate.
-        last = done == self.total and self.on_terminal
-        if now - self.written < self.every and not last:
-            return
-        self.written = now
-        rate = max(done - self.first, 1e-9) / max(now - self.began, 1e-9)
-        left = console.duration((self.total - done) / rate) if done > self.first else "?"
-        line = f"{done:,}/{self.total:,}  {console.count(rate)} files/s  ETA {left}"
-        line += f"  dropped {dropped:,}" if dropped else ""
-        sys.stderr.write(f"\r\033[K{line}" if self.on_terminal else line + "\n")
-        sys.stderr.flush()
-        self.open = self.on_terminal
-
-    def end(self) -> None:
-        """End the open line."""
-        if self.open:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
-        self.open = False

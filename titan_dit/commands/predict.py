@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+import tyro
 from torch import Tensor
 
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import TrainedModel, device_of, find_checkpoint, load_trained
+from titan_dit.commands.trained_model import TrainedModel, device_of, load_trained
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
 from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
 from titan_dit.observe import console
+from titan_dit.system.progress import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +28,8 @@ class Options(Section):
 
     section = "predict"
 
-    checkpoint: str
-    """A checkpoint, or a run directory; a path or a URL."""
+    checkpoint: Annotated[str, tyro.conf.arg(aliases=["--run"])]
+    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     inputs: str
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
     `y` [b] (labels; -1 or the number of classes is unconditional). With `noise` of x's shape, x is
@@ -57,10 +60,13 @@ def main(options: Options) -> None:
     diffusion = run.diffusion("predict")
     inputs = read_inputs(Path(options.inputs), diffusion)
     size, parts = len(inputs["x"]), []
+    progress = ProgressLine(size, "samples")
     for first in range(0, size, options.batch_size):
         rows = slice(first, first + options.batch_size)
         part = {name: v[rows].to(device) for name, v in inputs.items()}
         parts.append(predict(run, diffusion, part))
+        progress(min(first + options.batch_size, size))
+    progress.end()
     found = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
     write_tensors(out, found)
     console.say(f"wrote {out}: {size} predictions of {path} ({run.weights}): {', '.join(found)}")

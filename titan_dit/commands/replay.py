@@ -6,20 +6,23 @@ repeated from its sample numbers alone, independent of the run's layout.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import step_of
+from titan_dit.checkpoint.run_path import CONFIG, WANTED
+from titan_dit.checkpoint.run_path import resolve as named_by
 from titan_dit.checkpoint.store import Location
 from titan_dit.checks.device import replayable_precision
-from titan_dit.commands.trained_model import checkpoints_in, device_of
+from titan_dit.commands.replay_report import Replayed, report, shown
+from titan_dit.commands.trained_model import device_of
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
@@ -28,7 +31,7 @@ from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.order import BatchPlan, EpochOrder
-from titan_dit.data.sample_ranges import numbers_of, ranges_of
+from titan_dit.data.sample_ranges import numbers_of
 from titan_dit.execution.base import Output, first_of
 from titan_dit.execution.build import Built, build
 from titan_dit.execution.local import LocalExecutor
@@ -43,6 +46,7 @@ from titan_dit.plan import resolve
 from titan_dit.recovery import fault_log, resume, rollback, sample_log
 from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
+from titan_dit.system.progress import ProgressLine
 
 MICROBATCH = 32
 """Microbatch size if the run's config sets none."""
@@ -54,8 +58,8 @@ class Options(Section):
 
     section = "replay"
 
-    run: str
-    """Run directory, such as outputs/digits."""
+    run: Annotated[str, tyro.conf.arg(aliases=["--checkpoint"])]
+    """Run directory, its checkpoints folder, or one of its checkpoints."""
     step: PositiveInt
     """A step that the run took or crashed in; RUN/faults.jsonl lists the skipped ones."""
     microbatch: NonNegativeInt | None = None
@@ -66,20 +70,6 @@ class Options(Section):
     """Finite samples to print, highest loss first."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """One sample of the repeated step."""
-
-    number: int
-    row: int
-    loss: float
-    microbatch: int
-    described: Mapping[str, float]
-    """The objective's values for it: label, timestep, ..."""
-    not_finite: tuple[str, ...]
-    """Names of the tensors (fields, inputs, prediction, loss) with NaN or infinity."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +88,10 @@ class Origin:
 
 def main(options: Options) -> None:
     """Repeat the step and print its samples, non-finite ones first."""
-    run = Path(options.run)
-    if not (run / "config.toml").is_file():
-        raise UserError(f"--run {run}: no config.toml found. Give a run directory.")
-    config = config_file.build(config_file.of_run(run / "config.toml"), catalog.variant)
+    run = named_by(Path(options.run)).run
+    if not isinstance(run, Path) or not (run / CONFIG).is_file():
+        raise UserError(f"--run {options.run}: no {CONFIG} found in {run}. {WANTED}")
+    config = config_file.build(config_file.of_run(run / CONFIG), catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
     saved = tables_of(run, options.step)
     # A run of before the key `objective` compiled only its blocks.
@@ -117,8 +107,8 @@ def main(options: Options) -> None:
     behind = options.step - 1 - origin.weights_step
     late = f", {behind} steps older than those of the step" if behind else ", those of the step"
     console.say(f"weights {origin.weights or 'as initialized'}{late}")
-    own = {"model": config.model, "objective": config.objective, "data": config.data}
-    for line in dotted_names.origins(own):
+    own = ("model", "objective", "data")
+    for line in dotted_names.origins({name: getattr(config, name) for name in own}):
         console.say(line)
     source = config.data.open()
     if origin.data_digest not in (None, source.facts.digest):
@@ -139,11 +129,14 @@ def main(options: Options) -> None:
             len(origin.numbers),
         )
         samples, norms = [], []
-        for number in chosen:
+        progress = ProgressLine(len(chosen), "microbatches")
+        for done, number in enumerate(chosen, start=1):
             part = origin.numbers[number * size : (number + 1) * size]
             found, norm = replayer.run(number, part, world.device)
             samples += found
             norms.append((number, len(part), norm))
+            progress(done)
+        progress.end()
     for line in report(samples, norms, options.show):
         console.say(line)
 
@@ -171,7 +164,7 @@ def check_taken(run: Path, step: int, every: int, steps: int) -> bool:
 def newest_step(run: Path) -> int:
     """Return the newest step in the metrics, checkpoints and fault log; 0 if none."""
     logged: list[int] = [row["step"] for row in metrics.read_rows(run / "metrics.jsonl")]
-    saved = [step_of(path) for path in checkpoints_in(run).complete()]
+    saved = [step_of(path) for path in named_by(run).checkpoints.complete()]
     faulty: int = 0
     for line in fault_log.read(run):
         # Steps undone by a rollback count only if they were repeated.
@@ -181,23 +174,22 @@ def newest_step(run: Path) -> int:
 
 def tables_of(run: Path, step: int) -> config_file.Tables:
     """Return the config of a step: of the first checkpoint from it on, else of the newest steps."""
-    for path in checkpoints_in(run).complete():
+    for path in named_by(run).checkpoints.complete():
         record = resume.readable(path)[0] if step_of(path) >= step else {}
         if record:
             return config_file.of_record(record)
-    return config_file.of_run(run / "config.toml")
+    return config_file.of_run(run / CONFIG)
 
 
 def job_of(saved: config_file.Tables, written: RunConfig) -> RunConfig:
     """Return [job], of RUN/config.toml, with the data order and the initial weights of a step."""
-    job = saved.get("job", {})
-    found: dict[str, Any] = {key: job[key] for key in NEW_RUN if key in job}
+    found: dict[str, Any] = {k: v for k, v in saved.get("job", {}).items() if k in NEW_RUN}
     return replace(written, **found).settled()
 
 
 def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
     """Return a step's samples: from the fault log if it was bad, else from the batch plan."""
-    before = [path for path in checkpoints_in(run).complete() if step_of(path) < step]
+    before = [path for path in named_by(run).checkpoints.complete() if step_of(path) < step]
     record = checkpoint.read_record(before[-1]) if before else {}
     progress = Progress.of(record, rollback.read(run))
     weights, weights_step = (before[-1] if before else None), progress.step
@@ -315,35 +307,3 @@ def is_finite(values: Tensor) -> list[bool]:
     """Return True per sample if all its values are finite."""
     found: list[bool] = values.reshape(len(values), -1).isfinite().all(1).tolist()
     return found
-
-
-def report(
-    samples: Sequence[Replayed], norms: Sequence[tuple[int, int, float]], show: int
-) -> Iterator[str]:
-    """Yield the lines to print; of the finite samples, the `show` of the highest loss."""
-    faulty = [sample for sample in samples if sample.not_finite]
-    others = [sample for sample in samples if not sample.not_finite]
-    for number, size, norm in norms:
-        yield f"microbatch {number}: {size} samples, gradient norm {norm:.6g}"
-    yield f"{len(faulty)} of {len(samples)} samples are at fault" + (":" if faulty else "")
-    yield from map(line_of, faulty)
-    if not faulty and not all(math.isfinite(norm) for _, _, norm in norms):
-        yield "Only a gradient overflows: find its sample with --microbatch-size 1."
-    if show and others:
-        yield f"of the others, the {min(show, len(others))} of the highest loss:"
-        yield from map(line_of, sorted(others, key=lambda sample: -sample.loss)[:show])
-
-
-def line_of(sample: Replayed) -> str:
-    """Format one sample."""
-    described = "".join(f"{name} {value:.4g}  " for name, value in sample.described.items())
-    fault = f"  not finite: {', '.join(sample.not_finite)}" if sample.not_finite else ""
-    return (
-        f"  sample {sample.number}  row {sample.row}  {described}"
-        f"loss {sample.loss:.6g}  microbatch {sample.microbatch}{fault}"
-    )
-
-
-def shown(numbers: Sequence[int]) -> str:
-    """Format numbers as ranges: "176-191, 200-203"."""
-    return ", ".join(f"{first}-{end - 1}" for first, end in ranges_of(numbers))

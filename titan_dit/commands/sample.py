@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+import tyro
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import device_of, find_checkpoint, load_trained
+from titan_dit.commands.trained_model import device_of, load_trained
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
@@ -28,10 +30,13 @@ from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.pictures import draw_grid
+from titan_dit.diffusion.samplers import ode
 from titan_dit.diffusion.samplers.base import Sampler
+from titan_dit.execution.base import first_of
 from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
 from titan_dit.models.base import Model
 from titan_dit.observe import console
+from titan_dit.system.progress import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +45,8 @@ class Options(Section):
 
     section = "sample"
 
-    run: str
-    """Run directory (outputs/digits) or one checkpoint of it; a path or a URL."""
+    run: Annotated[str, tyro.conf.arg(aliases=["--checkpoint"])]
+    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     out: str
     """FILE.safetensors for `samples` and `labels`, or FILE.png for an image grid."""
     num: PositiveInt = 100
@@ -145,12 +150,15 @@ def draw(
 ) -> Float[Tensor, "n c h w"]:
     """Draw samples in the dataset's stored units, fp32, on the CPU."""
     model, device = diffusion.model, next(network.parameters()).device
-    parts, began = [], time.perf_counter()
+    parts = []
+    # Heun evaluates the network twice in a step; of a sampler from outside it is not known.
+    evaluations = options.steps * (2 if sampler is ode.heun else 1)
+    progress = ProgressLine(len(labels), "samples")
     for first in range(0, len(labels), options.batch_size):
         rows = slice(first, first + options.batch_size)
         part = labels[rows].to(device)
         tokens = drawing.generate(
-            network,
+            Counted(network, partial(report, progress, first, len(part), evaluations)),
             diffusion.path,
             model,
             part,
@@ -164,7 +172,25 @@ def draw(
             noise=None if noise is None else model.tokenize(noise[rows].to(device)),
         )
         parts.append(diffusion.data.to_stored_units(model.detokenize(tokens)).cpu())
-        done, elapsed = first + len(part), time.perf_counter() - began
-        left = console.duration(elapsed / done * (len(labels) - done))
-        sys.stderr.write(f"{done}/{len(labels)}  ETA {left}\n")
+        progress(first + len(part))
+    progress.end()
     return torch.cat(parts)
+
+
+class Counted:
+    """A network that reports the number of its calls after each."""
+
+    def __init__(self, network: Model, report: Callable[[int], None]) -> None:
+        self.network, self.report, self.calls = network, report, 0
+
+    def __call__(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
+        """Run the network."""
+        output = first_of(self.network(inputs, static))
+        self.calls += 1
+        self.report(self.calls)
+        return output
+
+
+def report(progress: ProgressLine, first: int, size: int, evaluations: int, calls: int) -> None:
+    """Show the samples done: those before this batch, and the batch's share by network calls."""
+    progress(first + size * min(calls, evaluations) // evaluations)

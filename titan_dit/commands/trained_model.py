@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.run_checkpoints import NAME, Checkpoints, step_of
-from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
+from titan_dit.checkpoint.store import Location
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
@@ -42,36 +40,6 @@ class TrainedModel:
             f"{command} needs a diffusion run, but {self.path} was trained with "
             f"{type(self.objective).__name__}."
         )
-
-
-def find_checkpoint(run: Location, step: int | None, flag: str = "--run") -> Location:
-    """Return a run's checkpoint at `step` (None: the newest), or `run` if it is a checkpoint."""
-    if store_of(run).has(run / MANIFEST):
-        return run
-    whole = {step_of(path): path for path in checkpoints_in(run).complete()}
-    if not whole:
-        raise UserError(
-            f"{flag} {run}: no checkpoint found. Give a run directory such as outputs/digits, or "
-            "a folder in its checkpoints/."
-        )
-    if step is None:
-        return whole[max(whole)]
-    if step not in whole:
-        have = ", ".join(map(str, whole))
-        raise UserError(f"--step {step}: {run} has no checkpoint of this step. It has {have}.")
-    return whole[step]
-
-
-def checkpoints_in(run: Location) -> Checkpoints:
-    """Return the checkpoints in a run directory, its [checkpoint] dir, or a checkpoints folder."""
-    names = store_of(run).names(run)
-    if any(NAME.fullmatch(name) for name in names):
-        return Checkpoints(run)
-    if "checkpoints" not in names and "config.toml" in names and isinstance(run, Path):
-        table = config_file.read_toml(run / "config.toml").get("checkpoint", {})
-        if table.get("dir"):
-            return Checkpoints(location(str(table["dir"])))
-    return Checkpoints(run / "checkpoints")
 
 
 def device_of(name: str | None) -> torch.device:

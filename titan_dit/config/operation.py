@@ -27,7 +27,8 @@ class CheckpointConfig(Section):
     """Folder or URL (s3://bucket/run) of the checkpoints; empty is RUN/checkpoints."""
     resume: str = "auto"
     """auto: the run's newest checkpoint, if any. never: step 0, an error if there are checkpoints.
-    A path or URL: another run's checkpoint initialises this run, one of its own rolls it back."""
+    A path or URL of a run (its newest checkpoint), its checkpoints folder, or one checkpoint:
+    another run's initialises this run, one of its own rolls it back."""
     allow_changes: bool = False
     """Resume even if keys that change the mathematics (model, objective, data, ...) differ."""
 

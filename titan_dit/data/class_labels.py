@@ -16,6 +16,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import LABEL_LIMIT, BadFileError, read_label
 from titan_dit.data.manifest import MANIFEST
 from titan_dit.system import stdio
+from titan_dit.system.progress import ProgressLine
 
 MANY_LABELS = 20_000
 
@@ -102,12 +103,15 @@ def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
             f"reading {len(paths):,} label files in {paths[0].parent}; shards open without this "
             "delay: `python -m titan_dit data pack`\n",
         )
-    labels = []
+    labels, progress = [], ProgressLine(len(paths), "labels", what="read")
     for path in paths:
         try:
             labels.append(read_label(path))
+            if len(labels) % 1000 == 0:
+                progress(len(labels))
         except BadFileError as error:
             raise UserError(f"[data] {path}: {error}. Fix or replace the file.") from None
+    progress.end()
     return torch.tensor(labels)
 
 

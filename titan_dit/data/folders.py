@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import agreed, read_folder_manifest
-from titan_dit.system import stdio
+from titan_dit.system.progress import ProgressLine
 
 REMEDY = (
     "Fix or replace the file, or pack the folder: `python -m titan_dit data pack` drops and "
@@ -51,7 +48,8 @@ class LatentFolder(Source):
         if self.listing.kind == "images":
             raise UserError(
                 f"[data] path={path} holds images ({self.listing.names[0]}). Pack them first: "
-                f"`python -m titan_dit data pack --input {path} --output DIR`."
+                f"`python -m titan_dit data pack --input {path} --output DIR`, then give DIR. See "
+                "docs/data.md."
             )
         self.shape, self.dtype = self._probe()
         self.facts: LatentFacts = LatentFacts(
@@ -103,15 +101,13 @@ class LatentFolder(Source):
         except OSError as error:
             raise UserError(f"[data] {error}") from None
 
-    def _read_all(self, every_s: float = 10) -> None:
+    def _read_all(self) -> None:
         """Read every file once; raises UserError for the first bad one."""
-        written = time.monotonic()
+        progress = ProgressLine(len(self), "files", what="verified")
         for row in range(len(self)):
             self[row]
-            if time.monotonic() - written >= every_s and os.environ.get("RANK", "0") == "0":
-                written = time.monotonic()
-                line = f"verified {row + 1:,} of {len(self):,} files\n"
-                stdio.write(sys.stderr, line)
+            progress(row + 1)
+        progress.end()
 
     def _probe(self, most: int = 32) -> tuple[tuple[int, int, int], torch.dtype]:
         """Return the common shape and dtype of one file of each of up to `most` classes."""

@@ -40,6 +40,7 @@ from titan_dit.data.manifest import (
 from titan_dit.data.shard_header import read_header
 from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
 from titan_dit.system.files import write_whole
+from titan_dit.system.progress import ProgressLine, count
 
 MAX_MAPS = 65_530
 """Linux's default of vm.max_map_count."""
@@ -108,7 +109,14 @@ class LatentShards(Source):
         self.path = path
         self.manifest = manifest = read_manifest(path)
         check_maps(path, len(manifest["shards"]))
-        self.shards = [self._open_shard(entry, manifest, verify) for entry in manifest["shards"]]
+        size = sum(entry["bytes"] for entry in manifest["shards"])
+        progress = ProgressLine(size, "B", what="verified", form=count)
+        self.shards = []
+        for entry in manifest["shards"]:
+            self.shards.append(self._open_shard(entry, manifest, verify))
+            if verify:
+                progress.add(entry["bytes"])
+        progress.end()
         self.counts = np.array([len(shard.labels) for shard in self.shards])
         self.ends = self.counts.cumsum()
         self.dtype = STORED_DTYPES[manifest["dtype"]]

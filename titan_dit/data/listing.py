@@ -30,8 +30,8 @@ from titan_dit.data.class_labels import (
 )
 from titan_dit.data.files import LATENT_SUFFIXES
 from titan_dit.data.manifest import CLAIM, FORMAT, MANIFEST, read_folder_manifest, read_json
+from titan_dit.data.recognise import IMAGE_SUFFIXES, SUPPORTED, check_path, kind_of, not_found
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 Layout = Literal["shards", "pair", "classes"]
 KINDS = dict.fromkeys(LATENT_SUFFIXES, "latents") | dict.fromkeys(IMAGE_SUFFIXES, "images")
 
@@ -78,8 +78,7 @@ class Listing:
 
 def layout_of(root: Path) -> Layout:
     """Detect the layout of a folder; raises UserError if it holds no dataset or two of them."""
-    if not root.is_dir():
-        raise UserError(f"[data] path={root}: no such folder. Give the folder of a dataset.")
+    check_path(root)
     folders, files = entries(root)
     pairs = pairs_of(root, folders)
     others = [name for name in folders if not any(name in pair for pair in pairs)]
@@ -100,11 +99,8 @@ def layout_of(root: Path) -> Layout:
             "each to its own folder."
         )
     if not found:
-        beside = f" It holds {few(files)}." if files else ""
-        raise UserError(
-            f"[data] path={root}: no dataset found: neither a {MANIFEST} of shards, nor a folder "
-            f"per class, nor features and labels.{beside} Give the folder of a dataset."
-        )
+        marks = f"neither a {MANIFEST} of shards, nor a folder per class, nor features and labels"
+        raise not_found(root, files, marks)
     return "classes" if others else "pair" if pairs else "shards"
 
 
@@ -236,6 +232,8 @@ def list_files(folder: Path, kinds: dict[str, str]) -> list[str]:
     folders, files = entries(folder)
     strange = [*folders, *(name for name in files if suffix_of(name) not in KINDS)]
     if strange:
+        if kind := next(filter(None, map(kind_of, strange)), None):
+            raise UserError(f"[data] {folder}: {few(strange)}: {kind}. {SUPPORTED}.")
         raise UserError(
             f"[data] {folder}: {few(strange)} is neither a latent ({', '.join(LATENT_SUFFIXES)}) "
             f"nor an image ({', '.join(IMAGE_SUFFIXES)}). Move it elsewhere."

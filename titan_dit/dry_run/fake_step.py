@@ -40,6 +40,7 @@ from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 from titan_dit.schedules.action import peak_activations
 from titan_dit.schedules.simulator import simulate, stage_costs
+from titan_dit.system.progress import ProgressLine
 
 CPU = torch.device("cpu")
 
@@ -104,6 +105,7 @@ def take_fake_step(
     growth = growth_of(plan, enough, count)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     reports = []
+    progress = ProgressLine(sizes.pp, "ranks", what=f"dry run ({sizes})")
     for stage_rank in range(sizes.pp):
         with fake_world(stage_rank * (plan.world_size // sizes.pp), plan.world_size):
             mesh = Mesh(sizes, "cpu")
@@ -124,6 +126,8 @@ def take_fake_step(
                 )
             )
             del fake_rank
+        progress.add(1)
+    progress.end()
     idle = idle_of(plan, count)
     with torch.device("meta"):
         model = plan.spec.build()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from titan_dit.dry_run import devices
 from titan_dit.dry_run.fake_step import RankReport, Report
 from titan_dit.dry_run.memory import StorageKind
 
+LESS = "more ranks, a larger dp_shard, --remat.mode full, or a smaller --training.microbatch_size"
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
@@ -25,8 +27,16 @@ def lines(report: Report) -> Iterator[str]:
     without = " (without recomputation)" if recomputed else ""
     yield f"FLOPs of a rank per step{without}:"
     yield from work(report)
+    if report.plan.sizes.pp > 1:
+        yield f"  idle  {devices.IDLE}"
+    yield ""
+    yield "devices, GiB (usable: 0.9 of what torch reports; step time: not predicted yet):"
+    header, *rows = devices.verdicts(report.peak)
+    yield from table(header, rows)
     yield ""
     yield verdict(report, unit)
+    if all(row[3] == "no" for row in rows):
+        yield f"note    no known device holds it: {LESS}"
 
 
 def head(report: Report) -> Iterator[str]:
@@ -76,6 +86,7 @@ def memory(report: Report, unit: int) -> Iterator[str]:
         for rank in report.ranks
     ]
     yield from table(["rank", "layers", *kinds, "peak"], rows)
+    yield from devices.words(kinds)
 
 
 def traffic(report: Report, unit: int) -> Iterator[str]:
@@ -97,6 +108,7 @@ def traffic(report: Report, unit: int) -> Iterator[str]:
         yield "  nothing: world size 1"
         return
     yield from table(["rank", "layers", *(f"{axis} {name}" for axis, name in keys)], rows)
+    yield from devices.operations(name for _, name in keys)
 
 
 def work(report: Report) -> Iterator[str]:

@@ -22,7 +22,7 @@ from titan_dit.dry_run import estimate
 from titan_dit.plan import RunPlan, resolve
 
 GIB = 2**30
-GPUS_GIB = {"80 GB": 79, "141 GB": 140, "192 GB": 191, "288 GB": 286}
+GPUS_GIB = {"80 GB": 79, "141 GB": 140, "192 GB": 191, "288 GB": 268}
 """Memory that torch reports for GPUs sold with so much."""
 USABLE = 0.9
 """The rest is for the driver, NCCL's buffers and fragmentation."""

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from titan_dit.system import stdio
+from titan_dit.system.progress import count, duration
 
 LOSS = "validation_loss"
 """Key of the validation loss in a row of metrics."""
@@ -22,44 +23,36 @@ def mention(line: str) -> None:
     stdio.write(sys.stdout, line + "\n")
 
 
-def progress(row: dict[str, Any], steps: int) -> str:
-    """Console line of a logged step."""
+DROPPED = ("tokens", "data", "tflops", "peak", "lr", "mfu", "grad", "samples", "validation")
+"""Parts of the line of a step that a narrow terminal lacks, the first ones first."""
+
+
+def progress(row: dict[str, Any], steps: int, width: int | None = None) -> str:
+    """Console line of a logged step; parts are left out until it is shorter than `width`."""
     step = row["step"]
-    parts = [
-        f"step {step:>{len(str(steps))}}/{steps}",
-        f"loss {number(row['loss'], '.4f')}",
-        f"grad {number(row['grad_norm'], '.3f')}",
-        f"lr {row['lr']:.1e}",
-        f"{count(row['samples_per_s'])} samples/s",
-        f"{count(row['tokens_per_s'])} tokens/s",
-        f"{row['tflops_per_gpu']:.3g} TFLOP/s",
-    ]
-    if LOSS in row:
-        parts.insert(2, f"validation {number(row[LOSS], '.4f')}")
-    if row["mfu"] is not None:
-        parts.append(f"MFU {row['mfu']:.1%}")
-    parts += [f"{row['peak_gib']:.2f} GiB", f"data {row['data_wait_ms']:.1f} ms"]
-    if row["skipped_steps"]:
-        parts.append(f"skipped {row['skipped_steps']}")
-    parts.append(f"ETA {duration((steps - step) * row['step_ms'] / 1e3)}")
-    return "  ".join(parts)
+    parts = {
+        "step": f"step {step:>{len(str(steps))}}/{steps}",
+        "loss": f"loss {number(row['loss'], '.4f')}",
+        "validation": f"validation {number(row[LOSS], '.4f')}" if LOSS in row else "",
+        "grad": f"grad {number(row['grad_norm'], '.3f')}",
+        "lr": f"lr {row['lr']:.1e}",
+        "samples": f"{count(row['samples_per_s'])} samples/s",
+        "tokens": f"{count(row['tokens_per_s'])} tokens/s",
+        "tflops": f"{row['tflops_per_gpu']:.3g} TFLOP/s",
+        "mfu": "" if row["mfu"] is None else f"MFU {row['mfu']:.1%}",
+        "peak": f"{row['peak_gib']:.2f} GiB",
+        "data": f"data {row['data_wait_ms']:.1f} ms",
+        "skipped": f"skipped {row['skipped_steps']}" if row["skipped_steps"] else "",
+        "left": f"ETA {duration((steps - step) * row['step_ms'] / 1e3)}",
+    }
+    for name in ("", *DROPPED):
+        parts.pop(name, None)
+        line = "  ".join(part for part in parts.values() if part)
+        if width is None or len(line) < width:
+            break
+    return line
 
 
 def number(value: float | None, form: str) -> str:
     """A formatted number; "not finite" for None."""
     return "not finite" if value is None else format(value, form)
-
-
-def count(value: float) -> str:
-    """Short form of a count: 1234.5 -> "1.2k", 12 -> "12"."""
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{letter}"
-    return f"{value:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Clock form of seconds: 3725 -> "1:02:05", 65 -> "1:05"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

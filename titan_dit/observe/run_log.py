@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from titan_dit.observe.metrics import (
     tensorboard_writer,
     wandb_writer,
 )
+from titan_dit.system.progress import Line, width_of
 
 
 class RunLog:
@@ -33,6 +35,7 @@ class RunLog:
         self.rows: list[Row] = []
         self.writers: list[Writer] = []
         self.failed: set[str] = set()
+        self.line = Line("stdout")
 
     @property
     def metrics_file(self) -> Path:
@@ -71,7 +74,18 @@ class RunLog:
         """Print lines on the console; None is skipped."""
         for line in lines:
             if self.is_written and line is not None:
+                self.line.end()
                 console.mention(line)
+
+    def progress(self, row: Row, steps: int) -> None:
+        """Show a logged step of `steps`; on a terminal the next one replaces it.
+
+        One with a validation loss stays on the screen.
+        """
+        if self.is_written:
+            self.line.show(console.progress(row, steps, width_of(sys.stdout)))
+            if console.LOSS in row:
+                self.line.end()
 
     def add(self, file: str, line: dict[str, Any]) -> None:
         """Append a line of JSON to a file of the run directory."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint import checkpoint, run_path
 from titan_dit.checkpoint.checkpoint import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import TensorTree
@@ -129,8 +129,9 @@ def first_undamaged(choose: Callable[[], list[Location]]) -> Start:
 def candidates(checkpoints: Checkpoints, resume: str) -> list[Location]:
     """The checkpoints that `resume` (auto, never or a path) selects, in order of preference.
 
-    A path of this run rolls this run back; a path of another run initialises this run. Either
-    happens once: afterwards the same command resumes from this run's newest checkpoint.
+    A path names a run, its checkpoints folder (its newest) or one checkpoint. One of this run rolls
+    this run back; one of another run initialises this run. Either happens once: afterwards the same
+    command resumes from this run's newest checkpoint.
     """
     own = own_newest_first(checkpoints)
     if resume == "auto":
@@ -147,9 +148,13 @@ def candidates(checkpoints: Checkpoints, resume: str) -> list[Location]:
     newest: dict[str, Any] = next((record for record in records if record), {})
     if newest and newest["config"]["checkpoint"]["resume"] == resume:
         return own
-    path = location(resume)
-    read_record(path)  # Raises if it is not a checkpoint.
-    return [path] if is_own(checkpoints, path) else own or [path]
+    named = run_path.resolve(location(resume))
+    paths = [named.checkpoint] if named.checkpoint else own_newest_first(named.checkpoints)
+    if not paths:
+        raise named.none_found("[checkpoint] resume")
+    if named.checkpoint:
+        read_record(named.checkpoint)  # Raises if it is not a checkpoint.
+    return paths if is_own(checkpoints, paths[0]) else own or paths
 
 
 def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:

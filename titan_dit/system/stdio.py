@@ -13,14 +13,29 @@ GONE = (errno.EPIPE, errno.EIO)
 """Errors of writing to a closed pipe or terminal."""
 
 
+CLEARED = "\r\033[K"
+"""Clears a terminal's current line, where another process may have left a line of progress."""
+
+
 def write(stream: TextIO, text: str) -> None:
-    """Write and flush. A full disk keeps the text buffered; a lost reader silences the stream."""
+    """Write and flush. A full disk keeps the text buffered; a lost reader silences the stream.
+
+    On a terminal the text replaces what stands in the current line.
+    """
     try:
-        stream.write(text)
+        stream.write(CLEARED + text if text and is_terminal(stream) else text)
         stream.flush()
     except OSError as error:
         if error.errno in GONE:
             silence(stream)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return True if the stream is a terminal that can clear a line."""
+    try:
+        return stream.isatty() and os.environ.get("TERM") != "dumb"
+    except (OSError, ValueError):  # Closed.
+        return False
 
 
 def open_missing() -> None:

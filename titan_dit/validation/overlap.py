@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,10 +10,9 @@ import torch
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
 from titan_dit.launcher.process_group import World
-from titan_dit.system import stdio
+from titan_dit.system.progress import ProgressLine
 
 BATCH = 256
-REPORT_EVERY_S = 10.0
 
 
 def check_overlap(
@@ -28,16 +25,14 @@ def check_overlap(
     theirs = list(digests(validation, rows))
     wanted = set(theirs)
     mine = range(world.rank, len(training), world.size)
-    said, began = time.monotonic(), time.monotonic()
+    what = f"[validation] {path} compared with [data]"
+    progress = ProgressLine(len(mine), "rows", what=what)
     found: set[bytes] = set()
-    for done, digest in enumerate(digests(training, mine), start=1):
+    for digest in digests(training, mine):
         if digest in wanted:
             found.add(digest)
-        if world.is_main and time.monotonic() - said > REPORT_EVERY_S:
-            said = time.monotonic()
-            left = (said - began) / done * (len(mine) - done)
-            text = f"[validation] compared {done * world.size:,} of {len(training):,} rows of "
-            stdio.write(sys.stderr, f"{text}[data] with {path}  ETA {left:.0f} s\n")
+        progress.add(1)
+    progress.end()
     shared = set().union(*world.gather(found))
     if shared:
         raise UserError(

@@ -1,0 +1,95 @@
+"""What a path names: a run directory, its checkpoints folder, or one checkpoint.
+
+Every command and [checkpoint] resume take all three, as a path or a URL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_dit.checkpoint.run_checkpoints import NAME, Checkpoints, step_of
+from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
+from titan_dit.config import config_file
+from titan_dit.config.section import UserError
+
+CONFIG = "config.toml"
+WANTED = "Give a run directory such as outputs/digits, its checkpoints folder, or one checkpoint."
+
+
+@dataclass(frozen=True)
+class RunPath:
+    """A resolved path."""
+
+    given: Location
+    run: Location
+    """The run directory, if there is one: of a [checkpoint] dir elsewhere it is not known."""
+    checkpoints: Checkpoints
+    """The run's checkpoints; those beside `checkpoint`."""
+    checkpoint: Location | None
+    """Set if the path names one checkpoint, damaged or not."""
+
+    def folders(self) -> list[Location]:
+        """Every checkpoint that the path names, complete or damaged, oldest first."""
+        return [self.checkpoint] if self.checkpoint else self.checkpoints.folders()
+
+    def none_found(self, flag: str) -> UserError:
+        """The error for a path without a checkpoint; `flag` is the option or key that holds it."""
+        store = store_of(self.given)
+        runs = [name for name in store.names(self.given) if store.has(self.given / name / CONFIG)]
+        if runs and not store.has(self.given / CONFIG):
+            more = ", ..." if len(runs) > 4 else ""
+            hint = f"It holds runs ({', '.join(runs[:4])}{more}): give one of them."
+        elif isinstance(self.given, Path) and not self.given.exists():
+            hint = f"There is no such path. {WANTED}"
+        else:
+            hint = WANTED
+        return UserError(f"{flag} {self.given}: no checkpoint found. {hint}")
+
+
+def resolve(given: Location) -> RunPath:
+    """Tell which of the three a path names. A file in one of them counts as its folder."""
+    where = parent(given) if isinstance(given, Path) and given.is_file() else given
+    names = store_of(where).names(where)
+    if MANIFEST in names or (names and NAME.fullmatch(where.name)):
+        folder = parent(where)
+        return RunPath(given, run_of(folder), Checkpoints(folder), where)
+    if any(NAME.fullmatch(name) for name in names):
+        return RunPath(given, run_of(where), Checkpoints(where), None)
+    checkpoints = Checkpoints(where / "checkpoints")
+    if "checkpoints" not in names and CONFIG in names and isinstance(where, Path):
+        table = config_file.read_toml(where / CONFIG).get("checkpoint", {})
+        if table.get("dir"):
+            checkpoints = Checkpoints(location(str(table["dir"])))
+    return RunPath(given, where, checkpoints, None)
+
+
+def run_of(folder: Location) -> Location:
+    """The run directory of a checkpoints folder; the folder itself if its parent is none."""
+    above = parent(folder)
+    return above if store_of(above).has(above / CONFIG) else folder
+
+
+def parent(where: Location) -> Location:
+    """The containing folder; of "." and "..", too."""
+    if isinstance(where, Path) and where.name in ("", ".."):
+        where = where.resolve()
+    return where.parent
+
+
+def find_checkpoint(given: Location, step: int | None, flag: str = "--run") -> Location:
+    """Return a run's checkpoint at `step` (None: the newest), or `given` if it is a checkpoint."""
+    named = resolve(given)
+    if path := named.checkpoint:
+        if step is not None and NAME.fullmatch(path.name) and step_of(path) != step:
+            raise UserError(f"--step {step}: {path} is one of step {step_of(path)}. Omit --step.")
+        return path
+    whole = {step_of(path): path for path in named.checkpoints.complete()}
+    if not whole:
+        raise named.none_found(flag)
+    if step is None:
+        return whole[max(whole)]
+    if step not in whole:
+        have = ", ".join(map(str, whole))
+        raise UserError(f"--step {step}: {given} has no checkpoint of this step. It has {have}.")
+    return whole[step]
