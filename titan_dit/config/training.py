@@ -25,6 +25,7 @@ class TrainingConfig(Section):
     """Steps, batch sizes, gradient clipping and determinism."""
 
     section = "training"
+    replaces = {"steps": ("epochs",), "epochs": ("steps",)}
 
     steps: NonNegativeInt = 0
     """Optimizer steps of the whole run; or set epochs."""
