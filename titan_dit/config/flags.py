@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -123,10 +123,9 @@ def items(texts: Sequence[str], hint: Any) -> list[Any]:
         return whole
     is_table = isinstance(kind, type) and issubclass(kind, Table)
     has_brackets = joined[:1] in "([" and joined[-1:] in ")]"
-    # Commas of a text may be its own.
-    if not is_table and (has_brackets or (kind is not str and "," in joined)):
-        inner: Iterable[str] = re.split(r"[,\s]+", joined.strip("()[]"))
-        texts = [text for text in inner if text]
+    # Commas and spaces of a text may be its own.
+    if not is_table and (has_brackets or kind is not str):
+        texts = [text for text in re.split(r"[,\s]+", joined.strip("()[]")) if text]
     return [scalar(text, kind) for text in texts]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -151,9 +152,9 @@ def plainly(value: object, kind: type) -> str:
 
 def as_number(text: str, kind: type) -> str | None:
     """The number that `1e-3`, `10k`, `10,000` or `0,001` stands for, in TOML."""
-    # U+2212 is a minus sign. A comma parts the thousands of a count.
-    plain = text.lower().replace("\u2212", "-").replace(" ", "")
-    plain = plain.replace(",", "" if kind is int else ".")
+    # U+2212 is a minus sign. A comma parts the thousands of a count, or is a decimal point.
+    plain = text.lower().replace("\u2212", "-")
+    plain = re.sub(r"[ ,](?=\d{3}\b)", "", plain) if kind is int else plain.replace(",", ".")
     unit = UNITS.get(plain[-1:])
     try:
         number = float(plain[:-1]) * unit if unit else float(plain)
