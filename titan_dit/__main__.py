@@ -43,7 +43,7 @@ def main() -> None:
         there = f"There is: {', '.join(group or COMMANDS)}."
         if words[0].startswith("-"):
             there = f"Name one first: python -m titan_dit train {words[0]} ..."
-        elif near := like(name, COMMANDS, ELSEWHERE):
+        elif not group and (near := like(name, COMMANDS, ELSEWHERE)):
             there = f"Did you mean {near}?"
         raise UserError(f"{' '.join(words[:2] if group else words[:1])}: no such command. {there}")
 

@@ -3,6 +3,7 @@
 import pytest
 from small_config import TEXT
 
+from titan_dit import __main__
 from titan_dit.config import catalog, config_file, did_you_mean
 from titan_dit.config.section import hints_of
 
@@ -117,6 +118,21 @@ def test_a_config_that_is_not_given_as_it_should_is_answered_with_how(arguments,
     with pytest.raises(config_file.UserError) as caught:
         config_file.load(arguments, catalog.variant)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--config digits", "Name one first: python -m titan_dit train --config ..."),
+        ("trian --config digits", "trian: no such command. Did you mean train?"),
+        ("foo", "foo: no such command. There is: train, sample,"),
+    ],
+)
+def test_a_command_that_is_not_there_is_answered_with_the_nearest(monkeypatch, words, answer):
+    monkeypatch.setattr("sys.argv", ["titan_dit", *words.split()])
+    with pytest.raises(config_file.UserError) as caught:
+        __main__.main()
+    assert answer in str(caught.value)
 
 
 FILES = {
