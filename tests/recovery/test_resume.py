@@ -21,7 +21,9 @@ from titan_dit.recovery.resume import Identity, Start, check_same_mathematics
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 TABLES = config_file.to_tables(
-    tiny_config(job={"name": "a"}, training={"steps": 10, "global_batch_size": 8})
+    tiny_config(
+        job={"name": "a"}, training={"steps": 10, "global_batch_size": 8}, ema={"warmup": True}
+    )
 )
 
 
@@ -275,10 +277,11 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
 
 
 def test_a_record_without_the_keys_means_sort_and_generator(tmp_path):
-    """Formats below 4 had neither key of [job]."""
+    """Formats below 4 had neither key of [job], and a user's own tables may lack a default."""
     tables = copy.deepcopy(TABLES)
     for key in config_file.BEFORE_FORMAT_4:
         del tables["job"][key]
+    del tables["ema"]["warmup"]  # Means true.
     record = {"config": tables, "config_format": 3, "data": {"digest": "abc"}}
     old = Identity(
         changed(job__data_order="sort", job__initial_weights="generator"), {"digest": "abc"}, 0
