@@ -124,7 +124,7 @@ def test_a_config_that_is_not_given_as_it_should_is_answered_with_how(arguments,
     ("words", "answer"),
     [
         ("--config digits", "Name one first: python -m titan_dit train --config ..."),
-        ("trian --config digits", "trian: no such command. Did you mean train?"),
+        ("traim --config digits", "traim: no such command. Did you mean train?"),
         ("foo", "foo: no such command. There is: train, sample,"),
     ],
 )
