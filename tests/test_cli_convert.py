@@ -201,7 +201,7 @@ START = (
     *(word for key, value in (SIZES | SHAPE).items() for word in (f"--model.{key}", value)),
     *(word for key, value in SHAPE.items() for word in (f"--data.{key}", value)),
     *("--data.count", 64, "--training.global_batch_size", 8, "--ema.decays", 0.9999),
-    *("--ema.warmup", "false", "--lr_schedule.warmup_steps", 0, "--optimizer.lr", 1e-5),
+    *("--lr_schedule.warmup_steps", 0, "--optimizer.lr", 1e-5),
     *("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0),
 )
 

@@ -105,12 +105,18 @@ def test_a_finished_run_is_not_trained_again(finished_run):
     done = train(*SHORT, *SMALL, *flags, cwd=finished_run)
     assert done.returncode == 0, done.stderr
     assert "6 of 6" in done.stdout
+    assert "nothing left to do: [training] steps=6 are done" in done.stdout
     assert metrics(finished_run / "outputs" / "digits") == before
 
 
+LAST = "outputs/digits/checkpoints/step-00000006"
 BAD_RESUMES = {
-    "another model": (("--model.hidden", 64), ("[model] hidden: 32 -> 64", "allow_changes")),
-    "another seed": (("--job.seed", 1), ("[job] seed: 0 -> 1",)),
+    "another model": (("--model.hidden", 64), ("[model] hidden: 32 -> 64", "do not fit")),
+    "another seed": (("--job.seed", 1), ("[job] seed: 0 -> 1", "allow_changes true")),
+    "another run's": (
+        ("--job.name", "new", "--checkpoint.resume", LAST, "--model.layers", 3),
+        ("[model] layers: 2 -> 3", "do not fit", "train without --checkpoint.resume"),
+    ),
     "another batch": (
         ("--training.global_batch_size", 32),
         ("[training] global_batch_size: 16 -> 32",),
@@ -140,6 +146,7 @@ def test_a_resume_that_cannot_be_is_refused_and_nothing_is_overwritten(case, fin
     message = only_error(train(*SHORT, *SMALL, "--training.steps", 9, *flags, cwd=finished_run))
     for words in wanted:
         assert words in message
+    assert not ("do not fit" in message and "allow_changes" in message)
     assert changes_in(folder) == before
 
 
@@ -174,6 +181,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(finished_run, t
 
 
 BAD_CONFIGS = {
+    "section": (("--training.lr", 3), ("[training] lr: unknown key", "--optimizer.lr")),
+    "digits": (("--data.path", "mine"), ("[data] path: unknown key", "add --data.name latents")),
     "key": (("--training.step", 3), ("[training] step", "steps")),
     "value": (("--training.steps", -5), ("[training] steps=-5", "at least 0")),
     "type": (("--model.layers", "four"), ('[model] layers="four"', "whole number")),

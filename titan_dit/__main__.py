@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+from titan_dit.config.did_you_mean import ELSEWHERE, like
 from titan_dit.config.section import Section, UserError, hints_of
 from titan_dit.launcher import failure, torch_range
 
@@ -40,6 +41,10 @@ def main() -> None:
         return
     if name not in COMMANDS:
         there = f"There is: {', '.join(group or COMMANDS)}."
+        if words[0].startswith("-"):
+            there = f"Name one first: python -m titan_dit train {words[0]} ..."
+        elif not group and (near := like(name, COMMANDS, ELSEWHERE)):
+            there = f"Did you mean {near}?"
         raise UserError(f"{' '.join(words[:2] if group else words[:1])}: no such command. {there}")
 
     torch_range.check_torch()

@@ -66,6 +66,11 @@ class Opened:
         yield from optimizer_lines(plan, self.objective, config.optimizer)
         steps, batch = config.training.steps, plan.global_batch_size
         yield f"steps   {step} of {steps} done, {batch} samples each"
+        if step >= steps:
+            yield (
+                f"nothing left to do: [training] steps={steps} are done. To go on, raise "
+                f"--training.steps (or epochs); for another run, --job.name"
+            )
         yield f"output  {resume.folder_of(config.job)}"
         yield from origins(self.parts())
         yield from self.hooks.origins()
@@ -91,7 +96,8 @@ class Opened:
 
 def open_run(config: JobConfig, world: World) -> Opened:
     """Resolve, check and open everything; does not write to the run directory. Collective."""
-    config = replace(config, job=kept_keys.settled(config.job, config.checkpoint))
+    kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
+    config = replace(config, job=kept[0], ema=kept[1])
     job, data, validation = config.job, config.data, config.validation
     if config.training.deterministic:
         set_deterministic()

@@ -31,7 +31,7 @@ def test_values_defaults_and_the_name_of_the_file(load):
     ("extra", "words"),
     [
         ("[optimiser]\nlr = 1", "[optimiser]: unknown section. Did you mean optimizer?"),
-        ("[zzz]\nlr = 1", "[zzz]: unknown section. Valid: "),
+        ("[zzz]\nqqqq = 1", "[zzz]: unknown section. Valid: "),
         ("[sampling]\neveri = 1", "[sampling] everi: unknown key. Did you mean every?"),
         ("[metrics]\nqqqq = 1", "[metrics] qqqq: unknown key. Valid: every, tensorboard, wandb."),
         ("[ema]\nname = 1", "[ema] name: unknown key."),
@@ -82,11 +82,16 @@ def test_a_section_that_must_be_there_is_asked_for(section):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("hidden = 32", 'hidden = "32"', '[model] hidden="32" must be a whole number.'),
+        (
+            "hidden = 32",
+            'hidden = "32"',
+            '[model] hidden="32" must be a whole number. Write 32, without quotes.',
+        ),
         (
             "[data]",
             'timesteps = "normal"\n[data]',
-            '[objective] timesteps="normal" is not one of "uniform", "logit_normal".',
+            '[objective] timesteps="normal" is not one of "uniform", "logit_normal". Did you mean '
+            "logit_normal?",
         ),
         ('"digits"', '"digits"\nworkers = true', "[data] workers=true must be a whole number."),
     ],

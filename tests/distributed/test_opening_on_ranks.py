@@ -22,7 +22,7 @@ def opened(world, folder):
         validation={"every": 1, "samples": 3},
     )
     # The disk of rank 1 shows another run.
-    seen = {"data_order": "feistel" if world.is_main else "sort"}
+    seen = {"data_order": "feistel" if world.is_main else "sort"}, not world.is_main
     with (
         mock.patch.object(kept_keys, "kept", return_value=seen),
         mock.patch.object(class_labels, "read_label", wraps=class_labels.read_label) as labels,
@@ -30,7 +30,8 @@ def opened(world, folder):
     ):
         found = open_run(config, world)
     listing = found.source.listing
-    known = list(listing.names), listing.labels.tolist(), found.epochs, found.config.job
+    settled = found.config.job, found.config.ema
+    known = list(listing.names), listing.labels.tolist(), found.epochs, settled
     (folder / "data" / "features" / "0.npy").unlink(missing_ok=True)
     world.gather(None)
     try:
@@ -44,9 +45,10 @@ def test_one_rank_lists_the_files_reads_their_labels_and_chooses_for_all(tmp_pat
     (first, *calls), (other, *others) = on_ranks(2, opened, tmp_path)
     assert first == other
     assert (calls[:2], others[:2]) == ([len(labels), 1], [0, 0])
-    names, of_files, epochs, job = first
+    names, of_files, epochs, (job, ema) = first
     assert names[:2] == ["features/0.npy", "features/1.npy"]
     assert of_files == labels.tolist()
+    assert ema.warmup is False
     assert (job.data_order, epochs.data_order, len(epochs.held_out)) == ("feistel", "feistel", 3)
     # Its errors are told, too.
     assert "labels/0.npy has no file of the same name" in calls[2] == others[2]

@@ -5,6 +5,7 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.config.config_file import BEFORE_FORMAT_4
 from titan_dit.config.job import NEW_RUN, RunConfig
 from titan_dit.config.operation import CheckpointConfig
+from titan_dit.config.training import EMAConfig
 from titan_dit.recovery import resume
 from titan_dit.recovery.kept_keys import settled
 
@@ -15,14 +16,23 @@ OLD, NEW = tuple(BEFORE_FORMAT_4.values()), tuple(NEW_RUN.values())
 OTHER = {"data_order": "sort", "initial_weights": "counter"}
 
 
+def kept_of_both(folder, resume, warmup, **keys):
+    settings = CheckpointConfig(resume=str(resume))
+    return settled(RunConfig(dir=str(folder), **keys), EMAConfig(warmup=warmup), settings)
+
+
+def warms_up(folder, resume="auto", warmup=None):
+    return kept_of_both(folder, resume, warmup)[1].warmup
+
+
 def kept(folder, resume="auto", **keys):
-    run = settled(RunConfig(dir=str(folder), **keys), CheckpointConfig(resume=str(resume)))
+    run, _ = kept_of_both(folder, resume, None, **keys)
     return run.data_order, run.initial_weights
 
 
 def save(folder, job, number, step=5, **more):
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=0, async_save=False))
-    config = {"job": job, "checkpoint": {"resume": "auto"}}
+    config = {"job": job, "checkpoint": {"resume": "auto"}, "ema": more.pop("ema", {})}
     record = {"step": step, "config": config, "config_format": number, **more}
     return checkpoints.save(step, {"model": {"w": torch.ones(1)}}, record)
 
@@ -90,6 +100,20 @@ def test_before_the_first_checkpoint_the_written_config_decides(tmp_path):
     # Without a row of metrics it has not begun.
     write_config(tmp_path, "format = 3\n", rows="")
     assert kept(tmp_path) == NEW
+
+
+def test_an_average_warms_up_but_for_an_imported_one_and_a_run_keeps_its_way(tmp_path):
+    assert warms_up(tmp_path / "new")
+    path = save(tmp_path / "imported", {}, 4, imported=True, ema={"warmup": False})
+    assert warms_up(tmp_path / "new", path) is False
+    assert warms_up(tmp_path / "new", path, warmup=True)
+    # Of a run from imported weights, resumed by its own checkpoint; one of before the key.
+    save(tmp_path / "heir", {}, 4, ema={"warmup": False})
+    assert [warms_up(tmp_path / "heir", resume) for resume in (path, "auto")] == [False, False]
+    save(tmp_path / "old", {}, 4)
+    assert warms_up(tmp_path / "old")
+    write_config(tmp_path / "begun", "format = 4\n[ema]\nwarmup = false\n")
+    assert warms_up(tmp_path / "begun") is False
 
 
 def lines(saved, **now):

@@ -1,26 +1,18 @@
-"""TOML and flags to a JobConfig, and back. Errors on unknown keys suggest the nearest one."""
+"""TOML and flags to a JobConfig, and back."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-import tomli
-
-from titan_dit.config.catalog import DEFAULT_NAMES
+from titan_dit.config import did_you_mean, flags, toml_text
+from titan_dit.config.catalog import DEFAULT_NAMES, SECTIONS
 from titan_dit.config.job import FREE_ON_RESUME, JobConfig
-from titan_dit.config.section import (
-    Section,
-    UserError,
-    conform,
-    hints_of,
-    nearest,
-    show,
-    written_name,
-)
+from titan_dit.config.section import Section, UserError, conform, hints_of, show, written_name
 
 Tables = dict[str, dict[str, Any]]
 Variant = Callable[[str, str], type[Section]]
@@ -37,26 +29,33 @@ BEFORE_FORMAT_4 = {"data_order": "sort", "initial_weights": "generator"}
 """Keys of [job] that older formats lack, and what their runs did."""
 RENAMED = {"objective.schedule": "noise_schedule"}
 """Renamed keys of older formats: "section.old" -> new."""
-RIVALS = {"training.epochs": "steps", "training.steps": "epochs"}
-"""A flag -> the key of the file that it replaces."""
 PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig", "OptimizerConfig")
 
 
 def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
     """Read `--config FILE` and its overrides `--section.key value`."""
-    config_path, flags = split_arguments(arguments)
+    config_name, given = flags.split(arguments, (*plain_sections(), *CHOSEN_BY_NAME))
+    config_path = find_config(config_name)
     tables = read_toml(config_path)
     for section in CHOSEN_BY_NAME:
         # First: the name decides the section's other keys.
-        if chosen := flags.pop(f"{section}.name", None):
+        if chosen := given.pop(f"{section}.name", None):
             tables[section] = renamed(section, tables.get(section, {}), " ".join(chosen), variant)
-    for key, texts in flags.items():
-        section, name = key.split(".", 1)
-        hints = hints_of(section_type(section, tables, variant))
+    for key, texts in given.items():
+        section, dot, name = key.partition(".")
+        if not dot or not section:
+            form = "flags have the form --section.key value, as in the TOML."
+            hint = did_you_mean.for_flag(name or section, known_keys(tables, variant))
+            raise UserError(f"--{key}: {form}{hint}")
+        kind = section_type(section, {section: {name: texts}} | tables, variant)
+        hints = hints_of(kind)
         (name,) = renamed_keys(section, {name: None}, hints)
-        if (rival := RIVALS.get(key)) and f"{section}.{rival}" not in flags:
-            tables.get(section, {}).pop(rival, None)
-        tables.setdefault(section, {})[name] = flag_value(texts, hints.get(name, str))
+        if name not in hints:
+            raise unknown_key(section, name, tables, variant)
+        for rival in kind.replaces.get(name, ()):
+            if f"{section}.{rival}" not in given:
+                tables.get(section, {}).pop(rival, None)
+        tables.setdefault(section, {})[name] = flags.value_of(texts, hints[name])
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
     return build(tables, variant)
 
@@ -68,30 +67,6 @@ def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) ->
     known = hints_of(variant(section, name))
     table = renamed_keys(section, table, known)
     return {key: value for key, value in table.items() if key in known} | {"name": name}
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
-    """The config's path and the flags; a flag's values end at the next flag."""
-    flags: dict[str, list[str]] = {}
-    key = None
-    for argument in arguments:
-        if argument.startswith("--"):
-            key, equals, value = argument[2:].partition("=")
-            key = key.replace("-", "_")
-            flags[key] = [value] if equals else []
-        elif key is None:
-            raise UserError(f"{argument!r} comes before any flag. Write --config {argument}.")
-        else:
-            flags[key].append(argument)
-    config = flags.pop("config", None)
-    if not config or len(config) != 1:
-        raise UserError("Give one config file: --config digits.toml")
-    for key, values in flags.items():
-        if "." not in key:
-            raise UserError(f"--{key}: flags have the form --section.key value, as in the TOML.")
-        if not values:
-            raise UserError(f"--{key} has no value. Write booleans out: --{key} true")
-    return find_config(config[0]), flags
 
 
 def take_dry_run(arguments: Sequence[str]) -> tuple[list[str], int | None]:
@@ -125,8 +100,15 @@ def find_config(name: str) -> Path:
     for candidate in (folder / file for folder in folders for file in names):
         if candidate.is_file():
             return candidate
-    known = ", ".join(sorted(path.name for path in CONFIG_DIR.glob("*.toml")))
-    raise UserError(f"--config {name}: no such file, here or in train_configs/ ({known}).")
+    known = sorted(path.name for path in CONFIG_DIR.glob("*.toml"))
+    if Path(name).is_dir():
+        files = sorted(map(str, Path(name).glob("*.toml"))) or known
+        raise UserError(f"--config {name} is a folder. Name a file: {', '.join(files)}.")
+    near = did_you_mean.like(f"{Path(name).stem}.toml", known, did_you_mean.ELSEWHERE)
+    raise UserError(
+        f"--config {name}: no such file, here or in train_configs/ ({', '.join(known)})."
+        f"{f' Did you mean {near}?' if near else ''}"
+    )
 
 
 def read_toml(path: Path, unnumbered: int = FORMAT) -> Tables:
@@ -134,12 +116,11 @@ def read_toml(path: Path, unnumbered: int = FORMAT) -> Tables:
 
     `unnumbered` is the format of a file that names none.
     """
-    try:
-        tables = tomli.loads(path.read_text())
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
+    tables = toml_text.parse(path)
     number = check_format(tables.pop("format", unnumbered), path)
     for name, table in tables.items():
+        if isinstance(table, list) and table and isinstance(table[0], dict):
+            raise UserError(f"{path}: write [{name}], with single brackets.")
         if not isinstance(table, dict):
             raise UserError(f"{path}: {name}={show(table)} is outside any [section].")
     return of_format(number, tables)
@@ -185,40 +166,21 @@ def renamed_keys(
     return found
 
 
-def flag_value(texts: list[str], hint: Any) -> Any:
-    """Parse a flag's value as TOML; the field's type decides between text and number."""
-    if len(texts) > 1:
-        return [literal(text) for text in texts]
-    value = literal(texts[0])
-    if get_origin(hint) is tuple and not isinstance(value, list):
-        return [value]
-    try:
-        conform(value, hint, "")
-    except UserError:
-        # `--job.name 7` is text.
-        return texts[0] if hint is str else value
-    return value
-
-
-def literal(text: str) -> Any:
-    """Parse a TOML value such as `4`, `1e-3`, `true` or `[1, 2]`; anything else is text."""
-    try:
-        return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
-        return text
-
-
 def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
     """A section's dataclass; in those of CHOSEN_BY_NAME the key `name` selects it."""
     if section in CHOSEN_BY_NAME:
         name = tables.get(section, {}).get("name", DEFAULT_NAMES.get(section))
         if name is None:
-            raise UserError(f'[{section}] name is missing. Add name = "..." to the section.')
+            names = ", ".join(map(show, SECTIONS[section]))
+            raise UserError(
+                f'[{section}] name is missing. Add name = "..." to the section: {names}.'
+            )
         return variant(section, conform(name, str, f"[{section}] name"))
     sections = plain_sections()
     if section not in sections:
-        valid = (*sections, *CHOSEN_BY_NAME)
-        raise UserError(f"[{section}]: unknown section.{nearest(section, valid)}")
+        known = known_keys(tables, variant)
+        hint = did_you_mean.for_section(section, tables.get(section, {}), known)
+        raise UserError(f"[{section}]: unknown section.{hint}")
     return sections[section]
 
 
@@ -228,6 +190,31 @@ def plain_sections() -> dict[str, type[Section]]:
     # Resolving the others' annotations would import torch.
     hints = get_type_hints(JobConfig, localns=dict.fromkeys(PROTOCOLS, Section))
     return {name: kind for name, kind in hints.items() if name not in CHOSEN_BY_NAME}
+
+
+def known_keys(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> did_you_mean.Known:
+    """The keys of all sections. Imports every class of the catalog: for errors only."""
+    keys: dict[str, Collection[str]] = {
+        section: tuple(hints_of(kind)) for section, kind in plain_sections().items()
+    }
+    others: dict[str, dict[str, Collection[str]]] = {}
+    for section, rows in SECTIONS.items():
+        chosen = tables.get(section, {}).get("name", DEFAULT_NAMES.get(section))
+        found: dict[str, Collection[str]] = {}
+        for name in {*rows, chosen} if isinstance(chosen, str) else rows:
+            with contextlib.suppress(UserError):
+                found[name] = tuple(hints_of(variant(section, name)))
+        keys[section] = found.pop(str(chosen), ())
+        others[section] = found
+    return did_you_mean.Known(keys, others)
+
+
+def unknown_key(
+    section: str, key: str, tables: Mapping[str, Mapping[str, Any]], variant: Variant
+) -> UserError:
+    """The error about a key that a section lacks."""
+    hint = did_you_mean.for_key(section, key, known_keys(tables, variant))
+    return UserError(f"[{section}] {key}: unknown key.{hint}")
 
 
 def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig:
@@ -252,10 +239,13 @@ def build_sections(
         table = renamed_keys(name, written, hints)
         for key in table:
             if key not in hints and not (key == "name" and name in CHOSEN_BY_NAME):
-                raise UserError(f"[{name}] {key}: unknown key.{nearest(key, hints)}")
+                raise unknown_key(name, key, plain, variant)
         for f in dataclasses.fields(kind):
             if f.name not in table and is_required(f):
-                raise UserError(f"[{name}] {f.name} is missing and has no default.")
+                raise UserError(
+                    f"[{name}] {f.name} is missing and has no default. Add it to the section, or "
+                    f"--{name}.{f.name} VALUE."
+                )
         built[name] = kind(**{key: table[key] for key in table if key in hints})
     return built
 

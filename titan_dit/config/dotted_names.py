@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titan_dit.config.section import UserError, nearest, show
+from titan_dit.config.did_you_mean import nearest
+from titan_dit.config.section import UserError, show
 
 
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:

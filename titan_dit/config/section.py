@@ -6,13 +6,15 @@ Nothing here imports torch, so that a wrong key is reported quickly.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import operator
-from collections.abc import Iterable
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from titan_dit.config.did_you_mean import for_value, nearest
 
 
 class UserError(ValueError):
@@ -74,7 +76,8 @@ def conform(value: object, hint: Any, where: str) -> Any:
         for rule in args[1:]:
             # Other libraries put their own metadata there.
             if isinstance(rule, Bound | OneOf) and (broken := rule.broken_by(value)):
-                raise UserError(f"{where}={show(value)} {broken}.")
+                near = for_value(value, rule.names) if isinstance(rule, OneOf) else ""
+                raise UserError(f"{where}={show(value)} {broken}.{near}")
         return value
     if origin in (Union, UnionType):
         inner = next(arg for arg in args if arg is not NoneType)
@@ -82,11 +85,13 @@ def conform(value: object, hint: Any, where: str) -> Any:
     if origin is Literal:
         if value not in args:
             choices = ", ".join(show(arg) for arg in args)
-            raise UserError(f"{where}={show(value)} is not one of {choices}.")
+            raise UserError(
+                f"{where}={show(value)} is not one of {choices}.{for_value(value, args)}"
+            )
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise UserError(f"{where}={show(value)} must be a list.")
+            raise UserError(f"{where}={show(value)} must be a list, such as [{show(value)}].")
         return tuple(conform(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
     if isinstance(hint, type) and issubclass(hint, Table):
         return value if isinstance(value, hint) else table_of(value, hint, where)
@@ -117,6 +122,9 @@ def table_of(value: object, kind: type[Table], where: str) -> Table:
     return built
 
 
+SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false"}
+SWITCHES |= {"off": "false"}
+UNITS = {"k": 10**3, "m": 10**6}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
 
 
@@ -126,8 +134,35 @@ def conform_scalar(value: object, kind: type, where: str) -> Any:
         return float(value)
     # type(), not isinstance: bool is a subclass of int, but `steps = true` is a mistake.
     if type(value) is not kind:
-        raise UserError(f"{where}={show(value)} must be {WORDS[kind]}.")
+        raise UserError(f"{where}={show(value)} must be {WORDS[kind]}.{plainly(value, kind)}")
     return value
+
+
+def plainly(value: object, kind: type) -> str:
+    """Ending of a message: how to write a number or a boolean, if `value` looks like one."""
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return f" Write {int(value)}."
+    if not isinstance(value, str):
+        return ""
+    text = SWITCHES.get(value.lower()) if kind is bool else as_number(value, kind)
+    if text is None:
+        return ""
+    return f" Write {text}{', without quotes' if text == value else ''}."
+
+
+def as_number(text: str, kind: type) -> str | None:
+    """The number that `1e-3`, `10k`, `10,000` or `0,001` stands for, in TOML."""
+    # U+2212 is a minus sign. A comma parts the thousands of a count, or is a decimal point.
+    plain = text.lower().replace("\u2212", "-")
+    plain = re.sub(r"[ ,](?=\d{3}\b)", "", plain) if kind is int else plain.replace(",", ".")
+    unit = UNITS.get(plain[-1:])
+    try:
+        number = float(plain[:-1]) * unit if unit else float(plain)
+    except ValueError:
+        return None
+    if kind is int:
+        return str(int(number)) if number.is_integer() else None
+    return text if plain == text else show(number)
 
 
 def show(value: object) -> str:
@@ -144,13 +179,6 @@ def show(value: object) -> str:
     return str(value)
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """Ending of an "unknown word" message: the nearest valid word, or all valid words."""
-    valid = sorted(valid)
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]}?" if close else f" Valid: {', '.join(valid)}."
-
-
 def hints_of(section: type) -> dict[str, Any]:
     """The resolved type of every field of a section, with its bounds."""
     hints = get_type_hints(section, include_extras=True)
@@ -162,6 +190,8 @@ class Section:
     """A table of the config. Building it checks every field's type and bounds."""
 
     section: ClassVar[str]
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """A key -> the keys of the file that its flag replaces."""
 
     def __post_init__(self) -> None:
         """Check and convert every field; subclasses add rules across fields."""

@@ -25,6 +25,7 @@ class TrainingConfig(Section):
     """Steps, batch sizes, gradient clipping and determinism."""
 
     section = "training"
+    replaces = {"steps": ("epochs",), "epochs": ("steps",)}
 
     steps: NonNegativeInt = 0
     """Optimizer steps of the whole run; or set epochs."""
@@ -113,14 +114,19 @@ class EMAConfig(Section):
     """One average per decay; empty disables EMA. Previews and sampling use the first."""
     every: PositiveInt = 1
     """Steps between updates; an update uses decay ** every."""
-    warmup: bool = True
-    """Use the decay min(decay, (1 + k) / (10 + k)) at update k."""
+    warmup: bool | None = None
+    """Use the decay min(decay, (1 + k) / (10 + k)) at update k. Unset: true, but false if the run
+    begins with imported weights, whose average it would overwrite."""
 
     def __post_init__(self) -> None:
         """Refuse duplicate decays: they name the averages."""
         super().__post_init__()
         if len(set(self.decays)) != len(self.decays):
             raise UserError(f"[ema] decays={show(self.decays)} has duplicates.")
+
+    def settled(self, kept: bool | None = None) -> EMAConfig:
+        """Replace an unset `warmup` by `kept`, the started run's, or by a new run's."""
+        return replace(self, warmup=kept is not False) if self.warmup is None else self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        values = json.loads(file.read_text())
+        # utf-8-sig: a person may have written it, in an editor that begins with a byte order mark.
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"[data] {file} is not valid JSON: {error}") from None
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, FOLDER_FORMAT):

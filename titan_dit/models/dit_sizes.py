@@ -29,6 +29,7 @@ class DiTSizes(Section):
 
     section = "model"
     name = "dit"
+    replaces = {"size": ("hidden", "layers", "heads", "patch")}
 
     size: str | None = None
     """S, B, L, XL, 3B or 7B, with the patch behind a slash: "XL/2" (2, 4 or 8)."""

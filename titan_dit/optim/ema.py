@@ -20,7 +20,7 @@ class EMA:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: EMAConfig) -> None:
-        self.config = config
+        self.config = config.settled()
         self.parameters = dict(parameters)
         self._averages: dict[str, dict[str, Tensor]] = {
             str(decay): {name: p.detach().clone() for name, p in parameters.items()}

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
-from titan_dit.config.section import UserError, nearest
+from titan_dit.config.did_you_mean import nearest
+from titan_dit.config.section import UserError
 from titan_dit.models.base import Model, Stream
 from titan_dit.parallel.token_order import batch_first, token_first
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from titan_dit.checkpoint import checkpoint
@@ -12,7 +13,7 @@ from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
-from titan_dit.recovery import resume, rollback
+from titan_dit.recovery import mismatch, resume, rollback
 from titan_dit.recovery.progress import Progress
 from titan_dit.recovery.rollback import BadSteps, Rollbacks
 
@@ -41,8 +42,10 @@ def resumed(
         return None
     say(*start.messages())
     resume.check_held_out(path, record, identity)
+    own = resume.is_own(checkpoints, path)
     if not settings.allow_changes:
-        resume.check_same_mathematics(path, record, identity)
+        ways_out = partial(mismatch.ways_out, path, tensors["model"], own=own)
+        resume.check_same_mathematics(path, record, identity, ways_out)
     has_moments = record.get("imported") and checkpoint.holds(path, "optimizer")
     if settings.allow_changes or has_moments:
         # Of another optimizer, or of parameters that were frozen.
@@ -50,7 +53,6 @@ def resumed(
         say(*lines)
     load = resume.load_imported if record.get("imported") else resume.load
     load(path, record, tensors, ema)
-    own = resume.is_own(checkpoints, path)
     rollbacks = rollback.read(resume.folder_of(run)) if own else Rollbacks()
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
     if ranks.is_first:

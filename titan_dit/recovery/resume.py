@@ -233,13 +233,17 @@ class Identity:
         return {"config": self.config, "config_format": FORMAT, "data": dict(self.data)}
 
 
-def check_same_mathematics(path: Location, record: Mapping[str, Any], identity: Identity) -> None:
+def check_same_mathematics(
+    path: Location, record: Mapping[str, Any], identity: Identity, ways_out: Callable[[], str]
+) -> None:
     """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
 
-    Imported weights belong to no run: only [model] and `WHAT_WEIGHTS_ARE` must agree.
+    Imported weights belong to no run: only [model] and `WHAT_WEIGHTS_ARE` must agree. `ways_out`:
+    the end of the error, see `mismatch`.
     """
     # Built again: keys that did not exist then get their defaults, as they do now.
     before = build(of_record(record), catalog.variant)
+    before = replace(before, ema=before.ema.settled())
     changed = list(changes(to_tables(before), identity.config))
     held_out = before.validation.num_held_out, identity.num_held_out
     if record.get("imported", False):
@@ -256,8 +260,7 @@ def check_same_mathematics(path: Location, record: Mapping[str, Any], identity: 
         raise UserError(
             f"[checkpoint] {path} does not match this run:\n  "
             + "\n  ".join(changed)
-            + "\nUndo the change, start a new run with --job.name, or allow it with "
-            "--checkpoint.allow_changes true."
+            + f"\n{ways_out()}"
         )
 
 
@@ -301,7 +304,7 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
     if ema.averages and ema.config.warmup:
         raise UserError(
             f"[ema] warmup=true would overwrite the average imported from {path} within a few "
-            "steps. Set --ema.warmup false."
+            "steps. Leave the key out, or set --ema.warmup false."
         )
     (saved,) = (str(decay) for decay in record["config"]["ema"]["decays"])
     # An objective's own modules are in no weight file; they keep their initial values.

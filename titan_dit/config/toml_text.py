@@ -1,0 +1,74 @@
+"""Reads a TOML file that a person has written; errors show the line and the way to write it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from titan_dit.config.section import UserError
+
+HEADING = re.compile(r"\s*\[([^\[\]]+)\]")
+ENTRY = re.compile(r"\s*([\w.-]+)\s*=\s*(.*?)\s*(?:#.*)?$")
+ADVICE = (
+    (r"(True|False)", "TOML writes true and false"),
+    (r"(None|null|nil)", "TOML has no such value: leave the key out"),
+    (r'".*\\.*"', "write text with a backslash in single quotes"),
+    (r"[-+]?(\.\d+|\d+\.)(e.*)?", "write a digit on both sides of the point"),
+    (r"[A-Za-z/~.][^\"']*", "text stands in quotes"),
+    (r"[-+]?[\d_.,]*\d[ ,kKmM]+\d*[kKmM]?", "write a number with digits, 10_000, and a point"),
+    (r"0\d+", "write a number without leading zeros"),
+    (r"[\u2018-\u201f].*", 'write plain quotes, "'),
+    (r"", "the key has no value"),
+)
+"""What a value looks like -> what to do."""
+
+
+def parse(path: Path) -> dict[str, Any]:
+    """The tables of a file; UserError with file and line on a syntax error."""
+    try:
+        # utf-8-sig: some editors begin a file with a byte order mark.
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not valid TOML: it is not UTF-8. Save it as UTF-8.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    try:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        hint = advice(text, str(error))
+        if path.suffix != ".toml":
+            hint += " A config is a TOML file, such as train_configs/digits.toml."
+        raise UserError(f"{path} is not valid TOML: {error}.{hint}") from None
+
+
+def advice(text: str, message: str) -> str:
+    """The line of a syntax error, and how to write it."""
+    if "overwrite" in message and (twice := repeated(text)):
+        return f" {twice} stands twice: keep one."
+    found, lines = re.search(r"at line (\d+)", message), text.splitlines()
+    line = lines[int(found[1]) - 1] if found else next((line for line in lines[::-1] if line), "")
+    if "twice" in message:
+        return f" Put all keys of {line.strip()} under one heading."
+    said = f" The line is: {line.strip()}"
+    if entry := ENTRY.match(line):
+        said += next((f" ({way})" for form, way in ADVICE if re.fullmatch(form, entry[2])), "")
+    elif re.match(r"\s*-?\s*\w+\s*:", line):
+        said += " (TOML writes key = value, below a [section])"
+    return said
+
+
+def repeated(text: str) -> str | None:
+    """The first key that stands twice in a section."""
+    section, seen = "", set[str]()
+    for line in text.splitlines():
+        if heading := HEADING.match(line):
+            section = heading[1].strip()
+        elif entry := ENTRY.match(line):
+            name = f"[{section}] {entry[1]}"
+            if name in seen:
+                return name
+            seen.add(name)
+    return None

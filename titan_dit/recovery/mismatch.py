@@ -1,0 +1,31 @@
+"""What a user can do about a checkpoint that does not match the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.store import Location
+from titan_dit.launcher.ranks import Ranks
+
+
+def ways_out(path: Location, model: Mapping[str, Tensor], *, own: bool) -> str:
+    """The end of the error. `own`: the checkpoint is one of this run. Collective.
+
+    `model`: this rank's parameters by name; allow_changes does not change their shapes.
+    """
+    another = "start a new run with --job.name" if own else "train without --checkpoint.resume"
+    if not fits(path, model):
+        return f"Its weights do not fit this model: undo the change, or {another}."
+    allow = "allow it with --checkpoint.allow_changes true"
+    return f"Undo the change, {another}, or {allow}."
+
+
+def fits(path: Location, model: Mapping[str, Tensor]) -> bool:
+    """Return True if a checkpoint has the parameters of all ranks, in their shapes. Collective."""
+    saved = {name: size for name, (size, _) in checkpoint.contents(path).items()}
+    # An objective's own modules are in no weight file.
+    ours = {name: t.shape for name, t in model.items() if not name.startswith("objective.")}
+    return all(Ranks().gather(all(saved.get(f"model.{name}") == ours[name] for name in ours)))
