@@ -8,10 +8,10 @@ from titan_dit.checkpoint.checkpoint import load, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.store import URL, location, store_of
 from titan_dit.commands import checkpoint_list, checkpoint_verify
-from titan_dit.commands.trained_model import find_checkpoint
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import resume
+from titan_dit.trained_model import find_checkpoint
 
 
 def state(value):

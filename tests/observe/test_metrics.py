@@ -137,17 +137,17 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
 def test_a_row_says_how_fast_the_step_was(peak, mfu):
     work = flops.Work(32, 256, 10**12, ranks=8, peak_tflops=peak)
     found = row_of(
-        *(7, 224, math.nan, 1.5, 1e-3),
+        *(7, 224, math.nan, 0.75, 1.5, 1e-3),
         times=(2000.0, 3.0),
         work=work,
         peak_gib=4.0,
-        nan_steps=2,
-        spike_steps=1,
+        bad_steps=(2, 1),
     )
     assert found == {
         "step": 7,
         "samples": 224,
         "loss": None,
+        "smooth_loss": 0.75,
         "grad_norm": 1.5,
         "lr": 1e-3,
         "step_ms": 2000.0,

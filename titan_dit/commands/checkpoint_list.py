@@ -10,10 +10,10 @@ import tyro
 
 from titan_dit.checkpoint.run_checkpoints import step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, location, store_of
-from titan_dit.commands.trained_model import checkpoints_in
 from titan_dit.config.section import Section, UserError
 from titan_dit.observe import console
 from titan_dit.recovery.resume import readable
+from titan_dit.trained_model import checkpoints_in
 
 
 @dataclass(frozen=True, kw_only=True)

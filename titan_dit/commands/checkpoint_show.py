@@ -12,9 +12,9 @@ import tyro
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import find_checkpoint
 from titan_dit.config.section import Section, show
 from titan_dit.observe import console
+from titan_dit.trained_model import find_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

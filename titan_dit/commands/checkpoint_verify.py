@@ -10,11 +10,11 @@ import tyro
 
 from titan_dit.checkpoint.checkpoint import damaged_files
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
-from titan_dit.commands.trained_model import checkpoints_in
 from titan_dit.config.section import Section, UserError
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.recovery.resume import own_newest_first, readable
+from titan_dit.trained_model import checkpoints_in
 
 
 @dataclass(frozen=True, kw_only=True)

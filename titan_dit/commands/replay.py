@@ -19,7 +19,6 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import step_of
 from titan_dit.checkpoint.store import Location
 from titan_dit.checks.device import replayable_precision
-from titan_dit.commands.trained_model import checkpoints_in, device_of
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
@@ -43,6 +42,7 @@ from titan_dit.plan import resolve
 from titan_dit.recovery import fault_log, resume, rollback, sample_log
 from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
+from titan_dit.trained_model import checkpoints_in, device_of
 
 MICROBATCH = 32
 """Microbatch size if the run's config sets none."""

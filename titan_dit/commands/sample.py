@@ -13,7 +13,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import device_of, find_checkpoint, load_trained
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
@@ -32,6 +31,7 @@ from titan_dit.diffusion.samplers.base import Sampler
 from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
 from titan_dit.models.base import Model
 from titan_dit.observe import console
+from titan_dit.trained_model import device_of, find_checkpoint, load_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def main(options: Options) -> None:
         f"sampling {len(labels)} from {path} ({run.weights}): {sampler.__name__}, "
         f"{options.steps} steps, cfg_scale {options.cfg_scale:g}, seed {options.seed}"
     )
-    samples = draw(run.model, diffusion, sampler, labels, noise, options)
+    samples = draw(run.network, diffusion, sampler, labels, noise, options)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".png":
         draw_grid(out, samples, labels.tolist(), diffusion.data.value_range)

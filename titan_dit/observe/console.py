@@ -36,6 +36,8 @@ def progress(row: dict[str, Any], steps: int) -> str:
     ]
     if LOSS in row:
         parts.insert(2, f"validation {number(row[LOSS], '.4f')}")
+    if row.get("smooth_loss") is not None:
+        parts.insert(2, f"smooth {row['smooth_loss']:.4f}")
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     parts += [f"{row['peak_gib']:.2f} GiB", f"data {row['data_wait_ms']:.1f} ms"]

@@ -27,29 +27,34 @@ def row_of(
     step: int,
     samples: int,
     loss: float,
+    smooth_loss: float,
     grad_norm: float,
     lr: float,
     *,
     times: tuple[float, float],
     work: Work,
     peak_gib: float,
-    nan_steps: int,
-    spike_steps: int,
+    bad_steps: tuple[int, int],
 ) -> Row:
-    """The row of a step; `samples` since the start of training, `times` of `Meter.read`."""
+    """The row of a step.
+
+    `samples` since the start of training, `times` of `Meter.read`, `bad_steps`: non-finite ones and
+    spikes.
+    """
     step_ms, data_wait_ms = times
     return {
         "step": step,
         "samples": samples,
         "loss": finite_or_none(loss),
+        "smooth_loss": finite_or_none(smooth_loss),
         "grad_norm": finite_or_none(grad_norm),
         "lr": lr,
         "step_ms": step_ms,
         **work.rates(step_ms),
         "peak_gib": peak_gib,
         "data_wait_ms": data_wait_ms,
-        "skipped_steps": nan_steps + spike_steps,
-        "nan_steps": nan_steps,
+        "skipped_steps": sum(bad_steps),
+        "nan_steps": bad_steps[0],
     }
 
 
