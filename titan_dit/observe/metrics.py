@@ -7,14 +7,28 @@ import math
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from titan_dit.config.section import UserError, show
 from titan_dit.observe.flops import Work
 from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
-Writer = Callable[[Row], None]
+PICTURES = (".png", ".jpg", ".jpeg")
+"""Suffixes of previews that the writers show."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes metrics to another program, besides metrics.jsonl."""
+
+    row: Callable[[Row], None]
+    picture: Callable[[int, Path], None]
+    """(step, file of a preview)."""
 
 
 def curve(rows: Iterable[Row], name: str) -> tuple[list[int], list[float]]:
@@ -80,7 +94,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
-    """A writer of TensorBoard scalars, named as in metrics.jsonl; purges steps > `resumed_step`."""
+    """Scalars named as in metrics.jsonl, and `samples`; purges steps > `resumed_step`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.utils.tensorboard import SummaryWriter
@@ -93,30 +107,51 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
                 events.add_scalar(name, value, row["step"])
         events.flush()
 
-    return write
+    def picture(step: int, file: Path) -> None:
+        from PIL import Image
+
+        with Image.open(file) as image:
+            events.add_image("samples", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        events.flush()
+
+    return Writer(write, picture)
 
 
-def wandb_writer(folder: Path, name: str, run: Mapping[str, Any]) -> Writer:
-    """A writer to Weights & Biases."""
+def wandb_writer(
+    folder: Path, name: str, run: Mapping[str, Any], project: str, entity: str
+) -> Writer:
+    """A writer to Weights & Biases; UserError if it cannot start."""
     import wandb
 
     # Stored, so that a resumed run continues the same wandb run.
     identity = folder / "wandb_id"
     if not identity.is_file():
         identity.write_text(uuid.uuid4().hex)
-    wandb.init(
-        project="titan_dit",
-        name=name,
-        id=identity.read_text(),
-        dir=str(folder),
-        config=dict(run),
-        resume="allow",
-    )
+    try:
+        wandb.init(
+            project=project,
+            entity=entity or None,
+            name=name,
+            id=identity.read_text(),
+            dir=str(folder),
+            config=dict(run),
+            resume="allow",
+        )
+    except Exception as error:  # Of many kinds: no login, no network, no such entity.
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise UserError(
+            f"[metrics] wandb=true, wandb_project={show(project)}, "
+            f"wandb_entity={show(entity)}: wandb did not start: {reason}. Run `wandb login`, "
+            "correct the names, set WANDB_MODE=offline, or set wandb = false."
+        ) from None
 
     def write(row: Row) -> None:
         wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
 
-    return write
+    def picture(step: int, file: Path) -> None:
+        wandb.log({"samples": wandb.Image(str(file))}, step=step)
+
+    return Writer(write, picture)
 
 
 def finite_or_none(value: float) -> float | None:
