@@ -6,7 +6,7 @@ import json
 import math
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,16 @@ class Writer:
     """(step, file of a preview)."""
 
 
-def curve(rows: Iterable[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a column, without missing values."""
-    finite = [row for row in rows if row.get(name) is not None]
-    return [row["step"] for row in finite], [row[name] for row in finite]
+def curve(rows: Iterable[Row], *names: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a column, or of the first of several that a row has."""
+    found = [(row["step"], next(values_of(row, names), None)) for row in rows]
+    known = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def values_of(row: Row, names: Iterable[str]) -> Iterator[float]:
+    """The values of these columns, without missing ones."""
+    return (row[name] for name in names if row.get(name) is not None)
 
 
 def row_of(

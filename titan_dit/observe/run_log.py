@@ -110,4 +110,6 @@ class RunLog:
                 title, points = f"{self.name}: training loss", curve(self.rows, console.LOSS)
                 if points[0]:
                     title += " (blue) and validation loss (red)"
-                draw_curve(self.folder / "loss.png", *curve(self.rows, "loss"), title, points)
+                mean = curve(self.rows, "smooth_loss", "loss")
+                file, losses = self.folder / "loss.png", curve(self.rows, "loss")
+                draw_curve(file, *losses, title, points, mean)
