@@ -106,7 +106,7 @@ BAD = {
     "no run": (("--run", "nothing"), "no checkpoint found"),
     "step": (("--step", 7), "It has 20, 40"),
     "labels": (("--labels", "3,17"), "classes 0 to 9"),
-    "words": (("--labels", "three"), "numbers such as"),
+    "words": (("--labels", "three"), "numbers such as 0,1,2; the run's dataset has no class names"),
     "sampler": (("--sampler", "rk4"), "euler, heun"),
     "decay": (("--decay", 0.7), "0.9, 0.5"),
     "suffix": (("--out", "x.npz"), ".safetensors or .png"),

@@ -12,8 +12,8 @@ from titan_dit.launcher import failure, torch_range
 # `train` parses its own arguments, as its flags are the config's keys.
 COMMANDS = {
     "train": "train a run on the ranks of this node",
-    "runs": "compare runs: a table, and their loss curves as a picture",
     "sample": "draw samples from a trained run",
+    "runs": "compare runs: a table, and their loss curves as a picture",
     "convert": "convert weights of the original DiT to a checkpoint, or back",
     "predict": "run the network on given inputs",
     "replay": "repeat a training step and list its samples",

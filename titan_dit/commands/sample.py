@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit.checkpoint.store import location
+from titan_dit.commands.chosen_classes import chosen_classes
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
@@ -47,7 +49,7 @@ class Options(Section):
     num: PositiveInt = 100
     """Number of samples."""
     labels: str = "all"
-    """Classes: "all", or a list such as 3 or 0,1,2; "none" is unconditional."""
+    """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
     noise: str | None = None
     """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
     classes is unconditional); replaces --num, --labels and the seed's noise."""
@@ -88,7 +90,8 @@ def main(options: Options) -> None:
     sampler = drawing.sampler_of(diffusion.path, options.sampler, "--sampler")
     for line in dotted_names.origins({"sampler": sampler}):
         console.say(line)
-    labels = labels_of(options.labels, options.num, diffusion.model.num_classes)
+    names = diffusion.data.class_names
+    labels = labels_of(options.labels, options.num, diffusion.model.num_classes, names)
     noise = None
     if options.noise is not None:
         noise, labels = read_noise(Path(options.noise), diffusion.model)
@@ -99,23 +102,19 @@ def main(options: Options) -> None:
     samples = draw(run.network, diffusion, sampler, labels, noise, options)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".png":
-        draw_grid(out, samples, labels.tolist(), diffusion.data.value_range)
+        draw_grid(out, samples, labels.tolist(), diffusion.data.value_range, names)
     else:
         write_tensors(out, {"samples": samples.contiguous(), "labels": labels})
     console.say(f"wrote {out}")
 
 
-def labels_of(text: str, num: int, num_classes: int) -> Int64[Tensor, " num"]:
+def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> Int64[Tensor, " num"]:
     """Spread the classes of --labels over `num` samples; -1 is unconditional."""
     if text == "none":
         return torch.full((num,), -1)
-    try:
-        classes = list(range(num_classes)) if text == "all" else [int(c) for c in text.split(",")]
-    except ValueError:
-        raise UserError(f'--labels {text}: give "all", "none" or numbers such as 0,1,2.') from None
-    if outside := [label for label in classes if not 0 <= label < num_classes]:
-        raise UserError(f"--labels {outside[0]}: the run has the classes 0 to {num_classes - 1}.")
-    return spread_labels(num, classes)
+    every = text == "all"
+    classes = range(num_classes) if every else chosen_classes(text, num_classes, names)
+    return spread_labels(num, list(classes))
 
 
 def read_noise(
