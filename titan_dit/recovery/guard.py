@@ -21,7 +21,7 @@ DECAY = 0.99
 """Decay of the gradient norm's running average, after the first 1 / (1 - DECAY) good steps."""
 MAX_UNREAD = 100
 """Maximum number of unread verdicts on the device if max_consecutive_bad_steps is 0."""
-SMOOTHING = 100
+SMOOTHING = 50
 """The smoothed loss is a plain mean over this many good steps, then decays by 1 - 1/SMOOTHING."""
 
 
