@@ -22,7 +22,7 @@ DECAY = 0.99
 MAX_UNREAD = 100
 """Maximum number of unread verdicts on the device if max_consecutive_bad_steps is 0."""
 SMOOTHING = 50
-"""The smoothed loss is a plain mean over this many good steps, then decays by 1 - 1/SMOOTHING."""
+"""Good steps that the smoothed loss follows, but at most a quarter of those so far."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Reading:
 
     loss: float
     smooth_loss: float
-    """Running mean over the good steps; NaN before the first."""
+    """Running mean over the good steps; NaN before the first one."""
     grad_norm: float
     bad: tuple[BadStep, ...]
 
@@ -137,7 +137,9 @@ class Guard:
         self.num_losses += 1
         if self.num_losses == 1:
             self.smooth_loss = loss
-        self.smooth_loss += (loss - self.smooth_loss) / min(self.num_losses, SMOOTHING)
+        # A short window at first: the loss falls fastest then.
+        window = min(math.ceil(self.num_losses / 4), SMOOTHING)
+        self.smooth_loss += (loss - self.smooth_loss) / window
 
     def count(self, step: UnreadStep, kind: str) -> None:
         """Update counters and streak with a step's verdict."""
