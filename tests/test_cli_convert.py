@@ -17,8 +17,8 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.commands import sample as sampling
-from titan_dit.commands.trained_model import load_trained
 from titan_dit.config.section import UserError
+from titan_dit.trained_model import load_trained
 
 FIXTURE = Path(__file__).resolve().parent / "fixtures" / "dit_reference.safetensors"
 NUMBERS = load_file(FIXTURE)
@@ -208,7 +208,7 @@ START = (
 
 def weights_of(path, which):
     restored = load_trained(path, which, None, CPU)
-    return {name: p.detach() for name, p in restored.model.named_parameters()}
+    return {name: p.detach() for name, p in restored.network.named_parameters()}
 
 
 def test_training_starts_from_imported_weights_and_averages(trained):
@@ -263,7 +263,7 @@ def test_every_average_begins_at_the_imported_one(trained):
         weights_of(trained / "imported", "model"),
     )
     for decay in (0.5, 0.9):
-        found = dict(load_trained(path, "ema", decay, CPU).model.named_parameters())
+        found = dict(load_trained(path, "ema", decay, CPU).network.named_parameters())
         moved = torch.lerp(model["blocks.0.mlp.up.weight"], expected, decay)
         torch.testing.assert_close(found["blocks.0.mlp.up.weight"].detach(), moved)
 

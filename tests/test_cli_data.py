@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
-from commands import metrics, run, train
+from commands import metrics, run, sample, train
 from folders_of_files import class_folders, files_in, latents_of, pair, pictures, save
 from PIL import Image
+from safetensors.torch import load_file
 
 from titan_dit.__main__ import as_python
 from titan_dit.commands import data_pack, data_show
@@ -79,6 +80,17 @@ def test_every_layout_trains_and_resumes(layout, tmp_path):
     done = train(*MODEL, *RUN, *DATA[:3], "moved", "--data.workers", 0, cwd=tmp_path)
     assert "resumed from outputs/digits/checkpoints/step-00000002" in succeeded(done)
     assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in whole]
+    if layout == "mean and std":  # Its class folders have names; the dataset is not needed.
+        shutil.rmtree(tmp_path / "moved")
+        choose_by_name(tmp_path)
+
+
+def choose_by_name(cwd):
+    flags = ("--run", "outputs/digits", "--num", 4, "--steps", 1, "--labels")
+    succeeded(sample(*flags, "emu,Cat", "--out", "named.safetensors", cwd=cwd))
+    assert load_file(cwd / "named.safetensors")["labels"].tolist() == [2, 2, 0, 0]
+    wrong = only_error(sample(*flags, "emu,kat", "--out", "named.png", cwd=cwd))
+    assert 'no class is named "kat". Did you mean cat?' in wrong
 
 
 def test_unscaled_latents_get_one_line_of_advice_and_another_scale_does_not_resume(tmp_path):

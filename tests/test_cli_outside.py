@@ -102,7 +102,7 @@ def finished(folder):
         *SMALL,
         *("--training.steps", 6, "--checkpoint.every", 3),
         *("--validation.every", 3, "--validation.samples", 10),
-        *("--faults.spike_ratio", 0.99, "--faults.spike_after", 1),
+        *("--faults.spike_ratio", 0.8, "--faults.spike_after", 1),
         *("--job.hooks", "mine.hooks:Diary", "mine.hooks:OnlyFirst", "mine.hook:LossTable"),
         cwd=folder,
         config="gpt.toml",

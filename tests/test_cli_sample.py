@@ -1,11 +1,16 @@
 """`python -m titan_dit sample`: output and errors."""
 
+import sys
+
 import commands
 import pytest
 import torch
 from commands import sample, train
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+
+from titan_dit.config.section import UserError
+from titan_dit.trainer import Trainer
 
 RUN = "outputs/digits"
 
@@ -73,11 +78,35 @@ def test_a_picture_is_drawn(trained):
         assert len(picture.getcolors(1 << 20)) > 20
 
 
+def test_a_run_loaded_in_python_predicts_as_the_command_does(trained, monkeypatch, capsys):
+    inputs = {"x": torch.randn(3, 1, 8, 8), "t": torch.tensor([0.0, 500.0, 999.0])}
+    inputs["y"] = torch.tensor([3, -1, 9])
+    save_file(inputs, trained / "in.safetensors")
+    flags = ("--checkpoint", RUN, "--inputs", "in.safetensors", "--out", "out.safetensors")
+    done = commands.run([sys.executable, "-m", "titan_dit", "predict", *flags], trained)
+    assert done.returncode == 0, done.stderr
+    run = Trainer.load(trained / RUN, device="cpu")
+    assert (run.step, run.weights, run.model.training) == (40, "ema 0.9", False)
+    with torch.no_grad():
+        out = run.model(**inputs)
+        assert torch.equal(out, load_file(trained / "out.safetensors")["out"])
+        choices = {"weights": "model"}, {"decay": 0.5}, {"step": 20}
+        for choice in choices:
+            other = Trainer.load(str(trained / RUN), device="cpu", **choice).model(**inputs)
+            assert (other - out).abs().max() > 1e-4, choice
+    monkeypatch.chdir(trained)
+    page = (commands.ROOT / "docs" / "python-api.md").read_text()
+    exec(page.split("## A trained run in Python\n\n```python\n")[1].split("```")[0], {})
+    assert "40 ema 0.9 torch.Size([4, 1, 8, 8])" in capsys.readouterr().out
+    with pytest.raises(UserError, match="run nothing: no checkpoint found"):
+        Trainer.load("nothing")
+
+
 BAD = {
     "no run": (("--run", "nothing"), "no checkpoint found"),
     "step": (("--step", 7), "It has 20, 40"),
     "labels": (("--labels", "3,17"), "classes 0 to 9"),
-    "words": (("--labels", "three"), "numbers such as"),
+    "words": (("--labels", "three"), "numbers such as 0,1,2; the run's dataset has no class names"),
     "sampler": (("--sampler", "rk4"), "euler, heun"),
     "decay": (("--decay", 0.7), "0.9, 0.5"),
     "suffix": (("--out", "x.npz"), ".safetensors or .png"),

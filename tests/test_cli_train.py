@@ -12,8 +12,8 @@ from commands import metrics, only_error, train, train_command
 from running import Running, launcher
 
 from titan_dit.checkpoint.run_path import find_checkpoint
-from titan_dit.commands.trained_model import load_trained
 from titan_dit.data.latents import write_shards
+from titan_dit.trained_model import load_trained
 
 SHORT = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
 SMALL = ("--model.hidden", 32, "--model.layers", 2, "--training.global_batch_size", 16)
@@ -91,7 +91,7 @@ def same_weights(first, second, weights):
     parts = [
         load_trained(
             find_checkpoint(run, None), weights, None, torch.device("cpu")
-        ).model.state_dict()
+        ).network.state_dict()
         for run in (first, second)
     ]
     assert parts[0].keys() == parts[1].keys()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from titan_dit import trained_model
 from titan_dit.checkpoint import run_lock
 from titan_dit.config.job import JobConfig
 from titan_dit.data import loader
@@ -47,6 +48,8 @@ from titan_dit.validation import validation_set
 
 class Trainer:
     """A run on this rank. The constructor does not write to the run directory."""
+
+    load = staticmethod(trained_model.load)  # Trainer.load("outputs/digits").model(x, t, y)
 
     def __init__(self, config: JobConfig, world: World) -> None:
         self.opened = opened = open_run(config, world)
@@ -129,7 +132,6 @@ class Trainer:
                 self.preview()
             if self.due(config.checkpoint.every):
                 self.save()
-                self.call_hooks("saved")
             self.report_saves()
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
@@ -150,7 +152,6 @@ class Trainer:
             self.roll_back()
         elif every and self.step >= first_step and not self.due(every):
             self.save()
-            self.call_hooks("saved")
         self.write_profile(stopped=True)
         self.finish_saves()
         leave_note({"stopped": self.stop.reason.name, "step": self.step})
@@ -235,12 +236,11 @@ class Trainer:
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
         """Log and print a row of metrics; `validated` holds its validation losses, if any."""
         row = self.row = validated | row_of(
-            *(self.step, self.cursor, reading.loss, reading.grad_norm, lr),
+            *(self.step, self.cursor, reading.loss, reading.smooth_loss, reading.grad_norm, lr),
             times=self.meter.read(),
             work=self.work,
             peak_gib=peak_gib(self.world.device),
-            nan_steps=self.guard.nan_steps,
-            spike_steps=self.guard.spike_steps,
+            bad_steps=(self.guard.nan_steps, self.guard.spike_steps),
         )
         # The first step of a resumed run is printed only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):
@@ -255,8 +255,7 @@ class Trainer:
         bad = rollback.BadSteps(first, last, numbers)
         with self.watchdog.slow("rolling back"), self.meter.paused():
             context = self.checkpoints, self.config.job, self.config.faults, bad
-            found = restore.rolled_back(*context, self.tensors(), self.ema, self.say)
-            self.continue_from(found)
+            self.continue_from(restore.rolled_back(*context, self.tensors(), self.ema, self.say))
         self.log.add(fault_log.FILE, fault_log.rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
@@ -305,6 +304,7 @@ class Trainer:
             record = progress.as_record(self.epochs.num_rows) | self.identity.as_record() | layout
             self.checkpoints.save(self.step, self.tensors(), record)
             self.log.draw_curve()
+        self.call_hooks("saved")
 
     def finish_saves(self) -> None:
         """Wait for the checkpoint in flight."""

@@ -33,7 +33,11 @@ def test_values_defaults_and_the_name_of_the_file(load):
         ("[optimiser]\nlr = 1", "[optimiser]: unknown section. Did you mean optimizer?"),
         ("[zzz]\nqqqq = 1", "[zzz]: unknown section. Valid: "),
         ("[sampling]\neveri = 1", "[sampling] everi: unknown key. Did you mean every?"),
-        ("[metrics]\nqqqq = 1", "[metrics] qqqq: unknown key. Valid: every, tensorboard, wandb."),
+        (
+            "[metrics]\nqqqq = 1",
+            "[metrics] qqqq: unknown key. Valid: every, tensorboard, wandb, "
+            "wandb_entity, wandb_project.",
+        ),
         ("[ema]\nname = 1", "[ema] name: unknown key."),
     ],
 )

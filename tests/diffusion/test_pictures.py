@@ -2,7 +2,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from titan_dit.diffusion.pictures import draw_grid, to_pixels
+from titan_dit.diffusion.pictures import WIDEST, draw_grid, to_pixels
 
 CELL, MARGIN = 50, 44  # 48 pixels and a border of one; room for the label
 
@@ -64,3 +64,19 @@ def test_large_samples_are_not_enlarged(tmp_path):
     path = tmp_path / "grid.png"
     draw_grid(path, torch.rand(2, 3, 64, 64), [0, 1], (0.0, 1.0))
     assert Image.open(path).size == (MARGIN + 66, 2 * 66)
+
+
+def test_names_stand_on_the_left_in_the_room_that_they_need(tmp_path):
+    path, samples = tmp_path / "grid.png", torch.zeros(3, 1, 8, 8)
+    names = ["cat", "golden retriever"]
+    widths, texts = [], []
+    for given in ((), names, [names[0], names[1] * 9]):
+        draw_grid(path, samples, [0, 1, -1], (0.0, 1.0), given)
+        sheet = np.asarray(Image.open(path))
+        widths.append(sheet.shape[1] - CELL)
+        texts.append(
+            [(sheet[y * CELL : (y + 1) * CELL, : widths[-1]] < 128).sum() for y in range(3)]
+        )
+    assert 44 <= widths[0] < 60 < widths[1] < widths[2] <= WIDEST + 17
+    assert texts[0][0] == texts[1][0] == texts[2][0] > 0, "none, in the first row"
+    assert texts[0][2] < texts[1][2] < texts[2][2]

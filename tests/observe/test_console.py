@@ -30,6 +30,12 @@ def test_a_line_says_how_far_how_well_and_how_long():
     )
 
 
+def test_the_smoothed_loss_stands_beside_that_of_the_step():
+    line = progress(ROW | {"smooth_loss": 0.25, "validation_loss": 0.5}, 3000)
+    assert "loss 0.1235  smooth 0.2500  validation 0.5000  grad" in line
+    assert "smooth" not in progress(ROW | {"smooth_loss": None}, 3000)
+
+
 def test_a_line_leaves_out_what_is_unknown_and_says_what_went_wrong():
     line = progress(ROW | {"mfu": None, "loss": None, "grad_norm": None, "skipped_steps": 3}, 3000)
     assert "MFU" not in line

@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import sys
@@ -5,8 +6,11 @@ import types
 
 import pytest
 import torch
+from PIL import Image
 
 from titan_dit.config.operation import MetricsConfig
+from titan_dit.config.section import UserError
+from titan_dit.objectives.base import Preview
 from titan_dit.observe import flops
 from titan_dit.observe.metrics import curve, finite_or_none, keep_rows, row_of
 from titan_dit.observe.run_log import RunLog
@@ -78,35 +82,70 @@ def test_what_is_not_finite_becomes_null_and_leaves_the_curve(tmp_path):
     assert curve(run.rows, "loss") == ([0, 4], [0.5, 0.4])
 
 
+def picture(*shades):
+    """A preview of one column of pixels."""
+    column = torch.tensor(shades, dtype=torch.uint8).view(-1, 1).numpy()
+    return Preview(".png", lambda file: Image.fromarray(column).save(file))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_gets_the_same_scalars(tmp_path):
+def test_tensorboard_gets_the_same_scalars_and_the_previews(tmp_path):
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     ).EventAccumulator
     run = open_metrics(tmp_path, tensorboard=True)
     run.log(row(1, loss=0.5))
     run.log(row(2, loss=None))
+    run.show(2, picture(7, 250))
+    run.show(3, Preview(".txt", lambda file: file.write_text("no picture")))
     run.log(row(3, loss=0.25))
     events = accumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (3, 0.25)]
     assert sorted(events.Tags()["scalars"]) == ["loss", "lr"]
+    (shown,) = events.Images("samples")
+    with Image.open(io.BytesIO(shown.encoded_image_string)) as found:
+        assert [found.getpixel((0, y)) for y in range(2)] == [(7,) * 3, (250,) * 3]
+    assert shown.step == 2
 
 
-def test_wandb_is_given_the_rows_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    """With a stand-in: wandb is an extra."""
+def stand_in(calls, **replaced):
+    """A wandb that notes its calls: the real one is an extra."""
+    given = {
+        "init": lambda **kwargs: calls.append(kwargs),
+        "log": lambda values, step: calls.append((values, step)),
+        "Image": lambda path: ("picture", path),
+    }
+    return types.SimpleNamespace(**given | replaced)
+
+
+def test_wandb_is_given_rows_and_previews_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
     calls = []
-    stand_in = types.SimpleNamespace(
-        init=lambda **kwargs: calls.append(kwargs),
-        log=lambda values, step: calls.append((values, step)),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    for step in (1, 2):
-        open_metrics(tmp_path, wandb=True).log({"step": step, "loss": 0.5, "mfu": None})
-    first, row, second, _ = calls
+    monkeypatch.setitem(sys.modules, "wandb", stand_in(calls))
+    for step, keys in ((1, {}), (2, {"wandb_project": "faces", "wandb_entity": "our-team"})):
+        run = open_metrics(tmp_path, wandb=True, **keys)
+        run.log({"step": step, "loss": 0.5, "mfu": None})
+        run.show(step, picture(0))
+    first, row, shown, second, *_ = calls
     assert row == ({"step": 1, "loss": 0.5}, 1)
+    file = tmp_path / "samples" / "step-00000001.png"
+    assert shown == ({"samples": ("picture", str(file))}, 1)
+    assert file.is_file()
     assert first["id"] == second["id"]
     assert first["resume"] == "allow"
+    assert (first["project"], first["entity"]) == ("titan_dit", None)
+    assert (second["project"], second["entity"]) == ("faces", "our-team")
+
+
+def test_a_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise RuntimeError("api_key not configured.\n  call wandb.login()")
+
+    monkeypatch.setitem(sys.modules, "wandb", stand_in([], init=refuse))
+    with pytest.raises(UserError, match="wandb login") as error:
+        open_metrics(tmp_path, wandb=True, wandb_entity="us")
+    assert 'wandb_entity="us": wandb did not start: api_key not conf' in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -137,17 +176,17 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
 def test_a_row_says_how_fast_the_step_was(peak, mfu):
     work = flops.Work(32, 256, 10**12, ranks=8, peak_tflops=peak)
     found = row_of(
-        *(7, 224, math.nan, 1.5, 1e-3),
+        *(7, 224, math.nan, 0.75, 1.5, 1e-3),
         times=(2000.0, 3.0),
         work=work,
         peak_gib=4.0,
-        nan_steps=2,
-        spike_steps=1,
+        bad_steps=(2, 1),
     )
     assert found == {
         "step": 7,
         "samples": 224,
         "loss": None,
+        "smooth_loss": 0.75,
         "grad_norm": 1.5,
         "lr": 1e-3,
         "step_ms": 2000.0,

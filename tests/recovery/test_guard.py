@@ -122,6 +122,29 @@ def test_a_guard_that_is_resumed_judges_as_if_nothing_had_been(cut):
     assert again.state() == expected.state()
 
 
+@pytest.mark.parametrize("every", [1, 7])
+def test_the_smoothed_loss_is_a_running_mean_over_good_steps_and_survives_a_resume(every):
+    norms = (1 + torch.rand(300, generator=torch.Generator().manual_seed(2))).tolist()
+    norms[20] = norms[250] = math.nan
+    _, whole = verdicts(norms, every)
+    _, first = verdicts(norms[:120], every)
+    resumed = Guard(FaultsConfig(), CPU)
+    resumed.load(json.loads(json.dumps(first.state())))
+    _, resumed = verdicts(norms[120:], every, guard=resumed, first=121)
+    losses = [torch.tensor(norm / 2).item() for norm in norms if math.isfinite(norm)]
+    expected = 0.0
+    for number, loss in enumerate(losses, start=1):
+        share = 1 / min(-(-number // 4), 50)
+        expected = (1 - share) * expected + share * loss
+    assert whole.smooth_loss == pytest.approx(expected, rel=1e-12)
+    assert resumed.smooth_loss == whole.smooth_loss
+    old = first.state()
+    del old["num_losses"], old["smooth_loss"]
+    resumed.load(old)
+    _, resumed = verdicts([4.0], guard=resumed)
+    assert resumed.smooth_loss == 2.0  # A checkpoint without it begins anew.
+
+
 def test_a_checkpoint_from_before_there_was_a_guard_is_taken():
     guard = Guard(FaultsConfig(), CPU)
     guard.load({"nan_steps": 3})

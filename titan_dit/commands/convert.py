@@ -16,7 +16,6 @@ from titan_dit import __version__
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
-from titan_dit.commands.trained_model import load_trained
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
     Bound,
@@ -35,6 +34,7 @@ from titan_dit.interop.tensor_file import write_tensors
 from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
 from titan_dit.system.files import PARTIAL
+from titan_dit.trained_model import load_trained
 
 EMA_DECAY = "0.9999"  # The original's.
 SCALE = 0.18215
@@ -207,7 +207,7 @@ def write_original(source: Location, target: Path, options: Options) -> None:
     objective = run.diffusion("convert").path
     assert isinstance(objective, DiffusionConfig)
     original = Original(config, objective.path.output_channels(config.channels))
-    ours = {name: p.detach() for name, p in run.model.named_parameters()}
+    ours = {name: p.detach() for name, p in run.network.named_parameters()}
     hidden, layers, heads, patch = config.shape
     metadata = {
         "format": "pt",

@@ -69,7 +69,7 @@ def main(options: Options) -> None:
         values = latents[:, channel]
         console.say(f"  channel {channel}: mean {values.mean():+.3f}, std {values.std():.3f}")
     shown = samples["latent"][:, :channels].float()
-    draw_grid(out, shown, samples["label"].tolist(), facts.value_range)
+    draw_grid(out, shown, samples["label"].tolist(), facts.value_range, facts.class_names)
     console.say(f"drew {out}")
 
 

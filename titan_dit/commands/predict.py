@@ -12,7 +12,6 @@ from torch import Tensor
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import TrainedModel, device_of, load_trained
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
@@ -20,6 +19,7 @@ from titan_dit.execution.base import first_of
 from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
+from titan_dit.trained_model import TrainedModel, device_of, load_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +81,13 @@ def predict(
     x, t, y = model.tokenize(inputs["x"]), inputs["t"], inputs["y"]
     static = model.static(x.device)
     if "noise" not in inputs:
-        prediction = first_of(run.model({"tokens": x, "timestep": t, "labels": y}, static))
+        prediction = first_of(run.network({"tokens": x, "timestep": t, "labels": y}, static))
         return {"out": model.detokenize(prediction).contiguous()}
     clean = Clean(x, y, model.sample_shape[0])
     corrupted = path.corrupt(clean, t, model.tokenize(inputs["noise"]), y)
     if not torch.equal(corrupted.inputs["timestep"], t):
         raise UserError("--inputs: with noise, t must be integer diffusion timesteps.")
-    prediction = first_of(run.model(corrupted.inputs, static))
+    prediction = first_of(run.network(corrupted.inputs, static))
     given = {"prediction": prediction}, corrupted.targets
     losses = {f"loss_{name}": term.mean(1) for name, term in diffusion.terms(*given).items()}
     losses["loss"] = diffusion.loss(*given).mean(1)

@@ -22,7 +22,6 @@ from titan_dit.checkpoint.run_path import resolve as named_by
 from titan_dit.checkpoint.store import Location
 from titan_dit.checks.device import replayable_precision
 from titan_dit.commands.replay_report import Replayed, report, shown
-from titan_dit.commands.trained_model import device_of
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
@@ -47,6 +46,7 @@ from titan_dit.recovery import fault_log, resume, rollback, sample_log
 from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
 from titan_dit.system.progress import ProgressLine
+from titan_dit.trained_model import device_of
 
 MICROBATCH = 32
 """Microbatch size if the run's config sets none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.trained_model import device_of, load_trained
+from titan_dit.commands.chosen_classes import chosen_classes
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
@@ -37,6 +37,7 @@ from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tens
 from titan_dit.models.base import Model
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
+from titan_dit.trained_model import device_of, load_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Options(Section):
     num: PositiveInt = 100
     """Number of samples."""
     labels: str = "all"
-    """Classes: "all", or a list such as 3 or 0,1,2; "none" is unconditional."""
+    """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
     noise: str | None = None
     """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
     classes is unconditional); replaces --num, --labels and the seed's noise."""
@@ -93,7 +94,8 @@ def main(options: Options) -> None:
     sampler = drawing.sampler_of(diffusion.path, options.sampler, "--sampler")
     for line in dotted_names.origins({"sampler": sampler}):
         console.say(line)
-    labels = labels_of(options.labels, options.num, diffusion.model.num_classes)
+    names = diffusion.data.class_names
+    labels = labels_of(options.labels, options.num, diffusion.model.num_classes, names)
     noise = None
     if options.noise is not None:
         noise, labels = read_noise(Path(options.noise), diffusion.model)
@@ -101,26 +103,22 @@ def main(options: Options) -> None:
         f"sampling {len(labels)} from {path} ({run.weights}): {sampler.__name__}, "
         f"{options.steps} steps, cfg_scale {options.cfg_scale:g}, seed {options.seed}"
     )
-    samples = draw(run.model, diffusion, sampler, labels, noise, options)
+    samples = draw(run.network, diffusion, sampler, labels, noise, options)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".png":
-        draw_grid(out, samples, labels.tolist(), diffusion.data.value_range)
+        draw_grid(out, samples, labels.tolist(), diffusion.data.value_range, names)
     else:
         write_tensors(out, {"samples": samples.contiguous(), "labels": labels})
     console.say(f"wrote {out}")
 
 
-def labels_of(text: str, num: int, num_classes: int) -> Int64[Tensor, " num"]:
+def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> Int64[Tensor, " num"]:
     """Spread the classes of --labels over `num` samples; -1 is unconditional."""
     if text == "none":
         return torch.full((num,), -1)
-    try:
-        classes = list(range(num_classes)) if text == "all" else [int(c) for c in text.split(",")]
-    except ValueError:
-        raise UserError(f'--labels {text}: give "all", "none" or numbers such as 0,1,2.') from None
-    if outside := [label for label in classes if not 0 <= label < num_classes]:
-        raise UserError(f"--labels {outside[0]}: the run has the classes 0 to {num_classes - 1}.")
-    return spread_labels(num, classes)
+    every = text == "all"
+    classes = range(num_classes) if every else chosen_classes(text, num_classes, names)
+    return spread_labels(num, list(classes))
 
 
 def read_noise(

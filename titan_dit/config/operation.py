@@ -70,8 +70,13 @@ class MetricsConfig(Section):
     """Steps between rows of metrics.jsonl and console lines. 0 still writes validations and the
     first step of a launch (of a resumed run, on the console only)."""
     tensorboard: bool = True
+    """Metrics and previews for TensorBoard, in RUN/tensorboard."""
     wandb: bool = False
-    """Needs a package: pip install wandb."""
+    """Metrics and previews for wandb (Weights & Biases); needs a package: pip install wandb."""
+    wandb_project: str = "titan_dit"
+    """Project of the wandb run."""
+    wandb_entity: str = ""
+    """User or team of the wandb run; empty is your default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,6 +159,7 @@ def preview(
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.diffusion import pictures
 
-        pictures.draw_grid(file, samples, labels.tolist(), facts.value_range)
+        shown = samples, labels.tolist(), facts.value_range, facts.class_names
+        pictures.draw_grid(file, *shown)
 
     return Preview(".png", write)

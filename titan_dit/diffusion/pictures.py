@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 INK = "#222222"
+WIDEST = 200
+"""Pixels of a class name on the grid; the rest of it is cut off."""
 
 
 def to_pixels(
@@ -34,25 +37,45 @@ def draw_grid(
     samples: Float[Tensor, "n c h w"],
     labels: Sequence[int],
     value_range: tuple[float, float] | None,
+    names: Sequence[str] = (),
     max_columns: int = 20,
 ) -> None:
-    """Draw a grid of enlarged samples: one or more rows per label, the label on the left."""
+    """Draw a grid of enlarged samples: one or more rows per label, with its name on the left.
+
+    Without `names` the label's number; "none" for a negative label.
+    """
     pixels = to_pixels(samples, value_range)
     zoom = max(1, 48 // pixels.shape[1])
-    cell_h, cell_w, margin = pixels.shape[1] * zoom + 2, pixels.shape[2] * zoom + 2, 44
+    cell_h, cell_w = pixels.shape[1] * zoom + 2, pixels.shape[2] * zoom + 2
     rows: list[tuple[int, list[int]]] = []
     for label in sorted(set(labels)):
         members = [i for i, of in enumerate(labels) if of == label]
         for first in range(0, len(members), max_columns):
             rows.append((label, members[first : first + max_columns]))
     columns = max(len(members) for _, members in rows)
+    font = ImageFont.load_default(16)
+    texts = {label: caption(label, names, font) for label, _ in rows}
+    margin = max(44, *(16 + math.ceil(font.getlength(text)) for text in texts.values()))
     sheet = Image.new("RGB", (margin + columns * cell_w, len(rows) * cell_h), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(16)
+    draw = ImageDraw.Draw(sheet)
     for y, (label, members) in enumerate(rows):
-        draw.text((8, y * cell_h + cell_h // 2), str(label), fill=INK, font=font, anchor="lm")
+        draw.text((8, y * cell_h + cell_h // 2), texts[label], fill=INK, font=font, anchor="lm")
         for x, index in enumerate(members):
             image = Image.fromarray(pixels[index].cpu().numpy())
             image = image.resize((cell_w - 2, cell_h - 2), Image.Resampling.BICUBIC)
             sheet.paste(image, (margin + x * cell_w + 1, y * cell_h + 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
+
+
+def caption(
+    label: int, names: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont
+) -> str:
+    """The text of a row, at most `WIDEST` wide."""
+    text = "none" if label < 0 else names[label] if label < len(names) else str(label)
+    text = " ".join(text.split())  # Pillow measures one line.
+    if font.getlength(text) <= WIDEST:
+        return text
+    while font.getlength(text + "...") > WIDEST:
+        text = text[:-1]
+    return text + "..."

@@ -33,6 +33,7 @@ def progress(row: dict[str, Any], steps: int, width: int | None = None) -> str:
     parts = {
         "step": f"step {step:>{len(str(steps))}}/{steps}",
         "loss": f"loss {number(row['loss'], '.4f')}",
+        "smooth": f"smooth {smooth:.4f}" if (smooth := row.get("smooth_loss")) is not None else "",
         "validation": f"validation {number(row[LOSS], '.4f')}" if LOSS in row else "",
         "grad": f"grad {number(row['grad_norm'], '.3f')}",
         "lr": f"lr {row['lr']:.1e}",

@@ -1,4 +1,4 @@
-"""The loss curve as a PNG, drawn with Pillow."""
+"""Loss curves as a PNG, drawn with Pillow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typing import TypeAlias
 from PIL import Image, ImageDraw, ImageFont
 
 INK, GRID, RAW, SMOOTH, OTHER = "#222222", "#dddddd", "#b9cbe4", "#1f5aa6", "#c0392b"
+COLOURS = (
+    *("#1f5aa6", "#d35400", "#1e8449", "#c0392b", "#7d3c98"),
+    *("#7e5109", "#c2185b", "#566573", "#9a9a00", "#00838f"),
+)
+"""Of runs, in their order; then again."""
+WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 960, 540, 80, 24, 48, 56
+"""Pixels of a picture, and of its margins."""
 
 
 def smooth(values: Sequence[float], decay: float) -> list[float]:
@@ -23,6 +30,67 @@ def smooth(values: Sequence[float], decay: float) -> list[float]:
 
 Curve: TypeAlias = tuple[Sequence[int], Sequence[float]]
 """Steps and values."""
+NOTHING: Curve = ((), ())
+
+
+class Sheet:
+    """Axes of losses over steps; the y axis leaves out what is far above the rest."""
+
+    def __init__(self, steps: Sequence[int], losses: Sequence[float], title: str) -> None:
+        self.first, self.last = min(steps), max(steps)
+        # The first losses are far larger: the y axis ends at the 98th percentile.
+        self.top = sorted(losses)[int(0.98 * (len(losses) - 1))] * 1.1
+        self.bottom = min(0.95 * min(losses), 0.9 * self.top)
+        if not self.bottom < self.top:  # All losses equal and <= 0.
+            self.bottom, self.top = min(losses) - 1, max(losses) + 1
+        self.image = Image.new("RGB", (WIDTH, HEIGHT), "white")
+        self.draw = ImageDraw.Draw(self.image)
+        self.font = ImageFont.load_default(14)
+        for tick in ticks(self.bottom, self.top):
+            y = self.place(self.first, tick)[1]
+            self.draw.line((LEFT, y, WIDTH - RIGHT, y), fill=GRID)
+            self.text((LEFT - 8, y), f"{tick:g}", "rm")
+        for tick in ticks(self.first, self.last):
+            self.text((self.place(tick, self.bottom)[0], HEIGHT - BELOW + 8), f"{tick:,.0f}", "mt")
+        self.draw.line((LEFT, ABOVE, LEFT, HEIGHT - BELOW), fill=INK)
+        self.draw.line((LEFT, HEIGHT - BELOW, WIDTH - RIGHT, HEIGHT - BELOW), fill=INK)
+        self.draw.text((LEFT, 16), title, fill=INK, font=ImageFont.load_default(16))
+        self.text(((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 20), "step", "mm")
+
+    def place(self, step: float, loss: float) -> tuple[float, float]:
+        """The pixel of a point."""
+        across = (step - self.first) / max(1, self.last - self.first)
+        up = (min(loss, self.top) - self.bottom) / (self.top - self.bottom)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BELOW - up * (
+            HEIGHT - ABOVE - BELOW
+        )
+
+    def text(self, at: tuple[float, float], text: str, anchor: str) -> None:
+        """Write a word; `anchor` as in Pillow."""
+        self.draw.text(at, text, fill=INK, font=self.font, anchor=anchor)
+
+    def line(self, curve: Curve, colour: str, width: int, dots: bool = False) -> None:
+        """Draw a curve, with a dot per value if asked."""
+        points = [self.place(*point) for point in zip(*curve, strict=True)]
+        self.draw.line(points, fill=colour, width=width)
+        for x, y in points if dots else ():
+            self.draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill=colour)
+
+    def save(self, path: Path) -> None:
+        """Write the PNG."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.image.save(path)
+
+
+def finite(curve: Curve) -> Curve:
+    """A curve without values that are not finite."""
+    points = [(s, v) for s, v in zip(*curve, strict=True) if math.isfinite(v)]
+    return [s for s, _ in points], [v for _, v in points]
+
+
+def smooth_curve(curve: Curve) -> Curve:
+    """The moving average over 1/40 of a curve's values."""
+    return curve[0], smooth(curve[1], 1 - 1 / max(1, len(curve[1]) / 40))
 
 
 def draw_curve(
@@ -30,52 +98,47 @@ def draw_curve(
     steps: Sequence[int],
     losses: Sequence[float],
     title: str,
-    validation: Curve = ((), ()),
+    validation: Curve = NOTHING,
+    smoothed: Curve = NOTHING,
 ) -> None:
-    """Write the loss curve: logged values in light blue, their moving average in dark blue.
+    """Write the loss curve: logged values in light blue, in dark blue the average of `smoothed`.
 
-    `validation` is drawn in red, with a dot per value. Fewer than two finite losses write nothing.
+    By default that of the logged values. `validation` is drawn in red, with a dot per value. Fewer
+    than two finite losses write nothing.
     """
-    points = [(s, v) for s, v in zip(steps, losses, strict=True) if math.isfinite(v)]
-    if len(points) < 2:
+    logged = finite((steps, losses))
+    if len(logged[0]) < 2:
         return
-    xs, ys = [s for s, _ in points], [v for _, v in points]
-    # The first losses are far larger: the y axis ends at the 98th percentile.
-    top = sorted(ys)[int(0.98 * (len(ys) - 1))] * 1.1
-    bottom = min(0.95 * min(ys), 0.9 * top)
-    if not bottom < top:  # All losses equal and <= 0.
-        bottom, top = min(ys) - 1, max(ys) + 1
-    width, height, left, right, above, below = 960, 540, 80, 24, 48, 56
-    sheet = Image.new("RGB", (width, height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - xs[0]) / max(1, xs[-1] - xs[0])
-        up = (min(y, top) - bottom) / (top - bottom)
-        return left + across * (width - left - right), height - below - up * (
-            height - above - below
-        )
-
-    for tick in ticks(bottom, top):
-        y = place(xs[0], tick)[1]
-        draw.line((left, y, width - right, y), fill=GRID)
-        draw.text((left - 8, y), f"{tick:g}", fill=INK, font=font, anchor="rm")
-    for tick in ticks(xs[0], xs[-1]):
-        x = place(tick, bottom)[0]
-        draw.text((x, height - below + 8), f"{tick:,.0f}", fill=INK, font=font, anchor="mt")
-    mean = smooth(ys, 1 - 1 / max(1, len(ys) / 40))
-    for line, colour, thick in ((ys, RAW, 1), (mean, SMOOTH, 3)):
-        draw.line([place(x, y) for x, y in zip(xs, line, strict=True)], fill=colour, width=thick)
-    dots = [place(s, v) for s, v in zip(*validation, strict=True) if math.isfinite(v)]
-    draw.line(dots, fill=OTHER, width=2)
-    for x, y in dots:
-        draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill=OTHER)
-    draw.line((left, above, left, height - below), fill=INK)
-    draw.line((left, height - below, width - right, height - below), fill=INK)
-    draw.text((left, 16), title, fill=INK, font=ImageFont.load_default(16))
-    draw.text(((left + width - right) / 2, height - 20), "step", fill=INK, font=font, anchor="mm")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet = Sheet(*logged, title)
+    sheet.line(logged, RAW, 1)
+    sheet.line(smooth_curve(smoothed if smoothed[0] else logged), SMOOTH, 3)
+    sheet.line(finite(validation), OTHER, 2, dots=True)
     sheet.save(path)
+
+
+def draw_runs(path: Path, runs: Sequence[tuple[str, Curve, Curve]]) -> bool:
+    """Write the curves of several runs (name, losses, validation losses), a colour each.
+
+    Lines are moving averages; validation losses are dots. Returns False, and writes nothing, if no
+    run has two losses.
+    """
+    shown = [(name, smooth_curve(losses), points) for name, losses, points in runs]
+    drawn = [curve for _, losses, points in shown for curve in (losses, points)]
+    if all(len(losses[0]) < 2 for _, losses, _ in shown):
+        return False
+    steps = [step for curve in drawn for step in curve[0]]
+    values = [value for curve in drawn for value in curve[1]]
+    sheet = Sheet(steps, values, "training loss, smoothed, and validation loss (dots)")
+    for number, (name, losses, points) in enumerate(shown):
+        colour = COLOURS[number % len(COLOURS)]
+        sheet.line(losses, colour, 2)
+        sheet.line(points, colour, 1, dots=True)
+        y = ABOVE + 8 + 18 * number
+        if y < HEIGHT - BELOW - 18:
+            sheet.draw.rectangle((WIDTH - RIGHT - 14, y - 5, WIDTH - RIGHT - 4, y + 5), fill=colour)
+            sheet.text((WIDTH - RIGHT - 20, y), name, "rm")
+    sheet.save(path)
+    return True
 
 
 def ticks(low: float, high: float) -> list[float]:

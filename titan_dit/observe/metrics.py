@@ -6,50 +6,75 @@ import json
 import math
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from titan_dit.config.section import UserError, show
 from titan_dit.observe.flops import Work
 from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
-Writer = Callable[[Row], None]
+PICTURES = (".png", ".jpg", ".jpeg")
+"""Suffixes of previews that the writers show."""
 
 
-def curve(rows: Iterable[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a column, without missing values."""
-    finite = [row for row in rows if row.get(name) is not None]
-    return [row["step"] for row in finite], [row[name] for row in finite]
+@dataclass(frozen=True)
+class Writer:
+    """Writes metrics to another program, besides metrics.jsonl."""
+
+    row: Callable[[Row], None]
+    picture: Callable[[int, Path], None]
+    """(step, file of a preview)."""
+
+
+def curve(rows: Iterable[Row], *names: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a column, or of the first of several that a row has."""
+    found = [(row["step"], next(values_of(row, names), None)) for row in rows]
+    known = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def values_of(row: Row, names: Iterable[str]) -> Iterator[float]:
+    """The values of these columns, without missing ones."""
+    return (row[name] for name in names if row.get(name) is not None)
 
 
 def row_of(
     step: int,
     samples: int,
     loss: float,
+    smooth_loss: float,
     grad_norm: float,
     lr: float,
     *,
     times: tuple[float, float],
     work: Work,
     peak_gib: float,
-    nan_steps: int,
-    spike_steps: int,
+    bad_steps: tuple[int, int],
 ) -> Row:
-    """The row of a step; `samples` since the start of training, `times` of `Meter.read`."""
+    """The row of a step.
+
+    `samples` since the start of training, `times` of `Meter.read`, `bad_steps`: non-finite ones and
+    spikes.
+    """
     step_ms, data_wait_ms = times
     return {
         "step": step,
         "samples": samples,
         "loss": finite_or_none(loss),
+        "smooth_loss": finite_or_none(smooth_loss),
         "grad_norm": finite_or_none(grad_norm),
         "lr": lr,
         "step_ms": step_ms,
         **work.rates(step_ms),
         "peak_gib": peak_gib,
         "data_wait_ms": data_wait_ms,
-        "skipped_steps": nan_steps + spike_steps,
-        "nan_steps": nan_steps,
+        "skipped_steps": sum(bad_steps),
+        "nan_steps": bad_steps[0],
     }
 
 
@@ -75,7 +100,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
-    """A writer of TensorBoard scalars, named as in metrics.jsonl; purges steps > `resumed_step`."""
+    """Scalars named as in metrics.jsonl, and `samples`; purges steps > `resumed_step`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.utils.tensorboard import SummaryWriter
@@ -88,30 +113,51 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
                 events.add_scalar(name, value, row["step"])
         events.flush()
 
-    return write
+    def picture(step: int, file: Path) -> None:
+        from PIL import Image
+
+        with Image.open(file) as image:
+            events.add_image("samples", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        events.flush()
+
+    return Writer(write, picture)
 
 
-def wandb_writer(folder: Path, name: str, run: Mapping[str, Any]) -> Writer:
-    """A writer to Weights & Biases."""
+def wandb_writer(
+    folder: Path, name: str, run: Mapping[str, Any], project: str, entity: str
+) -> Writer:
+    """A writer to Weights & Biases; UserError if it cannot start."""
     import wandb
 
     # Stored, so that a resumed run continues the same wandb run.
     identity = folder / "wandb_id"
     if not identity.is_file():
         identity.write_text(uuid.uuid4().hex)
-    wandb.init(
-        project="titan_dit",
-        name=name,
-        id=identity.read_text(),
-        dir=str(folder),
-        config=dict(run),
-        resume="allow",
-    )
+    try:
+        wandb.init(
+            project=project,
+            entity=entity or None,
+            name=name,
+            id=identity.read_text(),
+            dir=str(folder),
+            config=dict(run),
+            resume="allow",
+        )
+    except Exception as error:  # Of many kinds: no login, no network, no such entity.
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise UserError(
+            f"[metrics] wandb=true, wandb_project={show(project)}, "
+            f"wandb_entity={show(entity)}: wandb did not start: {reason}. Run `wandb login`, "
+            "correct the names, set WANDB_MODE=offline, or set wandb = false."
+        ) from None
 
     def write(row: Row) -> None:
         wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
 
-    return write
+    def picture(step: int, file: Path) -> None:
+        wandb.log({"samples": wandb.Image(str(file))}, step=step)
+
+    return Writer(write, picture)
 
 
 def finite_or_none(value: float) -> float | None:

@@ -16,6 +16,7 @@ from titan_dit.objectives.base import Preview
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_curve
 from titan_dit.observe.metrics import (
+    PICTURES,
     Row,
     Writer,
     curve,
@@ -56,7 +57,8 @@ class RunLog:
         if config.tensorboard:
             self.writers.append(tensorboard_writer(self.folder / "tensorboard", resumed_step))
         if config.wandb:
-            self.writers.append(wandb_writer(self.folder, self.name, tables))
+            account = config.wandb_project, config.wandb_entity
+            self.writers.append(wandb_writer(self.folder, self.name, tables, *account))
 
     @contextmanager
     def tolerated(self, what: str) -> Iterator[None]:
@@ -100,8 +102,8 @@ class RunLog:
             with self.tolerated("metrics"):
                 with self.metrics_file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                for write in self.writers:
-                    write(row)
+                for writer in self.writers:
+                    writer.row(row)
 
     def forget_after(self, step: int) -> None:
         """Drop metrics rows after `step`, on a rollback; other writers keep theirs."""
@@ -110,13 +112,15 @@ class RunLog:
                 self.rows = keep_rows(self.metrics_file, step)
 
     def show(self, step: int, preview: Preview) -> None:
-        """Write a preview."""
+        """Write a preview; the metrics writers show it if it is a picture."""
         if self.is_open:
             file = self.folder / "samples" / f"step-{step:08d}{preview.suffix}"
             with self.tolerated("pictures"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 preview.write(file)
                 self.say(f"drew {file}")
+                for writer in self.writers if preview.suffix in PICTURES else ():
+                    writer.picture(step, file)
 
     def draw_curve(self) -> None:
         """Draw the training loss so far, and the validation loss if there is one."""
@@ -125,4 +129,6 @@ class RunLog:
                 title, points = f"{self.name}: training loss", curve(self.rows, console.LOSS)
                 if points[0]:
                     title += " (blue) and validation loss (red)"
-                draw_curve(self.folder / "loss.png", *curve(self.rows, "loss"), title, points)
+                mean = curve(self.rows, "smooth_loss", "loss")
+                file, losses = self.folder / "loss.png", curve(self.rows, "loss")
+                draw_curve(file, *losses, title, points, mean)

@@ -21,6 +21,8 @@ DECAY = 0.99
 """Decay of the gradient norm's running average, after the first 1 / (1 - DECAY) good steps."""
 MAX_UNREAD = 100
 """Maximum number of unread verdicts on the device if max_consecutive_bad_steps is 0."""
+SMOOTHING = 50
+"""Good steps that the smoothed loss follows, but at most a quarter of those so far."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Reading:
     """Result of a read: the last step's loss and norm, and all bad steps since the last read."""
 
     loss: float
+    smooth_loss: float
+    """Running mean over the good steps; NaN before the first one."""
     grad_norm: float
     bad: tuple[BadStep, ...]
 
@@ -74,6 +78,7 @@ class Guard:
         self.unread: list[UnreadStep] = []
         # As of the last read.
         self.nan_steps = self.spike_steps = self.num_consecutive = 0
+        self.smooth_loss, self.num_losses = math.nan, 0
         self.streak: tuple[int, int] | None = None
         """(step, cursor) of the first step of the current streak of bad steps."""
         self.streak_end: tuple[int, int] | None = None
@@ -110,23 +115,31 @@ class Guard:
         """
         taken, self.unread = self.unread, []
         verdicts = [step.grad_norm for step in taken] + [step.is_spike.float() for step in taken]
-        *values, loss = torch.stack([*verdicts, sum_loss(taken[-1].loss)]).tolist()
-        norms, spikes = values[: len(taken)], values[len(taken) :]
+        losses = sum_loss(torch.stack([step.loss for step in taken]))
+        # Again by itself: the order in which ranks are summed depends on the place in a vector.
+        loss = sum_loss(taken[-1].loss)
+        *values, last = torch.stack([*verdicts, *losses.unbind(), loss]).tolist()
+        rows = [values[first : first + len(taken)] for first in range(0, len(values), len(taken))]
         bad = []
-        for step, norm, is_spike in zip(taken, norms, spikes, strict=True):
+        for step, norm, is_spike, its_loss in zip(taken, *rows, strict=True):
             kind = "spike" if is_spike else "good" if math.isfinite(norm) else "nonfinite"
             self.count(step, kind)
-            if kind != "good":
-                bad.append((step, kind, norm))
+            if kind == "good":
+                self.smooth(its_loss)
+            else:
+                bad.append(BadStep(step.step, step.cursor, kind, norm, its_loss))
             if self.streak_end:
                 break
-        # All ranks have the same bad steps, so they all enter this collective or none does.
-        losses = sum_loss(torch.stack([step.loss for step, _, _ in bad])).tolist() if bad else []
-        found = [
-            BadStep(step.step, step.cursor, kind, norm, its_loss)
-            for (step, kind, norm), its_loss in zip(bad, losses, strict=True)
-        ]
-        return Reading(loss, norms[-1], tuple(found))
+        return Reading(last, self.smooth_loss, rows[0][-1], tuple(bad))
+
+    def smooth(self, loss: float) -> None:
+        """Add a good step's loss to the smoothed loss."""
+        self.num_losses += 1
+        if self.num_losses == 1:
+            self.smooth_loss = loss
+        # A short window at first: the loss falls fastest then.
+        window = min(math.ceil(self.num_losses / 4), SMOOTHING)
+        self.smooth_loss += (loss - self.smooth_loss) / window
 
     def count(self, step: UnreadStep, kind: str) -> None:
         """Update counters and streak with a step's verdict."""
@@ -159,10 +172,12 @@ class Guard:
             "streak": self.streak,
             "average": self.average.item(),
             "num_good": round(self.num_good.item()),
+            "smooth_loss": self.smooth_loss if self.num_losses else None,
+            "num_losses": self.num_losses,
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the values of `state`; old checkpoints have only `nan_steps`."""
+        """Load the values of `state`; old checkpoints lack some, first ones all but `nan_steps`."""
         self.unread, self.streak_end = [], None
         self.nan_steps = saved["nan_steps"]
         self.spike_steps = saved.get("spike_steps", 0)
@@ -171,3 +186,5 @@ class Guard:
         self.streak = (first[0], first[1]) if first else None
         self.average.fill_(saved.get("average", 0.0))
         self.num_good.fill_(saved.get("num_good", 0))
+        self.num_losses = saved.get("num_losses", 0)
+        self.smooth_loss = saved["smooth_loss"] if self.num_losses else math.nan

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
 import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
 
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.store import Location
+from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.execution.base import first_of
 from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig
 from titan_dit.objectives.base import Objective
@@ -28,9 +35,22 @@ class TrainedModel:
     step: int
     model_config: ModelConfig
     objective: Objective
-    model: Model
+    network: Model
+    """In eval mode, fp32."""
     weights: str
     """Loaded weights: "ema 0.9999" or "model"."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.network.parameters()).device
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Called as `model(x, t, y)` for a diffusion, see `LatentNetwork`; else `network`."""
+        if isinstance(self.objective, Diffusion):
+            return LatentNetwork(self.network, self.objective).eval()
+        return self.network
 
     def diffusion(self, command: str) -> Diffusion:
         """Return the objective; raises UserError unless it is a diffusion."""
@@ -42,7 +62,45 @@ class TrainedModel:
         )
 
 
-def device_of(name: str | None) -> torch.device:
+class LatentNetwork(nn.Module):
+    """The network of a diffusion on latents instead of tokens."""
+
+    def __init__(self, network: Model, diffusion: Diffusion) -> None:
+        super().__init__()
+        self.network, self.diffusion = network, diffusion
+
+    def forward(
+        self, x: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], y: Int64[Tensor, " b"]
+    ) -> Float[Tensor, "b k h w"]:
+        """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
+
+        `t`: 0 to `diffusion.path.last_timestep` (noise), as the network takes it. `y`: labels; -1
+        is unconditional. k: the channels of x, and as many again with a learned sigma.
+        """
+        model = self.diffusion.model
+        given = {"tokens": model.tokenize(x), "timestep": t, "labels": y}
+        return model.detokenize(first_of(self.network(given, self.diffusion.static(x.device))))
+
+
+def load(
+    run: str | Path,
+    *,
+    weights: Literal["ema", "model"] = "ema",
+    decay: float | None = None,
+    step: int | None = None,
+    device: str | torch.device | None = None,
+) -> TrainedModel:
+    """Load a run, or one of its checkpoints; a path or a URL.
+
+    `weights`: the average, or the last step's. `decay` selects the average; None: the first.
+    `step`: None is the newest checkpoint. `device`: None is cuda if available, else cpu.
+    Raises UserError if there is no such checkpoint.
+    """
+    path = find_checkpoint(location(str(run)), step, "run")
+    return load_trained(path, weights, decay, device_of(device))
+
+
+def device_of(name: str | torch.device | None) -> torch.device:
     """Return the device of --device; raises UserError if it is unavailable."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
