@@ -52,7 +52,8 @@ def run(world, layout, schedule, mode, *, compiled=False):
         pipeline={"schedule": schedule},
         training={"microbatch_size": 8 if compiled else 2 if schedule in V_SHAPED else 4},
         remat={"mode": mode},
-        compile={"enabled": compiled},
+        # Blocks alone: a compiled objective rounds its timesteps otherwise.
+        compile={"enabled": compiled, "objective": False},
     )
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
@@ -157,7 +158,7 @@ def test_compiled_blocks_recompute_over_ranks_too(cases, how, reference):
     for results in on_ranks(2, compiled_cases, cases, how):
         assert len(results) == len(cases)
         for case, (loss, found, graphs) in results.items():
-            # All blocks, the batch as prepared, and at the end of a pipeline the loss.
-            assert graphs == 2 + any(name.startswith("head.") for name in found), case
+            # A ring also joins outputs, and gradients of its first and of later blocks.
+            assert graphs == (4 if "cp" in json.loads(case)[0] else 1), case
             assert loss == pytest.approx(expected_loss, rel=1e-6), case
             assert_same_gradients(found, {name: expected[name] for name in found})
