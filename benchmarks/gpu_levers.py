@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_dit.config.section import UserError
+from titan_dit.optim.ema import move_one_by_one, move_together
 from titan_dit.parallel.ring_blocks import joining
 from titan_dit.rng import SampleRNG
 
@@ -108,21 +109,15 @@ def ring_joins(_: Cell, place: Place, sizes: Sizes) -> Variants:
 
 
 def averages(cell: Cell, place: Place, _: Sizes) -> Variants:
-    """EMA of all weights: one foreach lerp with tensor weights, or three foreach calls."""
+    """EMA of all weights: one foreach lerp with tensor weights, or one step of fused SGD."""
     path, _learn = OBJECTIVES[cell.objective]
     shapes = [p.shape for p in network(cell.config, path).parameters()]
     weights = [torch.randn(shape, device=place.device) for shape in shapes]
     average = [weight.clone() for weight in weights]
-    share = torch.full((), 1e-3, device=place.device)
-
-    def three() -> None:
-        change = torch._foreach_sub(weights, average)
-        torch._foreach_mul_(change, share)
-        torch._foreach_add_(average, change)
-
+    given = average, weights, 1e-3, torch.zeros((), device=place.device)
     return {
-        "lerp": lambda: torch._foreach_lerp_(average, weights, [share] * len(weights)),
-        "three calls": three,
+        "lerp": lambda: move_one_by_one(*given),
+        "one call": lambda: move_together(*given),
     }
 
 

@@ -231,8 +231,8 @@ FINDINGS = (
         NOTHING,
     ),
     Finding(
-        "speed of EMA in three calls over lerp",
-        lambda m: m.lever("EMA", "lerp", "three calls"),
+        "speed of EMA in one call over lerp",
+        lambda m: m.lever("EMA", "lerp", "one call"),
         1.05,
         GAINS,
         NOTHING,
