@@ -33,7 +33,7 @@ from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
-from titan_dit.parallel.tensor import HeadNorm, ModulationColwise, Replicated, TensorPlan
+from titan_dit.parallel.tensor import ShardedNorm, ModulationColwise, Replicated, TensorPlan
 from titan_dit.rng import SampleRNG
 
 
@@ -49,8 +49,8 @@ def samples_first() -> TensorPlan:
             "modulation": ModulationColwise(sequence_parallel=True),
             "attn": gather,
             "attn.qkv": ColwiseParallel(),
-            "attn.q_norm": HeadNorm(),
-            "attn.k_norm": HeadNorm(),
+            "attn.q_norm": ShardedNorm(),
+            "attn.k_norm": ShardedNorm(),
             "attn.out": RowwiseParallel(output_layouts=tokens),
             "mlp": gather,
             "mlp.up": ColwiseParallel(),

@@ -77,7 +77,7 @@ def check_tensor_specs(plan: RunPlan) -> None:
             f"[model] names {', '.join(sorted(both))} in both context and static, but blocks "
             "get them in one mapping. Give them different names."
         )
-    for name, spec in model_spec.predictions.items():
+    for name, spec in (*model_spec.predictions.items(), *model_spec.trained_outputs.items()):
         if spec.token_dim is None or spec.shape[spec.token_dim] != model_spec.num_tokens:
             raise UserError(
                 f"[model] prediction {name} is {list(spec.shape)} with token_dim={spec.token_dim}, "

@@ -150,7 +150,7 @@ def check_loss(objective: Objective, prepared: Prepared, model_spec: ModelSpec) 
     device = "cpu" if objective.modules() is None else "meta"
     predictions = {
         name: torch.zeros(ROWS, *spec.shape, dtype=spec.dtype, device=device)
-        for name, spec in model_spec.predictions.items()
+        for name, spec in model_spec.trained_outputs.items()
     }
     targets = {name: target.to(device) for name, target in prepared.targets.items()}
     loss: Tensor = attempt("loss", lambda: objective.loss(predictions, targets))

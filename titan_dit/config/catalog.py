@@ -19,9 +19,10 @@ if TYPE_CHECKING:  # Reading a config must not import torch.
     from titan_dit.parallel.tensor import TensorPlan
 
 SECTIONS = {
-    "model": {"dit": "titan_dit.models.dit:DiTConfig"},
+    "model": {"dit": "titan_dit.models.dit:DiTConfig", "gpt": "titan_dit.models.gpt:GPTConfig"},
     "objective": {
         "ddpm": "titan_dit.diffusion.ddpm:DDPM",
+        "next_token": "titan_dit.objectives.next_token:NextTokenConfig",
         "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
     },
     "data": {
@@ -37,7 +38,10 @@ SECTIONS = {
 """Section -> name -> its dataclass."""
 
 KEYS = {
-    "model": {"dit": "titan_dit.models.dit_sizes:DiTSizes"},
+    "model": {
+        "dit": "titan_dit.models.dit_sizes:DiTSizes",
+        "gpt": "titan_dit.models.gpt_sizes:GPTSizes",
+    },
     "objective": {
         "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
         "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
@@ -84,7 +88,10 @@ LR_DECAYS = {
 }
 """Laws of the learning rate after its warm-up, by [lr_schedule] decay."""
 
-TENSOR_PLANS = {"dit": "titan_dit.parallel.plans.dit:plan"}
+TENSOR_PLANS = {
+    "dit": "titan_dit.parallel.plans.dit:plan",
+    "gpt": "titan_dit.parallel.plans.gpt:plan",
+}
 """Tensor plans by [model] name."""
 
 PLAN = "[parallel] tensor_plan"

@@ -52,7 +52,12 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
         initialize(part, part.initializers(), plan.seed, device, plan.initial_weights)
-    parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
+    parameters = {
+        name: parameter
+        for part in parts.values()
+        for name, parameter in part.named_parameters()
+        if name not in part.tied
+    }
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
@@ -66,13 +71,13 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
 
     Also returns the parameters and FLOPs of the whole network, as in `Built`.
     """
-    mesh.links.open(neighbours(plan.stage_ranks))
     last = plan.num_stages - 1
     parts: dict[int, Model] = {}
     for stage in plan.stages_of(mesh.axis("pp").get_local_rank()):
         with torch.device("meta"):
             model = plan.spec.build()
         check_model(model, plan.spec)
+        mesh.links.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(plan.spec.num_tokens)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
@@ -146,7 +151,7 @@ def executor_of(
         parts,
         by_name(
             objective.loss,
-            tuple(plan.spec.predictions),
+            tuple(plan.spec.trained_outputs),
             plan.tokens_per_rank,
         ),
         device,

@@ -23,6 +23,7 @@ from titan_dit.models.base import Model, SideInputs
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
 from titan_dit.parallel.links import Links
+from titan_dit.parallel.tied import TiedWeights
 from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.messages import Channels, channels
 
@@ -49,6 +50,7 @@ class PipelinedExecutor(Executor):
             index: Stage(part, index, count, shapes.stream) for index, part in sorted(parts.items())
         }
         self.channels = channels(order, stage_ranks)
+        self.tied = TiedWeights(parts, stage_ranks, links)
 
     def run(self, prepared: Prepared) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""
@@ -60,6 +62,7 @@ class PipelinedExecutor(Executor):
             losses.append(loss.detach())
             return with_factor(loss, factor)
 
+        self.tied.fetch()
         for stage in self.stages.values():
             fsdp.gather(stage.part)
             fsdp.hold_gradients(stage.part)
@@ -70,6 +73,7 @@ class PipelinedExecutor(Executor):
             [part.side_inputs for part in parts],
             loss_of,
         )
+        self.tied.add_gradients()
         return sum(losses, torch.zeros((), device=prepared.weight.device))
 
     def perform(
@@ -131,6 +135,7 @@ class PipelinedExecutor(Executor):
             outputs.append(finish(output, number))
             return outputs[-1]
 
+        self.tied.fetch()
         order = forward_order(self.stage_ranks, len(inputs))
         self.perform(order, channels(order, self.stage_ranks), inputs, side_inputs, collect)
         for stage in self.stages.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -49,6 +50,10 @@ class ModelSpec:
     """Tensors between blocks, in this order; batch first."""
     predictions: Mapping[str, TensorSpec]
     """Outputs of `head`, in this order; batch first."""
+    scores: Mapping[str, TensorSpec] | None = None
+    """Outputs of `head` in training, if they are others: a head that is given the targets in
+    `context` can return losses, without holding the logits of a large vocabulary. Then
+    `predictions` are its outputs without context. Batch first."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Per-sample inputs of every pipeline stage, without gradients; batch first."""
     static: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -70,6 +75,11 @@ class ModelSpec:
     head_cost: float = 0.0
     """Cost of head relative to a block."""
 
+    @property
+    def trained_outputs(self) -> Mapping[str, TensorSpec]:
+        """Outputs of `head` in training: `scores`, or else `predictions`."""
+        return self.predictions if self.scores is None else self.scores
+
 
 class Model(nn.Module):
     """A network in three parts: `embed`, `blocks`, `head`.
@@ -85,6 +95,19 @@ class Model(nn.Module):
     head: nn.Module | None
     """(stream, side) -> predictions in the order of `ModelSpec.predictions`; a single one may be a
     bare tensor."""
+    tied: Mapping[str, str] = MappingProxyType({})
+    """Parameters of `head` that are parameters of `embed`, by name."""
+
+    def tie(self) -> None:
+        """Let `head` hold the parameters of `embed` that it shares, where this stage has both.
+
+        What replaces parameters one by one, such as a move to another device, unties them.
+        """
+        if self.embed is None or self.head is None:
+            return
+        for copy, original in self.tied.items():
+            module, _, name = copy.rpartition(".")
+            setattr(self.get_submodule(module), name, self.get_parameter(original))
 
     def forward(self, given: Mapping[str, Tensor] | Stream, side: SideInputs) -> Tensor | Stream:
         """Run the parts that this pipeline stage holds.

@@ -185,13 +185,20 @@ class Attention(nn.Module):
     """q, k, v [b, heads, n, head_dim] to the same shape; masks as in the function `attend`.
     Context parallelism replaces it."""
 
-    def __init__(self, hidden: int, heads: int, qk_norm: bool = False, mask: Mask = "none") -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        qk_norm: bool = False,
+        mask: Mask = "none",
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         self.head_dim, self.mask = hidden // heads, mask
-        self.qkv = TokenLinear(hidden, 3 * hidden)
+        self.qkv = TokenLinear(hidden, 3 * hidden, bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
-        self.out = TokenLinear(hidden, hidden)
+        self.out = TokenLinear(hidden, hidden, bias)
         self.attend = attend
 
     def forward(
@@ -226,12 +233,30 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two layers with GELU (tanh form)."""
 
-    def __init__(self, hidden: int, ffn: int) -> None:
+    def __init__(self, hidden: int, ffn: int, bias: bool = True) -> None:
         super().__init__()
-        self.up = TokenLinear(hidden, ffn)
-        self.down = TokenLinear(ffn, hidden)
+        self.up = TokenLinear(hidden, ffn, bias)
+        self.down = TokenLinear(ffn, hidden, bias)
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
         """Apply the MLP to every token."""
         y: Tensor = self.down(gelu(self.up(x)))
+        return y
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: down(silu(gate x) * value x) (arXiv:2002.05202).
+
+    The output dim of `up` is [ffn, 2], gate and value: a column-parallel shard holds both.
+    """
+
+    def __init__(self, hidden: int, ffn: int, bias: bool = True) -> None:
+        super().__init__()
+        self.up = TokenLinear(hidden, 2 * ffn, bias)
+        self.down = TokenLinear(ffn, hidden, bias)
+
+    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+        """Apply the MLP to every token."""
+        gate, value = self.up(x).unflatten(-1, (-1, 2)).unbind(-1)
+        y: Tensor = self.down(F.silu(gate) * value)
         return y

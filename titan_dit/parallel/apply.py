@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
-from titan_dit.kernels import attention, linear, short_attention
+from titan_dit.kernels import attention, cross_entropy, linear, short_attention
 from titan_dit.models.base import Model
-from titan_dit.parallel import async_tp, compute_copies, context, float8, fsdp, remat, tensor
+from titan_dit.parallel import (
+    async_tp,
+    compute_copies,
+    context,
+    float8,
+    fsdp,
+    remat,
+    tensor,
+    vocabulary,
+)
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -28,10 +37,12 @@ def parallelize(
     device_type = mesh.whole.device_type
     if device_type == "cpu":
         linear.apply(model)
+    cross_entropy.apply(model)
     if precision.float8 != "off":
         styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type)
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.axis("tp"), styles)
+        vocabulary.apply(model, mesh.axis("tp"))
     is_async = parallel.async_tp and mesh.sizes.tp > 1
     async_tp.apply(model, styles, mesh.axis("tp") if is_async else None)
     if short_attention.suits(device_type, precision, recompute, compilation):

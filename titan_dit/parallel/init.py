@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from titan_dit.models.base import Model
 from titan_dit.models.initializers import Independent, Initializer
 
 CPU = torch.device("cpu")
@@ -32,6 +33,8 @@ def initialize(
     differ between CPUs. "generator" draws the whole tensor on the device.
     """
     model.to_empty(device=device)
+    if isinstance(model, Model):
+        model.tie()
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         initializer, key = table[name], tensor_seed(seed, name)
         if drawn_by == "counter" and isinstance(initializer, Independent):

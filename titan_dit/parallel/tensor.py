@@ -62,6 +62,7 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
             # Without parameters: an optional submodule that is disabled, such as a norm.
             present = {k: v for k, v in styles.items() if any(True for _ in names[k].parameters())}
             parallelize_module(part, mesh, present)
+    model.tie()
     if model.embed is not None:
         model.embed.register_forward_hook(lambda _, __, out: enter(out, mesh, plan))
     else:
@@ -202,10 +203,10 @@ class Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, None, distribute, localize)
 
 
-class HeadNorm(ParallelStyle):
-    """A norm with one weight shared by all heads, on sharded heads: [b, heads, n, head_dim].
+class ShardedNorm(ParallelStyle):
+    """A norm on shards along dim 1: heads of [b, heads, n, head_dim], or tokens of [b, n, d].
 
-    A rank's weight gradient covers only its heads: a partial sum over tp, which FSDP reduces.
+    A rank's weight gradient covers only its shard: a partial sum over tp, which FSDP reduces.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

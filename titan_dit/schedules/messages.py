@@ -42,9 +42,13 @@ def reader_of(message: Action) -> int:
     return message.stage + onward.get(message.kind, 0)
 
 
-def neighbours(stage_ranks: Sequence[int]) -> set[tuple[int, int]]:
-    """(source, target) of all channels: the ranks of neighbouring stages, both ways."""
-    forward = {pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]}
+def neighbours(stage_ranks: Sequence[int], *, joins_ends: bool = False) -> set[tuple[int, int]]:
+    """(source, target) of all channels: the ranks of neighbouring stages, both ways.
+
+    `joins_ends`: also the ranks of the first and the last stage.
+    """
+    pairs = [*pairwise(stage_ranks), *([(stage_ranks[0], stage_ranks[-1])] if joins_ends else [])]
+    forward = {pair for pair in pairs if pair[0] != pair[1]}
     return forward | {(target, source) for source, target in forward}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from titan_dit.parallel.tensor import HeadNorm, ModulationColwise, Replicated, TensorPlan
+from titan_dit.parallel.tensor import ShardedNorm, ModulationColwise, Replicated, TensorPlan
 from titan_dit.parallel.token_order import TokenFirst
 
 
@@ -32,8 +32,8 @@ def plan(sequence_parallel: bool) -> TensorPlan:
         block={
             "modulation": ModulationColwise(sequence_parallel),
             "attn.qkv": on_tokens(ColwiseParallel(input_layouts=tokens)),
-            "attn.q_norm": HeadNorm(),
-            "attn.k_norm": HeadNorm(),
+            "attn.q_norm": ShardedNorm(),
+            "attn.k_norm": ShardedNorm(),
             "attn.out": on_tokens(RowwiseParallel(output_layouts=tokens)),
             "mlp.up": on_tokens(ColwiseParallel(input_layouts=tokens)),
             "mlp.down": on_tokens(RowwiseParallel(output_layouts=tokens)),

@@ -1,0 +1,57 @@
+"""A tiny GPT on windows of random tokens."""
+
+from dataclasses import dataclass
+
+import torch
+
+from titan_dit.config import catalog, config_file
+from titan_dit.data.base import DataConfig, Source
+from titan_dit.data.token_facts import TokenFacts
+
+VOCABULARY = 200  # Tables have 256 rows: padding counts in every layout.
+TABLES = {
+    "model": {
+        "name": "gpt",
+        "hidden": 32,
+        "layers": 3,
+        "heads": 4,
+        "vocabulary": VOCABULARY,
+        "sequence_length": 16,
+    },
+    "objective": {"name": "next_token"},
+    "data": {"name": "tiny_gpt:RandomTokens"},
+    "training": {"steps": 4, "global_batch_size": 8},
+    "precision": {"dtype": "fp32"},
+    "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+    "ema": {"decays": [0.9]},
+    "checkpoint": {"every": 0},
+    "metrics": {"every": 1, "tensorboard": False},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomTokens(DataConfig):
+    """64 windows of 17 uniform token ids."""
+
+    name = "tiny_gpt:RandomTokens"
+
+    def open(self):
+        return Windows()
+
+
+class Windows(Source):
+    def __init__(self):
+        self.facts = TokenFacts(count=64, sequence_length=16, vocabulary=VOCABULARY)
+        self.fields = self.facts.fields
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return {"tokens": torch.randint(VOCABULARY, (17,), generator=generator)}
+
+
+def gpt_config(**sections):
+    """TABLES with keys of some sections replaced."""
+    tables = {name: dict(table) for name, table in TABLES.items()}
+    for name, table in sections.items():
+        tables.setdefault(name, {}).update(table)
+    return config_file.build(tables, catalog.variant)

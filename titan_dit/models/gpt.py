@@ -1,0 +1,166 @@
+"""GPT-2: Language Models are Unsupervised Multitask Learners (Radford 2019), and what came after.
+
+Pre-norm blocks with causal attention. Keys turn it into a Llama: rotary positions, RMSNorm, SwiGLU,
+grouped queries, no biases, an output layer of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from titan_dit.models import initializers
+from titan_dit.models.base import Model, ModelSpec, SideInputs, Stream, TensorSpec
+from titan_dit.models.gpt_sizes import GPTSizes
+from titan_dit.models.initializers import Initializer
+from titan_dit.models.layers import MLP, Attention, GatedMLP
+from titan_dit.models.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(GPTSizes):
+    """The [model] section of a GPT, and the network that it describes."""
+
+    def spec(self) -> ModelSpec:
+        """Describe the network."""
+        hidden, layers, heads = self.shape
+        n, size = self.sequence_length, self.vocabulary
+        block = self.block_flops(n)
+        tokens = TensorSpec((n,), token_dim=0, dtype=torch.int64)
+        return ModelSpec(
+            build=self.build,
+            inputs={"tokens": tokens},
+            stream={"tokens": TensorSpec((n, hidden), token_dim=0)},
+            predictions={"logits": TensorSpec((n, size), token_dim=0)},
+            scores={"cross_entropy": TensorSpec((n,), token_dim=0, dtype=torch.float32)},
+            context={"next_tokens": tokens},
+            static={"positions": tokens},
+            num_layers=layers,
+            num_heads=heads,
+            head_dim=hidden // heads,
+            ffn=self.width,
+            num_tokens=n,
+            mask="causal",
+            head_cost=6 * n * hidden * self.rows / block,
+        )
+
+    def build(self) -> GPT:
+        """Build the network."""
+        return GPT(self)
+
+    def static(self, device: torch.device) -> dict[str, Tensor]:
+        """The position of every token, [n]."""
+        return {"positions": torch.arange(self.sequence_length, device=device)}
+
+    def block_flops(self, tokens: int) -> int:
+        """FLOPs of a block, forward and backward, per sample; see `GPT.flops_per_sample`."""
+        hidden, _, heads = self.shape
+        matrices = 2 if self.mlp == "gelu" else 3
+        projections = 2 * hidden + 2 * hidden // heads * self.groups
+        linear = hidden * (projections + matrices * self.width)
+        return 6 * tokens * linear + 12 * tokens**2 * hidden
+
+
+def norm_of(config: GPTConfig) -> nn.Module:
+    """A norm over `hidden`."""
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.shape[0], eps=config.norm_eps)
+
+
+class Embed(nn.Module):
+    """Token ids to the stream [b, n, d]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = config.shape[0]
+        self.token = nn.Embedding(config.rows, hidden)
+        learned = config.positions == "learned"
+        self.position = nn.Embedding(config.sequence_length, hidden) if learned else None
+
+    def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
+        """`tokens` [b, n] int64."""
+        x = self.token(inputs["tokens"])
+        if self.position is not None:
+            x = x + self.position(side["positions"])
+        return (x,)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and added to the stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden, _, heads = config.shape
+        self.attn_norm = norm_of(config)
+        self.attn = Attention(hidden, heads, mask="causal", bias=config.bias)
+        self.mlp_norm = norm_of(config)
+        kind = MLP if config.mlp == "gelu" else GatedMLP
+        self.mlp = kind(hidden, config.width, config.bias)
+
+    def forward(self, stream: Stream, side: SideInputs) -> Stream:
+        """Update the tokens."""
+        (x,) = stream
+        x = x + self.attn(self.attn_norm(x))
+        return (x + self.mlp(self.mlp_norm(x)),)
+
+
+class Head(nn.Module):
+    """The stream to the loss per token [b, n], or without next tokens to logits [b, n, size]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = norm_of(config)
+        self.out = nn.Linear(config.shape[0], config.rows, bias=False)
+        self.vocabulary = Vocabulary(config.vocabulary, config.rows)
+
+    def forward(self, stream: Stream, side: SideInputs) -> Float[Tensor, "b n *size"]:
+        """The loss needs `next_tokens` [b, n] in `side`."""
+        logits = self.out(self.norm(stream[0]))
+        result: Tensor = self.vocabulary(logits, side.get("next_tokens"))
+        return result
+
+
+class GPT(Model):
+    """The whole network."""
+
+    embed: Embed
+    head: Head
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embed(config)
+        layers = config.shape[1]
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(layers)})
+        self.head = Head(config)
+        if config.tied:
+            self.tied = {"head.out.weight": "embed.token.weight"}
+        self.tie()
+
+    def initializers(self) -> dict[str, Initializer]:
+        """N(0, init_std); what writes to the residual stream is smaller (Radford 2019 sec. 2.3)."""
+        std, layers = self.config.init_std, self.config.shape[1]
+        table: dict[str, Initializer] = {}
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                table[name] = initializers.zeros
+            elif parameter.ndim == 1:
+                table[name] = initializers.ones
+            elif name.endswith(("attn.out.weight", "mlp.down.weight")):
+                table[name] = initializers.normal(std / math.sqrt(2 * layers))
+            else:
+                table[name] = initializers.normal(std)
+        return table
+
+    def flops_per_sample(self, tokens: int) -> int:
+        """FLOPs of forward and backward per sample: 2 per multiply-add of a matmul, no recompute.
+
+        As Megatron counts (arXiv:2104.04473 eq. 3): attention in full although half of it is masked.
+        """
+        head = 6 * tokens * self.config.shape[0] * self.config.rows
+        return self.config.shape[1] * self.config.block_flops(tokens) + head

@@ -1,0 +1,49 @@
+"""The loss and the logits over a vocabulary, which tensor parallelism may shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+def cross_entropy(
+    logits: Float[Tensor, "t rows"], targets: Int[Tensor, " t"], size: int
+) -> Float[Tensor, " t"]:
+    """-log softmax(logits)[target] over the first `size` rows, in fp32 or fp64."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits[:, :size].to(dtype), targets, reduction="none")
+
+
+def whole(logits: Float[Tensor, "b n rows"]) -> Float[Tensor, "b n rows"]:
+    """The logits of all rows, from those that this rank has: without tp the same."""
+    return logits
+
+
+class Vocabulary(nn.Module):
+    """What a head does with its logits: score them, or return them; without parameters.
+
+    `size` token ids, in tables of `rows`: the other rows are padding, which no softmax counts.
+    """
+
+    score: Callable[..., Tensor]
+    """logits [t, rows], targets [t], size -> loss [t]. kernels/cross_entropy.py and
+    parallel/vocabulary.py replace it."""
+    whole: Callable[[Tensor], Tensor]
+    """Replaced by parallel/vocabulary.py."""
+
+    def __init__(self, size: int, rows: int) -> None:
+        super().__init__()
+        self.size, self.rows = size, rows
+        self.score, self.whole = cross_entropy, whole
+
+    def forward(
+        self, logits: Float[Tensor, "b n rows"], targets: Int[Tensor, "b n"] | None
+    ) -> Float[Tensor, "b n *size"]:
+        """The loss per token [b, n], or without targets the logits [b, n, size]."""
+        if targets is None:
+            return self.whole(logits)[..., : self.size]
+        return self.score(logits.flatten(0, 1), targets.flatten(), self.size).view_as(targets)

@@ -1,0 +1,122 @@
+"""Next-token prediction: -log p(token | tokens before it)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from titan_dit.config.section import UserError, show
+from titan_dit.data.base import Batch, DataFacts, Field
+from titan_dit.data.token_facts import TokenFacts
+from titan_dit.models.base import ModelConfig, ModelSpec
+from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared
+from titan_dit.rng import SampleRNG
+
+
+@runtime_checkable
+class CausalModel(Protocol):
+    """A [model] section of a language model."""
+
+    @property
+    def name(self) -> str:
+        """The name in the catalog."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+
+    def spec(self) -> ModelSpec:
+        """Describe the network."""
+
+    def static(self, device: torch.device) -> dict[str, Tensor]:
+        """Inputs that are equal for all samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenConfig(ObjectiveConfig):
+    """The [objective] section of next-token prediction."""
+
+    name = "next_token"
+
+    def model_spec(self, model: ModelConfig) -> ModelSpec:
+        """The model's spec; its head must return `cross_entropy`."""
+        return causal(model).spec()
+
+    def facts(self, values: Mapping[str, Any]) -> TokenFacts:
+        """Facts of token windows, from a checkpoint's record."""
+        return TokenFacts.from_json(values)
+
+    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
+        """Facts and fields of windows with the model's own sizes."""
+        found = causal(model)
+        facts = TokenFacts(
+            count=0, sequence_length=found.sequence_length, vocabulary=found.vocabulary
+        )
+        return facts, facts.fields
+
+    def build(self, model: ModelConfig, facts: DataFacts) -> NextToken:
+        """Build the objective; UserError if the data do not fit the model."""
+        found = causal(model)
+        if not isinstance(facts, TokenFacts):
+            raise UserError(
+                f"[objective] name={show(self.name)} trains on tokens, which [data] does not hold. "
+                'Set [data] name = "tokens".'
+            )
+        if facts.sequence_length != found.sequence_length:
+            raise UserError(
+                f"[data] sequence_length={facts.sequence_length} and [model] "
+                f"sequence_length={found.sequence_length} differ. Set them alike."
+            )
+        if facts.vocabulary > found.vocabulary:
+            raise UserError(
+                f"[data] has token ids up to {facts.vocabulary - 1}, but [model] "
+                f"vocabulary={found.vocabulary}. Set [model] vocabulary = {facts.vocabulary}."
+            )
+        return NextToken(found)
+
+
+def causal(model: ModelConfig) -> CausalModel:
+    """The section, if it describes a language model."""
+    if not isinstance(model, CausalModel):
+        raise UserError(
+            f"[model] name={show(model.name)} is no language model: [objective] "
+            'name="next_token" needs its sequence_length and vocabulary. Set [model] name = "gpt".'
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class NextToken(Objective):
+    """Predicts every token of a window but the first."""
+
+    takes = ("tokens",)
+
+    model: CausalModel
+
+    def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
+        """Inputs are the first n tokens, targets the last n."""
+        tokens = batch.fields["tokens"]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        return Prepared(
+            inputs={"tokens": inputs},
+            targets={},
+            weight=batch.weight,
+            total_tokens=batch.total_weight * targets.shape[1],
+            static=self.model.static(tokens.device),
+            context={"next_tokens": targets},
+        )
+
+    def loss(
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+    ) -> Float[Tensor, "b n"]:
+        """The cross entropy in nats, which the head has computed."""
+        return predictions["cross_entropy"]

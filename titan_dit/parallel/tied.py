@@ -1,0 +1,89 @@
+"""Tied weights of a pipeline: the first stage owns them, the last stage computes with a copy.
+
+Before a pass the owner sends its shards to the copies, and after it the copies' gradients come
+back, to be added to the owner's. Only the owner has an optimizer state, an average, a place in the
+gradient norm and in checkpoints: the copies cannot drift away. Both messages are sent while the
+other end is idle: the last stage waits for its first microbatch, the first for its last gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_dit.models.base import Model
+from titan_dit.parallel.links import Links
+
+
+class TiedWeights:
+    """The weights of this rank that are tied over stages: owners, copies, or both, or none.
+
+    Without a pipeline there is one stage, whose parts share their parameters (`Model.tie`).
+    """
+
+    def __init__(self, parts: Mapping[int, Model], stage_ranks: Sequence[int], links: Links) -> None:
+        self.links, self.owner, self.holder = links, stage_ranks[0], stage_ranks[-1]
+        last = len(stage_ranks) - 1
+        self.owners: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
+        if last and 0 in parts:
+            self.owners = [parts[0].get_parameter(name) for name in parts[0].tied.values()]
+        if last and last in parts:
+            self.copies = [parts[last].get_parameter(name) for name in parts[last].tied]
+        self.sending: tuple[Sequence[Tensor], Sequence[dist.Work]] = (), ()
+        """The last message, whose tensors must live until it is sent."""
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Give the owners' weights to the copies; before parameters are all-gathered."""
+        weights = [local(weight) for weight in self.owners]
+        copies = [local(copy) for copy in self.copies]
+        received = self.sent(weights, copies, self.owner, self.holder)
+        for copy, weight in zip(copies, received, strict=True):
+            copy.copy_(weight)
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the copies' gradients to the owners'; after all gradients are reduced."""
+        theirs = [taken(copy) for copy in self.copies]
+        own = [local(weight.grad) for weight in self.owners if weight.grad is not None]
+        received = self.sent(theirs, own, self.holder, self.owner)
+        for gradient, more in zip(own, received, strict=True):
+            gradient += more
+
+    def sent(
+        self, tensors: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int
+    ) -> Sequence[Tensor]:
+        """On the target what the source sends, in buffers like `like`; elsewhere nothing.
+
+        The source goes on at once: its tensors may change after the next call.
+        """
+        if source == target:
+            return tensors
+        for work in self.sending[1]:
+            work.wait()
+        if tensors:
+            whole = [tensor.contiguous() for tensor in tensors]
+            self.sending = whole, self.links.send(whole, target)
+        if not like:
+            return ()
+        buffers = [torch.empty_like(tensor) for tensor in like]
+        for work in self.links.receive(buffers, source):
+            work.wait()
+        return buffers
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def taken(copy: nn.Parameter) -> Tensor:
+    """The gradient of a copy, which then has none."""
+    gradient = copy.grad
+    copy.grad = None
+    return torch.zeros_like(local(copy)) if gradient is None else local(gradient)
