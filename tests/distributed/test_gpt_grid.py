@@ -1,0 +1,138 @@
+"""A GPT gives the loss, gradients, norm and logits of one process on every mesh."""
+
+import json
+
+import pytest
+import torch
+from harness import on_ranks
+from test_grid import DP, HSDP, PLAIN, PP, TP, compare, schedule
+from tiny import randomize, torch_rng, whole
+from tiny_gpt import gpt_config
+
+from titan_dit.data import loader
+from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.trainer import Trainer
+
+pytestmark = pytest.mark.timeout(900)
+
+TIED, UNTIED = {}, {"tied": False, "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
+COPIES = {"dp_replicate": 2, "dp_shard": 1}
+FOLDED = schedule("interleaved_1f1b", 2)
+CASES = {
+    2: [
+        (DP, {}, TIED),
+        (COPIES, {}, UNTIED),
+        (TP, {}, TIED),
+        (TP, {}, UNTIED),
+        (PLAIN, {}, TIED),
+        (PP, schedule("1f1b"), TIED),
+        (PP, FOLDED, UNTIED),
+        (PP, schedule("interleaved_zero_bubble", 2), TIED),
+        (PP, schedule("zbv_zero_bubble"), TIED),
+        (PP, schedule("dualpipev"), TIED),
+        (PP, schedule("dualpipev"), UNTIED),
+    ],
+    4: [
+        ({"pp": 4}, FOLDED, TIED),
+        (HSDP, {}, TIED),
+        (DP | TP, {}, TIED),
+        (DP | PP, schedule("zbv_zero_bubble"), TIED),
+        (COPIES | PP, schedule("1f1b"), TIED),
+        (TP | PP, schedule("dualpipev"), TIED),
+        (PLAIN | PP, FOLDED, TIED),
+    ],
+    8: [(PP | DP | TP, schedule("interleaved_zero_bubble", 2), TIED, "selective")],
+}
+IN_FP64 = [TP, PP, HSDP, TP | PP, DP | TP]
+
+
+def case_config(parallel, pipeline, model, dtype="fp32", mode="none"):
+    eight = parallel.get("pp", 1) * pipeline.get("virtual_stages", 1) == 8
+    data_ranks = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
+    return gpt_config(
+        model={"layers": 8 if eight else 5, **model},
+        parallel=parallel,
+        pipeline=pipeline,
+        precision={"dtype": dtype},
+        remat={"mode": mode},
+        training={"microbatch_size": 1 if data_ranks > 1 else 2},
+    )
+
+
+def measure(world, config):
+    """Loss, gradients, their norm and logits."""
+    trainer = Trainer(config, world)
+    randomize(trainer.parameters)
+    batch = next(trainer.batches())
+    first = loader.load_samples(
+        trainer.source, [(0, 0), (1, 1), (2, 2)], trainer.objective.inspect, world.device, 3.0
+    )
+    few = trainer.objective.prepare(first, torch_rng(trainer, first))
+    logits = trainer.executor.predict(few.inputs, few.static)
+    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
+    loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
+    gradients = {name: whole(p.grad) for name, p in trainer.parameters.items()}
+    norm = clip_norm(trainer.parameters.values(), 0).item()
+    return loss, gradients, norm, logits
+
+
+def reference(world):
+    kinds = [(m, dtype, n) for m in (TIED, UNTIED) for dtype in ("fp32", "fp64") for n in (5, 8)]
+    return {
+        json.dumps([m, dtype, n]): measure(world, case_config({}, {}, {"layers": n, **m}, dtype))
+        for m, dtype, n in kinds
+    }
+
+
+@pytest.fixture(scope="module")
+def references():
+    return on_ranks(1, reference)[0]
+
+
+def all_cases(world, references, cases):
+    results = {}
+    for parallel, pipeline, model, *mode in cases:
+        for dtype in ("fp32", "fp64"):
+            if dtype == "fp64" and parallel not in IN_FP64:
+                continue
+            config = case_config(parallel, pipeline, model, dtype, *mode)
+            expected = references[json.dumps([model, dtype, config.model.shape[1]])]
+            key = json.dumps([parallel, pipeline, model, dtype])
+            results[key] = compare(measure(world, config), expected)
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
+    by_rank = on_ranks(num_ranks, all_cases, references, CASES[num_ranks])
+    for case in by_rank[0]:
+        _, _, model, dtype = json.loads(case)
+        names = set().union(*(results[case]["names"] for results in by_rank))
+        wholes = [set(found[1]) for key, found in references.items() if json.loads(key)[0] == model]
+        assert names in wholes, case
+        tolerance = {"fp32": 1e-6, "fp64": 1e-9}[dtype]
+        for results in by_rank:
+            found = results[case]
+            assert found["loss"] <= 1e-6, case  # It is summed and shown in fp32.
+            for what in ("norm", "prediction", "gradient"):
+                limit = 1e-6 if what == "norm" else tolerance
+                assert found[what] <= limit, (case, what, found[what], found["worst"])
+
+
+def drifting(world):
+    """The tied weight after 50 steps: of the first stage, and of the last stage's copy."""
+    config = gpt_config(parallel=PP, training={"steps": 50}, optimizer={"lr": 1e-2})
+    trainer = Trainer(config, world)
+    batches = trainer.batches()
+    for trainer.step in range(1, 51):
+        trainer.train_step(next(batches))
+    trainer.executor.tied.fetch()
+    tied = trainer.executor.tied
+    return [whole(p) for p in (*tied.owners, *tied.copies)], sorted(trainer.parameters)
+
+
+def test_tied_weights_have_equal_bits_after_fifty_steps_and_one_name():
+    (owned, first), (copied, last) = on_ranks(2, drifting)
+    assert torch.equal(owned[0], copied[0])
+    assert "embed.token.weight" in first
+    assert "head.out.weight" not in first + last
