@@ -19,9 +19,14 @@ if TYPE_CHECKING:  # Reading a config must not import torch.
     from titan_dit.parallel.tensor import TensorPlan
 
 SECTIONS = {
-    "model": {"dit": "titan_dit.models.dit:DiTConfig", "gpt": "titan_dit.models.gpt:GPTConfig"},
+    "model": {
+        "bert": "titan_dit.models.bert:BERTConfig",
+        "dit": "titan_dit.models.dit:DiTConfig",
+        "gpt": "titan_dit.models.gpt:GPTConfig",
+    },
     "objective": {
         "ddpm": "titan_dit.diffusion.ddpm:DDPM",
+        "masked_token": "titan_dit.objectives.masked_token:MaskedTokenConfig",
         "next_token": "titan_dit.objectives.next_token:NextTokenConfig",
         "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
     },
@@ -39,11 +44,13 @@ SECTIONS = {
 
 KEYS = {
     "model": {
+        "bert": "titan_dit.models.bert_sizes:BERTSizes",
         "dit": "titan_dit.models.dit_sizes:DiTSizes",
         "gpt": "titan_dit.models.gpt_sizes:GPTSizes",
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
+        "masked_token": "titan_dit.objectives.keys:MaskedTokenKeys",
         "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
     },
     "data": {
@@ -89,6 +96,7 @@ LR_DECAYS = {
 """Laws of the learning rate after its warm-up, by [lr_schedule] decay."""
 
 TENSOR_PLANS = {
+    "bert": "titan_dit.parallel.plans.bert:plan",
     "dit": "titan_dit.parallel.plans.dit:plan",
     "gpt": "titan_dit.parallel.plans.gpt:plan",
 }
