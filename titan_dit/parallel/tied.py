@@ -66,6 +66,7 @@ class TiedWeights:
             return tensors
         for work in self.sending[1]:
             work.wait()
+        self.sending = (), ()  # gloo hangs if it is waited for twice.
         if tensors:
             whole = [tensor.contiguous() for tensor in tensors]
             self.sending = whole, self.links.send(whole, target)
