@@ -51,6 +51,7 @@ KEYS = {
     "objective": {
         "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
         "masked_token": "titan_dit.objectives.keys:MaskedTokenKeys",
+        "next_token": "titan_dit.objectives.keys:NextTokenKeys",
         "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
     },
     "data": {

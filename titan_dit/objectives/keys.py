@@ -1,4 +1,4 @@
-"""The keys of the objectives on tokens, without torch, so that `--help` is quick."""
+"""The keys of the objectives of text, without torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from titan_dit.config.section import Bound, NonNegativeInt, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenKeys(Section):
+    """Next-token prediction: the cross entropy of every token after the first of a window."""
+
+    section = "objective"
+    name = "next_token"
+
+    mask_end_of_document: bool = False
+    """Do not train to predict the token after the end of a document, which nothing foretells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +28,7 @@ class MaskedTokenKeys(Section):
 
     sentence_order: bool = False
     """Second task: are the two spans of a sample in order, or swapped? Needs pairs of spans,
-    [data] name = "sentence_pairs"; without it [data] name = "tokens"."""
+    [data] name = "sentence_pairs"; without it windows, [data] name = "tokens"."""
     mask_share: Annotated[float, Bound(above=0, below=1)] = 0.15
     """Share of a sample's tokens that are predicted. Of those 80% are replaced by [MASK], 10% by a
     random token, 10% stay."""
