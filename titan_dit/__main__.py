@@ -15,7 +15,7 @@ COMMANDS = {
     "train": "train a run on the ranks of this node",
     "sample": "draw samples from a trained run",
     "runs": "compare runs: a table, and their loss curves as a picture",
-    "convert": "convert weights of the original DiT to a checkpoint, or back",
+    "convert": "convert weights of DiT or transformers to a checkpoint, or back",
     "predict": "run the network on given inputs",
     "replay": "repeat a training step and list its samples",
     "data pack": "pack a folder of latents or images into shards",

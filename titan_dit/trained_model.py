@@ -19,7 +19,7 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
 from titan_dit.kernels import linear
-from titan_dit.models.base import Model, ModelConfig
+from titan_dit.models.base import Model, ModelConfig, ModelSpec
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console
 
@@ -39,6 +39,8 @@ class TrainedModel:
     """In eval mode, fp32."""
     weights: str
     """Loaded weights: "ema 0.9999" or "model"."""
+    spec: ModelSpec
+    """Of the network."""
 
     @property
     def device(self) -> torch.device:
@@ -123,9 +125,11 @@ def load_trained(
     model_config, objective, ema = (sections[name] for name in USED)
     for line in dotted_names.origins({"model": model_config, "objective": objective}):
         console.say(line)
+    spec = objective.model_spec(model_config)
     with torch.device("meta"):
-        model = objective.model_spec(model_config).build()
+        model = spec.build()
     model.to_empty(device=device)
+    model.tie()
     if device.type == "cpu":
         linear.apply(model)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
@@ -140,4 +144,4 @@ def load_trained(
         checkpoint.load(path, {"model": tensors})
         weights = "model"
     bound = objective.build(model_config, objective.facts(record["data"]))
-    return TrainedModel(path, record["step"], model_config, bound, model.eval(), weights)
+    return TrainedModel(path, record["step"], model_config, bound, model.eval(), weights, spec)

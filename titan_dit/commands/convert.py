@@ -1,10 +1,9 @@
-"""`python -m titan_dit convert`: convert weights of the original DiT to a checkpoint, or back."""
+"""`python -m titan_dit convert`: convert weights of other projects to a checkpoint, or back."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,10 +11,9 @@ import torch
 import tyro
 from torch import Tensor
 
-from titan_dit import __version__
-from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
+from titan_dit.commands import convert_language_model
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
     Bound,
@@ -28,15 +26,13 @@ from titan_dit.config.section import (
 )
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import DiffusionConfig
-from titan_dit.interop import original_dit, weight_file
+from titan_dit.interop import hf_directory, imported, original_dit, weight_file
 from titan_dit.interop.original_dit import Original
 from titan_dit.interop.tensor_file import write_tensors
 from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
-from titan_dit.system.files import PARTIAL
-from titan_dit.trained_model import load_trained
+from titan_dit.trained_model import TrainedModel, load_trained
 
-EMA_DECAY = "0.9999"  # The original's.
 SCALE = 0.18215
 OBJECTIVE = "titan_dit.objective"
 """Metadata key of a .safetensors file for the training objective."""
@@ -44,14 +40,16 @@ OBJECTIVE = "titan_dit.objective"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Import weights of facebookresearch/DiT as a checkpoint, or export a checkpoint's weights."""
+    """Import weights of facebookresearch/DiT or transformers as a checkpoint, or export one."""
 
     section = "convert"
 
     source: Annotated[str, tyro.conf.arg(name="from")]
-    """Import: FILE.pt or FILE.safetensors of the original. Export: a run or a checkpoint."""
+    """Import: FILE.pt or FILE.safetensors of the original DiT, or a folder of transformers with
+    config.json. Export: a run or a checkpoint."""
     to: str
-    """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors."""
+    """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
+    folder of a language model."""
     heads: PositiveInt | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
@@ -74,25 +72,32 @@ READING, WRITING = ("heads", "scale", "prediction", "noise_schedule"), ("weights
 
 
 def main(options: Options) -> None:
-    """Import if --from is a file, export if it is a folder or a URL."""
+    """Import if --from is a file or a folder of transformers; export a run or a checkpoint."""
     source, target = location(options.source), Path(options.to)
-    writes = isinstance(source, URL) or source.is_dir()
-    for name in READING if writes else WRITING:
-        if getattr(options, name) is not None:
-            kind, use = ("folder", "an export") if writes else ("file", "an import")
+    if isinstance(source, Path) and hf_directory.is_directory(source):
+        kind, use, flags = "folder of transformers", "its import", ()
+    elif isinstance(source, URL) or source.is_dir():
+        kind, use, flags = "folder", "an export", WRITING
+    else:
+        kind, use, flags = "file", "an import", READING
+    for name in READING + WRITING:
+        if getattr(options, name) is not None and name not in flags:
             raise UserError(f"--{name} is not a flag of {use} (--from {source} is a {kind}).")
+    writes = flags is WRITING
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
+    if not writes and target.suffix in weight_file.SUFFIXES:
+        raise UserError(f"--to {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
     if writes:
-        write_original(source, target, options)
-    else:
+        export(source, target, options)
+    elif flags:
         read_original(Path(options.source), target, options)
+    else:
+        convert_language_model.read_directory(Path(options.source), target)
 
 
 def read_original(source: Path, target: Path, options: Options) -> None:
     """Import a file of the original as a checkpoint."""
-    if target.suffix in weight_file.SUFFIXES:
-        raise UserError(f"--to {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
     weights = weight_file.read(source)
     try:
         original = original_dit.infer(weights.ema, options.heads or known_heads(weights))
@@ -102,13 +107,13 @@ def read_original(source: Path, target: Path, options: Options) -> None:
         objective = objective_of(weights, original, options)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
-    tensors: dict[str, Any] = {"model": model, "ema": {EMA_DECAY: ema}}
+    tensors: dict[str, Any] = {"model": model, "ema": {imported.EMA_DECAY: ema}}
     console.say(f"read    {source}: {describe(original, ema)}")
     console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
     if wide := {str(t.dtype)[6:] for t in weights.ema.values()} - {"float32"}:
         console.say(f"        {', '.join(sorted(wide))} converted to float32")
     add_moments(tensors, weights, original)
-    save(target, tensors, record_of(original, objective, options.scale or SCALE))
+    imported.save(target, tensors, record_of(original, objective, options.scale or SCALE))
     console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
 
@@ -124,18 +129,6 @@ def add_moments(tensors: dict[str, Any], weights: weight_file.Weights, original:
         return
     steps = next(iter(tensors["optimizer"].values()))["step"].item()
     console.say(f"        with AdamW's moments after {steps:,.0f} steps")
-
-
-def save(target: Path, tensors: dict[str, Any], record: dict[str, Any]) -> None:
-    """Write the checkpoint atomically."""
-    aside = target.with_name(f"{target.resolve().name}{PARTIAL}")
-    if aside.exists():
-        raise UserError(f"--to {target}: {aside} exists. Delete it, or choose another name.")
-    try:
-        checkpoint.write(target.with_name(target.resolve().name), tensors, record)
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"--to {target} cannot be written: {str(error).splitlines()[0]}") from None
 
 
 def known_heads(weights: weight_file.Weights) -> int | None:
@@ -173,37 +166,29 @@ def record_of(original: Original, objective: dict[str, Any], scale: float) -> di
     tables: config_file.Tables = {
         "model": {"name": "dit", "mlp_ratio": config.mlp_ratio, **sizes, **shape},
         "objective": objective,
-        # A checkpoint needs these sections; the training of imported weights is unknown.
+        # A checkpoint needs this section; the training of imported weights is unknown.
         "data": {"name": "synthetic", **shape},
-        "training": {"steps": 1, "global_batch_size": 1},
-        "ema": {"decays": [float(EMA_DECAY)], "warmup": False},
     }
-    whole = config_file.build(tables, catalog.variant)
-    whole = replace(whole, job=whole.job.settled())
     facts = LatentFacts(
         shape=config.sample_shape, count=0, num_classes=config.num_classes, scale=scale
     )
-    return {
-        "step": 0,
-        "cursor": 0,
-        "nan_steps": 0,
-        "imported": True,
-        "config": config_file.to_tables(whole),
-        "config_format": config_file.FORMAT,
-        "data": facts.as_json(),
-        "versions": {"titan_dit": __version__, "torch": torch.__version__},
-    }
+    return imported.record_of(tables, facts)
 
 
-def write_original(source: Location, target: Path, options: Options) -> None:
-    """Export a checkpoint as a file of the original."""
-    if target.suffix not in weight_file.SUFFIXES:
-        raise UserError(f"--to {target}: name a .pt or .safetensors file.")
+def export(source: Location, target: Path, options: Options) -> None:
+    """Export a checkpoint: a DiT as a file of the original, a language model as a folder."""
     path = find_checkpoint(source, options.step, "--from")
     run = load_trained(path, options.weights or "ema", options.decay, torch.device("cpu"))
-    config = run.model_config
-    if not isinstance(config, DiTConfig):
-        raise UserError(f"--from {source}: model {config.name}; only a DiT can be exported.")
+    if isinstance(run.model_config, DiTConfig):
+        write_original(target, run, run.model_config)
+    else:
+        convert_language_model.write_directory(source, target, run)
+
+
+def write_original(target: Path, run: TrainedModel, config: DiTConfig) -> None:
+    """Export a DiT as a file of the original."""
+    if target.suffix not in weight_file.SUFFIXES:
+        raise UserError(f"--to {target}: name a .pt or .safetensors file.")
     objective = run.diffusion("convert").path
     assert isinstance(objective, DiffusionConfig)
     original = Original(config, objective.path.output_channels(config.channels))

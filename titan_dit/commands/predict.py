@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
+from titan_dit.commands import predict_tokens
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
@@ -24,7 +25,7 @@ from titan_dit.trained_model import TrainedModel, device_of, load_trained
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Run the network on latents, timesteps and labels from a file."""
+    """Run the network on latents, timesteps and labels, or on token ids, from a file."""
 
     section = "predict"
 
@@ -33,10 +34,13 @@ class Options(Section):
     inputs: str
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
     `y` [b] (labels; -1 or the number of classes is unconditional). With `noise` of x's shape, x is
-    the clean latents, and the objective computes the network's noisy input at t."""
+    the clean latents, and the objective computes the network's noisy input at t. Of a language
+    model `tokens` [b, n], n up to sequence_length; of a BERT also `types` [b, n], else 0, and
+    after training on pairs `lengths` [b], else n."""
     out: str
     """FILE.safetensors for `out` [b, c_out, h, w], the prediction and then any learned sigma. With
-    `noise`, also the loss per sample and its terms, `loss_mse`, ... [b]."""
+    `noise`, also the loss per sample and its terms, `loss_mse`, ... [b]. Of a language model the
+    logits [b, n, vocabulary]."""
     weights: Literal["ema", "model"] = "ema"
     """EMA or model (non-averaged) weights."""
     decay: float | None = None
@@ -57,19 +61,30 @@ def main(options: Options) -> None:
     device = device_of(options.device)
     path = find_checkpoint(location(options.checkpoint), options.step, "--checkpoint")
     run = load_trained(path, options.weights, options.decay, device)
-    diffusion = run.diffusion("predict")
+    if isinstance(run.objective, Diffusion):
+        found = predict_diffusion(run, run.objective, options)
+    else:
+        parts = predict_tokens.predictions(run, Path(options.inputs), options.batch_size)
+        found = {"out": torch.cat(list(parts))}
+    write_tensors(out, found)
+    size = len(found["out"])
+    console.say(f"wrote {out}: {size} predictions of {path} ({run.weights}): {', '.join(found)}")
+
+
+def predict_diffusion(
+    run: TrainedModel, diffusion: Diffusion, options: Options
+) -> dict[str, Tensor]:
+    """Predict batch by batch; on the CPU."""
     inputs = read_inputs(Path(options.inputs), diffusion)
     size, parts = len(inputs["x"]), []
     progress = ProgressLine(size, "samples")
     for first in range(0, size, options.batch_size):
         rows = slice(first, first + options.batch_size)
-        part = {name: v[rows].to(device) for name, v in inputs.items()}
+        part = {name: v[rows].to(run.device) for name, v in inputs.items()}
         parts.append(predict(run, diffusion, part))
         progress(min(first + options.batch_size, size))
     progress.end()
-    found = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
-    write_tensors(out, found)
-    console.say(f"wrote {out}: {size} predictions of {path} ({run.weights}): {', '.join(found)}")
+    return {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
 
 
 @torch.no_grad()

@@ -1,0 +1,99 @@
+"""Language models of transformers: weights and configs to ours and back, bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+from titan_dit.interop.hf_bert import BERT
+from titan_dit.interop.hf_family import Family
+from titan_dit.interop.hf_gpt2 import GPT2
+from titan_dit.models.base import ModelConfig
+
+FAMILIES: tuple[Family, ...] = (GPT2(), BERT())
+
+
+def family_of(architecture: str) -> Family:
+    """The family of an architecture; UserError if there is none."""
+    for family in FAMILIES:
+        if architecture in family.architectures:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise UserError(f"its architecture {architecture} is not one of {known}.")
+
+
+def family_for(model: ModelConfig) -> Family:
+    """The family that a [model] can be written as; UserError if there is none."""
+    for family in FAMILIES:
+        if model.name == family.model:
+            return family
+    known = ", ".join(family.model for family in FAMILIES)
+    raise UserError(f"model {model.name}: only dit, {known} can be exported.")
+
+
+def to_ours(
+    family: Family, model: ModelConfig, objective: Any, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Our parameters in fp32 from tensors of transformers; UserError on a mismatch."""
+    with torch.device("meta"):
+        parameters = dict(objective.model_spec(model).build().named_parameters())
+    expected = {k: v.shape for k, v in to_theirs(family, model, parameters).items()}
+    theirs = cleaned(family, tensors, expected.keys())
+    check(theirs, expected)
+    ours = {}
+    for name in parameters:
+        layout = family.layout(name, model)
+        ours[name] = layout.to_ours(*(theirs[x].float() for x in layout.names)).contiguous()
+    return ours
+
+
+def to_theirs(
+    family: Family, model: ModelConfig, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of transformers from our parameters."""
+    theirs: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layout = family.layout(name, model)
+        theirs |= zip(layout.names, layout.to_theirs(tensor), strict=True)
+    return theirs
+
+
+def cleaned(
+    family: Family, tensors: Mapping[str, Tensor], names: Collection[str]
+) -> dict[str, Tensor]:
+    """Today's names, with the prefix; without what is dropped, and without copies of a tensor."""
+    kept = {family.name(name): tensor for name, tensor in tensors.items()}
+    if not any(name.startswith(family.prefix) for name in kept):
+        whole = {*names, *family.copies}
+        kept = {k if k in whole else family.prefix + k: tensor for k, tensor in kept.items()}
+    kept = {k: v for k, v in kept.items() if k in names or not family.dropped.fullmatch(k)}
+    for copy, original in family.copies.items():
+        if copy in names or copy not in kept:
+            continue
+        if not torch.equal(kept.setdefault(original, kept[copy]), kept.pop(copy)):
+            raise UserError(
+                f"{copy} differs from {original}, but of this network they are one tensor "
+                "(config.json: tie_word_embeddings)."
+            )
+    return kept
+
+
+def check(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
+    """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    problems += [f"{name} is unexpected" for name in tensors if name not in expected]
+    for name in expected.keys() & tensors.keys():
+        tensor, shape = tensors[name], list(expected[name])
+        if list(tensor.shape) != shape:
+            problems.append(f"{name} is {list(tensor.shape)}, not {shape}")
+        elif not tensor.is_floating_point():
+            problems.append(f"{name} is {str(tensor.dtype)[6:]}")
+        elif not tensor.isfinite().all():
+            problems.append(f"{name} holds NaN or infinity")
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"its weights do not fit config.json: {'; '.join(problems[:3])}{more}.")
