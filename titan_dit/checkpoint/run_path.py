@@ -37,7 +37,11 @@ class RunPath:
         """The error for a path without a checkpoint; `flag` is the option or key that holds it."""
         store = store_of(self.given)
         runs = [name for name in store.names(self.given) if store.has(self.given / name / CONFIG)]
-        if runs and not store.has(self.given / CONFIG):
+        if store.has(self.given / "config.json"):
+            hint = (
+                f"Import weights first: python -m titan_dit convert --from {self.given} --to DIR."
+            )
+        elif runs and not store.has(self.given / CONFIG):
             more = ", ..." if len(runs) > 4 else ""
             hint = f"It holds runs ({', '.join(runs[:4])}{more}): give one of them."
         elif isinstance(self.given, Path) and not self.given.exists():

@@ -74,8 +74,9 @@ READING, WRITING = ("heads", "scale", "prediction", "noise_schedule"), ("weights
 def main(options: Options) -> None:
     """Import if --from is a file or a folder of transformers; export a run or a checkpoint."""
     source, target = location(options.source), Path(options.to)
+    flags: tuple[str, ...] = ()
     if isinstance(source, Path) and hf_directory.is_directory(source):
-        kind, use, flags = "folder of transformers", "its import", ()
+        kind, use = "folder of transformers", "its import"
     elif isinstance(source, URL) or source.is_dir():
         kind, use, flags = "folder", "an export", WRITING
     else:

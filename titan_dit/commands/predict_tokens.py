@@ -41,7 +41,8 @@ def predictions(run: TrainedModel, inputs: Path, batch_size: int) -> Iterator[Te
     for first in range(0, len(given["tokens"]), batch_size):
         rows = slice(first, first + batch_size)
         part, side = (
-            {k: v[rows].to(run.device) for k, v in tensors.items()} for tensors in (given, context)
+            {k: v[rows].long().to(run.device) for k, v in tensors.items()}
+            for tensors in (given, context)
         )
         yield first_of(run.network(part, static | side)).float().cpu()
 

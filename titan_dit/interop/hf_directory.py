@@ -124,8 +124,10 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     names = [WEIGHTS] if len(shards) == 1 else names
     for name, shard in zip(names, shards, strict=True):
+        (folder / name).touch()
+        mode = (folder / name).stat().st_mode  # The umask's; safetensors writes 0600.
         save_file({k: v.contiguous() for k, v in shard.items()}, folder / name, {"format": "pt"})
-        (folder / name).chmod(0o666 & ~umask())  # safetensors writes 0600.
+        (folder / name).chmod(mode)
     if len(shards) > 1:
         table = {k: name for name, shard in zip(names, shards, strict=True) for k in shard}
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -142,13 +144,6 @@ def sharded(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             shard = {}
         shard[name] = tensor
     yield shard
-
-
-def umask() -> int:
-    """The mask of new files' modes."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

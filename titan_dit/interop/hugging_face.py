@@ -86,10 +86,11 @@ def check(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> 
     """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is unexpected" for name in tensors if name not in expected]
-    for name in expected.keys() & tensors.keys():
-        tensor, shape = tensors[name], list(expected[name])
-        if list(tensor.shape) != shape:
-            problems.append(f"{name} is {list(tensor.shape)}, not {shape}")
+    for name, tensor in tensors.items():
+        if name not in expected:
+            continue
+        if tensor.shape != expected[name]:
+            problems.append(f"{name} is {list(tensor.shape)}, not {list(expected[name])}")
         elif not tensor.is_floating_point():
             problems.append(f"{name} is {str(tensor.dtype)[6:]}")
         elif not tensor.isfinite().all():
