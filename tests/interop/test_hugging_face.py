@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from titan_dit.config import catalog, config_file
-from titan_dit.config.section import UserError
 from titan_dit.interop import hf_directory, hugging_face
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "hugging_face"
