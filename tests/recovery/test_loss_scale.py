@@ -28,7 +28,7 @@ def scales(config, verdicts):
     scaling, found = LossScale(config, CPU), []
     for overflows in verdicts:
         found.append(scaling.value.item())
-        scaling.update(torch.tensor(overflows))
+        scaling.update(torch.tensor(math.inf if overflows else 1e-9))
     return found
 
 
@@ -65,6 +65,15 @@ def test_the_first_overflows_since_the_last_growth_do_not_halve_it():
 def test_a_constant_scale_stays_and_no_scale_grows_for_ever():
     assert set(scales(fp16(**{"": 8.0}, _window=1), [True, False] * 5)) == {8.0}
     assert max(scales(fp16(_init=2.0**31, _window=1), [False] * 5)) == 2.0**32
+
+
+@pytest.mark.parametrize("least", [1.0, 2.0**15])
+def test_a_norm_beyond_fp16_is_an_overflow_in_every_layout_but_not_at_the_least_scale(least):
+    scaling = LossScale(fp16(_init=2.0**15, _hysteresis=1, _min=least), CPU)
+    assert scaling.update(torch.tensor(3.0)).item() == (least == 1.0)
+    assert scaling.value.item() == (2.0**14 if least == 1.0 else least)
+    assert not scaling.update(torch.tensor(65504 * 2.0**-15))
+    assert not LossScale(fp16(**{"": 2.0**20}), CPU).update(torch.tensor(3.0))
 
 
 def test_other_formats_have_none():

@@ -82,7 +82,7 @@ class PrecisionConfig(Section):
     scale. fp64 is for comparing layouts."""
     loss_scale: Annotated[float, Bound(least=0, most=MAX_LOSS_SCALE)] = 0.0
     """fp16: constant factor on the loss's gradient; 0 adapts it (docs/fp16.md)."""
-    loss_scale_init: LossScaleValue = 65536.0
+    loss_scale_init: LossScaleValue = 4096.0
     """fp16: factor at the start; later that of the checkpoint."""
     loss_scale_window: PositiveInt = 1000
     """fp16: consecutive steps without an overflow after which the factor doubles."""

@@ -4,8 +4,8 @@ A step is bad if its gradient norm is not finite or is a spike, far above its ru
 non-finite loss makes the norm non-finite (`LocalExecutor.run`). The verdict stays on the device;
 the host reads the verdicts of several steps at once.
 
-In fp16 a norm that is not finite is at first an overflow: the step is skipped, too, and a smaller
-loss scale follows. It is a bad step only at the least loss scale.
+In fp16 a norm that is not finite is at first an overflow (loss_scale.py): the step is skipped, too,
+and a smaller loss scale follows. It is a bad step only at the least loss scale.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class UnreadStep:
     """This rank's part of the sum over ranks."""
     grad_norm: Tensor
     is_spike: Tensor
-    loss_scale: Tensor | None
-    """Of the step, with fp16."""
+    scaling: tuple[Tensor, ...]
+    """With fp16: the step's loss scale, and if it is an overflow."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,10 @@ class Guard:
         is_spike = self.no_spike
         # In two operators: of a number that is not finite the difference is NaN.
         bad = grad_norm - grad_norm != 0
-        loss_scale = self.loss_scale
+        scaling: tuple[Tensor, ...] = ()
         if self.scaling:
-            self.scaling.update(bad)
+            scaling = self.scaling.value, self.scaling.update(grad_norm)
+            bad = bad | scaling[1]
         if self.config.spike_ratio:
             known = self.num_good >= self.config.spike_after
             limit = self.config.spike_ratio * self.average
@@ -138,7 +139,7 @@ class Guard:
             share = (1 / self.num_good.clamp(min=1)).clamp(min=1 - DECAY)
             moved = torch.lerp(self.average, grad_norm, share)
             self.average = torch.where(bad, self.average, moved)
-        taken = UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike, loss_scale)
+        taken = UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike, scaling)
         self.unread.append(taken)
         return bad
 
@@ -150,33 +151,26 @@ class Guard:
         """
         taken, self.unread = self.unread, []
         verdicts = [step.grad_norm for step in taken] + [step.is_spike.float() for step in taken]
-        verdicts += [step.loss_scale for step in taken if step.loss_scale is not None]
+        for of_steps in zip(*(step.scaling for step in taken), strict=True):
+            verdicts += [value.float() for value in of_steps]
         losses = sum_loss(torch.stack([step.loss for step in taken]))
         # Again by itself: the order in which ranks are summed depends on the place in a vector.
         loss = sum_loss(taken[-1].loss)
         *values, last = torch.stack([*verdicts, *losses.unbind(), loss]).tolist()
         rows = [values[first : first + len(taken)] for first in range(0, len(values), len(taken))]
-        norms, spikes, *scales, its_losses = rows
         bad = []
-        for number, (step, norm, its_loss) in enumerate(zip(taken, norms, its_losses, strict=True)):
-            self.last_scale = scale = scales[0][number] if scales else None
-            kind = "spike" if spikes[number] else self.kind_of(norm, scale)
+        for step, norm, is_spike, *scaling, its_loss in zip(taken, *rows, strict=True):
+            self.last_scale, overflows = scaling or (None, False)
+            kind = "spike" if is_spike else "good" if math.isfinite(norm) else "nonfinite"
+            kind = "overflow" if overflows else kind
             self.count(step, kind)
             if kind == "good":
                 self.smooth(its_loss)
             else:
-                bad.append(BadStep(step.step, step.cursor, kind, norm, its_loss, scale))
+                bad.append(BadStep(step.step, step.cursor, kind, norm, its_loss, self.last_scale))
             if self.streak_end:
                 break
-        return Reading(last, self.smooth_loss, norms[-1], tuple(bad))
-
-    def kind_of(self, norm: float, loss_scale: float | None) -> str:
-        """The kind of a step that is no spike."""
-        if math.isfinite(norm):
-            return "good"
-        assert (self.scaling is None) == (loss_scale is None)
-        is_overflow = self.scaling and loss_scale and loss_scale > self.scaling.least
-        return "overflow" if is_overflow else "nonfinite"
+        return Reading(last, self.smooth_loss, rows[0][-1], tuple(bad))
 
     def smooth(self, loss: float) -> None:
         """Add a good step's loss to the smoothed loss."""

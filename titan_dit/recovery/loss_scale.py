@@ -3,7 +3,7 @@
 fp16 holds no value below 6e-8: small gradients would become 0. With the factor they do not, and
 clipping divides by it (`clip_norm`). If the factor is too large, gradients become infinite: the
 step is skipped and the factor halved, so that it stays near the largest one that is possible
-(arXiv:1710.03740 sec. 3.2). The rule is that of Megatron-LM.
+(arXiv:1710.03740 sec. 3.2). The rule is that of Megatron-LM, but for LARGEST_NORM.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ import torch
 from torch import Tensor
 
 from titan_dit.config.layout import MAX_LOSS_SCALE, PrecisionConfig
+
+LARGEST_NORM = 65504.0
+"""The largest number in fp16: a greater norm of the scaled gradients is an overflow, too.
+
+Which sums are in fp16 depends on the layout, and so does which of them overflow. Below this norm no
+summed gradient does; above it every layout skips the step."""
 
 
 class LossScale:
@@ -42,18 +48,27 @@ class LossScale:
         """`tolerated` after the scale has grown."""
         return self.config.loss_scale_hysteresis - 1.0
 
-    def update(self, overflows: Tensor) -> None:
-        """Take a step's verdict, a bool scalar on the device; no synchronisation."""
+    def update(self, grad_norm: Tensor) -> Tensor:
+        """Adapt to a step's norm of the unscaled gradients; return if the step is an overflow.
+
+        Scalars on the device; no synchronisation. At the least scale there are no overflows.
+        """
         if self.config.loss_scale:
-            return
-        halves = overflows & (self.tolerated <= 0)
-        num_good = torch.where(overflows, 0.0, self.num_good + 1)
+            return torch.zeros_like(grad_norm, dtype=torch.bool)
+        # Not ">": of NaN every comparison is false.
+        overflows = ~(grad_norm * self.value <= LARGEST_NORM) & (self.value > self.least)
+        self._adapt(overflows | ~grad_norm.isfinite())
+        return overflows
+
+    def _adapt(self, fails: Tensor) -> None:
+        halves = fails & (self.tolerated <= 0)
+        num_good = torch.where(fails, 0.0, self.num_good + 1)
         grows = num_good >= self.config.loss_scale_window
         # 2 to a power of -1, 0 or 1.
         value = self.value * torch.exp2(grows.float() - halves.float())
         self.value = value.clamp(self.least, MAX_LOSS_SCALE)
         self.num_good = torch.where(grows, 0.0, num_good)
-        left = (self.tolerated - overflows.float()).clamp(min=0.0)
+        left = (self.tolerated - fails.float()).clamp(min=0.0)
         self.tolerated = torch.where(grows, self.num_tolerated, left)
 
     def state(self) -> dict[str, float]:
