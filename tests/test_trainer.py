@@ -107,6 +107,7 @@ def test_previews_are_drawn_with_the_averaged_weights():
 @pytest.mark.parametrize("is_main", [True, False])
 def test_the_first_rank_says_what_a_user_had_better_know(is_main, monkeypatch):
     monkeypatch.setattr("titan_dit.opening.attention_hint", lambda *_: "a line")
+    monkeypatch.setattr("titan_dit.opening.format_hint", lambda *_: None)
     trainer = mock.MagicMock(config=tiny_config())
     trainer.world.is_main, trainer.built.notes = is_main, ["a note"]
     trainer.objective.hints = lambda source: ["a hint"]
