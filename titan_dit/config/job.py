@@ -102,7 +102,8 @@ FREE_ON_RESUME = frozenset(
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
     # As in [faults]: when a step is skipped. The factor itself is saved with the run.
-    | {f"precision.loss_scale{key}" for key in ("", "_init", "_window", "_hysteresis", "_min")}
+    | {"precision.loss_scale", "precision.loss_scale_init", "precision.loss_scale_min"}
+    | {"precision.loss_scale_window", "precision.loss_scale_hysteresis"}
     # The numbers behind a size are compared instead.
     | {"model.size"}
     # The dataset is compared by its digest; its path and its reading may change.
