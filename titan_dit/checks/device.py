@@ -33,6 +33,8 @@ NEEDED = {
     "te_mxfp8": (10, 0),
 }
 """Minimum CUDA compute capability of each float8 recipe."""
+BF16 = 8, 0
+"""Minimum CUDA compute capability of bf16."""
 
 
 def check_writers(config: MetricsConfig) -> None:
@@ -184,6 +186,19 @@ def attention_hint(
     return line and (
         f"{line}. python -m titan_dit bench attention --heads {heads} --head-dim "
         f"{head_dim} --tokens {tokens} measures it"
+    )
+
+
+def format_hint(precision: PrecisionConfig, device: torch.device) -> str | None:
+    """Console line if the device has no arithmetic in bf16, but the run asks for it; else None."""
+    if device.type != "cuda" or precision.dtype != "bf16" or torch.version.hip:
+        return None
+    if (found := torch.cuda.get_device_capability(device)) >= BF16:
+        return None
+    return (
+        f'[precision] dtype="bf16": {torch.cuda.get_device_name(device)} (compute capability '
+        f"{'.'.join(map(str, found))}) has no bf16 units and emulates it, slowly. "
+        'Set dtype = "fp16" (docs/fp16.md)'
     )
 
 

@@ -55,7 +55,7 @@ class Options(Section):
     """Join the results of a ring's ranks by compiled kernels, as [compile] enabled does."""
     backends: tuple[str, ...] = NAMES
     """Kernels, as values of [precision] attention."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     laps: PositiveInt = 20
     """Timed calls; their median is printed. A quarter as many warm up."""
     out: str = ""

@@ -51,9 +51,9 @@ class SlicedExecutor(Executor):
         self.mesh = mesh
         self.dims = dims
 
-    def run(self, prepared: Prepared) -> Tensor:
+    def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`: the loss is this slice's share."""
-        return self.inner.step(self.sliced(prepared))
+        return self.inner.step(self.sliced(prepared), loss_scale)
 
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """See `Executor.predict`. Predictions are all-gathered over cp."""
