@@ -8,6 +8,7 @@ import torch
 from harness import on_ranks
 from test_grid import CP, DP, PP, TP, schedule
 from tiny import assert_same_gradients, randomize, state, tiny_config, whole
+from tiny_gpt import gpt_config
 
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.recovery import fault_log
@@ -18,11 +19,11 @@ ZBV = schedule("zbv_zero_bubble")
 CASES = {1: [({}, {})], 2: [(PP, {}), (PP, ZBV), (TP, {}), (DP, {}), (CP, {})]}
 
 
-def trainer_in(world, layout=({}, {}), precision=(), **sections):
+def trainer_in(world, layout=({}, {}), precision=(), family=tiny_config, **sections):
     parallel, pipeline = layout
     sections.setdefault("training", {"global_batch_size": 8, "microbatch_size": 4})
     keys = {"dtype": "fp16", **dict(precision)}
-    config = tiny_config(parallel=parallel, pipeline=pipeline, precision=keys, **sections)
+    config = family(parallel=parallel, pipeline=pipeline, precision=keys, **sections)
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
     return trainer
@@ -74,12 +75,12 @@ def local_tensors(trainer):
     }
 
 
-def from_a_huge_scale(world):
+def from_a_huge_scale(world, family=tiny_config):
     """By layout: overflows until the scale fits, growth, the next overflow; then one of a rank."""
     keys = {"loss_scale_init": 2.0**17, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
     found = {}
     for layout in CASES[world.size]:
-        trainer = trainer_in(world, layout, keys, model={"layers": 4})
+        trainer = trainer_in(world, layout, keys, family, model={"layers": 4})
         steps = steps_of(trainer, range(1, 10))
         found[json.dumps(layout)] = steps, overflow_of_one_rank(trainer)
     return found
@@ -91,6 +92,17 @@ def by_rank():
 
 
 def test_every_layout_skips_the_same_steps_with_the_same_scales(by_rank):
+    check_scales(by_rank)
+
+
+@pytest.mark.long
+def test_every_layout_of_a_gpt_with_tied_weights_skips_the_same_steps():
+    check_scales(
+        on_ranks(1, from_a_huge_scale, gpt_config) + on_ranks(2, from_a_huge_scale, gpt_config)
+    )
+
+
+def check_scales(by_rank):
     (expected, _), *others = (found for rank in by_rank for found in rank.values())
     kinds = [kind for _, kind, _, _ in expected]
     assert kinds[:3] == ["overflow"] * 3
@@ -242,9 +254,9 @@ def test_bad_steps_at_the_least_scale_roll_back_to_the_scale_of_the_checkpoint(t
     assert [row["loss_scale"] for row in rows_of(tmp_path)][-4:] == [2.0**10] * 2 + [2.0**11] * 2
 
 
-def losses_of(world, dtype):
+def losses_of(world, dtype, family):
     training = {"steps": 300, "global_batch_size": 32}
-    config = tiny_config(precision={"dtype": dtype}, training=training)
+    config = family(precision={"dtype": dtype}, training=training)
     trainer = Trainer(config, world)
     batches, found = trainer.batches(), []
     for trainer.step in range(1, 301):
@@ -255,8 +267,9 @@ def losses_of(world, dtype):
 
 
 @pytest.mark.long
-def test_losses_of_300_steps_in_fp16_are_those_of_fp32():
-    exact, found = (on_ranks(1, losses_of, dtype)[0] for dtype in ("fp32", "fp16"))
+@pytest.mark.parametrize("family", [tiny_config, gpt_config])
+def test_losses_of_300_steps_in_fp16_are_those_of_fp32(family):
+    exact, found = (on_ranks(1, losses_of, dtype, family)[0] for dtype in ("fp32", "fp16"))
     assert not any(skipped for _, skipped in found)
     errors = [abs(a / b - 1) for (a, _), (b, _) in zip(found, exact, strict=True)]
     assert max(errors) <= 2e-3
