@@ -21,6 +21,7 @@ from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel import float8, fsdp, tensor
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile_objective import compile_prepare, compile_score
+from titan_dit.parallel.context import slicing_of
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
@@ -154,7 +155,8 @@ def executor_of(
     executor.score = compile_score(executor.score, objective, plan.compile, device)
     if mesh.sizes.cp > 1:
         dims = TokenDims.of(plan.spec, objective.token_targets)
-        executor = SlicedExecutor(executor, mesh.axis("cp"), dims)
+        slicing = slicing_of(plan.spec.mask, plan.parallel.cp_method)
+        executor = SlicedExecutor(executor, mesh.axis("cp"), dims, slicing)
     executor.sum_over_data, executor.spec = mesh.sum_over_data, plan.spec
     return executor
 
