@@ -8,7 +8,7 @@ from plans import check, planned
 from tiny import tiny_config
 from torch import nn
 
-from titan_dit.checks.layout import check_batch, check_context, check_tensor, check_world
+from titan_dit.checks.layout import check_batch, check_tensor, check_world
 from titan_dit.checks.parts import check_modules
 from titan_dit.config.section import UserError
 from titan_dit.objectives.base import Objective

@@ -254,10 +254,10 @@ class Attention(nn.Module):
 
         Split before transposing: backward then joins the three gradients in one copy.
         """
-        parts = qkv.unflatten(-1, (-1, self.group_size + 2, self.head_dim))
+        parts = torch.unflatten(qkv, -1, (-1, self.group_size + 2, self.head_dim))
         if self.group_size == 1:
-            return parts.unbind(3)
-        q, k, v = parts.split((self.group_size, 1, 1), 3)
+            return torch.unbind(parts, 3)
+        q, k, v = torch.split(parts, [self.group_size, 1, 1], 3)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 

@@ -89,7 +89,7 @@ def of_groups(x: Tensor, groups: int) -> Tensor:
     """Sum the gradients of keys or values over each group's heads, in fp32; see `for_heads`."""
     if x.shape[1] == groups:
         return x
-    return x.unflatten(1, (groups, -1)).sum(2, dtype=accumulator(x.dtype))
+    return torch.unflatten(x, 1, (groups, -1)).sum(2, dtype=accumulator(x.dtype))
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:

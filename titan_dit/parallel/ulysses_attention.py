@@ -45,7 +45,7 @@ def ulysses_attention(
     whole = peers.all_to_all(parts)  # [c, ...] now by the rank that had these tokens
     # The heads of q, k and v that this rank has: each [b, ..., n, d].
     sizes = [x.shape[1] // c for x in (q, k, v)]
-    q, k, v = whole.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, dim=1)
+    q, k, v = torch.split(whole.permute(1, 2, 0, 3, 4).flatten(2, 3), sizes, dim=1)
     masked = {"causal": True} if causal else {} if lengths is None else {"lengths": lengths}
     out = attend(q, k, v, **masked)
     parts = peers.all_to_all(
