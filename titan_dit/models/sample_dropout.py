@@ -1,8 +1,8 @@
-"""Dropout whose mask is a function of the sample: equal on every layout, with no generator's state.
+"""Dropout whose mask is a function of the sample: equal on every layout, without a generator.
 
-An element's number is a hash (SplitMix64, as in weight_draws.py) of the sample's key, the layer, the
-place in the block, the token's position in the sample and the channel. Any rank can draw any part
-of a mask, and recomputation draws the same one again.
+An element's number is a hash (SplitMix64, as in weight_draws.py) of the sample's key, the layer,
+the place in the block, the token's position in the sample and the channel. Any rank can draw any
+part of a mask, and recomputation draws the same one again.
 """
 
 from __future__ import annotations
