@@ -2,13 +2,18 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from examples.gpt import Block, Embed, GPTConfig, NextToken
+from examples.gpt import plan as gpt
 from titan_dit.models.base import Model, ModelSpec, TensorSpec
 from titan_dit.models.layers import Attention
 from titan_dit.models.rotary import rotary_of
 from titan_dit.models.sample_dropout import SampleDropout
+from titan_dit.parallel.token_order import TokenFirst
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +22,6 @@ class DecoderConfig(GPTConfig):
     dropout: float = 0.2
 
     def spec(self) -> ModelSpec:
-        import torch
-
         return replace(
             super().spec(),
             build=lambda: Decoder(self),
@@ -70,6 +73,21 @@ class Decoder(Model):
         self.embed, self.head = DecoderEmbed(config), DecoderHead(config)
         blocks = (DecoderBlock(config, layer) for layer in range(config.layers))
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in enumerate(blocks)})
+
+
+def plan(sequence_parallel):
+    """The plan of examples/gpt.py; sharded tokens lie as [n, b, d] in memory."""
+    found = gpt(sequence_parallel)
+    if not sequence_parallel:
+        return found
+    columns, rows = (
+        ColwiseParallel(input_layouts=Shard(0)),
+        RowwiseParallel(output_layouts=Shard(0)),
+    )
+    norms = {name: found.block[name] for name in ("attn_norm", "mlp_norm")}
+    up = dict.fromkeys(("attn.qkv", "mlp.up"), TokenFirst(columns))
+    down = dict.fromkeys(("attn.out", "mlp.down"), TokenFirst(rows))
+    return replace(found, block=norms | up | down, token_first=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def config_of(layout, groups, folder, dropout=0.2, **sections):
         },
         "objective": {"name": "decoder:Dropped"},
         "data": {"name": "examples.gpt:Text", "path": f"{folder}/text", "context": 24},
-        "parallel": {"tensor_plan": "examples.gpt:plan", **layout},
+        "parallel": {"tensor_plan": "decoder:plan", **layout},
         "training": {"steps": 1, "global_batch_size": 4, "microbatch_size": 2},
         "precision": {"dtype": "fp32"},
         "checkpoint": {"every": 0},

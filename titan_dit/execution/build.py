@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Batch
 from titan_dit.execution.base import Executor, Shapes, TokenLoss, by_name
 from titan_dit.execution.local import LocalExecutor
@@ -106,13 +106,19 @@ def check_model(model: Model, model_spec: ModelSpec) -> None:
             f"{', '.join(blocks) or 'none'}. Key them by layer, from 0 to "
             f"{model_spec.num_layers - 1}."
         )
-    mask = model_spec.mask
+    heads = model_spec.num_heads
+    groups = model_spec.query_groups or heads
     for name, layer in model.named_modules():
-        if isinstance(layer, Attention) and layer.mask != mask:
-            raise UserError(
-                f'[model] its spec says mask="{mask}", but {name} has mask="{layer.mask}". '
-                "Make them the same."
-            )
+        if not isinstance(layer, Attention):
+            continue
+        wanted_of_layer = {"mask": model_spec.mask, "query_groups": groups}
+        found = {"mask": layer.mask, "query_groups": heads // layer.group_size}
+        for key, value in wanted_of_layer.items():
+            if found[key] != value:
+                raise UserError(
+                    f"[model] its spec says {key}={show(value)}, but {name} has "
+                    f"{key}={show(found[key])}. Make them the same."
+                )
 
 
 def place_modules(

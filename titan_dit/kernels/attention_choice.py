@@ -144,7 +144,7 @@ def _fits_cudnn(shape: AttentionShape, hardware: Hardware) -> bool:
         and shape.dtype in HALF
         and shape.channels <= 128
         and shape.channels % ALIGNMENT == 0
-        and shape.tokens > 1
+        and all(keys > 1 for keys in (shape.tokens, *shape.unmasked_keys))
     )
 
 

@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from titan_dit.kernels.attention_kernels import Kernel, accumulator, named
 from titan_dit.parallel.exchange import Exchange, Peers
-from titan_dit.parallel.ring_blocks import ALL, block_of, joining, put
+from titan_dit.parallel.ring_blocks import ALL, block_of, joining, put, take
 
 
 def ring_attention(
@@ -105,7 +105,7 @@ def travel_forward(
         incoming = peers.send(moving) if hop < peers.size - 1 else moving
         block = block_of(peers.rank, (peers.rank - hop) % peers.size, q.shape[2], causal)
         at = block.at_queries
-        merged = merge(out[at], lse[at], *block.forward(kernel, q, moving, scale))
+        merged = merge(take(out, at), take(lse, at), *block.forward(kernel, q, moving, scale))
         out, lse = put(out, at, merged[0]), put(lse, at, merged[1])
     return out.to(q.dtype), lse
 
@@ -143,8 +143,8 @@ def travel_backward(
         arrived = None if pending is None else peers.arrive(pending)
         if arrived is None and block.keys != ALL:
             arrived = torch.zeros_like(moving, dtype=accumulator(q.dtype))
-        here = None if arrived is None else arrived[block.at_keys]
-        dq_part, dkv = join.add(dq[block.at_queries], *more, here)
+        here = None if arrived is None else take(arrived, block.at_keys)
+        dq_part, dkv = join.add(take(dq, block.at_queries), *more, here)
         dq = put(dq, block.at_queries, dq_part)
         if arrived is not None:
             dkv = put(arrived, block.at_keys, dkv)

@@ -40,8 +40,8 @@ class Block:
 
     def forward(self, kernel: Kernel, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of the queries over the keys."""
-        k, v = (for_heads(x, q.shape[1]) for x in kv[self.at_keys])
-        return kernel.forward(q[self.at_queries], k, v, scale, self.causal)
+        k, v = (for_heads(x, q.shape[1]) for x in take(kv, self.at_keys))
+        return kernel.forward(take(q, self.at_queries), k, v, scale, self.causal)
 
     def backward(
         self,
@@ -55,8 +55,8 @@ class Block:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the queries, the keys and the values."""
         groups = kv.shape[2]
-        k, v = (for_heads(x, q.shape[1]) for x in kv[self.at_keys])
-        d_out, q, out, lse = (x[self.at_queries] for x in (d_out, q, out, lse))
+        k, v = (for_heads(x, q.shape[1]) for x in take(kv, self.at_keys))
+        d_out, q, out, lse = (take(x, self.at_queries) for x in (d_out, q, out, lse))
         dq, dk, dv = kernel.backward(d_out, q, k, v, out, lse, scale, self.causal)
         return dq, of_groups(dk, groups), of_groups(dv, groups)
 
@@ -75,6 +75,11 @@ def block_of(rank: int, source: int, tokens: int, causal: bool) -> Block:
         return Block(ALL, ALL, causal=True)
     half = tokens // 2
     return Block(ALL, slice(half)) if source < rank else Block(slice(half, None), ALL)
+
+
+def take(whole: Tensor, at: tuple[slice, ...]) -> Tensor:
+    """`whole[at]`, without a new tensor if that is all of it."""
+    return whole if at[-1] == ALL else whole[at]
 
 
 def put(whole: Tensor, at: tuple[slice, ...], values: Tensor) -> Tensor:
