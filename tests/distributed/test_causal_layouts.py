@@ -150,6 +150,19 @@ def test_more_layouts_of_a_causal_decoder_give_it_too(size, reference, folder):
     check(size, LONG[size], reference, folder)
 
 
+def generated(world, folder):
+    return measured(world, config_of(RING, 2, folder, **COMPILED))
+
+
+@pytest.mark.long
+@pytest.mark.compiler
+def test_the_compiled_code_of_a_causal_ring_does_what_the_graphs_do(reference, folder):
+    loss, gradients, _ = reference[2, "fp32"]
+    for found_loss, found, _ in on_ranks(2, generated, folder):
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert_same_gradients(found, gradients)
+
+
 def planted(world, folder):
     """The gradients of a ring whose slices are contiguous."""
     context.chunks_of.__globals__["chunks_of"] = lambda rank, size, slicing: (rank,)
