@@ -145,7 +145,7 @@ def with_kernel(plan: RunPlan, device: torch.device) -> RunPlan:
 def attention_kernel(plan: RunPlan, device: torch.device) -> str:
     """The kernel that attention runs, as a key or, on a CPU, as "matmuls"."""
     if short_attention.suits(device.type, plan.precision, plan.remat, plan.compile):
-        few = plan.spec.mask == "none" and plan.spec.num_tokens <= short_attention.MAX_TOKENS
+        few = plan.spec.mask != "lengths" and plan.spec.num_tokens <= short_attention.MAX_TOKENS
         return "matmuls" if few else "flash"
     return attention.kernel_of(plan.precision.attention, attention_shape(plan, device))
 
@@ -174,13 +174,14 @@ def attention_hint(
     `kernel`: that runs; by default `attention_kernel`.
 
     Attention takes 12 n^2 h FLOPs per layer for n tokens and hidden h: two products forward (q k^T,
-    and probabilities times v), four backward.
+    and probabilities times v), four backward. Causal, it takes half of that.
     """
     model_spec = plan.spec
     if device.type != "cuda":
         return None
     tokens, heads, head_dim = model_spec.num_tokens, model_spec.num_heads, model_spec.head_dim
     own = 12 * tokens**2 * heads * head_dim * model_spec.num_layers
+    own //= 2 if model_spec.mask == "causal" else 1
     kernel = kernel or attention_kernel(plan, device)
     line = attention.padding(kernel, head_dim, tokens, own / flops_per_sample)
     return line and (
