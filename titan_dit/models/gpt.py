@@ -104,14 +104,16 @@ class Embed(nn.Module):
         super().__init__()
         hidden = config.shape[0]
         self.token = nn.Embedding(config.rows, hidden)
-        learned = config.positions == "learned"
-        self.position = nn.Embedding(config.sequence_length, hidden) if learned else None
+        self.is_learned = config.positions == "learned"
+        # A plan names it in any case.
+        table = nn.Embedding(config.sequence_length, hidden) if self.is_learned else nn.Identity()
+        self.position: nn.Module = table
         self.dropout = dropout_of(config, config.shape[1])
 
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
         """`tokens` [b, n] int64."""
         x = self.token(inputs["tokens"])
-        if self.position is not None:
+        if self.is_learned:
             x = x + self.position(side["positions"])
         return (dropped(self.dropout, x, side),)
 
