@@ -9,7 +9,7 @@ import torch
 
 from titan_dit import __version__
 from titan_dit.checks import validate
-from titan_dit.checks.device import attention_hint, attention_kernel, with_kernel
+from titan_dit.checks.device import attention_hint, attention_kernel, format_hint, with_kernel
 from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.config import config_file
@@ -17,7 +17,7 @@ from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.order import EpochOrder
+from titan_dit.data.order import SampleOrder
 from titan_dit.execution.build import Built
 from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
@@ -41,7 +41,7 @@ class Opened:
     hooks: Hooks
     source: Source
     objective: Objective
-    epochs: EpochOrder
+    epochs: SampleOrder
     validation_set: ValidationSet | None
     identity: resume.Identity
 
@@ -90,8 +90,11 @@ class Opened:
         """Console warnings about slow or unusual settings. Reads samples: call on one rank."""
         yield from built.notes
         yield from self.objective.hints(self.source)
-        if hint := attention_hint(self.plan, device, built.flops_per_sample):
-            yield hint
+        found = (
+            attention_hint(self.plan, device, built.flops_per_sample),
+            format_hint(self.plan.precision, device),
+        )
+        yield from (hint for hint in found if hint)
 
 
 def open_run(config: JobConfig, world: World) -> Opened:
@@ -115,10 +118,11 @@ def open_run(config: JobConfig, world: World) -> Opened:
     parts = plan, objective, source.fields, data.name
     validate_parts(*parts, source, previews=bool(config.sampling.every))
     check_optimizer(plan, objective, config.optimizer)
-    chosen = job.seed, validation.num_held_out, job.data_order
+    num = validation.held_out_of(has_part=data.has_validation_part)
+    chosen = job.seed, num, job.data_order
     held_out = on_first(lambda: held_out_rows(source, *chosen))
     sets = validation, data, source, held_out
-    epochs = EpochOrder.of(job.seed, len(source), held_out, job.data_order)
+    epochs = source.order(job.seed, held_out, job.data_order)
     training = config.training.resolved(epochs.num_rows)
     config = replace(config, training=training)
     lr_schedule.check(config.lr_schedule, training.steps)
