@@ -43,7 +43,7 @@ LONG = {
     ],
     4: [
         ({"pp": 4}, FOLDED, POST_PAIRS),
-        ({"tp": 4}, {}, PRE_PAIRS),
+        ({"tp": 4}, {}, POST_PAIRS),
         (HSDP, {}, POST_PAIRS),
         (DP | PP, schedule("zbv_zero_bubble"), POST_PAIRS),
         (DP | ULYSSES, {}, PRE_PAIRS),
@@ -52,12 +52,12 @@ LONG = {
         (TP | ULYSSES, {}, POST_PAIRS),
     ],
     8: [
-        (PP | DP | TP, schedule("interleaved_zero_bubble", 2), POST_PAIRS, "selective"),
-        (PP | TP | ULYSSES, FOLDED, PRE_PAIRS, "full"),
+        (PP | DP | TP, schedule("interleaved_zero_bubble", 2), POST_PAIRS),
+        (PP | TP | ULYSSES, FOLDED, PRE_PAIRS, "selective"),
         (HSDP | TP, {}, POST_PAIRS, "attention"),
     ],
 }
-IN_FP64 = [TP, ULYSSES, PP, HSDP, TP | PP, DP | TP, TP | CP, PP | ULYSSES]
+IN_FP64 = [TP, {"tp": 4}, ULYSSES, PP, HSDP, TP | PP, DP | TP, TP | CP, PP | ULYSSES]
 
 
 def case_config(parallel, pipeline, kind, dtype="fp32", mode="none", layers=5):

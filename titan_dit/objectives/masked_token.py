@@ -22,7 +22,7 @@ from titan_dit.data.token_facts import TokenFacts
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared
 from titan_dit.objectives.keys import MaskedTokenKeys
-from titan_dit.objectives.sentence_order import Pairs, pairs_of
+from titan_dit.objectives.sentence_order import Pairs, end_of, pairs_of
 from titan_dit.rng import SampleRNG
 
 
@@ -161,9 +161,8 @@ class MaskedToken(Objective):
         if isinstance(self.data, PairFacts):
             return pairs_of(batch.fields, self.data, rng)
         tokens = batch.fields["tokens"][:, 1:]
-        end = self.data.end_of_document
         lengths = torch.full_like(tokens[:, 0], tokens.shape[1])
-        is_text = tokens != (-1 if end is None else end)
+        is_text = tokens != end_of(self.data)
         return Pairs(tokens, torch.zeros_like(tokens), is_text, lengths, lengths < 0)
 
     def drawn(self, sample: Pairs, rng: SampleRNG) -> Bool[Tensor, "b n"]:

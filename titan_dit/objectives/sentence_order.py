@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan_dit.data.base import Fields
 from titan_dit.data.pair_facts import PairFacts
+from titan_dit.data.token_facts import TokenFacts
 from titan_dit.rng import SampleRNG
 
 
@@ -28,6 +29,11 @@ class Pairs:
     lengths: Int64[Tensor, " b"]
     """Tokens before the padding."""
     is_swapped: Bool[Tensor, " b"]
+
+
+def end_of(facts: PairFacts | TokenFacts) -> int:
+    """Id of the token that ends a document, or -1, which no token is."""
+    return -1 if facts.end_of_document is None else facts.end_of_document
 
 
 def pairs_of(fields: Fields, facts: PairFacts, rng: SampleRNG) -> Pairs:
@@ -52,7 +58,7 @@ def pairs_of(fields: Fields, facts: PairFacts, rng: SampleRNG) -> Pairs:
     return Pairs(
         tokens=tokens.where(~is_padding, facts.pad),
         types=((place > sep) & ~is_padding).long(),
-        is_text=(place > 0) & ~is_sep & ~is_padding,
+        is_text=(place > 0) & ~is_sep & ~is_padding & (tokens != end_of(facts)),
         lengths=length[:, 0],
         is_swapped=is_swapped,
     )
