@@ -227,6 +227,7 @@ def test_a_run_starts_from_imported_weights_and_is_exported(cwd):
         *("--model.sequence_length", 12, "--training.steps", 2, "--training.global_batch_size", 4),
         *("--optimizer.lr", 1e-5, "--lr_schedule.warmup_steps", 0, "--sampling.every", 0),
         *("--metrics.every", 1, "--metrics.tensorboard", "false", "--validation.every", 0),
+        *("--model.dropout", 0.1, "--model.init_std", 0.01),  # Of the training, not of the weights.
         *("--checkpoint.resume", "ours", "--job.name", "tuned"),
     )
     done = train(*flags, cwd=cwd)

@@ -40,7 +40,8 @@ def read_directory(source: Path, target: Path) -> None:
     if isinstance(facts, TokenFacts) and isinstance(end := config.get("eos_token_id"), int):
         facts = replace(facts, end_of_document=end)
     # A checkpoint needs the section; the data of imported weights are unknown.
-    data = {"name": "synthetic", "latent_size": 1, "channels": 1, "num_classes": 1}
+    sizes = {key: getattr(model, key) for key in ("sequence_length", "vocabulary")}
+    data = {"name": "tokens", "paths": ("unknown",), **sizes}
     record = imported.record_of({**tables, "data": data}, facts)
     files = hf_directory.tokenizer_files(source)
     if any(file.name == "tokenizer.json" for file in files):

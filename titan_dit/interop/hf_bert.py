@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from titan_dit.interop.hf_family import Family, settings
+from titan_dit.interop.hf_family import Family, settings, width_of
 from titan_dit.interop.tensor_layouts import Padded, Same, SplitQKV
 from titan_dit.models.base import ModelConfig
 from titan_dit.models.bert import BERTConfig
@@ -90,6 +90,7 @@ class BERT(Family):
         model = {key: found[theirs] for key, theirs in KEYS.items()}
         model |= {
             "name": self.model,
+            "ffn": width_of(found["intermediate_size"], found["hidden_size"]),
             "norm_place": place,
             "norm_eps": found["layer_norm_eps"],
             "init_std": found["initializer_range"],

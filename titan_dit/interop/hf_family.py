@@ -66,3 +66,8 @@ def settings(
             )
     found = {key: config.get(key, value) for key, value in defaults.items()}
     return {key: config[key] for key in needed} | found
+
+
+def width_of(ffn: int, hidden: int) -> int:
+    """[model] ffn for a width: 0 if it is the default, so that it equals a config without it."""
+    return 0 if ffn == 4 * hidden else ffn

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_dit.config.section import UserError, show
-from titan_dit.interop.hf_family import Family, settings
+from titan_dit.interop.hf_family import Family, settings, width_of
 from titan_dit.interop.tensor_layouts import FusedQKV, Padded, Same, Transposed
 from titan_dit.models.base import ModelConfig
 from titan_dit.models.gpt import GPTConfig
@@ -56,7 +56,7 @@ class GPT2(Family):
         model = {key: found[theirs] for key, theirs in KEYS.items()}
         model |= {
             "name": self.model,
-            "ffn": config.get("n_inner") or 0,
+            "ffn": width_of(config.get("n_inner") or 0, found["n_embd"]),
             "norm_eps": found["layer_norm_epsilon"],
             "init_std": found["initializer_range"],
             "tied": found["tie_word_embeddings"],

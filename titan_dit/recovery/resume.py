@@ -36,6 +36,8 @@ from titan_dit.optim.ema import EMA
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "noise_schedule", "schedule", "steps", "learn_sigma")
 """Keys of [objective] that define the network's prediction."""
+OF_TRAINING = ("[model] dropout:", "[model] init_std:")
+"""Keys of [model] that imported weights do not depend on."""
 
 
 def folder_of(run: RunConfig) -> Path:
@@ -238,8 +240,8 @@ def check_same_mathematics(
 ) -> None:
     """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
 
-    Imported weights belong to no run: only [model] and `WHAT_WEIGHTS_ARE` must agree. `ways_out`:
-    the end of the error, see `mismatch`.
+    Imported weights belong to no run: only [model] without `OF_TRAINING`, and `WHAT_WEIGHTS_ARE`,
+    must agree. `ways_out`: the end of the error, see `mismatch`.
     """
     # Built again: keys that did not exist then get their defaults, as they do now.
     before = build(of_record(record), catalog.variant)
@@ -249,7 +251,7 @@ def check_same_mathematics(
     held_out = before.validation.held_out_of(has_part=has_part), identity.num_held_out
     if record.get("imported", False):
         kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
-        changed = [change for change in changed if change.startswith(kept)]
+        changed = [x for x in changed if x.startswith(kept) and not x.startswith(OF_TRAINING)]
     else:
         if record["data"]["digest"] != identity.data["digest"]:
             changed.append("[data]: the contents differ from those the checkpoint was trained on")
