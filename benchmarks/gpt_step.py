@@ -68,7 +68,7 @@ def ours(config: GPTConfig, windows: Tensor) -> Callable[[], Tensor]:
     return step
 
 
-def hugging_face(config: GPTConfig, windows: Tensor) -> Callable[[], Tensor]:
+def transformers_gpt2(config: GPTConfig, windows: Tensor) -> Callable[[], Tensor]:
     """GPT2LMHeadModel without dropout, with its default attention."""
     import transformers  # type: ignore[import-not-found]
 
@@ -110,7 +110,7 @@ def main() -> None:
     )
     contenders: dict[str, MakeStep] = {"plain": plain_gpt.make_step, "ours": ours}
     if importlib.util.find_spec("transformers"):
-        contenders["hugging_face"] = hugging_face
+        contenders["plain_transformers"] = transformers_gpt2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with process_group.start(device.type) as world:
         shape = (options.batch, options.tokens + 1)

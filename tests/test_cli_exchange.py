@@ -13,9 +13,12 @@ import torch
 from commands import metrics, train
 from safetensors.torch import load_file, save_file
 
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.config.section import UserError
-from titan_dit.interop import hf_directory
+from titan_dit.data.token_facts import TokenFacts
+from titan_dit.interop import hf_directory, imported
+from titan_dit.models.gpt import GPTConfig
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "hugging_face"
 NUMBERS = load_file(FIXTURES / "gpt2" / "numbers.safetensors")
@@ -216,6 +219,30 @@ def test_inputs_that_do_not_fit_are_refused(case, cwd):
     with pytest.raises(UserError) as caught:
         predicted(cwd, cwd / "ours", **inputs)
     assert words in str(caught.value)
+
+
+def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
+    sizes = {"hidden": 16, "layers": 1, "heads": 4, "vocabulary": 61, "sequence_length": 12}
+    newer = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "query_groups": 2}
+    config = GPTConfig(**sizes, **newer)
+    weights = {name: p.detach() for name, p in config.build().named_parameters()}
+    data = {"name": "tokens", "paths": ("unknown",), "sequence_length": 12, "vocabulary": 61}
+    model = {"name": "gpt", **sizes, **newer}
+    tables = {"model": model, "objective": {"name": "next_token"}, "data": data}
+    facts = TokenFacts(count=0, sequence_length=12, vocabulary=61)
+    whole = {"model": weights, "ema": {imported.EMA_DECAY: weights}}
+    imported.save(cwd / "llama", whole, imported.record_of(tables, facts))
+    tokens = NUMBERS["tokens"]
+    found = [predicted(cwd, cwd / "llama", tokens=tokens[:, :n]) for n in (12, 5)]
+    assert close(found[1], found[0][:, :5])
+    with pytest.raises(UserError, match='positions="rotary": GPT2LMHeadModel has only'):
+        converted(cwd / "llama", cwd / "llama_back")
+    assert not (cwd / "llama_back").exists()
+
+
+def test_what_must_be_imported_first_says_so(cwd):
+    with pytest.raises(UserError, match=r"convert --from .*gpt2 --to"):
+        find_checkpoint(cwd / "gpt2", None)
 
 
 def test_a_run_starts_from_imported_weights_and_is_exported(cwd):
