@@ -26,8 +26,8 @@ CASES = {
         (CP, {}, POST),
         (ULYSSES, {}, POST_PAIRS),
         (PP, schedule("zbv_zero_bubble"), PRE_PAIRS),
+        (DP, {}, PRE),
     ],
-    4: [(DP | TP, {}, PRE), (PP | ULYSSES, FOLDED, POST_PAIRS)],
 }
 # The whole grid, for ./run_tests.sh --long.
 LONG = {
@@ -45,6 +45,8 @@ LONG = {
         ({"pp": 4}, FOLDED, POST_PAIRS),
         ({"tp": 4}, {}, POST_PAIRS),
         (HSDP, {}, POST_PAIRS),
+        (DP | TP, {}, PRE),
+        (PP | ULYSSES, FOLDED, POST_PAIRS),
         (DP | PP, schedule("zbv_zero_bubble"), POST_PAIRS),
         (DP | ULYSSES, {}, PRE_PAIRS),
         (TP | PP, schedule("dualpipev"), POST_PAIRS),
