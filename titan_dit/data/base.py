@@ -76,7 +76,7 @@ class DataFacts:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> DataFacts:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `as_json`; unknown keys are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 

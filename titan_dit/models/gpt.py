@@ -193,7 +193,7 @@ class GPT(Model):
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward per sample: 2 per multiply-add of a matmul, no recompute.
 
-        As Megatron counts (arXiv:2104.04473 eq. 3): attention in full although half of it is masked.
+        As Megatron counts (arXiv:2104.04473 eq. 3): attention in full, although half is masked.
         """
         head = 6 * tokens * self.config.shape[0] * self.config.rows
         return self.config.shape[1] * self.config.block_flops(tokens) + head
