@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Float
