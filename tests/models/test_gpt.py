@@ -41,7 +41,9 @@ def test_named_sizes_have_the_published_parameters(size):
 def test_175b_has_175_billion_parameters():
     with torch.device("meta"):
         model = GPTConfig(size="175B", sequence_length=2048).build()
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(175, 0.005)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
+        175, 0.005
+    )
 
 
 @pytest.mark.parametrize("keys", [{}, LLAMA])

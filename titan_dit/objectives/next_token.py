@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -85,7 +85,8 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
                 "[objective] mask_end_of_document=true needs the id of the token that ends a "
                 "document. Set [data] end_of_document."
             )
-        return NextToken(found, facts.end_of_document if self.mask_end_of_document else None)
+        masked = facts.end_of_document if self.mask_end_of_document else None
+        return NextToken(found, masked, "dropout_keys" in found.spec().context)
 
 
 def causal(model: ModelConfig) -> CausalModel:
@@ -107,6 +108,8 @@ class NextToken(Objective):
     model: CausalModel
     masked: int | None = None
     """What comes after this token is not predicted."""
+    drops: bool = False
+    """The model has dropout."""
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Inputs are the first n tokens, targets the last n."""
@@ -121,8 +124,18 @@ class NextToken(Objective):
             weight=weight,
             total_tokens=total if self.masked is None else None,
             static=self.model.static(tokens.device),
-            context={"next_tokens": targets},
+            context={"next_tokens": targets, **self.dropout_keys(rng)},
         )
+
+    def dropout_keys(self, rng: SampleRNG) -> dict[str, Tensor]:
+        """What the model draws its dropout by, [b]."""
+        return {"dropout_keys": rng.keys("dropout")} if self.drops else {}
+
+    def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
+        """The batch without dropout."""
+        prepared = self.prepare(batch, rng)
+        off = {name: -torch.ones_like(keys) for name, keys in self.dropout_keys(rng).items()}
+        return {"": replace(prepared, context={**prepared.context, **off})}
 
     def loss(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
