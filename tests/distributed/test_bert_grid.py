@@ -14,7 +14,8 @@ from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)
 
-# Norms after or before, and whether the order of spans is a second task, on padded samples.
+# Norms after or before, and whether the order of spans is a second task, on padded samples,
+# then with dropout if norms are after.
 POST, PRE = ["post", False], ["pre", False]
 POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
 KINDS = POST, PRE, POST_PAIRS, PRE_PAIRS
@@ -26,8 +27,8 @@ CASES = {
         (CP, {}, POST),
         (ULYSSES, {}, POST_PAIRS),
         (PP, schedule("zbv_zero_bubble"), PRE_PAIRS),
+        (DP, {}, PRE),
     ],
-    4: [(DP | TP, {}, PRE), (PP | ULYSSES, FOLDED, POST_PAIRS)],
 }
 # The whole grid, for ./run_tests.sh --long.
 LONG = {
@@ -45,6 +46,8 @@ LONG = {
         ({"pp": 4}, FOLDED, POST_PAIRS),
         ({"tp": 4}, {}, POST_PAIRS),
         (HSDP, {}, POST_PAIRS),
+        (DP | TP, {}, PRE),
+        (PP | ULYSSES, FOLDED, POST_PAIRS),
         (DP | PP, schedule("zbv_zero_bubble"), POST_PAIRS),
         (DP | ULYSSES, {}, PRE_PAIRS),
         (TP | PP, schedule("dualpipev"), POST_PAIRS),
@@ -67,7 +70,11 @@ def case_config(parallel, pipeline, kind, dtype="fp32", mode="none", layers=5):
     norm_place, sentence_order = kind
     return bert_config(
         sentence_order=sentence_order,
-        model={"layers": 8 if eight else layers, "norm_place": norm_place},
+        model={
+            "layers": 8 if eight else layers,
+            "norm_place": norm_place,
+            "dropout": 0.1 if kind == POST_PAIRS else 0.0,
+        },
         parallel=parallel,
         pipeline=pipeline,
         precision={"dtype": dtype},

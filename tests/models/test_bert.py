@@ -13,7 +13,7 @@ from titan_dit.models.bert import BERTConfig, Block
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "vocabulary": 100, "sequence_length": 12}
 
 
-def built(config, num_scored=4, *, sentence_order=True):
+def built(config, num_scored=3, *, sentence_order=True):
     torch.manual_seed(0)
     model = config.masked_spec(num_scored, sentence_order=sentence_order).build()
     for parameter in model.parameters():

@@ -1,5 +1,7 @@
 """Masked tokens: how many, which, by what they are replaced; spans in order; the loss."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -176,6 +178,18 @@ def test_the_mask_is_an_id_that_the_data_never_have_if_they_name_none():
     objective, _ = prepared_of(WINDOWS, windows(8), mask_id=5)
     assert objective.mask == 5
     assert (prepared.inputs["tokens"] == VOCABULARY - 1).any()
+
+
+def test_dropout_is_off_in_evaluations():
+    model = dataclasses.replace(MODEL, dropout=0.1)
+    batch = windows(4)
+    objective = MaskedTokenConfig().build(model, WINDOWS)
+    training = objective.prepare(batch, rng_of(batch)).context["dropout_keys"]
+    assert len(set(training.tolist())) == 4
+    assert (training >= 0).all()
+    evaluated = objective.evaluations(batch, rng_of(batch))[""].context
+    assert (evaluated["dropout_keys"] < 0).all()
+    assert "dropout_keys" not in prepared_of(WINDOWS, batch)[1].context
 
 
 LATENTS = LatentFacts(count=1, shape=(1, 8, 8), num_classes=10)

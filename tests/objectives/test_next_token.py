@@ -58,7 +58,7 @@ def test_data_that_do_not_fit_the_model_are_refused(facts, words):
 
 def test_other_data_and_other_models_are_refused():
     digits = tiny_config()
-    with pytest.raises(UserError, match='Set .model. name = "gpt"'):
+    with pytest.raises(UserError, match=r'Set .model. name = "gpt"'):
         NextTokenConfig().model_spec(digits.model)
-    with pytest.raises(UserError, match='Set .data. name = "tokens"'):
+    with pytest.raises(UserError, match=r'Set .data. name = "tokens"'):
         NextTokenConfig().build(MODEL, digits.data.open().facts)

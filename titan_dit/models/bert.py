@@ -20,6 +20,7 @@ from titan_dit.models.base import Mask, Model, ModelSpec, SideInputs, Stream, Te
 from titan_dit.models.bert_sizes import BERTSizes
 from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import MLP, Attention
+from titan_dit.models.sample_dropout import SampleDropout, dropped
 from titan_dit.models.vocabulary import Vocabulary, cross_entropy
 
 
@@ -51,14 +52,19 @@ class BERTConfig(BERTSizes):
         hidden, layers, heads = self.shape
         n, task = self.sequence_length, Task(num_scored, sentence_order)
         ids = TensorSpec((n,), token_dim=0, dtype=torch.int64)
-        length = TensorSpec((), dtype=torch.int64)
+        number = TensorSpec((), dtype=torch.int64)
+        context = {"labels": ids}
+        if sentence_order:
+            context |= {"order": ids, "lengths": number}
+        if self.dropout:
+            context["dropout_keys"] = number
         return ModelSpec(
             build=partial(BERT, self, task),
             inputs={"tokens": ids, "types": ids},
             stream={"tokens": TensorSpec((n, hidden), token_dim=0)},
             predictions={"logits": TensorSpec((n, self.vocabulary), token_dim=0)},
             scores={"losses": TensorSpec((n,), token_dim=0, dtype=torch.float32)},
-            context={"labels": ids} | ({"order": ids, "lengths": length} if sentence_order else {}),
+            context=context,
             static={"positions": ids},
             num_layers=layers,
             num_heads=heads,
@@ -88,6 +94,11 @@ def norm_of(config: BERTConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.shape[0], eps=config.norm_eps)
 
 
+def dropout_of(config: BERTConfig, layer: int, place: int = 0) -> SampleDropout | None:
+    """The dropout of a place, if there is any."""
+    return SampleDropout(config.dropout, layer, place) if config.dropout else None
+
+
 class ExactMLP(MLP):
     """Two layers with GELU in its exact form, by erf."""
 
@@ -107,33 +118,38 @@ class Embed(nn.Module):
         self.position = nn.Embedding(config.sequence_length, hidden)
         self.token_type = nn.Embedding(2, hidden)
         self.norm = norm_of(config) if config.norm_place == "post" else nn.Identity()
+        self.dropout = dropout_of(config, config.shape[1])
 
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
         """`tokens` [b, n] int64; `types` [b, n] int64: 0 in the first span, 1 in the second."""
         x = self.token(inputs["tokens"]) + self.position(side["positions"])
-        return (self.norm(x + self.token_type(inputs["types"])),)
+        x = self.norm(x + self.token_type(inputs["types"]))
+        return (dropped(self.dropout, x, side),)
 
 
 class Block(nn.Module):
     """Attention and MLP, each added to the stream, with a norm after or before."""
 
-    def __init__(self, config: BERTConfig, mask: Mask) -> None:
+    def __init__(self, config: BERTConfig, mask: Mask, layer: int) -> None:
         super().__init__()
         hidden, _, heads = config.shape
         self.is_post = config.norm_place == "post"
         self.attn = Attention(hidden, heads, mask=mask)
+        self.attn_dropout = dropout_of(config, layer, 0)
         self.attn_norm = norm_of(config)
         self.mlp = ExactMLP(hidden, config.width)
+        self.mlp_dropout = dropout_of(config, layer, 1)
         self.mlp_norm = norm_of(config)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
         """Update the tokens."""
         (x,), lengths = stream, side.get("lengths")
-        if self.is_post:
-            x = self.attn_norm(x + self.attn(x, lengths=lengths))
-            return (self.mlp_norm(x + self.mlp(x)),)
-        x = x + self.attn(self.attn_norm(x), lengths=lengths)
-        return (x + self.mlp(self.mlp_norm(x)),)
+        attended = self.attn(x if self.is_post else self.attn_norm(x), lengths=lengths)
+        x = x + dropped(self.attn_dropout, attended, side)
+        x = self.attn_norm(x) if self.is_post else x
+        added = self.mlp(x if self.is_post else self.mlp_norm(x))
+        x = x + dropped(self.mlp_dropout, added, side)
+        return (self.mlp_norm(x) if self.is_post else x,)
 
 
 class Head(nn.Module):
@@ -200,7 +216,7 @@ class BERT(Model):
         self.config, self.task = config, task
         self.embed = Embed(config)
         layers = range(config.shape[1])
-        self.blocks = nn.ModuleDict({str(layer): Block(config, task.mask) for layer in layers})
+        self.blocks = nn.ModuleDict({str(i): Block(config, task.mask, i) for i in layers})
         self.head = Head(config, task)
         self.tied = {"head.out.weight": "embed.token.weight"}
         self.tie()
@@ -208,7 +224,7 @@ class BERT(Model):
     def initializers(self) -> dict[str, Initializer]:
         """N(0, init_std); see `BERTSizes.init_std`."""
         std, layers = self.config.init_std, self.config.shape[1]
-        table: dict[str, Initializer] = {}
+        table = super().initializers()
         for name, parameter in self.named_parameters():
             writes = name.endswith(("attn.out.weight", "mlp.down.weight"))
             if name.endswith("bias"):

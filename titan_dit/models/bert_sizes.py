@@ -6,9 +6,10 @@ Without torch, so that `--help` is quick.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from titan_dit.config.section import (
+    Bound,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -54,6 +55,9 @@ class BERTSizes(Section):
     and one after the last block, as Megatron has them (arXiv:1909.08053 fig. 7)."""
     norm_eps: PositiveFloat = 1e-12
     """Megatron's: 1e-5."""
+    dropout: Annotated[float, Bound(least=0, below=1)] = 0.0
+    """Dropout of the embedding and of what attention and MLP add. There is none of attention's
+    probabilities."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial matrices; with norm_place = "pre" those that write to the
     residual stream have init_std / sqrt(2 layers)."""

@@ -8,7 +8,7 @@ task adds the mean over samples of its loss.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -98,7 +98,8 @@ class MaskedTokenConfig(MaskedTokenKeys, ObjectiveConfig):
                 f"[model] vocabulary={found.vocabulary}. Set [model] vocabulary = "
                 f"{max(facts.vocabulary, mask + 1)}."
             )
-        return MaskedToken(found, facts, mask, self.mask_share)
+        drops = "dropout_keys" in self.model_spec(model).context
+        return MaskedToken(found, facts, mask, self.mask_share, drops)
 
 
 def bidirectional(model: ModelConfig) -> MaskedModel:
@@ -127,6 +128,8 @@ class MaskedToken(Objective):
     mask: int
     """Id of [MASK]."""
     share: float
+    drops: bool = False
+    """The model has dropout."""
 
     @property
     def takes(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -153,8 +156,18 @@ class MaskedToken(Objective):
             weight=batch.weight,
             total_tokens=batch.total_weight * n,
             static=self.model.static(scale.device),
-            context=context,
+            context=context | self.dropout_keys(rng),
         )
+
+    def dropout_keys(self, rng: SampleRNG) -> dict[str, Tensor]:
+        """What the model draws its dropout by, [b]."""
+        return {"dropout_keys": rng.keys("dropout")} if self.drops else {}
+
+    def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
+        """The batch without dropout."""
+        prepared = self.prepare(batch, rng)
+        off = {name: -torch.ones_like(keys) for name, keys in self.dropout_keys(rng).items()}
+        return {"": replace(prepared, context={**prepared.context, **off})}
 
     def sample_of(self, batch: Batch, rng: SampleRNG) -> Pairs:
         """The tokens before masking. Of a window its last n, so that no token comes twice."""
