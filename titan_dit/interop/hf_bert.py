@@ -114,7 +114,7 @@ class BERT(Family):
             "hidden_act": "gelu",
             "type_vocab_size": 2,
             "tie_word_embeddings": True,
-            "hidden_dropout_prob": 0.0,
+            "hidden_dropout_prob": model.dropout,
             "attention_probs_dropout_prob": 0.0,
         }
 
