@@ -102,6 +102,8 @@ def test_the_recipes_are_listed_with_a_line_each(capsys):
     listed = capsys.readouterr().out.splitlines()
     files = sorted(path.name for path in config_file.CONFIG_DIR.glob("*.toml"))
     assert [line.split()[0] for line in listed[: len(files)]] == files
-    assert listed[0].startswith("  digits.toml       The default run: 1,797 real")
+    assert any(
+        line.startswith("  digits.toml       The default run: 1,797 real") for line in listed
+    )
     for line in listed:
         assert len(line) <= 120, line

@@ -19,9 +19,14 @@ if TYPE_CHECKING:  # Reading a config must not import torch.
     from titan_dit.parallel.tensor import TensorPlan
 
 SECTIONS = {
-    "model": {"dit": "titan_dit.models.dit:DiTConfig", "gpt": "titan_dit.models.gpt:GPTConfig"},
+    "model": {
+        "bert": "titan_dit.models.bert:BERTConfig",
+        "dit": "titan_dit.models.dit:DiTConfig",
+        "gpt": "titan_dit.models.gpt:GPTConfig",
+    },
     "objective": {
         "ddpm": "titan_dit.diffusion.ddpm:DDPM",
+        "masked_token": "titan_dit.objectives.masked_token:MaskedTokenConfig",
         "next_token": "titan_dit.objectives.next_token:NextTokenConfig",
         "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
     },
@@ -29,6 +34,7 @@ SECTIONS = {
         "digits": "titan_dit.data.latents:Digits",
         "latents": "titan_dit.data.latents:Latents",
         "plays": "titan_dit.data.token_windows:Plays",
+        "sentence_pairs": "titan_dit.data.sentence_pairs:SentencePairs",
         "synthetic": "titan_dit.data.synthetic:Synthetic",
         "tokens": "titan_dit.data.token_windows:Tokens",
     },
@@ -41,11 +47,13 @@ SECTIONS = {
 
 KEYS = {
     "model": {
+        "bert": "titan_dit.models.bert_sizes:BERTSizes",
         "dit": "titan_dit.models.dit_sizes:DiTSizes",
         "gpt": "titan_dit.models.gpt_sizes:GPTSizes",
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
+        "masked_token": "titan_dit.objectives.keys:MaskedTokenKeys",
         "next_token": "titan_dit.objectives.keys:NextTokenKeys",
         "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
     },
@@ -53,6 +61,7 @@ KEYS = {
         "digits": "titan_dit.data.keys:DigitsKeys",
         "latents": "titan_dit.data.keys:LatentsKeys",
         "plays": "titan_dit.data.keys:PlaysKeys",
+        "sentence_pairs": "titan_dit.data.keys:SentencePairsKeys",
         "synthetic": "titan_dit.data.keys:SyntheticKeys",
         "tokens": "titan_dit.data.keys:TokensKeys",
     },
@@ -94,6 +103,7 @@ LR_DECAYS = {
 """Laws of the learning rate after its warm-up, by [lr_schedule] decay."""
 
 TENSOR_PLANS = {
+    "bert": "titan_dit.parallel.plans.bert:plan",
     "dit": "titan_dit.parallel.plans.dit:plan",
     "gpt": "titan_dit.parallel.plans.gpt:plan",
 }

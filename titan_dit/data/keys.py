@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from titan_dit.config.section import (
+    Bound,
     Finite,
+    Fraction,
     Named,
     NonNegativeFloat,
     NonNegativeInt,
@@ -131,3 +134,24 @@ class TokensKeys(DataKeys):
     def has_validation_part(self) -> bool:
         """True if `split` has a second share."""
         return len(self.split) > 1 and self.split[1] > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentencePairsKeys(TokensKeys):
+    """Sentences on disk for BERT: `data tokenize --split-sentences`, with a tokenizer of BERT."""
+
+    name = "sentence_pairs"
+
+    sequence_length: Annotated[int, Bound(least=5)]
+    """Tokens of a sample, with [CLS], twice [SEP] and padding."""
+    short_share: Fraction = 0.1
+    """Share of the samples with a random shorter length, as Megatron's short_seq_prob."""
+
+    def __post_init__(self) -> None:
+        """Require a tokenizer: it has the ids of [CLS], [SEP], [MASK] and [PAD]."""
+        super().__post_init__()
+        if not self.tokenizer:
+            raise UserError(
+                "[data] sentence_pairs need the ids of [CLS], [SEP], [MASK] and [PAD]. Set "
+                "tokenizer (a tokenizer.json)."
+            )

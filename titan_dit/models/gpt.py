@@ -20,7 +20,7 @@ from titan_dit.models.gpt_sizes import GPTSizes
 from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import MLP, Attention, GatedMLP
 from titan_dit.models.rotary import rotary_of
-from titan_dit.models.sample_dropout import SampleDropout
+from titan_dit.models.sample_dropout import SampleDropout, dropped
 from titan_dit.models.vocabulary import Vocabulary
 
 
@@ -86,15 +86,6 @@ def norm_of(config: GPTConfig) -> nn.Module:
 def dropout_of(config: GPTConfig, layer: int, place: int = 0) -> SampleDropout | None:
     """The dropout of a place, if there is any."""
     return SampleDropout(config.dropout, layer, place) if config.dropout else None
-
-
-def dropped(dropout: SampleDropout | None, x: Tensor, side: SideInputs) -> Tensor:
-    """Apply dropout in training, when the samples have keys."""
-    keys = side.get("dropout_keys")
-    if dropout is None or keys is None:
-        return x
-    result: Tensor = dropout(x, keys, side["positions"])
-    return result
 
 
 class Embed(nn.Module):

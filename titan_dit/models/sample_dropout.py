@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from titan_dit.models.base import SideInputs
 from titan_dit.models.initializers import Initializer, constant
 from titan_dit.models.layers import is_token_first
 from titan_dit.models.weight_draws import mixed, signed
@@ -73,3 +74,12 @@ class SampleDropout(nn.Module):
         if is_token_first(x):
             return mixed(steps[:, None] + streams[:, None]).transpose(0, 1)
         return mixed(steps + streams[:, None, None])
+
+
+def dropped(dropout: SampleDropout | None, x: Tensor, side: SideInputs) -> Tensor:
+    """Apply dropout in training, when the samples have keys."""
+    keys = side.get("dropout_keys")
+    if dropout is None or keys is None:
+        return x
+    result: Tensor = dropout(x, keys, side["positions"])
+    return result

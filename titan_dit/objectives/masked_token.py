@@ -1,0 +1,218 @@
+"""Masked tokens: -log p(token | the tokens that are not masked) (arXiv:1810.04805 sec. 3.1).
+
+The loss is the mean over samples of the mean over a sample's masked tokens, so that every rank
+knows its divisor. Where samples are equally long it is the mean over all masked tokens. A second
+task adds the mean over samples of its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from titan_dit.config.section import UserError, show
+from titan_dit.data.base import Batch, DataFacts, Field
+from titan_dit.data.pair_facts import PairFacts
+from titan_dit.data.token_facts import TokenFacts
+from titan_dit.models.base import ModelConfig, ModelSpec
+from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared
+from titan_dit.objectives.keys import MaskedTokenKeys
+from titan_dit.objectives.sentence_order import Pairs, end_of, pairs_of
+from titan_dit.rng import SampleRNG
+
+
+@runtime_checkable
+class MaskedModel(Protocol):
+    """A [model] section of a bidirectional language model."""
+
+    @property
+    def name(self) -> str:
+        """The name in the catalog."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+
+    def masked_spec(self, num_scored: int, *, sentence_order: bool) -> ModelSpec:
+        """Describe the network; `num_scored`: most masked tokens of a sample."""
+
+    def static(self, device: torch.device) -> dict[str, Tensor]:
+        """Inputs that are equal for all samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedTokenConfig(MaskedTokenKeys, ObjectiveConfig):
+    """The [objective] section of masked tokens."""
+
+    def model_spec(self, model: ModelConfig) -> ModelSpec:
+        """The model's spec, with the heads of the tasks."""
+        found = bidirectional(model)
+        num = num_masked(self.mask_share, found.sequence_length)
+        return found.masked_spec(num, sentence_order=self.sentence_order)
+
+    def facts(self, values: Mapping[str, Any]) -> DataFacts:
+        """Facts of pairs or of token windows, from a checkpoint's record."""
+        kind = PairFacts if self.sentence_order else TokenFacts
+        return kind.from_json(values)
+
+    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
+        """Facts and fields of samples with the model's own sizes."""
+        found = bidirectional(model)
+        n, size = found.sequence_length, found.vocabulary
+        facts: PairFacts | TokenFacts
+        if self.sentence_order:
+            facts = PairFacts(count=0, sequence_length=n, vocabulary=size, cls=1, sep=2, mask=3)
+        else:
+            facts = TokenFacts(count=0, sequence_length=n, vocabulary=max(size - 1, 1))
+        return facts, facts.fields
+
+    def build(self, model: ModelConfig, facts: DataFacts) -> MaskedToken:
+        """Build the objective; UserError if the data do not fit the model."""
+        found = bidirectional(model)
+        if not isinstance(facts, PairFacts if self.sentence_order else TokenFacts):
+            kind = "sentence_pairs" if self.sentence_order else "tokens"
+            raise UserError(
+                f"[objective] sentence_order={show(self.sentence_order)} trains on other samples "
+                f'than [data] holds. Set [data] name = "{kind}".'
+            )
+        assert isinstance(facts, PairFacts | TokenFacts)
+        if facts.sequence_length != found.sequence_length:
+            raise UserError(
+                f"[data] sequence_length={facts.sequence_length} and [model] "
+                f"sequence_length={found.sequence_length} differ. Set them alike."
+            )
+        own = facts.mask if isinstance(facts, PairFacts) else facts.vocabulary
+        mask = own if self.mask_id is None else self.mask_id
+        if max(facts.vocabulary, mask + 1) > found.vocabulary:
+            raise UserError(
+                f"[data] has token ids up to {facts.vocabulary - 1}, and [MASK] is {mask}, but "
+                f"[model] vocabulary={found.vocabulary}. Set [model] vocabulary = "
+                f"{max(facts.vocabulary, mask + 1)}."
+            )
+        drops = "dropout_keys" in self.model_spec(model).context
+        return MaskedToken(found, facts, mask, self.mask_share, drops)
+
+
+def bidirectional(model: ModelConfig) -> MaskedModel:
+    """The section, if it describes a model of masked tokens."""
+    if not isinstance(model, MaskedModel):
+        raise UserError(
+            f"[model] name={show(model.name)} predicts no masked tokens, as [objective] "
+            'name="masked_token" needs. Set [model] name = "bert".'
+        )
+    return model
+
+
+def num_masked(share: float, length: int) -> int:
+    """Masked tokens of a sample of `length` tokens."""
+    return max(1, round(share * length))
+
+
+@dataclass(frozen=True)
+class MaskedToken(Objective):
+    """Predicts a fixed number of each sample's tokens, drawn by sample number."""
+
+    token_targets = ("scale", "order_scale")
+
+    model: MaskedModel
+    data: PairFacts | TokenFacts
+    mask: int
+    """Id of [MASK]."""
+    share: float
+    drops: bool = False
+    """The model has dropout."""
+
+    @property
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Fields of a sample that it reads."""
+        return tuple(self.data.fields)
+
+    def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
+        """Frame the spans if there are two, and mask tokens."""
+        sample = self.sample_of(batch, rng)
+        n = sample.tokens.shape[1]
+        is_masked = self.drawn(sample, rng)
+        # The weights of a sample's masked tokens add up to n, as equal weights of all would.
+        scale = n * is_masked / is_masked.sum(1, keepdim=True).clamp(min=1)
+        context = {"labels": sample.tokens.where(is_masked, -1)}
+        targets = {"scale": scale}
+        if isinstance(self.data, PairFacts):
+            at_start = torch.arange(n, device=scale.device) == 0
+            order = sample.is_swapped[:, None].long().where(at_start, -1)
+            context |= {"order": order, "lengths": sample.lengths}
+            targets["order_scale"] = torch.where(order < 0, 0.0, float(n))
+        return Prepared(
+            inputs={"tokens": self.replaced(sample.tokens, is_masked, rng), "types": sample.types},
+            targets=targets,
+            weight=batch.weight,
+            total_tokens=batch.total_weight * n,
+            static=self.model.static(scale.device),
+            context=context | self.dropout_keys(rng),
+        )
+
+    def dropout_keys(self, rng: SampleRNG) -> dict[str, Tensor]:
+        """What the model draws its dropout by, [b]."""
+        return {"dropout_keys": rng.keys("dropout")} if self.drops else {}
+
+    def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
+        """The batch without dropout."""
+        prepared = self.prepare(batch, rng)
+        off = {name: -torch.ones_like(keys) for name, keys in self.dropout_keys(rng).items()}
+        return {"": replace(prepared, context={**prepared.context, **off})}
+
+    def sample_of(self, batch: Batch, rng: SampleRNG) -> Pairs:
+        """The tokens before masking. Of a window its last n, so that no token comes twice."""
+        if isinstance(self.data, PairFacts):
+            return pairs_of(batch.fields, self.data, rng)
+        tokens = batch.fields["tokens"][:, 1:]
+        lengths = torch.full_like(tokens[:, 0], tokens.shape[1])
+        is_text = tokens != end_of(self.data)
+        return Pairs(tokens, torch.zeros_like(tokens), is_text, lengths, lengths < 0)
+
+    def drawn(self, sample: Pairs, rng: SampleRNG) -> Bool[Tensor, "b n"]:
+        """The tokens to predict: round(share x length) of each sample, and no special ones."""
+        n = sample.tokens.shape[1]
+        # Unique keys, so that every device and every sort choose the same tokens.
+        keys = (rng.uniform("masked", (n,)) * 2**23).long() * n + torch.arange(
+            n, device=sample.tokens.device
+        )
+        keys = keys.where(sample.is_text, torch.iinfo(torch.int64).max)
+        count = (self.share * sample.lengths.double()).round().long().clamp(min=1)
+        count = torch.minimum(count, sample.is_text.sum(1))
+        most = num_masked(self.share, n)
+        least = keys.topk(most, largest=False, sorted=True).values
+        last = least.gather(1, (count - 1).clamp(min=0)[:, None])
+        return (keys <= last) & (count > 0)[:, None]
+
+    def replaced(
+        self, tokens: Int64[Tensor, "b n"], is_masked: Bool[Tensor, "b n"], rng: SampleRNG
+    ) -> Int64[Tensor, "b n"]:
+        """Of the masked tokens 80% become [MASK], 10% a random token, 10% stay."""
+        shape = tokens.shape[1:]
+        kind = rng.uniform("kind", shape)
+        other = (rng.uniform("other", shape) * self.data.vocabulary).long()
+        new = torch.where(kind < 0.8, self.mask, other.where(kind < 0.9, tokens))
+        return new.where(is_masked, tokens)
+
+    def loss(
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+    ) -> Float[Tensor, "b n"]:
+        """In nats: the terms' sum, whose mean over a sample's tokens is the sample's loss."""
+        return predictions["losses"] * sum(targets.values())
+
+    def terms(
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+    ) -> dict[str, Float[Tensor, "b n"]]:
+        """The loss of the masked tokens, and that of the order."""
+        losses = predictions["losses"]
+        names = {"masked": "scale", "order": "order_scale"}
+        return {k: losses * targets[scale] for k, scale in names.items() if scale in targets}
