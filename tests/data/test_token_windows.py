@@ -139,6 +139,18 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(tmp_path, bad, monkeypat
     assert said in refused(tokens(path, verify=True).open)
 
 
+def test_a_node_may_have_its_own_copy_but_not_another_file(first):
+    survey = tokens(first).survey()
+    copy = Path(f"{first}.bin")
+    copy.write_bytes(copy.read_bytes())
+    assert len(whole(tokens(first).open_surveyed(survey))) == 6
+    copy.write_bytes(copy.read_bytes() + b"12")
+    message = refused(lambda: tokens(first).open_surveyed(survey))
+    assert "104 bytes on this node, but 102 on the first rank's" in message
+    copy.unlink()
+    assert "cannot be opened" in refused(lambda: tokens(first).open_surveyed(survey))
+
+
 def test_a_file_that_shrinks_is_an_error_and_no_crash(first):
     source = tokens(first).open()
     with Path(f"{first}.bin").open("r+b") as file:

@@ -22,19 +22,17 @@ COMPILED = {"compile": {"enabled": True, "objective": False}}
 FP64 = {"precision": {"dtype": "fp64"}}
 RECOMPUTED = {"remat": {"mode": "full"}}
 CASES = {
-    2: [
-        (RING, 0, {}),
-        (RING, 2, COMPILED),
-        (RING, 2, RECOMPUTED),
-        (ULYSSES, 1, {}),
-        (TP, 2, {}),
-        (PLAIN, 2, {}),
-        (PP, 2, {}),
-    ],
+    2: [(RING, 2, COMPILED), (RING, 0, RECOMPUTED), (ULYSSES, 1, {}), (TP, 2, {}), (PP, 2, {})],
     4: [(RING | TP, 2, {}), (RING | {"cp": 4}, 2, FP64)],
 }
 LONG = {
-    2: [(RING, 2, FP64), (ULYSSES, 2, FP64), (ULYSSES, 1, COMPILED), (TP, 2, RECOMPUTED)],
+    2: [
+        (RING, 2, FP64),
+        (ULYSSES, 2, FP64),
+        (ULYSSES, 1, COMPILED),
+        (TP, 2, RECOMPUTED),
+        (PLAIN, 2, {}),
+    ],
     4: [
         (RING | {"cp": 4}, 0, COMPILED),
         (RING | {"cp": 4}, 1, {}),

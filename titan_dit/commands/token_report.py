@@ -19,7 +19,7 @@ SHOWN_IDS = 64
 
 def prefix_of(path: Path) -> Path | None:
     """The path without .bin or .idx, if it names an indexed dataset."""
-    for prefix in (path, path.with_suffix("")):
+    for prefix in (path, path.with_suffix("")) if path.name else ():
         if idx_of(prefix).is_file() or bin_of(prefix).is_file():
             return prefix
     return None
