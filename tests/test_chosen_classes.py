@@ -30,7 +30,7 @@ def test_classes_are_chosen_by_number_and_by_name(text, labels):
         ("cat,zzzzz", NAMES[:3], "Valid: tench, Tinca tinca, Dog, cat."),
         ("zzzzz", [f"class {i}" for i in range(1000)], "and 991 more."),
         ("three", [], "numbers such as 0,1,2; the run's dataset has no class names"),
-        ("DOG", NAMES, 'no class is named "DOG". Valid: tench, Tinca tinca, Dog'),
+        ("DOG", NAMES, 'no class is named "DOG". Did you mean dog?'),
         ("", NAMES, 'no class is named ""'),
         ("6", NAMES, "--labels 6: the run has the classes 0 to 5"),
         ("-1", NAMES, "--labels -1: the run has the classes 0 to 5"),
