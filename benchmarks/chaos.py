@@ -67,7 +67,7 @@ class Job:
         found = {}
         for pid in children_of(self.process.pid):
             with contextlib.suppress(OSError):
-                if b"titan_dit.train" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "titan_dit.train":
                     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                     if fields[0] not in "ZX":
                         found[pid] = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -101,11 +101,12 @@ class Job:
 
 
 def children_of(pid: int) -> list[int]:
-    """Child processes of a process."""
-    found = []
+    """Child processes of a process, and theirs: a launcher's server forks the ranks."""
+    found: list[int] = []
     for tasks in Path("/proc").glob(f"{pid}/task/*/children"):
         with contextlib.suppress(OSError):
-            found += [int(child) for child in tasks.read_text().split()]
+            for child in map(int, tasks.read_text().split()):
+                found += [child, *children_of(child)]
     return found
 
 

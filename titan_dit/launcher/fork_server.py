@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 from titan_dit.system import stdio
 
@@ -108,6 +109,8 @@ def become(request: Request) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
         module, *sys.argv[1:] = request.words
+        with contextlib.suppress(OSError):  # The name in `ps -e` and `top`.
+            Path("/proc/self/comm").write_text(module)
         sys.path[0] = request.folder
         sys.modules.pop(module, None)  # It runs again, as __main__.
         runpy.run_module(module, run_name="__main__", alter_sys=True)
