@@ -53,7 +53,7 @@ class Options(Section):
 
     section = "convert"
 
-    source: Annotated[str, tyro.conf.arg(name="from")]
+    source: Annotated[str, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
     """Import: FILE.pt or FILE.safetensors of the original. Export: a run or a checkpoint."""
     to: str
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors."""
