@@ -16,6 +16,7 @@ NAMES = ["tench, Tinca tinca", "Dog", "cat", "2", "dog", "tench"]
         ("CAT, 1 ,dog,Dog", [2, 1, 4, 1]),
         ("tench, Tinca tinca,cat", [0, 2]),
         ("cat,tench", [2, 5]),
+        ("cat, ", [2]),
         ("2", [2]),  # A number, although a class has this name.
     ],
 )
@@ -33,7 +34,8 @@ def test_classes_are_chosen_by_number_and_by_name(text, labels):
         ("DOG", NAMES, 'no class is named "DOG". Did you mean dog?'),
         ("", NAMES, 'no class is named ""'),
         ("6", NAMES, "--labels 6: the run has the classes 0 to 5"),
-        ("-1", NAMES, "--labels -1: the run has the classes 0 to 5"),
+        ("cat,,dog", NAMES, 'no class is named ""'),
+        ("-1", NAMES, "the classes 0 to 5; unconditional samples: --labels none."),
     ],
 )
 def test_what_is_no_class_is_an_error_that_names_one(text, names, words):

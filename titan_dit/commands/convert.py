@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +38,7 @@ from titan_dit.interop.tensor_file import write_tensors
 from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
 from titan_dit.system.files import PARTIAL
+from titan_dit.system.progress import ProgressLine, count, following
 from titan_dit.trained_model import load_trained
 
 EMA_DECAY = "0.9999"  # The original's.
@@ -48,7 +53,7 @@ class Options(Section):
 
     section = "convert"
 
-    source: Annotated[str, tyro.conf.arg(name="from")]
+    source: Annotated[str, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
     """Import: FILE.pt or FILE.safetensors of the original. Export: a run or a checkpoint."""
     to: str
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors."""
@@ -131,11 +136,30 @@ def save(target: Path, tensors: dict[str, Any], record: dict[str, Any]) -> None:
     aside = target.with_name(f"{target.resolve().name}{PARTIAL}")
     if aside.exists():
         raise UserError(f"--to {target}: {aside} exists. Delete it, or choose another name.")
+    final = target.with_name(target.resolve().name)
     try:
-        checkpoint.write(target.with_name(target.resolve().name), tensors, record)
+        with writing(final, (tensor for _, tensor in checkpoint.flatten(tensors))):
+            checkpoint.write(final, tensors, record)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(f"--to {target} cannot be written: {str(error).splitlines()[0]}") from None
+
+
+def writing(target: Path, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Show how much of `target`, a file or a folder of these tensors, has been written."""
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    progress = ProgressLine(total, "B", what=f"writing {target.name}", form=count)
+    return following(partial(bytes_aside, target), progress)
+
+
+def bytes_aside(target: Path) -> int:
+    """Bytes of the temporary file or folder that becomes `target`."""
+    size = 0
+    for aside in target.parent.glob(f"{glob.escape(target.name)}*{PARTIAL}"):
+        for path in (aside, *aside.rglob("*")):
+            with suppress(OSError):  # Renamed in between.
+                size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def known_heads(weights: weight_file.Weights) -> int | None:
@@ -221,7 +245,9 @@ def write_original(source: Location, target: Path, options: Options) -> None:
         "learn_sigma": str(original.learn_sigma),
         OBJECTIVE: json.dumps({"name": objective.name, **asdict(objective)}),
     }
-    write_tensors(target, original.to_original(ours), metadata)
+    theirs = original.to_original(ours)
+    with writing(target, theirs.values()):
+        write_tensors(target, theirs, metadata)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
     console.say(f"wrote   {target}: {describe(original, ours)}")
     trained_for = (objective.name, *map(asdict(objective).get, ORIGINAL))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import step_of
-from titan_dit.checkpoint.run_path import CONFIG, WANTED
+from titan_dit.checkpoint.run_path import CONFIG
 from titan_dit.checkpoint.run_path import resolve as named_by
 from titan_dit.checkpoint.store import Location
 from titan_dit.checks.device import replayable_precision
@@ -88,9 +88,10 @@ class Origin:
 
 def main(options: Options) -> None:
     """Repeat the step and print its samples, non-finite ones first."""
-    run = named_by(Path(options.run)).run
+    named = named_by(Path(options.run))
+    run = named.run
     if not isinstance(run, Path) or not (run / CONFIG).is_file():
-        raise UserError(f"--run {options.run}: no {CONFIG} found in {run}. {WANTED}")
+        raise named.none_found("--run", f"no {CONFIG} found")
     config = config_file.build(config_file.of_run(run / CONFIG), catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
     saved = tables_of(run, options.step)

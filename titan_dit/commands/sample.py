@@ -114,9 +114,10 @@ def main(options: Options) -> None:
 
 def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> Int64[Tensor, " num"]:
     """Spread the classes of --labels over `num` samples; -1 is unconditional."""
-    if text == "none":
+    word = text if text in names else text.lower()
+    if word == "none":
         return torch.full((num,), -1)
-    every = text == "all"
+    every = word == "all"
     classes = range(num_classes) if every else chosen_classes(text, num_classes, names)
     return spread_labels(num, list(classes))
 
