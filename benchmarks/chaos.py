@@ -67,10 +67,9 @@ class Job:
         found = {}
         for pid in children_of(self.process.pid):
             with contextlib.suppress(OSError):
-                if b"titan_dit.train" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                    if fields[0] not in "ZX":
-                        found[pid] = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    found[pid] = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return found
 
     def logged_steps(self) -> list[int]:
@@ -101,11 +100,14 @@ class Job:
 
 
 def children_of(pid: int) -> list[int]:
-    """Child processes of a process."""
+    """Child processes of a launcher; in place of the server that forks ranks, the ranks."""
     found = []
     for tasks in Path("/proc").glob(f"{pid}/task/*/children"):
         with contextlib.suppress(OSError):
-            found += [int(child) for child in tasks.read_text().split()]
+            for child in map(int, tasks.read_text().split()):
+                is_server = b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
+                # A rank has the server's command line, but is no child of the launcher.
+                found += children_of(child) if is_server else [child]
     return found
 
 

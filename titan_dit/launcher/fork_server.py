@@ -1,7 +1,7 @@
 """The process that forks a launcher's ranks: it has imported what they need, once.
 
 `python -m titan_dit.launcher.fork_server FD PRELOADED`, started by forked_ranks.py. It forks with
-one thread (OpenBLAS ends its own before a fork) and never touches CUDA, whose state no fork survives.
+one thread (OpenBLAS ends its own before a fork), and never touches CUDA, which no fork survives.
 """
 
 from __future__ import annotations
@@ -152,9 +152,7 @@ def become(request: Request, starting: int) -> None:
 def unbuffered(stream: TextIO) -> TextIO:
     """The stream as `python -u` opens it: a rank that is killed has written all that it printed."""
     raw = cast(BinaryIO, io.FileIO(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(
-        raw, encoding=stream.encoding, errors=stream.errors, write_through=True
-    )
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)
 
 
 def has_touched_cuda() -> bool:
