@@ -102,12 +102,19 @@ class Job:
 def children_of(pid: int) -> list[int]:
     """Child processes of a launcher; in place of the server that forks ranks, the ranks."""
     found = []
+    for child in direct_children_of(pid):
+        with contextlib.suppress(OSError):
+            is_server = b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
+            found += direct_children_of(child) if is_server else [child]
+    return found
+
+
+def direct_children_of(pid: int) -> list[int]:
+    """Child processes of a process."""
+    found = []
     for tasks in Path("/proc").glob(f"{pid}/task/*/children"):
         with contextlib.suppress(OSError):
-            for child in map(int, tasks.read_text().split()):
-                is_server = b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
-                # A rank has the server's command line, but is no child of the launcher.
-                found += children_of(child) if is_server else [child]
+            found += [int(child) for child in tasks.read_text().split()]
     return found
 
 
