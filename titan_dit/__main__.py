@@ -54,6 +54,8 @@ def main() -> None:
 
         train.main(words[1:])
 
+    import functools
+
     import tyro
 
     from titan_dit.commands import flag_advice
@@ -62,7 +64,8 @@ def main() -> None:
     flag_advice.check(words[length:], hints_of(command.Options), name)
     command.main(
         tyro.cli(
-            command.Options,
+            # Not the class itself: of that tyro would draw UserError as a box.
+            functools.partial(command.Options),
             prog=f"python -m titan_dit {name}",
             args=as_python(words[length:], command.Options),
             config=(tyro.conf.FlagConversionOff,),
