@@ -109,8 +109,7 @@ def test_a_rank_whose_end_the_launcher_has_not_seen_can_be_signalled(rank):
     os.killpg(ended.pid, signal.SIGTERM)
     assert ended.wait(10) == 3
     ended.terminate()
-    assert have_ended([ended.pid])
-    while stat.exists():
+    while stat.exists():  # Now its pid is free.
         time.sleep(0.01)
 
 
