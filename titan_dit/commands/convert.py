@@ -23,6 +23,7 @@ from titan_dit.checkpoint.store import URL, Location, location
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
     Bound,
+    FilePath,
     Finite,
     PositiveInt,
     Section,
@@ -53,9 +54,9 @@ class Options(Section):
 
     section = "convert"
 
-    source: Annotated[str, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
+    source: Annotated[FilePath, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
     """Import: FILE.pt or FILE.safetensors of the original. Export: a run or a checkpoint."""
-    to: str
+    to: FilePath
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors."""
     heads: PositiveInt | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""

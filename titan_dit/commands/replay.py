@@ -25,7 +25,7 @@ from titan_dit.commands.replay_report import Replayed, report, shown
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
-from titan_dit.config.section import NonNegativeInt, PositiveInt, Section, UserError
+from titan_dit.config.section import FilePath, NonNegativeInt, PositiveInt, Section, UserError
 from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
@@ -58,7 +58,7 @@ class Options(Section):
 
     section = "replay"
 
-    run: Annotated[str, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
     """Run directory, its checkpoints folder, or one of its checkpoints."""
     step: PositiveInt
     """A step that the run took or crashed in; RUN/faults.jsonl lists the skipped ones."""

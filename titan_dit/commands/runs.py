@@ -12,7 +12,7 @@ import tyro
 
 from titan_dit.checkpoint import run_path
 from titan_dit.config import config_file
-from titan_dit.config.section import Section, UserError, show
+from titan_dit.config.section import FilePath, Section, UserError, show
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_runs
 from titan_dit.observe.metrics import Row, curve, read_rows
@@ -29,9 +29,9 @@ class Options(Section):
 
     section = "runs"
 
-    dirs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    dirs: Annotated[tuple[FilePath, ...], tyro.conf.Positional]
     """Run directories, or folders of runs, such as outputs."""
-    out: str = "runs.png"
+    out: FilePath = "runs.png"
     """PNG of the loss curves: smoothed training losses, and validation losses as dots."""
 
 

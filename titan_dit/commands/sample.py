@@ -19,6 +19,7 @@ from titan_dit.commands.chosen_classes import chosen_classes
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
+    FilePath,
     Fraction,
     NonNegativeFloat,
     PositiveInt,
@@ -46,15 +47,15 @@ class Options(Section):
 
     section = "sample"
 
-    run: Annotated[str, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    out: str
+    out: FilePath
     """FILE.safetensors for `samples` and `labels`, or FILE.png for an image grid."""
     num: PositiveInt = 100
     """Number of samples."""
     labels: str = "all"
     """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
-    noise: str | None = None
+    noise: FilePath | None = None
     """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
     classes is unconditional); replaces --num, --labels and the seed's noise."""
     cfg_scale: NonNegativeFloat = 2.0

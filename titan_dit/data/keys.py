@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_dit.config.section import Finite, Named, NonNegativeInt, PositiveInt
+from titan_dit.config.section import FilePath, Finite, Named, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class LatentsKeys(DataKeys):
 
     name = "latents"
 
-    path: str
+    path: FilePath
     """Dataset folder; its layout is detected."""
     scale: Finite | None = None
     """The model's input is (stored - shift) * scale. Unset: the manifest's, else 1."""
