@@ -67,10 +67,9 @@ class Job:
         found = {}
         for pid in children_of(self.process.pid):
             with contextlib.suppress(OSError):
-                if b"titan_dit.train" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                    if fields[0] not in "ZX":
-                        found[pid] = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    found[pid] = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return found
 
     def logged_steps(self) -> list[int]:
@@ -101,6 +100,16 @@ class Job:
 
 
 def children_of(pid: int) -> list[int]:
+    """Child processes of a launcher; in place of the server that forks ranks, the ranks."""
+    found = []
+    for child in direct_children_of(pid):
+        with contextlib.suppress(OSError):
+            is_server = b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
+            found += direct_children_of(child) if is_server else [child]
+    return found
+
+
+def direct_children_of(pid: int) -> list[int]:
     """Child processes of a process."""
     found = []
     for tasks in Path("/proc").glob(f"{pid}/task/*/children"):

@@ -81,11 +81,37 @@ def test_a_run_its_checkpoints_folder_and_a_checkpoint_are_taken_alike(run, monk
             said = {text.splitlines()[-1] for text in said}
         assert len(said) == 1, said
     for i, where in enumerate(SPELLINGS[:-1]):
-        words = ("convert", "--from", where, "--to", f"{i}.pt")
+        words = ("convert", ("--from", "--run")[i % 2], where, "--to", f"{i}.pt")
         assert f"read    {NEWEST}, step 4" in typed(words, monkeypatch, capsys)
     for command in (("sample", "--run", NEWEST, *drawn, "a.png"), ("checkpoint", "show", NEWEST)):
         with pytest.raises(UserError, match=r"--step 2: .*00004 is one of step 4\. Omit"):
             typed((*command, "--step", 2), monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (("sample", RUN), f"a path needs its flag here: sample --run {RUN}."),
+        (("predict", RUN), f"a path needs its flag here: predict --checkpoint {RUN}."),
+        (("convert", RUN), f"a path needs its flag here: convert --from {RUN}."),
+        (("data", "pack", "photos"), "a path needs its flag here: data pack --input photos."),
+        (("checkpoint", "show", "--run", RUN), f"no flag here: checkpoint show {RUN}."),
+        (("checkpoint", "list", f"--run={RUN}"), f"no flag here: checkpoint list {RUN}."),
+        (("runs", "--run"), "--run: the path has no flag here: runs."),
+        (("data", "show", "--path", "photos"), "no flag here: data show photos."),
+        (("convert", "--from", RUN, "--model.hidden", 3), "`convert` has --from, --to, --heads"),
+        (
+            ("replay", "--run", "outputs", "--step", 3),
+            "no config.toml found. It holds runs (digits",
+        ),
+    ],
+)
+def test_a_path_with_the_flag_of_another_command_is_told_where(run, words, answer, monkeypatch):
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(sys, "argv", ["titan_dit", *map(str, words)])
+    with pytest.raises(UserError) as caught:
+        __main__.main()
+    assert answer in str(caught.value)
 
 
 def test_a_run_is_begun_from_another_by_any_of_the_three_paths(run):

@@ -1,6 +1,7 @@
 """A user's package from the command line: the GPT of examples/, and hooks."""
 
 import json
+import random
 import re
 import shutil
 import sys
@@ -83,15 +84,24 @@ SMALL = ("--model.hidden", 16, "--model.layers", 2, "--training.global_batch_siz
 SMALL += ("--metrics.tensorboard", "false", "--metrics.every", 1, "--job.dir", "run")
 
 
+def words():
+    """20 kB of text, always the same: which steps are skipped depends on it."""
+    draw = random.Random(0)
+    chosen = draw.choices(("noise", "latent", "sigma", "velocity", "token", "a", "the"), k=4000)
+    return " ".join(chosen)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A user's folder with a package, a config and data; titan_dit is installed elsewhere."""
     folder = tmp_path_factory.mktemp("user")
     shutil.copytree(ROOT / "examples", folder / "mine")
     config = (folder / "mine" / "gpt.toml").read_text().replace("examples.", "mine.")
+    assert 'path = "README.md"' in config
+    config = config.replace('path = "README.md"', 'path = "words.txt"')
     (folder / "gpt.toml").write_text(config)
     (folder / "mine" / "hooks.py").write_text(HOOKS)
-    (folder / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    (folder / "words.txt").write_text(words())
     return folder
 
 

@@ -41,7 +41,9 @@ def cwd(tmp_path_factory):
     make_run(cwd / "outputs" / "muon", [4.0, None], **{"optimizer.name": "muon"})
     make_run(cwd / "new", [])
     (cwd / "outputs" / "notes").mkdir()
-    (cwd / "outputs" / "low" / "checkpoints" / "step-00000040").mkdir(parents=True)
+    checkpoint = cwd / "outputs" / "low" / "checkpoints" / "step-00000040"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
     return cwd
 
 
@@ -81,9 +83,14 @@ def test_a_table_wider_than_the_terminal_is_turned(cwd):
 
 
 @pytest.mark.parametrize(
-    "path", ["outputs/low/checkpoints", "outputs/low/checkpoints/step-00000040"]
+    "path",
+    [
+        "outputs/low/checkpoints",
+        "outputs/low/checkpoints/step-00000040",
+        "outputs/low/config.toml",
+    ],
 )
-def test_a_checkpoint_means_its_run(cwd, path):
+def test_a_checkpoint_and_a_file_mean_their_run(cwd, path):
     assert rows_of(runs(path, "--out", "one.png", cwd=cwd))[1][:2] == ["low", "40"]
 
 

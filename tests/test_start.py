@@ -111,6 +111,9 @@ def test_a_dry_run_starts_no_ranks(start, words):
         ({"NGPU": "0"}, "NGPU=0: set the number"),
         ({"NGPU": "-1"}, "NGPU=-1: set the number"),
         ({"NGPU": "1.5"}, "NGPU=1.5: set the number"),
+        ({"MAX_RESTARTS": "many"}, "MAX_RESTARTS=many: set a number of restarts"),
+        ({"GRACE": "5m"}, "GRACE=5m: set seconds such as GRACE=600"),
+        ({"STOPPED_CODE": "-1"}, "STOPPED_CODE=-1: set an exit code"),
         ({"NNODES": "2"}, "NNODES=2: set RDZV_ENDPOINT=host:port"),
         ({"NNODES": "2-4", "RDZV_ENDPOINT": "a:1"}, "NNODES=2-4: set a number of nodes"),
     ],
@@ -119,6 +122,13 @@ def test_a_variable_that_cannot_be_meant_is_answered_in_words(monkeypatch, varia
     monkeypatch.setattr(os, "environ", variables)
     with pytest.raises(UserError, match=words):
         train.main([])
+
+
+def test_numbers_are_accepted_and_empty_ones_are_not_set(start):
+    command, _ = start(GRACE="0.5", STOPPED_CODE="75", MAX_RESTARTS="0")
+    assert after(command, "--max-restarts") == "0"
+    command, _ = start(GRACE="", STOPPED_CODE="", MAX_RESTARTS="")
+    assert after(command, "--max-restarts") == "0"
 
 
 def test_compiled_code_is_kept_among_the_users_caches_if_there_are_any(start, tmp_path):

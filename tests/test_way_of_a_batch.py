@@ -17,6 +17,7 @@ WAY = [
     "data/latents.py",
     "data/shard_rows.py",
     "diffusion/objective.py",
+    "models/dit_sizes.py",
     "models/dit.py",
     "models/layers.py",
     "diffusion/rectified_flow.py",
@@ -49,7 +50,7 @@ def visited(trainer):
     return list(seen)
 
 
-def test_a_step_of_digits_visits_ten_files_each_entered_in_turn(tmp_path):
+def test_a_step_of_digits_visits_eleven_files_each_entered_in_turn(tmp_path):
     config = tiny_config(job={"dir": str(tmp_path), "name": "run"})
     with process_group.start("cpu") as world:
         files = visited(Trainer(config, world))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import sys
+from collections.abc import Callable
 
 from titan_dit.config.did_you_mean import ELSEWHERE, like
 from titan_dit.config.section import Section, UserError, hints_of
@@ -65,12 +68,23 @@ def main() -> None:
     flag_advice.check(words[length:], hints_of(command.Options), name)
     command.main(
         tyro.cli(
-            command.Options,
+            uncaught(command.Options),
             prog=f"python -m titan_dit {name}",
             args=as_python(words[length:], command.Options),
             config=(tyro.conf.FlagConversionOff,),
         )
     )
+
+
+def uncaught(options: type[Section]) -> Callable[..., Section]:
+    """Make `options` a function for tyro, which would draw the UserError of a class as a box."""
+    # tyro takes no default factories from a function.
+    made = {
+        f.name: f.default_factory()
+        for f in dataclasses.fields(options)
+        if f.default_factory is not dataclasses.MISSING
+    }
+    return functools.partial(options, **made)
 
 
 def as_python(words: list[str], options: type[Section]) -> list[str]:

@@ -22,6 +22,7 @@ from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig, ModelSpec
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console
+from titan_dit.system.progress import ProgressLine, count
 
 USED = ("model", "objective", "ema")
 """Config sections to build; names in the others are not imported."""
@@ -133,15 +134,18 @@ def load_trained(
     if device.type == "cpu":
         linear.apply(model)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
+    size = sum(entry["bytes"] for entry in record["files"].values())
+    progress = ProgressLine(size, "B", what=f"verified {path.name}", form=count)
     decays = ema.decays
     if decay is not None and decay not in decays:
         raise UserError(f"--decay {decay}: {path} has {', '.join(map(str, decays)) or 'no EMA'}.")
     if weights == "ema" and decays:
         chosen = str(decays[0] if decay is None else decay)
-        checkpoint.load(path, {"ema": {chosen: tensors}})
+        checkpoint.load(path, {"ema": {chosen: tensors}}, read=progress.add)
         weights = f"ema {chosen}"
     else:
-        checkpoint.load(path, {"model": tensors})
+        checkpoint.load(path, {"model": tensors}, read=progress.add)
         weights = "model"
+    progress.end()
     bound = objective.build(model_config, objective.facts(record["data"]))
     return TrainedModel(path, record["step"], model_config, bound, model.eval(), weights, spec)

@@ -197,6 +197,7 @@ def test_no_memory_for_the_copy_is_survived_too(tmp_path, monkeypatch):
 
 
 def fail_once(checkpoints, step, monkeypatch):
+    checkpoints.wait()  # The save before may not have begun.
     with monkeypatch.context() as patched:
         patched.setattr(store.Disk, "begin", failing(errno.ENOSPC))
         checkpoints.save(step, state(), {"step": step})

@@ -1,5 +1,7 @@
 import pytest
+from small_config import TEXT
 
+from titan_dit.config import catalog, config_file
 from titan_dit.config.config_file import to_tables
 
 
@@ -56,14 +58,31 @@ from titan_dit.config.config_file import to_tables
         (["--ema.decays", "()"], "ema", "decays", ()),
         (["--checkpoint.resume", "C:\\runs\\a"], "checkpoint", "resume", "C:\\runs\\a"),
         (["--job.dir=-odd"], "job", "dir", "-odd"),
+        (["--job.dir=~/runs"], "job", "dir", "/home/me/runs"),
+        (["--checkpoint.resume", "~/runs"], "checkpoint", "resume", "/home/me/runs"),
+        (["--checkpoint.dir=s3://bucket/~run"], "checkpoint", "dir", "s3://bucket/~run"),
         (["--job.dir", "training.steps=5"], "job", "dir", "training.steps=5"),
         (["--model.size", "S/2"], "model", "hidden", 384),
     ],
 )
-def test_flags_win_over_the_file_and_are_read_as_toml(load, flags, section, key, value):
+def test_flags_win_over_the_file_and_are_read_as_toml(
+    load, monkeypatch, flags, section, key, value
+):
+    monkeypatch.setenv("HOME", "/home/me")
     got = getattr(getattr(load(*flags), section), key)
     assert got == value
     assert type(got) is type(value)
+
+
+def test_a_path_below_the_home_directory_is_found_in_a_file_and_after_an_equals_sign(
+    load, tmp_path, monkeypatch
+):
+    """Shells leave `~` as it is in `--config=~/a.toml`, and TOML has none."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = '[data]\nname = "latents"\npath = "~/latents"\n'
+    found = load(text=TEXT.replace('[data]\nname = "digits"\n', data))
+    assert found.data.path == str(tmp_path / "latents")
+    assert config_file.load(["--config=~/small.toml"], catalog.variant) == found
 
 
 def test_a_flag_changes_nothing_else(load):

@@ -38,14 +38,23 @@ PATHS = {
     "webdataset": (files("00000.tar", "00001.tar"), "00000.tar is a tar archive (webdataset): not"),
     "parquet": (files("train-00000.parquet"), "a table: not supported yet"),
     "datasets": (files("dataset_info.json", "data.arrow"), "a table: not supported yet"),
+    "MNIST with dots": (files("train-images.idx3-ubyte"), "an indexed binary file: not supported"),
+    "a page and tables": (
+        files("README.md", "data/train-00000.parquet"),
+        "data/train-00000.parquet is a table: not supported yet",
+    ),
     "idx and bin": (files("a.idx", "a.bin"), "an indexed binary file: not supported yet"),
     "MNIST": (files("train-images-idx3-ubyte.gz"), "an indexed binary file: not supported yet"),
-    "pickles": (files("a.pkl"), "a pickle: not supported yet: it could run code"),
-    "CIFAR": (files("data_batch_1"), "a pickle: not supported yet"),
+    "pickles": (files("a.pkl"), "a pickle: not supported yet, since opening it can run code"),
+    "CIFAR-10": (files("batches.meta", "data_batch_1"), "a pickle: not supported yet"),
+    "CIFAR-100": (files("meta", "test", "train"), "a pickle: not supported yet"),
     "videos per class": (files("cat/a.mp4", "dog/b.mp4"), "a video: not supported yet"),
     "archives per class": (files("cat.zip", "dog.zip"), "a packed archive: not supported yet"),
-    "a run": (files("config.toml", "metrics.jsonl"), "a run of titan_dit: no dataset"),
-    "checkpoints": (files("step-00000010/manifest.json"), "a run of titan_dit: no dataset"),
+    "a run": (files("config.toml", "metrics.jsonl"), "a run of titan_dit: give the [data]"),
+    "checkpoints": (
+        files("step-00000010/manifest.json"),
+        "a run of titan_dit: give the [data]",
+    ),
     "notes": (files("notes.txt"), "no dataset found: neither"),
     "nothing": (files(), "no dataset found: the folder is empty"),
 }
@@ -130,3 +139,12 @@ def test_pictures_are_packed_before_training(tmp_path):
 def test_classes_may_be_named_like_splits(tmp_path):
     class_folders(tmp_path / "set", classes=("test", "train"))
     assert list_folder(tmp_path / "set").class_names == ("test", "train")
+
+
+def test_folders_inside_a_class_folder_are_one_error_that_names_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pictures(tmp_path / "set" / "pets")
+    for message in answers("set", monkeypatch):
+        assert "set/pets holds the folders cat, dog" in message
+        assert "If they are the classes, give set/pets." in message
+    assert list_folder(tmp_path / "set" / "pets").num_classes == 2

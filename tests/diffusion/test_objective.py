@@ -170,6 +170,19 @@ def test_latents_far_from_unit_std_get_a_hint(tmp_path, std, words):
     assert scale_hint(source, source.facts, 4) is None
 
 
+def test_dark_pictures_get_no_hint_but_pictures_without_their_scale_do(tmp_path):
+    pixels = torch.randint(20, 60, (8, 3, 16, 16), dtype=torch.uint8)
+    labels = torch.zeros(8).long()
+    for name, facts, words in (
+        ("scaled", {"scale": 1 / 127.5, "shift": 127.5}, None),
+        ("not", {}, "is it missing?"),
+    ):
+        write_shards(tmp_path / name, pixels, labels, num_classes=1, source="test", **facts)
+        source = LatentShards(tmp_path / name)
+        hint = scale_hint(source, source.facts, 3)
+        assert (hint is None) if words is None else (words in hint)
+
+
 def test_whole_numbers_become_the_units_of_the_model():
     facts = LatentFacts(
         shape=(3, 2, 2), count=1, num_classes=1, scale=1 / 127.5, shift=127.5, value_range=(0, 255)

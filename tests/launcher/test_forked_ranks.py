@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import commands
@@ -28,6 +29,9 @@ if __name__ == "__main__":
         "preloaded": "colorsys" in sys.modules, "files": sorted(os.listdir("/proc/self/fd")),
     }))
     end = sys.argv[1]
+    if end == "killed":
+        sys.stdout.buffer.write(b"raw")
+        os.kill(os.getpid(), signal.SIGKILL)
     if end == "sleep":
         time.sleep(60)
     if end == "raise":
@@ -41,6 +45,7 @@ def server(monkeypatch):
     """A server that preloads a small module."""
     monkeypatch.setattr(forked_ranks, "PRELOADED", "colorsys")
     monkeypatch.setenv("LEFT", "of the launcher")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     server = ForkServer()
     yield server
     server.connection.close()
@@ -79,6 +84,33 @@ def test_a_rank_has_its_own_arguments_environment_folder_and_session(rank, tmp_p
         **{"argv": ["well", "--flag"], "folder": str(tmp_path), "own": "1", "left": None},
         **{"leads": True, "ignored": ["SIGHUP"], "preloaded": True},
     }
+
+
+def test_what_a_killed_rank_printed_is_written(rank, tmp_path):
+    """As with `python -u`."""
+    assert rank("killed").wait(10) == -signal.SIGKILL
+    assert (tmp_path / "out").read_text().endswith("}\nraw")
+
+
+def test_a_rank_hears_signals_and_leads_its_session_from_its_first_moment(rank):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        started = rank("sleep")
+        os.killpg(started.pid, number)
+        assert started.wait(10) == -number
+
+
+def test_a_rank_whose_end_the_launcher_has_not_seen_can_be_signalled(rank):
+    """torchrun polls a rank, then sends a signal: no error if the rank ends in between."""
+    ended = rank("three")
+    stat = Path(f"/proc/{ended.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.killpg(ended.pid, signal.SIGTERM)
+    assert ended.wait(10) == 3
+    ended.terminate()
+    while stat.exists():  # Now its pid is free.
+        time.sleep(0.01)
 
 
 def test_signals_and_timeouts(rank):
@@ -140,7 +172,9 @@ def test_a_killed_launcher_leaves_no_processes(tmp_path):
     with subprocess.Popen(
         words, env=commands.environment(), stdout=subprocess.PIPE, text=True
     ) as process:
-        pids = [int(pid) for pid in process.stdout.readline().split()]
+        # The forked rank prints, too.
+        line = next(line for line in process.stdout if line[0].isdigit())
+        pids = [int(pid) for pid in line.split()]
         assert all(map(is_running, pids))
         process.kill()
         assert have_ended(pids)
@@ -153,14 +187,17 @@ for name in ("is_available", "device_count", "_lazy_init", "current_device", "ge
     setattr(torch.cuda, name, touched)
 torch._C._cuda_getDeviceCount = touched
 import titan_dit.preload
-print(len(os.listdir("/proc/self/task")))
+if pid := os.fork():
+    os.waitpid(pid, 0)
+    print(len(os.listdir("/proc/self/task")))
 """
 
 
-def test_what_ranks_import_starts_no_thread_and_asks_for_no_gpu():
+def test_what_ranks_import_leaves_no_thread_at_a_fork_and_asks_for_no_gpu():
+    """With more than one thread OpenBLAS starts some at its import, and ends them at the fork."""
     done = subprocess.run(
-        [sys.executable, "-c", UNTOUCHED],
-        env=commands.environment(), capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", UNTOUCHED], env=commands.environment() | {"OMP_NUM_THREADS": "2"},
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 

@@ -52,7 +52,7 @@ def test_a_line_is_printed_at_once(capsys):
     assert capsys.readouterr().out == "hello\n"
 
 
-@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.parametrize("width", [50, 60, 100, 200])
 def test_a_line_fits_the_terminal_and_what_matters_stays(width):
     row = ROW | {"skipped_steps": 3, "validation_loss": 0.5}
     whole, line = progress(row, 3000), progress(row, 3000, width)

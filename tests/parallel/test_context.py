@@ -17,7 +17,6 @@ from titan_dit.kernels.attention_kernels import CPU, MATH, Kernel
 from titan_dit.models.layers import Attention, attend
 from titan_dit.parallel import context, ring_blocks
 from titan_dit.parallel import ring_attention as ring
-from titan_dit.parallel.context import slice_tokens
 from titan_dit.parallel.exchange import Exchange
 from titan_dit.parallel.ring_attention import ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
@@ -296,24 +295,6 @@ def test_the_layer_gives_the_same_with_its_tokens_in_slices(method, qk_norm):
     layer.attend = lambda q, k, v: METHODS[method](q, k, v, SimulatedPeers(4))
     found = torch.cat(layer(torch.cat(x.chunk(4, 1))).chunk(4), 1)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_slices_join_to_the_whole_and_what_has_no_tokens_stays_whole():
-    whole = {
-        "tokens": torch.randn(2, 12, 3),
-        "positions": torch.randn(12, 2),
-        "timestep": torch.randn(2),
-    }
-    dims = {"tokens": 1, "positions": 0}
-    slices = [slice_tokens(whole, dims, rank, 3) for rank in range(3)]
-    for name, dim in dims.items():
-        assert torch.equal(torch.cat([part[name] for part in slices], dim), whole[name])
-        assert all(part[name].is_contiguous() for part in slices)
-        # The whole can be freed.
-        sizes = {part[name].untyped_storage().nbytes() for part in slices}
-        assert sizes == {whole[name].untyped_storage().nbytes() // 3}
-    assert all(part["timestep"] is whole["timestep"] for part in slices)
-    assert slice_tokens({}, {}, 0, 3) == {}
 
 
 @pytest.mark.gpu

@@ -1,8 +1,10 @@
+import time
+
 import pytest
 from terminals import screen_of, terminal
 
 from titan_dit.system import progress
-from titan_dit.system.progress import ProgressLine, count, duration
+from titan_dit.system.progress import ProgressLine, count, duration, following
 
 
 @pytest.mark.parametrize(
@@ -80,3 +82,15 @@ def test_a_short_command_shows_nothing(clock, monkeypatch, capsys):
     clock.now = 60.0
     line.add(2)
     assert capsys.readouterr().err == ""
+
+
+def test_a_call_that_reports_nothing_is_followed_by_its_size(monkeypatch):
+    monkeypatch.setattr(progress, "RENEWED_S", 0.01)
+    with terminal(80, monkeypatch) as (_, read):
+        line = ProgressLine(8, "B", what="writing a.pt")
+        with following(lambda: int(1000 * (time.monotonic() - line.began)), line):
+            time.sleep(0.1)
+        written = read()
+    assert "writing a.pt  8/8" in written
+    assert written.endswith("\n")
+    assert len(screen_of(written, 80)) == 1

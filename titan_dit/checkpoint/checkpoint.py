@@ -152,15 +152,26 @@ def digest_of(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load(path: Location, tensors: TensorTree, *, verified: bool = False) -> None:
+def ignore(_: int) -> None:
+    """Default of `read`."""
+
+
+def load(
+    path: Location,
+    tensors: TensorTree,
+    *,
+    verified: bool = False,
+    read: Callable[[int], None] = ignore,
+) -> None:
     """Load into `tensors` in place, resharding from the saved layout to theirs.
 
-    `tensors` may be a subset of the saved names. `verified` skips the digest check. Raises
-    UserError, with `tensors` unchanged, if a file is damaged, a name is missing or a shape differs.
+    `tensors` may be a subset of the saved names. `verified` skips the digest check; `read` gets the
+    bytes of each file that it has read. Raises UserError, with `tensors` unchanged, if a file is
+    damaged, a name is missing or a shape differs.
     """
     ranks = Ranks()
     if not verified:
-        verify(path, ranks)
+        verify(path, ranks, read)
     saved = contents(path)
     for name, tensor in flatten(tensors):
         if name not in saved:
@@ -191,14 +202,17 @@ def holds(path: Location, part: str) -> bool:
     return any(name.startswith(f"{part}.") for name in contents(path))
 
 
-def verify(path: Location, ranks: Ranks | None = None) -> dict[str, Any]:
+def verify(
+    path: Location, ranks: Ranks | None = None, read: Callable[[int], None] = ignore
+) -> dict[str, Any]:
     """Check size and SHA-256 of every file; return the record. Collective.
 
+    `read` gets the bytes of each file that has been read.
     Raises UserError on every rank if a file is damaged.
     """
     ranks = ranks or Ranks()
     record = ranks.run_on_first(lambda: read_record(path))
-    if damaged := damaged_files(path, record, ranks):
+    if damaged := damaged_files(path, record, ranks, read):
         others = "an older checkpoint with --checkpoint.resume PATH"
         raise UserError(f"[checkpoint] {path} is damaged: {', '.join(damaged)}. Use {others}.")
     return record
@@ -208,7 +222,7 @@ def damaged_files(
     path: Location,
     record: Mapping[str, Any],
     ranks: Ranks,
-    read: Callable[[int], None] = lambda _: None,
+    read: Callable[[int], None] = ignore,
 ) -> list[str]:
     """Names of files whose size or SHA-256 differs from the manifest; ranks share the work.
 

@@ -33,8 +33,8 @@ class RunPath:
         """Every checkpoint that the path names, complete or damaged, oldest first."""
         return [self.checkpoint] if self.checkpoint else self.checkpoints.folders()
 
-    def none_found(self, flag: str) -> UserError:
-        """The error for a path without a checkpoint; `flag` is the option or key that holds it."""
+    def none_found(self, flag: str, what: str = "no checkpoint found") -> UserError:
+        """The error for a path; `flag` is the option or key that holds it, `what` is wrong."""
         store = store_of(self.given)
         runs = [name for name in store.names(self.given) if store.has(self.given / name / CONFIG)]
         if store.has(self.given / "config.json"):
@@ -48,7 +48,7 @@ class RunPath:
             hint = f"There is no such path. {WANTED}"
         else:
             hint = WANTED
-        return UserError(f"{flag} {self.given}: no checkpoint found. {hint}")
+        return UserError(f"{flag} {self.given}: {what}. {hint}")
 
 
 def resolve(given: Location) -> RunPath:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from titan_dit.config.section import PositiveInt, Section, UserError
+from titan_dit.config.section import FilePath, PositiveInt, Section, UserError
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.models.base import Mask
@@ -62,7 +62,7 @@ class Options(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     laps: PositiveInt = 20
     """Timed calls; their median is printed. A quarter as many warm up."""
-    out: str = ""
+    out: FilePath = ""
     """JSON file for the results."""
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import tyro
 from titan_dit.checkpoint import run_path
 from titan_dit.checkpoint.run_checkpoints import NAME, step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, location, store_of
-from titan_dit.config.section import Section
+from titan_dit.config.section import FilePath, Section
 from titan_dit.observe import console
 from titan_dit.recovery.resume import readable
 from titan_dit.system.progress import duration
@@ -23,7 +23,7 @@ class Options(Section):
 
     section = "checkpoint list"
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[FilePath, tyro.conf.Positional]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
 
 

@@ -13,7 +13,7 @@ import tyro
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.config.section import Section, show
+from titan_dit.config.section import FilePath, Section, show
 from titan_dit.observe import console
 
 
@@ -23,7 +23,7 @@ class Options(Section):
 
     section = "checkpoint show"
 
-    path: Annotated[str, tyro.conf.Positional]
+    path: Annotated[FilePath, tyro.conf.Positional]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     step: int | None = None
     """Step of the run's checkpoint. Unset: the newest."""

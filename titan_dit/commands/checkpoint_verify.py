@@ -11,7 +11,7 @@ import tyro
 from titan_dit.checkpoint import run_path
 from titan_dit.checkpoint.checkpoint import damaged_files
 from titan_dit.checkpoint.store import Location, location
-from titan_dit.config.section import Section
+from titan_dit.config.section import FilePath, Section
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.recovery.resume import own_newest_first, readable
@@ -24,7 +24,7 @@ class Options(Section):
 
     section = "checkpoint verify"
 
-    path: Annotated[str, tyro.conf.Positional]
+    path: Annotated[FilePath, tyro.conf.Positional]
     """Run directory or its checkpoints folder (all of them), or one checkpoint; a path or URL."""
 
 

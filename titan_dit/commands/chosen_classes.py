@@ -15,7 +15,7 @@ def chosen_classes(text: str, num_classes: int, names: Sequence[str]) -> list[in
     A name may hold commas itself ("tench, Tinca tinca"): the longest name that fits is taken. Case
     does not matter unless two names differ in nothing else.
     """
-    words, found = text.split(","), list[int]()
+    words, found = text.strip(" ,").split(","), list[int]()
     exactly = {name: label for label, name in enumerate(names)}
     times = Counter(name.casefold() for name in names)
     folded = {n.casefold(): label for n, label in exactly.items() if times[n.casefold()] == 1}
@@ -30,7 +30,10 @@ def chosen_classes(text: str, num_classes: int, names: Sequence[str]) -> list[in
         else:
             raise unknown(text, word, names)
         if not 0 <= label < num_classes:
-            raise UserError(f"--labels {label}: the run has the classes 0 to {num_classes - 1}.")
+            raise UserError(
+                f"--labels {label}: the run has the classes 0 to {num_classes - 1}; "
+                "unconditional samples: --labels none."
+            )
         found.append(label)
         words = words[count:]
     return found

@@ -17,6 +17,7 @@ from titan_dit.commands import convert_language_model
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
     Bound,
+    FilePath,
     Finite,
     PositiveInt,
     Section,
@@ -44,10 +45,10 @@ class Options(Section):
 
     section = "convert"
 
-    source: Annotated[str, tyro.conf.arg(name="from")]
+    source: Annotated[FilePath, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
     """Import: FILE.pt or FILE.safetensors of the original DiT, or a folder of transformers with
     config.json. Export: a run or a checkpoint."""
-    to: str
+    to: FilePath
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder of a language model."""
     heads: PositiveInt | None = None
@@ -207,7 +208,9 @@ def write_original(target: Path, run: TrainedModel, config: DiTConfig) -> None:
         "learn_sigma": str(original.learn_sigma),
         OBJECTIVE: json.dumps({"name": objective.name, **asdict(objective)}),
     }
-    write_tensors(target, original.to_original(ours), metadata)
+    theirs = original.to_original(ours)
+    with write_progress.writing(target, theirs.values()):
+        write_tensors(target, theirs, metadata)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
     console.say(f"wrote   {target}: {describe(original, ours)}")
     trained_for = (objective.name, *map(asdict(objective).get, ORIGINAL))

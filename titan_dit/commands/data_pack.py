@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from titan_dit.config.section import Finite, PositiveInt, Section, UserError
+from titan_dit.config.section import FilePath, Finite, PositiveInt, Section, UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
@@ -23,9 +23,9 @@ class Options(Section):
 
     section = "data pack"
 
-    input: str
+    input: FilePath
     """Folder of latents (.npy, .pt, .safetensors) or, for pixel models, of images."""
-    output: str
+    output: FilePath
     """New folder for the shards, which take its name. Interrupted packing resumes."""
     workers: PositiveInt = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
     """Worker processes; the result does not depend on them."""

@@ -13,7 +13,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from titan_dit.commands.token_report import prefix_of, show_tokens
-from titan_dit.config.section import PositiveInt, Section, UserError
+from titan_dit.config.section import FilePath, PositiveInt, Section, UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.held_out import group_sizes
@@ -31,16 +31,16 @@ class Options(Section):
 
     section = "data show"
 
-    path: Annotated[str, tyro.conf.Positional]
+    path: Annotated[FilePath, tyro.conf.Positional]
     """Dataset folder (shards, a folder per class, or features and labels), or a .bin or .idx of
     tokens."""
     num: PositiveInt = 16
     """Samples to read and draw, evenly spaced over the dataset."""
-    out: str | None = None
+    out: FilePath | None = None
     """PNG file. Default: NAME.png in the current folder."""
     verify: bool = False
     """Check all data: the SHA-256 of every shard, or every file of a folder. Tokens always are."""
-    tokenizer: str | None = None
+    tokenizer: FilePath | None = None
     """Of tokens: the tokenizer.json, to print text."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_dit.config.section import PositiveInt, Section, UserError, show
+from titan_dit.config.section import FilePath, PositiveInt, Section, UserError, show
 from titan_dit.data.indexed_file import IndexedWriter, bin_of, dtype_for, idx_of
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import check_inputs, read_chunks
@@ -32,16 +32,16 @@ class Options(Section):
 
     section = COMMAND
 
-    input: tuple[str, ...]
+    input: tuple[FilePath, ...]
     """Text files: .jsonl (a document a line), .txt (a document a file), also as .gz or .xz, and
     tars of them."""
-    output_prefix: str
+    output_prefix: FilePath
     """Path that the names of the output files begin with."""
-    tokenizer: str | None = None
+    tokenizer: FilePath | None = None
     """A tokenizer.json."""
-    vocab_file: str | None = None
+    vocab_file: FilePath | None = None
     """Instead: GPT-2's vocab.json, with --merge-file, or BERT's vocab.txt."""
-    merge_file: str | None = None
+    merge_file: FilePath | None = None
     """GPT-2's merges.txt."""
     lower: bool = False
     """With BERT's vocab.txt: convert to lower case."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titan_dit.config.section import PositiveInt, Section, UserError
+from titan_dit.config.section import FilePath, PositiveInt, Section, UserError
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import check_inputs, read_chunks
 from titan_dit.data.tokenizing.texts import BadLine, texts_of
@@ -24,9 +24,9 @@ class Options(Section):
 
     section = COMMAND
 
-    input: tuple[str, ...]
+    input: tuple[FilePath, ...]
     """Text files, as of `data tokenize`."""
-    output: str
+    output: FilePath
     """The tokenizer.json to write."""
     vocabulary: PositiveInt
     """Most tokens, special ones included."""

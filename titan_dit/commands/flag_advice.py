@@ -1,28 +1,65 @@
-"""Flags of a run's config typed at a command that has flags of its own."""
+"""Words that belong to another command: a key of a config, the flag of a path elsewhere."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import tyro
 
 from titan_dit.config.section import UserError
 
+PATHS = ("run", "checkpoint", "from", "input", "path", "dir")
+"""Flags of commands for a run or a dataset."""
 
-def check(words: Sequence[str], names: Collection[str], command: str) -> None:
-    """Raise UserError for `--sampling.steps 25` or `--config FILE`, with the command's own flag.
 
-    `names`: the command's flags, with underscores.
+def check(words: Sequence[str], hints: Mapping[str, Any], command: str) -> None:
+    """Raise UserError for `--sampling.steps 25`, `--config FILE` or `sample RUN`: what to type.
+
+    `hints`: the types of the command's options.
     """
-    for word in words:
-        flag = word.partition("=")[0]
+    names, takes_words = flags_of(hints), any(map(is_positional, hints.values()))
+    own = next((name for name in PATHS if name in names), None)
+    if words and own and not takes_words and not words[0].startswith("-"):
+        raise UserError(f"{words[0]}: a path needs its flag here: {command} --{own} {words[0]}.")
+    for word, after in zip(words, [*words[1:], ""], strict=False):
+        flag, _, value = word.partition("=")
         if flag == "--config" and "config" not in names:
-            own = next((name for name in ("run", "checkpoint") if name in names), None)
             advice = f" The config is the run's: give --{own} DIR." if own else ""
             raise UserError(f"--config: `{command}` reads no config file.{advice}")
-        key = re.fullmatch(r"--\w+\.(\w+)", flag)
-        if key and key[1] in names:
-            own = key[1].replace("_", "-")
-            raise UserError(f"{flag} is a key of `train`; the flag of `{command}` is --{own}.")
-        if key:
-            have = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-            raise UserError(f"{flag} is a key of `train`. `{command}` has {have}.")
+        if takes_words and flag.removeprefix("--") in PATHS and flag.startswith("--"):
+            path = value or after
+            raise UserError(f"{flag}: the path has no flag here: {command} {path}".rstrip() + ".")
+        check_key(flag, names, command)
+
+
+def check_key(flag: str, names: Collection[str], command: str) -> None:
+    """Raise UserError if a flag is a key of a run's config."""
+    if not (key := re.fullmatch(r"--\w+\.(\w+)", flag)):
+        return
+    own = key[1].replace("_", "-")
+    if own in names:
+        raise UserError(f"{flag} is a key of `train`; the flag of `{command}` is --{own}.")
+    have = ", ".join(f"--{name}" for name in names)
+    raise UserError(f"{flag} is a key of `train`. `{command}` has {have}.")
+
+
+def flags_of(hints: Mapping[str, Any]) -> list[str]:
+    """The command's flags, without dashes at their front."""
+    found = []
+    for name, hint in hints.items():
+        own = next(filter(None, (getattr(part, "name", None) for part in parts_of(hint))), name)
+        if not is_positional(hint):
+            found.append(own.replace("_", "-"))
+    return found
+
+
+def is_positional(hint: Any) -> bool:
+    """Return True for an option that has no flag."""
+    return tyro.conf.Positional in parts_of(hint)
+
+
+def parts_of(hint: Any) -> tuple[Any, ...]:
+    """What is annotated to a type."""
+    return getattr(hint, "__metadata__", ())

@@ -13,7 +13,7 @@ from torch import Tensor
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands import predict_tokens
-from titan_dit.config.section import PositiveInt, Section, UserError
+from titan_dit.config.section import FilePath, PositiveInt, Section, UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
@@ -29,15 +29,15 @@ class Options(Section):
 
     section = "predict"
 
-    checkpoint: Annotated[str, tyro.conf.arg(aliases=["--run"])]
+    checkpoint: Annotated[FilePath, tyro.conf.arg(aliases=["--run"])]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    inputs: str
+    inputs: FilePath
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
     `y` [b] (labels; -1 or the number of classes is unconditional). With `noise` of x's shape, x is
     the clean latents, and the objective computes the network's noisy input at t. Of a language
     model `tokens` [b, n], n up to sequence_length; of a BERT also `types` [b, n], else 0, and
     after training on pairs `lengths` [b], else n."""
-    out: str
+    out: FilePath
     """FILE.safetensors for `out` [b, c_out, h, w], the prediction and then any learned sigma. With
     `noise`, also the loss per sample and its terms, `loss_mse`, ... [b]. Of a language model the
     logits [b, n, vocabulary]."""

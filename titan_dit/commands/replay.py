@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import step_of
-from titan_dit.checkpoint.run_path import CONFIG, WANTED
+from titan_dit.checkpoint.run_path import CONFIG
 from titan_dit.checkpoint.run_path import resolve as named_by
 from titan_dit.checkpoint.store import Location
 from titan_dit.checks.device import replayable_precision
@@ -25,7 +25,7 @@ from titan_dit.commands.replay_report import Replayed, report, shown
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
-from titan_dit.config.section import NonNegativeInt, PositiveInt, Section, UserError
+from titan_dit.config.section import FilePath, NonNegativeInt, PositiveInt, Section, UserError
 from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
@@ -59,7 +59,7 @@ class Options(Section):
 
     section = "replay"
 
-    run: Annotated[str, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
     """Run directory, its checkpoints folder, or one of its checkpoints."""
     step: PositiveInt
     """A step that the run took or crashed in; RUN/faults.jsonl lists the skipped ones."""
@@ -91,9 +91,10 @@ class Origin:
 
 def main(options: Options) -> None:
     """Repeat the step and print its samples, non-finite ones first."""
-    run = named_by(Path(options.run)).run
+    named = named_by(Path(options.run))
+    run = named.run
     if not isinstance(run, Path) or not (run / CONFIG).is_file():
-        raise UserError(f"--run {options.run}: no {CONFIG} found in {run}. {WANTED}")
+        raise named.none_found("--run", f"no {CONFIG} found")
     config = config_file.build(config_file.of_run(run / CONFIG), catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
     saved = tables_of(run, options.step)

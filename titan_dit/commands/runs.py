@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from titan_dit.checkpoint import run_path
 from titan_dit.config import config_file
-from titan_dit.config.section import Section, UserError, show
+from titan_dit.config.section import FilePath, Section, UserError, show
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_runs
 from titan_dit.observe.metrics import Row, curve, read_rows
@@ -28,9 +29,9 @@ class Options(Section):
 
     section = "runs"
 
-    dirs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    dirs: Annotated[tuple[FilePath, ...], tyro.conf.Positional]
     """Run directories, or folders of runs, such as outputs."""
-    out: str = "runs.png"
+    out: FilePath = "runs.png"
     """PNG of the loss curves: smoothed training losses, and validation losses as dots."""
 
 
@@ -68,22 +69,17 @@ def find_runs(given: Sequence[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for text in given:
         path = Path(text)
-        own = [folder for folder in (path, run_around(path)) if is_run(folder)]
+        named = run_path.resolve(path).run if path.exists() else path
+        own = [folder for folder in (path, named) if isinstance(folder, Path) and is_run(folder)]
         inside = [] if own or not path.is_dir() else sorted(filter(is_run, path.iterdir()))
         if not own and not inside:
-            what = "no run found" if path.is_dir() else "no such folder"
+            what = "no run found" if path.exists() else "no such folder"
             raise UserError(
                 f"runs {text}: {what}. Give run directories (outputs/digits) or folders of runs "
                 "(outputs), on a disk."
             )
         found |= {folder.resolve(): folder for folder in own[:1] or inside}
     return list(found.values())
-
-
-def run_around(path: Path) -> Path:
-    """The run of a checkpoint or of a checkpoints folder; other paths are returned."""
-    upwards = (path.resolve(), path.resolve().parent)
-    return next((folder.parent for folder in upwards if folder.name == "checkpoints"), path)
 
 
 def is_run(folder: Path) -> bool:

@@ -19,6 +19,7 @@ from titan_dit.commands.chosen_classes import chosen_classes
 from titan_dit.config import dotted_names
 from titan_dit.config.section import (
     Bound,
+    FilePath,
     Fraction,
     NonNegativeFloat,
     PositiveInt,
@@ -46,15 +47,15 @@ class Options(Section):
 
     section = "sample"
 
-    run: Annotated[str, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    out: str
+    out: FilePath
     """FILE.safetensors for `samples` and `labels`, or FILE.png for an image grid."""
     num: PositiveInt = 100
     """Number of samples."""
     labels: str = "all"
     """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
-    noise: str | None = None
+    noise: FilePath | None = None
     """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
     classes is unconditional); replaces --num, --labels and the seed's noise."""
     cfg_scale: NonNegativeFloat = 2.0
@@ -114,9 +115,10 @@ def main(options: Options) -> None:
 
 def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> Int64[Tensor, " num"]:
     """Spread the classes of --labels over `num` samples; -1 is unconditional."""
-    if text == "none":
+    word = text if text in names else text.lower()
+    if word == "none":
         return torch.full((num,), -1)
-    every = text == "all"
+    every = word == "all"
     classes = range(num_classes) if every else chosen_classes(text, num_classes, names)
     return spread_labels(num, list(classes))
 

@@ -39,6 +39,11 @@ more nodes."""
 CALM = "last_call_timeout=30,keep_alive_interval=15,keep_alive_max_attempt=4"
 """More nodes: 60 s and 30 s. Stalls are more frequent, each false alarm restarts more ranks, and
 all heartbeats go to one host."""
+NUMBERS = {
+    "MAX_RESTARTS": "a number of restarts such as MAX_RESTARTS=10",
+    "GRACE": "seconds such as GRACE=600",
+    "STOPPED_CODE": "an exit code such as STOPPED_CODE=75",
+}
 TRAINER = "titan_dit.train"
 
 
@@ -59,6 +64,7 @@ def main(words: Sequence[str]) -> NoReturn:
         print_and_exit(help_text.recipes())
     if "--dry-run" in given:
         become(TRAINER, *words)
+    check_numbers(os.environ)
     cores = num_cores()
     ranks = num_ranks(os.environ, num_gpus(os.environ), cores)
     rendezvous = rendezvous_options(os.environ)
@@ -70,6 +76,16 @@ def main(words: Sequence[str]) -> NoReturn:
         *("titan_dit.launcher.launch", *rendezvous, "--nproc-per-node", str(ranks)),
         *("--max-restarts", max_restarts(os.environ), "-m", TRAINER, *words),
     )
+
+
+def check_numbers(environment: Mapping[str, str]) -> None:
+    """Refuse numbers that the launcher cannot read; empty is not set."""
+    for name, example in NUMBERS.items():
+        given = environment.get(name) or "0"
+        # Seconds may have a fraction.
+        digits = given.replace(".", "", 1) if name == "GRACE" else given
+        if not digits.isdecimal():
+            raise UserError(f"{name}={given}: set {example}, or leave it out.")
 
 
 def print_and_exit(text: str) -> NoReturn:

@@ -12,7 +12,15 @@ from typing import Any, get_type_hints
 from titan_dit.config import did_you_mean, flags, toml_text
 from titan_dit.config.catalog import DEFAULT_NAMES, SECTIONS
 from titan_dit.config.job import FREE_ON_RESUME, JobConfig
-from titan_dit.config.section import Section, UserError, conform, hints_of, show, written_name
+from titan_dit.config.section import (
+    FromHome,
+    Section,
+    UserError,
+    conform,
+    hints_of,
+    show,
+    written_name,
+)
 
 Tables = dict[str, dict[str, Any]]
 Variant = Callable[[str, str], type[Section]]
@@ -95,6 +103,7 @@ def take_dry_run(arguments: Sequence[str]) -> tuple[list[str], int | None]:
 
 def find_config(name: str) -> Path:
     """Find a config by path, or by name in train_configs/, with or without .toml."""
+    name = FromHome().expanded(name)
     names = (name, f"{name}.toml")
     folders = (Path(), Path("train_configs"), CONFIG_DIR)
     for candidate in (folder / file for folder in folders for file in names):

@@ -14,7 +14,7 @@ from titan_dit.config.layout import (
     RematConfig,
 )
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig, MetricsConfig, ProfileConfig
-from titan_dit.config.section import Bound, Section
+from titan_dit.config.section import Bound, FilePath, Section
 from titan_dit.config.training import (
     EMAConfig,
     LRScheduleConfig,
@@ -42,7 +42,7 @@ class RunConfig(Section):
 
     name: str = ""
     """Run name; empty is the config file's name."""
-    dir: str = ""
+    dir: FilePath = ""
     """Run directory; empty is outputs/<name>."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Seed of initial weights, data order, noise and previews."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_dit.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from titan_dit.config.section import (
+    FilePath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +29,9 @@ class CheckpointConfig(Section):
     """Write in the background: training waits only for the copy of the state to host memory."""
     max_failures: NonNegativeInt = 3
     """Stop after this many consecutive failed saves (disk full, no permission); 0 never stops."""
-    dir: str = ""
+    dir: FilePath = ""
     """Folder or URL (s3://bucket/run) of the checkpoints; empty is RUN/checkpoints."""
-    resume: str = "auto"
+    resume: FilePath = "auto"
     """auto: the run's newest checkpoint, if any. never: step 0, an error if there are checkpoints.
     A path or URL of a run (its newest checkpoint), its checkpoints folder, or one checkpoint:
     another run's initialises this run, one of its own rolls it back."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -59,6 +60,20 @@ class OneOf:
         return f"is not one of {', '.join(map(show, self.names))}"
 
 
+@dataclass(frozen=True)
+class FromHome:
+    """A path, carried in the type: a leading `~` is the home directory.
+
+    A shell does not replace it in `--data.path=~/latents`, and TOML has none.
+    """
+
+    def expanded(self, path: str) -> str:
+        """The path without `~`, if the home directory is known."""
+        # Path.expanduser would make s3:/ of s3:// and "." of an empty text.
+        return os.path.expanduser(path)  # noqa: PTH111
+
+
+FilePath = Annotated[str, FromHome()]
 PositiveInt = Annotated[int, Bound(least=1)]
 NonNegativeInt = Annotated[int, Bound(least=0)]
 PositiveFloat = Annotated[float, Bound(above=0, below=float("inf"))]
@@ -72,13 +87,7 @@ def conform(value: object, hint: Any, where: str) -> Any:
     """Check `value` against the type `hint`; a float takes a TOML int, a tuple a TOML array."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        value = conform(value, args[0], where)
-        for rule in args[1:]:
-            # Other libraries put their own metadata there.
-            if isinstance(rule, Bound | OneOf) and (broken := rule.broken_by(value)):
-                near = for_value(value, rule.names) if isinstance(rule, OneOf) else ""
-                raise UserError(f"{where}={show(value)} {broken}.{near}")
-        return value
+        return follow_rules(conform(value, args[0], where), args[1:], where)
     if origin in (Union, UnionType):
         inner = next(arg for arg in args if arg is not NoneType)
         return None if value is None else conform(value, inner, where)
@@ -104,6 +113,18 @@ class Table:
 
     def check(self) -> None:
         """Raise UserError if keys contradict each other."""
+
+
+def follow_rules(value: Any, rules: Iterable[object], where: str) -> Any:
+    """Check a value against what its type carries, and expand a path."""
+    for rule in rules:
+        # Other libraries put their own metadata there.
+        if isinstance(rule, Bound | OneOf) and (broken := rule.broken_by(value)):
+            near = for_value(value, rule.names) if isinstance(rule, OneOf) else ""
+            raise UserError(f"{where}={show(value)} {broken}.{near}")
+        if isinstance(rule, FromHome):
+            value = rule.expanded(value)
+    return value
 
 
 def table_of(value: object, kind: type[Table], where: str) -> Table:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from titan_dit.config.catalog import LR_DECAYS
 from titan_dit.config.section import (
     Decay,
+    FilePath,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -140,7 +141,7 @@ class ValidationConfig(Section):
     samples: NonNegativeInt = 0
     """Rows of [data] held out from training, chosen by the seed, evenly over the classes. With
     `path`, or of data that keeps a part for validation: rows read from there, 0 for all."""
-    path: str = ""
+    path: FilePath = ""
     """Another dataset of the same kind; empty holds out rows of [data], or takes its part for
     validation."""
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from titan_dit.config.section import (
     Bound,
+    FilePath,
     Finite,
     Fraction,
     Named,
@@ -40,7 +41,7 @@ class LatentsKeys(DataKeys):
 
     name = "latents"
 
-    path: str
+    path: FilePath
     """Dataset folder; its layout is detected."""
     scale: Finite | None = None
     """The model's input is (stored - shift) * scale. Unset: the manifest's, else 1."""
@@ -91,7 +92,7 @@ class TokensKeys(DataKeys):
 
     name = "tokens"
 
-    paths: tuple[str, ...]
+    paths: tuple[FilePath, ...]
     """Datasets, each the path of a .bin and a .idx without these suffixes."""
     weights: tuple[PositiveFloat, ...] = ()
     """Share of each path in the samples. Empty: every window of every path once an epoch."""
@@ -99,7 +100,7 @@ class TokensKeys(DataKeys):
     """Shares of each path's documents, in their order: for training, for [validation], unused."""
     sequence_length: PositiveInt
     """Tokens that the model predicts per sample; a window has one more."""
-    tokenizer: str = ""
+    tokenizer: FilePath = ""
     """A tokenizer.json: gives vocabulary and end_of_document, and text its bits per byte."""
     vocabulary: PositiveInt | None = None
     """Ids are below it; a larger one is refused. Unset: the tokenizer's."""

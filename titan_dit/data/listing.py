@@ -30,7 +30,14 @@ from titan_dit.data.class_labels import (
 )
 from titan_dit.data.files import LATENT_SUFFIXES
 from titan_dit.data.manifest import CLAIM, FORMAT, MANIFEST, read_folder_manifest, read_json
-from titan_dit.data.recognise import IMAGE_SUFFIXES, SUPPORTED, check_path, kind_of, not_found
+from titan_dit.data.recognise import (
+    IMAGE_SUFFIXES,
+    SUPPORTED,
+    check_path,
+    kind_of,
+    not_found,
+    not_supported,
+)
 
 Layout = Literal["shards", "pair", "classes"]
 KINDS = dict.fromkeys(LATENT_SUFFIXES, "latents") | dict.fromkeys(IMAGE_SUFFIXES, "images")
@@ -139,6 +146,9 @@ def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | N
     """List one folder per class; labels follow `classes`, else numeric names, else sorted order."""
     folders, beside = entries(root)
     if beside := [name for name in beside if name != MANIFEST]:
+        for name in entries(root / folders[0])[1]:
+            if kind := kind_of(name):
+                raise not_supported(root, f"{folders[0]}/{name} is {kind}")
         raise UserError(
             f"[data] path={root}: {few(beside)} is outside the class folders, so its class is "
             "unknown. Move it elsewhere, or into the folder of its class."
@@ -234,6 +244,11 @@ def list_files(folder: Path, kinds: dict[str, str]) -> list[str]:
     if strange:
         if kind := next(filter(None, map(kind_of, strange)), None):
             raise UserError(f"[data] {folder}: {few(strange)}: {kind}. {SUPPORTED}.")
+        if folders and not files:
+            raise UserError(
+                f"[data] {folder} holds the folders {few(folders)}, but a class is a folder of "
+                f"files. If they are the classes, give {folder}."
+            )
         raise UserError(
             f"[data] {folder}: {few(strange)} is neither a latent ({', '.join(LATENT_SUFFIXES)}) "
             f"nor an image ({', '.join(IMAGE_SUFFIXES)}). Move it elsewhere."

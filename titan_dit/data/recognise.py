@@ -25,16 +25,17 @@ SUPPORTED = (
 MOST = 1000
 """Entries of a folder that are looked at."""
 NO = "not supported yet"
+CIFAR = r"(data|test)_batch(_\d)?|batches\.meta|meta"
 # Patterns of file names, the first match wins -> what it is, and what to do.
 KINDS = (
-    (r"model_index\.json|diffusion_pytorch_model.*", "a diffusers model", "no dataset"),
-    (r"metrics\.jsonl|step-\d{8,}", "a run of titan_dit", "no dataset: give its [data] path"),
+    (r"model_index\.json|diffusion_pytorch_model.*", "a diffusers model", "not a dataset"),
+    (r"metrics\.jsonl|step-\d{8,}", "a run of titan_dit", "give the [data] path of its config"),
     (r".*\.(tar|tar\.\w+|tgz)", "a tar archive (webdataset)", f"{NO}: unpack it"),
     (r".*\.(zip|7z|rar)", "a packed archive", f"{NO}: unpack it"),
     (r".*\.(parquet|arrow|tfrecords?|lance|csv|tsv|jsonl?)|dataset_info\.json", "a table", NO),
-    (r".*\.(idx|bin)|.*-idx\d-ubyte(\.gz)?", "an indexed binary file", NO),
+    (r".*\.(idx|bin)|.*[-.]idx\d-ubyte(\.gz)?", "an indexed binary file", NO),
     (r".*\.(h5|hdf5|mdb|lmdb|npz|mat|beton)", "an array file or database", NO),
-    (r".*\.(pkl|pickle|ckpt|pth)|(data|test)_batch(_\d)?", "a pickle", f"{NO}: it could run code"),
+    (rf".*\.(pkl|pickle|ckpt|pth)|{CIFAR}", "a pickle", f"{NO}, since opening it can run code"),
     (r".*\.(mp4|mkv|mov|avi|webm|gif|m4v|mpe?g)", "a video", NO),
     (r".*\.(tiff?|heic|avif|jp2|svg|ppm|exr|raw|dng)", "a picture of another format", NO),
     (r".*\.(mp3|wav|flac|ogg)", "a sound", NO),

@@ -227,6 +227,8 @@ def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64)
     std = to_model_units(stored, facts, channels, rng).std().item()
     if 1 / 3 < std < 3 or num * stored[0].numel() < 1000:
         return None
+    if std < 1 and not stored.is_floating_point():
+        return None  # Pictures of low contrast: their scale is that of their integers.
     cause = "is it missing?" if std > 1 else "are the latents scaled twice?"
     return (
         f"hint    after [data] scale={facts.scale:g}, {num} latents have std {std:.2g} instead of "

@@ -8,20 +8,26 @@ import torch
 
 from titan_dit.dry_run import estimate
 from titan_dit.dry_run.memory import StorageKind
-from titan_dit.dry_run.simpler import GIB, USABLE
 
+GIB = 2**30
 DEVICES_GIB = {
-    "RTX 4090, 24 GB": 23.5,
-    "A100, 40 GB": 39.4,
-    "L40S, 48 GB": 44.4,
-    "A100, H100, 80 GB": 79.0,
-    "H20, 96 GB": 95.0,
-    "H200, 141 GB": 140.0,
-    "B200, 180 GB": 178.0,
-    "MI300X, 192 GB": 191.0,
-    "B300, 288 GB": 268.0,
+    "RTX 4090, 24 GB": 23.5,  # 23.52 (sgl-project/sglang#12496), 23.64 (ali-vilab/VGen#104)
+    "A100, 40 GB": 39.3,  # 39.38, 39.49, 39.56
+    "L40S, 48 GB": 44.3,  # 44.42 (stepfun-ai/Step-Video-T2V#8); 44.34, 44.39
+    "A100, H100, 80 GB": 79.0,  # 79.10 to 79.19
+    "H20, 96 GB": 95.0,  # 95.09 (zwq2018/embodied_reasoner#10); 95.00, 95.22
+    "H200, 141 GB": 139.7,  # 139.80 (Stas Bekman, Machine Learning Engineering), 139.81
+    "B200, 180 GB": 178.3,  # 178.35 (the same book), 178.36
+    "MI300X, 192 GB": 191.6,  # 191.69, 191.98
+    "B300, 288 GB": 267.6,  # 267.69; nvidia-smi: 275,040 MiB, 268.6 GiB
 }
-"""Memory as torch reports it: below what a device is sold with."""
+"""GiB, at most what torch reports: `total_memory`, "total capacity" in its out-of-memory errors.
+
+Drivers differ a little: the figure is below the smallest that was found. Beside it: figures in
+public issues, and, without a name, in logs of others. None was measured here.
+"""
+USABLE = 0.9
+"""The rest is for the driver, NCCL's buffers and fragmentation."""
 WORDS = {
     StorageKind.PARAMETERS: "this rank's shards of the weights, fp32",
     StorageKind.GRADIENTS: "gradients of the shards, fp32",

@@ -19,13 +19,11 @@ from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import ParallelConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.dry_run import estimate
+from titan_dit.dry_run.devices import DEVICES_GIB, GIB, USABLE
 from titan_dit.plan import RunPlan, resolve
 
-GIB = 2**30
-GPUS_GIB = {"80 GB": 79, "141 GB": 140, "192 GB": 191, "288 GB": 268}
-"""Memory that torch reports for GPUs sold with so much."""
-USABLE = 0.9
-"""The rest is for the driver, NCCL's buffers and fragmentation."""
+GPUS = ("A100, H100, 80 GB", "H200, 141 GB", "MI300X, 192 GB", "B300, 288 GB")
+"""One device of each size: without a GPU here, the smallest that holds the layout is meant."""
 LARGEST_SHARD = 128
 """FSDP ranks of a candidate; with more data ranks it has replicas (HSDP). A ring of n ranks takes
 n - 1 hops, and the part of a block that each sends gets too small to fill a link."""
@@ -84,7 +82,8 @@ def device_for(peak: int) -> tuple[str, float] | None:
         size, where = estimate.rank_memory()
         found = [(where, USABLE * (size or 0))]
     else:
-        found = [(f"a GPU of {name}", USABLE * gib * GIB) for name, gib in GPUS_GIB.items()]
+        sizes = {name.rpartition(", ")[2]: DEVICES_GIB[name] for name in GPUS}
+        found = [(f"a GPU of {size}", USABLE * gib * GIB) for size, gib in sizes.items()]
     return next(((where, space) for where, space in found if peak <= space), None)
 
 

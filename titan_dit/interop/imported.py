@@ -14,6 +14,7 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts
+from titan_dit.interop.write_progress import writing
 from titan_dit.system.files import PARTIAL
 
 EMA_DECAY = "0.9999"
@@ -48,8 +49,10 @@ def save(target: Path, tensors: dict[str, Any], record: dict[str, Any]) -> None:
     aside = target.with_name(f"{target.resolve().name}{PARTIAL}")
     if aside.exists():
         raise UserError(f"--to {target}: {aside} exists. Delete it, or choose another name.")
+    final = target.with_name(target.resolve().name)
     try:
-        checkpoint.write(target.with_name(target.resolve().name), tensors, record)
+        with writing(final, (tensor for _, tensor in checkpoint.flatten(tensors))):
+            checkpoint.write(final, tensors, record)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(f"--to {target} cannot be written: {str(error).splitlines()[0]}") from None

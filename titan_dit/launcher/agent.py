@@ -5,6 +5,7 @@ All uses of its private interfaces are in this file, those of its heartbeats in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -92,7 +93,8 @@ class Agent(LocalElasticAgent):
         """Kill the ranks and their child processes."""
         for process in self.processes():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # Each rank leads its own session.
+                with contextlib.suppress(ProcessLookupError):  # It has just ended.
+                    os.killpg(process.pid, signal.SIGKILL)  # Each rank leads its own session.
 
     def processes(self) -> list[Any]:
         """The ranks' processes; empty before the start."""

@@ -6,6 +6,7 @@ starts a Python per rank instead.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -53,15 +54,19 @@ class ForkServer:
                     started: int = pid
                     self.codes.pop(started, None)
                     return started
-                self.codes[pid] = code
+                self.note_end(pid, code)
+
+    def note_end(self, pid: int, code: int) -> None:
+        """Keep the exit code of a rank and confirm its end."""
+        self.codes[pid] = code
+        self.connection.send(pid)
 
     def code_of(self, pid: int, wait_s: float = 0) -> int | None:
         """The exit code of a rank, None while it runs; waits for any news of ranks."""
         with self.lock:
             try:
                 while pid not in self.codes and self.connection.poll(wait_s):
-                    ended, code = self.connection.recv()
-                    self.codes[ended] = code
+                    self.note_end(*self.connection.recv())
             except (EOFError, OSError):
                 self.is_lost = True
             # Linux kills the ranks of a dead server.
@@ -95,7 +100,8 @@ class ForkedRank:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the rank has ended."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # It has just ended.
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""

@@ -161,8 +161,8 @@ def main() -> int:
     logging.disable(logging.ERROR)
     # Otherwise restarted ranks reuse the store of the dead ones and read stale keys.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    grace_s = float(os.environ.get("GRACE", "600"))
-    launcher = Launcher(grace_s, stopped_code=int(os.environ.get("STOPPED_CODE", "0")))
+    grace_s = float(os.environ.get("GRACE") or "600")
+    launcher = Launcher(grace_s, stopped_code=int(os.environ.get("STOPPED_CODE") or "0"))
     # Listen before torch is imported, which takes seconds.
     with Listener(STOPS, launcher.hear):
         return launcher.run(sys.argv[1:])

@@ -23,7 +23,9 @@ def mention(line: str) -> None:
     stdio.write(sys.stdout, line + "\n")
 
 
-DROPPED = ("tokens", "data", "tflops", "peak", "lr", "mfu", "grad", "samples", "validation")
+DROPPED = (
+    *("tokens", "data", "tflops", "peak", "lr", "mfu", "grad", "samples", "validation", "smooth"),
+)
 """Parts of the line of a step that a narrow terminal lacks, the first ones first."""
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, TextIO
 
 from titan_dit.system import stdio
 
-LOG_EVERY_S = 10.0
+LOG_EVERY_S, RENEWED_S = 10.0, 1.0
 
 
 def width_of(stream: TextIO) -> int | None:
@@ -76,7 +78,7 @@ class ProgressLine:
         self.total, self.unit, self.what, self.form = total, unit, what, form
         self.line = Line("stderr")
         self.on_terminal = width_of(sys.stderr) is not None
-        self.every = 1.0 if self.on_terminal else LOG_EVERY_S
+        self.every = RENEWED_S if self.on_terminal else LOG_EVERY_S
         self.is_first_rank = os.environ.get("RANK", "0") == "0"
         self.began = self.written = time.monotonic()
         self.done = 0
@@ -105,6 +107,25 @@ class ProgressLine:
     def end(self) -> None:
         """End the open line."""
         self.line.end()
+
+
+@contextmanager
+def following(size: Callable[[], int], progress: ProgressLine) -> Iterator[None]:
+    """Renew `progress` from a thread with `size()`: during a call that reports nothing itself."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEWED_S):
+            progress(min(size(), progress.total))
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        progress.end()
 
 
 def speed(rate: float, unit: str) -> str:
