@@ -255,7 +255,10 @@ def build_sections(
                     f"[{name}] {f.name} is missing and has no default. Add it to the section, or "
                     f"--{name}.{f.name} VALUE."
                 )
-        built[name] = kind(**{key: table[key] for key in table if key in hints})
+        given = {key: value for key, value in table.items() if key in hints}
+        built[name] = kind(
+            **{key: conform(value, hints[key], f"[{name}] {key}") for key, value in given.items()}
+        )
     return built
 
 
