@@ -114,6 +114,8 @@ def open_run(config: JobConfig, world: World) -> Opened:
     objective = config.objective.build(config.model, source.facts)
     parts = plan, objective, source.fields, data.name
     validate_parts(*parts, source, previews=bool(config.sampling.every))
+    if config.sampling.every:
+        objective.check_preview(config.sampling)
     check_optimizer(plan, objective, config.optimizer)
     chosen = job.seed, validation.num_held_out, job.data_order
     held_out = on_first(lambda: held_out_rows(source, *chosen))

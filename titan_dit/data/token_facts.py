@@ -20,6 +20,8 @@ class TokenFacts(DataFacts):
     end_of_document: int | None = None
     bytes_per_token: float | None = None
     """Of the text that the tokens are of, on average."""
+    tokenizer: str = ""
+    """Path of the tokenizer.json; empty if unknown."""
 
     @property
     def fields(self) -> Mapping[str, Field]:

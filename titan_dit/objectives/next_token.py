@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -11,10 +12,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
+from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field
+from titan_dit.data.codec import codec_of
 from titan_dit.data.token_facts import TokenFacts
 from titan_dit.models.base import ModelConfig, ModelSpec
-from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared
+from titan_dit.objectives import text_drawing
+from titan_dit.objectives.base import (
+    DataShare,
+    Forward,
+    Objective,
+    ObjectiveConfig,
+    Prepared,
+    Preview,
+)
 from titan_dit.rng import SampleRNG
 
 
@@ -46,6 +57,7 @@ class NextTokenConfig(ObjectiveConfig):
     """The [objective] section of next-token prediction."""
 
     name = "next_token"
+    previews = True
 
     def model_spec(self, model: ModelConfig) -> ModelSpec:
         """The model's spec; its head must return `cross_entropy`."""
@@ -81,7 +93,7 @@ class NextTokenConfig(ObjectiveConfig):
                 f"[data] has token ids up to {facts.vocabulary - 1}, but [model] "
                 f"vocabulary={found.vocabulary}. Set [model] vocabulary = {facts.vocabulary}."
             )
-        return NextToken(found)
+        return NextToken(found, facts)
 
 
 def causal(model: ModelConfig) -> CausalModel:
@@ -101,6 +113,7 @@ class NextToken(Objective):
     takes = ("tokens",)
 
     model: CausalModel
+    data: TokenFacts
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Inputs are the first n tokens, targets the last n."""
@@ -120,3 +133,23 @@ class NextToken(Objective):
     ) -> Float[Tensor, "b n"]:
         """The cross entropy in nats, which the head has computed."""
         return predictions["cross_entropy"]
+
+    def summary(self, losses: Mapping[str, float], facts: DataFacts) -> dict[str, float]:
+        """Perplexity, and the bits per byte of the text if the data knows the bytes of a token."""
+        [nats] = losses.values()
+        # Of an untrained fp32 model at most a few hundred; beyond 709 exp overflows.
+        found = {"perplexity": math.exp(min(nats, 700.0))}
+        if isinstance(facts, TokenFacts) and facts.bytes_per_token:
+            found["bits_per_byte"] = nats / math.log(2) / facts.bytes_per_token
+        return found
+
+    def check_preview(self, sampling: SamplingConfig) -> None:
+        """Refuse a prompt that the data's tokenizer cannot encode."""
+        codec = codec_of(self.data.tokenizer)
+        text_drawing.prompt_ids(sampling.prompt, codec, self.data, "[sampling] prompt")
+
+    def preview(
+        self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
+    ) -> Preview:
+        """Continuations of the prompt of [sampling]."""
+        return text_drawing.preview(forward, self.model, self.data, sampling, seed, share)

@@ -1,0 +1,80 @@
+"""Text to token ids and back, by a tokenizer.json or, without one, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from titan_dit.config.section import UserError
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around them."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+
+class Numbers:
+    """Ids written as numbers, such as "17 4 4", for data without a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Read the ids; UserError for other words."""
+        words = text.split()
+        if wrong := [word for word in words if not word.isdecimal()]:
+            raise UserError(
+                f"the prompt holds {wrong[0]!r}, but the data names no tokenizer: write token ids, "
+                'such as "17 4 4", or name the tokenizer.json.'
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Write the ids."""
+        return " ".join(map(str, ids))
+
+
+class Text:
+    """A tokenizer of the library tokenizers."""
+
+    def __init__(self, path: Path) -> None:
+        self.tokenizer = read_tokenizer(path)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Codec.encode`."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Codec.decode`. Bytes that are no whole character of UTF-8 become U+FFFD."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+def read_tokenizer(path: Path) -> Any:
+    """A tokenizer.json; UserError if there is none, or no library to read it."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(
+            f"tokenizer={path} needs the package tokenizers, which is not installed: pip install "
+            "'titan_dit[text]', or pip install tokenizers."
+        ) from None
+    if not path.is_file():
+        raise UserError(
+            f"tokenizer={path}: there is no such file. Name the tokenizer.json that made the "
+            "tokens: [data] tokenizer, or --tokenizer of `sample`."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises Exception itself.
+        raise UserError(f"tokenizer={path}: not a tokenizer.json ({error}).") from None
+
+
+def codec_of(path: str) -> Codec:
+    """The codec of a tokenizer.json; of "", numbers."""
+    return Text(Path(path)) if path else Numbers()
