@@ -44,6 +44,7 @@ KEYS = {
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
+        "next_token": "titan_dit.objectives.keys:NextTokenKeys",
         "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
     },
     "data": {

@@ -26,6 +26,7 @@ from titan_dit.objectives.base import (
     Prepared,
     Preview,
 )
+from titan_dit.objectives.keys import NextTokenKeys
 from titan_dit.rng import SampleRNG
 
 
@@ -53,10 +54,9 @@ class CausalModel(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextTokenConfig(ObjectiveConfig):
+class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
     """The [objective] section of next-token prediction."""
 
-    name = "next_token"
     previews = True
 
     def model_spec(self, model: ModelConfig) -> ModelSpec:
@@ -93,7 +93,13 @@ class NextTokenConfig(ObjectiveConfig):
                 f"[data] has token ids up to {facts.vocabulary - 1}, but [model] "
                 f"vocabulary={found.vocabulary}. Set [model] vocabulary = {facts.vocabulary}."
             )
-        return NextToken(found, facts)
+        if self.mask_end_of_document and facts.end_of_document is None:
+            raise UserError(
+                "[objective] mask_end_of_document=true needs the id of the token that ends a "
+                "document. Set [data] end_of_document."
+            )
+        masked = facts.end_of_document if self.mask_end_of_document else None
+        return NextToken(found, facts, masked)
 
 
 def causal(model: ModelConfig) -> CausalModel:
@@ -114,16 +120,21 @@ class NextToken(Objective):
 
     model: CausalModel
     data: TokenFacts
+    masked: int | None = None
+    """What comes after this token is not predicted."""
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Inputs are the first n tokens, targets the last n."""
         tokens = batch.fields["tokens"]
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        weight, total = batch.weight, batch.total_weight * targets.shape[1]
+        if self.masked is not None:
+            weight = weight[:, None] * (inputs != self.masked)
         return Prepared(
             inputs={"tokens": inputs},
             targets={},
-            weight=batch.weight,
-            total_tokens=batch.total_weight * targets.shape[1],
+            weight=weight,
+            total_tokens=total if self.masked is None else None,
             static=self.model.static(tokens.device),
             context={"next_tokens": targets},
         )

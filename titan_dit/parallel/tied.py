@@ -50,10 +50,11 @@ class TiedWeights:
     def add_gradients(self) -> None:
         """Add the copies' gradients to the owners'; after all gradients are reduced."""
         theirs = [taken(copy) for copy in self.copies]
-        own = [local(weight.grad) for weight in self.owners if weight.grad is not None]
-        received = self.sent(theirs, own, self.holder, self.owner)
-        for gradient, more in zip(own, received, strict=True):
-            gradient += more
+        like = [local(weight) for weight in self.owners]
+        received = self.sent(theirs, like, self.holder, self.owner)
+        for weight, more in zip(self.owners, received, strict=True):
+            if weight.grad is not None:  # None of a frozen one.
+                local(weight.grad).add_(more)
 
     def sent(
         self, tensors: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int
@@ -66,6 +67,7 @@ class TiedWeights:
             return tensors
         for work in self.sending[1]:
             work.wait()
+        self.sending = (), ()  # gloo hangs if it is waited for twice.
         if tensors:
             whole = [tensor.contiguous() for tensor in tensors]
             self.sending = whole, self.links.send(whole, target)
