@@ -9,8 +9,8 @@ from titan_dit.config.did_you_mean import ELSEWHERE, like
 from titan_dit.config.section import Section, UserError, hints_of
 from titan_dit.launcher import failure, torch_range
 
-# Command "a b" is titan_dit/commands/a_b.py with a dataclass `Options` and `main(options)`. Only
-# `train` parses its own arguments, as its flags are the config's keys.
+# Command "a b-c" is titan_dit/commands/a_b_c.py with a dataclass `Options` and `main(options)`.
+# Only `train` parses its own arguments, as its flags are the config's keys.
 COMMANDS = {
     "train": "train a run on the ranks of this node",
     "sample": "draw samples from a trained run",
@@ -19,7 +19,9 @@ COMMANDS = {
     "predict": "run the network on given inputs",
     "replay": "repeat a training step and list its samples",
     "data pack": "pack a folder of latents or images into shards",
-    "data show": "print a dataset's metadata and draw samples",
+    "data show": "print a dataset's metadata and samples",
+    "data tokenize": "turn text files into Megatron's .bin and .idx",
+    "data train-tokenizer": "train a tokenizer on text files",
     "bench attention": "benchmark every attention kernel on one shape",
     "checkpoint list": "list the checkpoints of a run",
     "checkpoint verify": "check the SHA-256 of every checkpoint file",
@@ -35,7 +37,7 @@ def main() -> None:
     group = {command: what for command, what in COMMANDS.items() if command.split()[0] == name}
     asks_for_help = words[-1] in ("-h", "--help") and len(words) <= (2 if group else 1)
     if name not in COMMANDS and asks_for_help:
-        listed = "\n".join(f"  {command:19}{what}" for command, what in (group or COMMANDS).items())
+        listed = "\n".join(f"  {command:21}{what}" for command, what in (group or COMMANDS).items())
         sys.stdout.write(
             f"python -m titan_dit COMMAND\n\n{listed}\n\nSee COMMAND --help for its flags.\n"
         )
@@ -58,7 +60,8 @@ def main() -> None:
 
     from titan_dit.commands import flag_advice
 
-    command = importlib.import_module(f"titan_dit.commands.{name.replace(' ', '_')}")
+    module = name.replace(" ", "_").replace("-", "_")
+    command = importlib.import_module(f"titan_dit.commands.{module}")
     flag_advice.check(words[length:], hints_of(command.Options), name)
     command.main(
         tyro.cli(
@@ -71,7 +74,7 @@ def main() -> None:
 
 
 def as_python(words: list[str], options: type[Section]) -> list[str]:
-    """Rewrite the TOML booleans (true) in `words` as Python ones (True), which tyro expects."""
+    """Rewrite TOML booleans (true) as the Python ones that tyro expects; a bare flag is True."""
     switches = {
         f"--{name}".replace("_", "-") for name, kind in hints_of(options).items() if kind is bool
     }
@@ -82,8 +85,10 @@ def as_python(words: list[str], options: type[Section]) -> list[str]:
             word = word.capitalize()
         elif equals and name.replace("_", "-") in switches:
             word = f"{name}={value.capitalize()}"
+        if before.replace("_", "-") in switches and word.startswith("--"):
+            spelled.append("True")
         spelled.append(word)
-    return spelled
+    return [*spelled, "True"] if words and words[-1].replace("_", "-") in switches else spelled
 
 
 def run() -> None:

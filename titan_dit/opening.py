@@ -17,7 +17,7 @@ from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.order import EpochOrder
+from titan_dit.data.order import SampleOrder
 from titan_dit.execution.build import Built
 from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
@@ -41,7 +41,7 @@ class Opened:
     hooks: Hooks
     source: Source
     objective: Objective
-    epochs: EpochOrder
+    epochs: SampleOrder
     validation_set: ValidationSet | None
     identity: resume.Identity
 
@@ -117,10 +117,11 @@ def open_run(config: JobConfig, world: World) -> Opened:
     if config.sampling.every:
         objective.check_preview(config.sampling)
     check_optimizer(plan, objective, config.optimizer)
-    chosen = job.seed, validation.num_held_out, job.data_order
+    num = validation.held_out_of(has_part=data.has_validation_part)
+    chosen = job.seed, num, job.data_order
     held_out = on_first(lambda: held_out_rows(source, *chosen))
     sets = validation, data, source, held_out
-    epochs = EpochOrder.of(job.seed, len(source), held_out, job.data_order)
+    epochs = source.order(job.seed, held_out, job.data_order)
     training = config.training.resolved(epochs.num_rows)
     config = replace(config, training=training)
     lr_schedule.check(config.lr_schedule, training.steps)

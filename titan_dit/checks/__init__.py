@@ -25,6 +25,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     formats.check_compile(plan)
     formats.check_remat(plan)
     formats.check_float8(plan)
+    config.validation.check(has_part=config.data.has_validation_part)
     config.objective.check_sampling(config.model, config.sampling)
     if on is None:
         return

@@ -1,4 +1,4 @@
-"""`python -m titan_dit data show DIR`: print a dataset's metadata and draw a few samples."""
+"""`python -m titan_dit data show PATH`: print a dataset's metadata and a few samples."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tyro
 from jaxtyping import Shaped
 from torch import Tensor
 
+from titan_dit.commands.token_report import prefix_of, show_tokens
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.folders import LatentFolder
@@ -26,23 +27,29 @@ from titan_dit.rng import SampleRNG
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Print a dataset's metadata and draw a few of its samples."""
+    """Print a dataset's metadata and a few of its samples: pictures are drawn, tokens printed."""
 
     section = "data show"
 
     path: Annotated[str, tyro.conf.Positional]
-    """Dataset folder: shards, a folder per class, or features and labels."""
+    """Dataset folder (shards, a folder per class, or features and labels), or a .bin or .idx of
+    tokens."""
     num: PositiveInt = 16
     """Samples to read and draw, evenly spaced over the dataset."""
     out: str | None = None
     """PNG file. Default: NAME.png in the current folder."""
     verify: bool = False
-    """Check all data: the SHA-256 of every shard, or every file of a folder."""
+    """Check all data: the SHA-256 of every shard, or every file of a folder. Tokens always are."""
+    tokenizer: str | None = None
+    """Of tokens: the tokenizer.json, to print text."""
 
 
 def main(options: Options) -> None:
     """Print the metadata and draw the samples."""
     path = Path(options.path)
+    if prefix := prefix_of(path):
+        show_tokens(prefix, options.num, options.tokenizer)
+        return
     out = Path(options.out or f"{path.resolve().name}.png")
     if path.resolve() in out.resolve().parents:
         raise UserError(

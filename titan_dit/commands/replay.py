@@ -29,7 +29,7 @@ from titan_dit.config.section import NonNegativeInt, PositiveInt, Section, UserE
 from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.order import BatchPlan, EpochOrder
+from titan_dit.data.order import BatchPlan, SampleOrder
 from titan_dit.data.sample_ranges import numbers_of
 from titan_dit.execution.base import Output, first_of
 from titan_dit.execution.build import Built, build
@@ -118,13 +118,14 @@ def main(options: Options) -> None:
         )
     objective = config.objective.build(config.model, source.facts)
     job = config.job
-    held_out = held_out_rows(source, job.seed, config.validation.num_held_out, job.data_order)
+    num = config.validation.held_out_of(has_part=config.data.has_validation_part)
+    held_out = held_out_rows(source, job.seed, num, job.data_order)
     with process_group.start(device_of(options.device).type) as world:
         replayer = Replayer(
             job.seed,
             objective,
             source,
-            EpochOrder.of(job.seed, len(source), held_out, job.data_order),
+            source.order(job.seed, held_out, job.data_order),
             rebuilt(config, objective, origin, size, world.device),
             len(origin.numbers),
         )
@@ -257,7 +258,7 @@ class Replayer:
     seed: int
     objective: Objective
     source: Source
-    epochs: EpochOrder
+    epochs: SampleOrder
     built: Built
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""

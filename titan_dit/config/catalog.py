@@ -28,7 +28,9 @@ SECTIONS = {
     "data": {
         "digits": "titan_dit.data.latents:Digits",
         "latents": "titan_dit.data.latents:Latents",
+        "plays": "titan_dit.data.token_windows:Plays",
         "synthetic": "titan_dit.data.synthetic:Synthetic",
+        "tokens": "titan_dit.data.token_windows:Tokens",
     },
     "optimizer": {
         "adamw": "titan_dit.optim.adamw:AdamWConfig",
@@ -50,7 +52,9 @@ KEYS = {
     "data": {
         "digits": "titan_dit.data.keys:DigitsKeys",
         "latents": "titan_dit.data.keys:LatentsKeys",
+        "plays": "titan_dit.data.keys:PlaysKeys",
         "synthetic": "titan_dit.data.keys:SyntheticKeys",
+        "tokens": "titan_dit.data.keys:TokensKeys",
     },
     "optimizer": {
         "adamw": "titan_dit.optim.keys:AdamWKeys",

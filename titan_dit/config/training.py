@@ -140,23 +140,27 @@ class ValidationConfig(Section):
     """Steps between validations; the last step is validated, too. 0 disables validation."""
     samples: NonNegativeInt = 0
     """Rows of [data] held out from training, chosen by the seed, evenly over the classes. With
-    `path`: rows read from it, 0 for all."""
+    `path`, or of data that keeps a part for validation: rows read from there, 0 for all."""
     path: str = ""
-    """Another dataset of the same kind; empty holds out rows of [data]."""
+    """Another dataset of the same kind; empty holds out rows of [data], or takes its part for
+    validation."""
 
-    def __post_init__(self) -> None:
+    @property
+    def num_held_out(self) -> int:
+        """Rows held out from [data], if it keeps no part for validation."""
+        return 0 if self.path else self.samples
+
+    def held_out_of(self, *, has_part: bool) -> int:
+        """Rows held out from [data]; `has_part`: whether it keeps a part for validation."""
+        return 0 if has_part else self.num_held_out
+
+    def check(self, *, has_part: bool) -> None:
         """Require rows to validate on."""
-        super().__post_init__()
-        if self.every and not self.samples and not self.path:
+        if self.every and not (self.samples or self.path or has_part):
             raise UserError(
                 f"[validation] every={self.every} has nothing to validate on. Set samples (rows "
                 "held out from [data]) or path (another dataset)."
             )
-
-    @property
-    def num_held_out(self) -> int:
-        """Rows held out from [data]."""
-        return 0 if self.path else self.samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.config.section import UserError, hints_of, show
 from titan_dit.data.keys import DataKeys
+from titan_dit.data.order import EpochOrder, SampleOrder
 
 Fields: TypeAlias = Mapping[str, Tensor]
 """Tensors of a batch by name, batch dim first, in the stored dtype."""
@@ -56,6 +58,9 @@ class Batch:
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
     """Metadata of a dataset, stored in checkpoints; objectives may require a subclass."""
+
+    differing: ClassVar[frozenset[str]] = frozenset({"count", "digest"})
+    """Fields that may differ between the training set and a validation set."""
 
     count: int
     digest: str = ""
@@ -108,6 +113,14 @@ class Source:
         groups = self.groups()
         yield from () if groups is None else torch.split(groups, 1 << 16)
 
+    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
+        """Return the order of training, without the `held_out` rows."""
+        return EpochOrder.of(seed, len(self), held_out, data_order)
+
+
+class BadSampleError(UserError):
+    """A stored value that no restart changes: it ends the run, unlike a read that failed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(DataKeys):
@@ -128,3 +141,15 @@ class DataConfig(DataKeys):
     def open_surveyed(self, survey: Any) -> Source:
         """Open the dataset, given the result of `survey` on rank 0."""
         return self.open()
+
+    def validation_part(self) -> DataConfig:
+        """Return the part kept apart for validation, if `has_validation_part`."""
+        raise NotImplementedError
+
+    def at(self, path: str) -> DataConfig:
+        """Return this section for a dataset at another path, for [validation] path."""
+        if "path" not in hints_of(type(self)):
+            raise UserError(
+                f"[data] name={show(self.name)} has no path. Remove path and set samples."
+            )
+        return replace(self, **{"path": path})  # type: ignore[arg-type]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_dit.config.section import Finite, Named, NonNegativeInt, PositiveInt
+from titan_dit.config.section import (
+    Finite,
+    Named,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UserError,
+    show,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +24,11 @@ class DataKeys(Named):
 
     workers: NonNegativeInt = 0
     """Prefetching worker processes per rank; 0 reads in the training process."""
+
+    @property
+    def has_validation_part(self) -> bool:
+        """True if the dataset keeps a part for validation; [validation] then holds out no rows."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +65,69 @@ class SyntheticKeys(DataKeys):
     num_classes: PositiveInt
     count: PositiveInt = 4096
     """Samples per epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaysKeys(DataKeys):
+    """Eight plays of Shakespeare as tokens of a vocabulary of 2,048; part of titan_dit."""
+
+    name = "plays"
+
+    sequence_length: PositiveInt
+    """Tokens that the model predicts per sample."""
+
+    @property
+    def has_validation_part(self) -> bool:
+        """The end of every play."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensKeys(DataKeys):
+    """Token ids on disk: Megatron's .bin and .idx, as `data tokenize` writes them."""
+
+    name = "tokens"
+
+    paths: tuple[str, ...]
+    """Datasets, each the path of a .bin and a .idx without these suffixes."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """Share of each path in the samples. Empty: every window of every path once an epoch."""
+    split: tuple[NonNegativeFloat, ...] = (949.0, 50.0, 1.0)
+    """Shares of each path's documents, in their order: for training, for [validation], unused."""
+    sequence_length: PositiveInt
+    """Tokens that the model predicts per sample; a window has one more."""
+    tokenizer: str = ""
+    """A tokenizer.json: gives vocabulary and end_of_document, and text its bits per byte."""
+    vocabulary: PositiveInt | None = None
+    """Ids are below it; a larger one is refused. Unset: the tokenizer's."""
+    end_of_document: NonNegativeInt | None = None
+    """Id of the token at the end of a document. Unset: the tokenizer's."""
+    verify: bool = False
+    """Check every id at the start, not only the first 134 million."""
+
+    def __post_init__(self) -> None:
+        """Refuse weights and shares that fit no path."""
+        super().__post_init__()
+        if not self.paths:
+            raise UserError("[data] paths=[] is empty. Give the path of a .bin without its suffix.")
+        if len(self.weights) not in (0, len(self.paths)):
+            raise UserError(
+                f"[data] weights={show(self.weights)} fit no paths={show(self.paths)}: "
+                f"{len(self.weights)} weights for {len(self.paths)} paths. Give one for each, or "
+                "none."
+            )
+        if not (1 <= len(self.split) <= 3 and self.split[0]):
+            raise UserError(
+                f"[data] split={show(self.split)} must be up to three shares (training, "
+                "validation, unused), the first above 0, such as [949, 50, 1]."
+            )
+        if not self.tokenizer and self.vocabulary is None:
+            raise UserError(
+                "[data] tokens need the size of their vocabulary. Set tokenizer (a "
+                "tokenizer.json) or vocabulary."
+            )
+
+    @property
+    def has_validation_part(self) -> bool:
+        """True if `split` has a second share."""
+        return len(self.split) > 1 and self.split[1] > 0

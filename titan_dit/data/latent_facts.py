@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,8 @@ from titan_dit.data.base import DataFacts, Field
 @dataclass(frozen=True, kw_only=True)
 class LatentFacts(DataFacts):
     """Shape, units and classes; stored in checkpoints, so sampling does not open the dataset."""
+
+    differing: ClassVar[frozenset[str]] = DataFacts.differing | {"class_names"}
 
     shape: tuple[int, int, int]
     """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std."""

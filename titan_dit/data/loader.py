@@ -17,7 +17,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_dit.config.section import UserError
-from titan_dit.data.base import Batch, Fields, Source
+from titan_dit.data.base import BadSampleError, Batch, Fields, Source
 from titan_dit.data.order import RankOrder
 from titan_dit.launcher.failure import Disruption
 
@@ -83,6 +83,8 @@ class NumberedSamples:
         """
         try:
             fields = self.source.read([row for _, row in pairs])
+        except BadSampleError as error:
+            return error
         except UserError as error:
             return Disruption(str(error))
         except OSError as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,17 @@ class BatchPlan:
         parts.append(range(cursor, cursor + wanted))
         numbers = parts[0] if len(parts) == 1 else list(chain(*parts))
         return numbers, cursor + wanted
+
+
+class SampleOrder(Protocol):
+    """Sample number -> dataset row, without state."""
+
+    @property
+    def num_rows(self) -> int:
+        """Samples of an epoch."""
+
+    def rows(self, sample_numbers: Sequence[int]) -> list[int]:
+        """Map sample numbers, in any order, to rows."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ class RankOrder:
     """
 
     plan: BatchPlan
-    epochs: EpochOrder
+    epochs: SampleOrder
     rank: int
     num_ranks: int
     size: int | None = None

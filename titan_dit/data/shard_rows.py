@@ -61,10 +61,11 @@ class Run:
 class ShardRows:
     """Reads rows of several files; keeps at most `most_open()` of them open."""
 
-    def __init__(self, files: Sequence[RowFile], row_bytes: int) -> None:
+    def __init__(self, files: Sequence[RowFile], row_bytes: int, stride: int | None = None) -> None:
+        """`stride`: bytes from the start of a row to that of the next; less if rows overlap."""
         self.descriptors: dict[int, int] = {}
         """By file number, first opened first."""
-        self.files, self.row_bytes = files, row_bytes
+        self.files, self.row_bytes, self.stride = files, row_bytes, stride or row_bytes
         self.starts = np.array([file.start for file in files], dtype=np.int64)
         self.most_open = most_open()
         self.can_ask = True
@@ -99,9 +100,9 @@ class ShardRows:
         """Yield (file, offset, buffers) in the order of the files; neighbours are one read."""
         order, size = np.lexsort((row, file)), self.row_bytes
         file, row = file[order], row[order]
-        files, offsets = file.tolist(), (self.starts[file] + row * size).tolist()
+        files, offsets = file.tolist(), (self.starts[file] + row * self.stride).tolist()
         buffers = [out[i * size : (i + 1) * size] for i in order.tolist()]
-        is_new = (np.diff(file) != 0) | (np.diff(row) != 1)
+        is_new = (np.diff(file) != 0) | (np.diff(row) != 1) | (self.stride != size)
         if is_new.all():  # As good as always when rows are random.
             yield from zip(files, offsets, ([buffer] for buffer in buffers), strict=True)
             return
@@ -142,7 +143,7 @@ class ShardRows:
     def failed(self, run: Run, what: str) -> UserError:
         """The error of the row that could not be read."""
         file = self.files[run.file]
-        row = (run.offset - file.start) // self.row_bytes
+        row = (run.offset - file.start) // self.stride
         return UserError(f"[data] {file.path}: row {row} {what}. Check the disk, restore the file.")
 
     def descriptor(self, number: int) -> int:
@@ -188,6 +189,8 @@ def check_contents(file: RowFile, descriptor: int, found: os.stat_result) -> Non
         now = read_header(descriptor)
     if found.st_size != file.size:
         change = f"{found.st_size:,} bytes instead of {file.size:,}"
+    elif not file.tensors:
+        change = "another time of modification"
     elif not now or now != file.tensors:
         held = [" and ".join(map(str, tensors)) or "no header" for tensors in (now, file.tensors)]
         change = " instead of ".join(held)

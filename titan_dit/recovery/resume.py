@@ -245,7 +245,8 @@ def check_same_mathematics(
     before = build(of_record(record), catalog.variant)
     before = replace(before, ema=before.ema.settled())
     changed = list(changes(to_tables(before), identity.config))
-    held_out = before.validation.num_held_out, identity.num_held_out
+    has_part = before.data.has_validation_part
+    held_out = before.validation.held_out_of(has_part=has_part), identity.num_held_out
     if record.get("imported", False):
         kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
         changed = [change for change in changed if change.startswith(kept)]

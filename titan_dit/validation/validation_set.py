@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.config.job import RunConfig
-from titan_dit.config.section import UserError, hints_of, show
+from titan_dit.config.section import UserError, show
 from titan_dit.config.training import ValidationConfig
 from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, Source
@@ -62,17 +62,12 @@ def open_set(
     """Open [validation] path, else take the `held_out` rows; None if disabled. Collective."""
     if not config.every:
         return None
-    if not config.path:
+    if not config.path and not data.has_validation_part:
         return ValidationSet(source, held_out)
-    where, keys = f"[validation] path={show(config.path)}", hints_of(type(data))
-    if "path" not in keys:
-        raise UserError(
-            f"{where}: [data] name={show(data.name)} has no path. Remove path and set samples."
-        )
+    where = f"[validation] path={show(config.path)}" if config.path else "[data] validation part"
     on_first = Ranks().run_on_first
-    values = {key: getattr(data, key) for key in keys} | {"path": config.path}
     try:
-        there = type(data)(**values)
+        there = data.at(config.path) if config.path else data.validation_part()
         other = there.open_surveyed(on_first(there.survey))
     except (OSError, UserError) as error:
         raise UserError(f"{where}: {error}") from None
@@ -97,7 +92,7 @@ def check_alike(where: str, other: Source, source: Source) -> None:
             "of the same kind."
         )
     its, ours = other.facts.as_json(), source.facts.as_json()
-    for key in sorted(its.keys() - {"count", "digest", "class_names"}):
+    for key in sorted(its.keys() - source.facts.differing):
         if its[key] != ours.get(key):
             raise UserError(
                 f"{where} has {key}={show(its[key])}, but [data] has {key}={show(ours.get(key))}. "

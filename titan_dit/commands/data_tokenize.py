@@ -1,0 +1,198 @@
+"""`python -m titan_dit data tokenize`: text files to Megatron's .bin and .idx."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_dit.config.section import PositiveInt, Section, UserError, show
+from titan_dit.data.indexed_file import IndexedWriter, bin_of, dtype_for, idx_of
+from titan_dit.data.tokenizing import tokenizer as tokenizers
+from titan_dit.data.tokenizing.chunks import check_inputs, read_chunks
+from titan_dit.data.tokenizing.encoder import Encoded, Recipe
+from titan_dit.data.tokenizing.pool import encode_all
+from titan_dit.data.tokenizing.texts import BadLine
+from titan_dit.observe import console
+from titan_dit.system.files import write_whole
+from titan_dit.system.progress import ProgressLine, count
+
+COMMAND = "data tokenize"
+SHOWN = 3
+"""Bad lines on the console; a file lists all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Tokenize text files into PREFIX_text_document.bin and .idx, as Megatron reads them."""
+
+    section = COMMAND
+
+    input: tuple[str, ...]
+    """Text files: .jsonl (a document a line), .txt (a document a file), also as .gz or .xz, and
+    tars of them."""
+    output_prefix: str
+    """Path that the names of the output files begin with."""
+    tokenizer: str | None = None
+    """A tokenizer.json."""
+    vocab_file: str | None = None
+    """Instead: GPT-2's vocab.json, with --merge-file, or BERT's vocab.txt."""
+    merge_file: str | None = None
+    """GPT-2's merges.txt."""
+    lower: bool = False
+    """With BERT's vocab.txt: convert to lower case."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of a JSON line that hold text; each gets files of its own, PREFIX_KEY_document."""
+    append_eod: bool = False
+    """Append the token that ends a document."""
+    eod_token: str | None = None
+    """That token. Default: the first of <|endoftext|>, <|end_of_text|>, </s>, <eos>, [SEP] that the
+    tokenizer has."""
+    split_sentences: bool = False
+    """Make each sentence a sequence, for BERT: PREFIX_KEY_sentence."""
+    language: str = "en"
+    """Language of the sentences, as in ISO 639."""
+    workers: PositiveInt = field(default_factory=lambda: min(64, len(os.sched_getaffinity(0))))
+    """Worker processes; the result does not depend on them."""
+
+
+def main(options: Options) -> None:
+    """Tokenize, and print a summary."""
+    inputs = [Path(name) for name in options.input]
+    size = check_inputs(inputs, COMMAND)
+    made = tokenizer_of(options)
+    recipe = recipe_of(options, made)
+    level = "sentence" if options.split_sentences else "document"
+    prefixes = [Path(f"{options.output_prefix}_{key}_{level}") for key in recipe.keys]
+    for prefix in prefixes:
+        if bin_of(prefix).exists() or idx_of(prefix).exists():
+            raise UserError(
+                f"[{COMMAND}] {prefix}.bin or .idx is there already. Delete both, or choose "
+                "another --output-prefix."
+            )
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    console.say(
+        f"tokenizing {len(inputs):,} files, {count(size)}B, with {options.workers} workers; "
+        f"vocabulary {vocabulary_of(made):,}, stored as {np.dtype(recipe.dtype).name}"
+    )
+    totals = write_all(recipe, prefixes, inputs, size, options.workers)
+    report(totals, prefixes, options, made)
+
+
+def tokenizer_of(options: Options) -> Any:
+    """Read or make the tokenizer that the flags name."""
+    if bool(options.tokenizer) == bool(options.vocab_file):
+        raise UserError(
+            f"[{COMMAND}] give one of --tokenizer (a tokenizer.json) and --vocab-file. `data "
+            "train-tokenizer` makes a tokenizer.json."
+        )
+    if options.tokenizer:
+        if options.merge_file or options.lower:
+            raise UserError(f"[{COMMAND}] --merge-file and --lower belong to --vocab-file.")
+        return tokenizers.read(Path(options.tokenizer), COMMAND)
+    assert options.vocab_file
+    merges = Path(options.merge_file) if options.merge_file else None
+    return tokenizers.of_vocabulary(Path(options.vocab_file), merges, options.lower, COMMAND)
+
+
+def recipe_of(options: Options, made: Any) -> Recipe:
+    """What the workers need."""
+    if options.split_sentences:
+        tokenizers.needed("sentencex", COMMAND)
+    end = None
+    if options.append_eod:
+        end = tokenizers.end_of_document(made, options.eod_token, COMMAND)
+    if len(set(options.json_keys)) < len(options.json_keys) or not options.json_keys:
+        raise UserError(f"[{COMMAND}] json_keys={show(options.json_keys)}: name each key once.")
+    return Recipe(
+        made.to_str(),
+        dtype_for(vocabulary_of(made)).str,
+        options.json_keys,
+        end,
+        options.language if options.split_sentences else None,
+    )
+
+
+def vocabulary_of(made: Any) -> int:
+    """The largest id plus 1."""
+    found: int = max(made.get_vocab().values()) + 1
+    return found
+
+
+@dataclass
+class Totals:
+    """Counts of all chunks."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    empty: int = 0
+    bad: list[BadLine] = field(default_factory=list)
+
+    def add(self, encoded: Encoded) -> None:
+        """Count a chunk's documents."""
+        for documents in encoded.by_key.values():
+            self.documents += len(documents.sequences)
+            self.sequences += len(documents.lengths)
+            self.tokens += len(documents.ids)
+        self.num_bytes += encoded.num_bytes
+        self.empty += encoded.num_empty
+        self.bad += encoded.bad
+
+
+def write_all(
+    recipe: Recipe, prefixes: list[Path], inputs: list[Path], size: int, workers: int
+) -> Totals:
+    """Encode all files and write the result; on an error nothing is written."""
+    totals, progress = Totals(), ProgressLine(size, "B", what="tokenized", form=count)
+    dtype = np.dtype(recipe.dtype)
+    try:
+        with ExitStack() as stack:
+            writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+            for encoded, done in encode_all(recipe, read_chunks(inputs, COMMAND), workers):
+                totals.add(encoded)
+                for key, writer in zip(recipe.keys, writers, strict=True):
+                    if key in encoded.by_key:
+                        part = encoded.by_key[key]
+                        writer.add(part.ids, part.lengths, part.sequences)
+                progress(done, f"{len(totals.bad):,} bad lines" if totals.bad else "")
+            if not totals.documents:
+                first = f"; the first is {totals.bad[0]}" if totals.bad else ""
+                raise UserError(
+                    f"[{COMMAND}] no document found: {len(totals.bad):,} bad lines{first}. "
+                    "--json-keys names the keys of the text. Nothing was written."
+                )
+    finally:
+        progress.end()
+    return totals
+
+
+def report(totals: Totals, prefixes: list[Path], options: Options, made: Any) -> None:
+    """Print what was written and what was left out; write the list of bad lines."""
+    if totals.bad:
+        listed = Path(f"{options.output_prefix}_bad_lines.txt")
+        write_whole(listed, "".join(f"{line}\n" for line in totals.bad).encode())
+        console.say(f"skipped {len(totals.bad):,} bad lines, listed in {listed}:")
+        for line in totals.bad[:SHOWN]:
+            console.say(f"  {line}")
+    if totals.empty:
+        console.say(f"skipped {totals.empty:,} documents without tokens")
+    tokenizer = options.tokenizer
+    if not tokenizer:
+        tokenizer = f"{options.output_prefix}_tokenizer.json"
+        write_whole(Path(tokenizer), tokenizers.text_of(made).encode())
+        console.say(f"wrote {tokenizer}")
+    console.say(
+        f"wrote {totals.documents:,} documents, {totals.sequences:,} sequences, "
+        f"{totals.tokens:,} tokens ({totals.num_bytes / max(totals.tokens, 1):.2f} bytes each) to "
+        f"{', '.join(map(str, prefixes))}.bin and .idx"
+    )
+    console.say(
+        f'to train on them: [data] name = "tokens", paths = {show([str(p) for p in prefixes])}, '
+        f"tokenizer = {show(tokenizer)}"
+    )

@@ -1,0 +1,74 @@
+"""`python -m titan_dit data train-tokenizer`: a tokenizer.json from text files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from titan_dit.config.section import PositiveInt, Section, UserError
+from titan_dit.data.tokenizing import tokenizer as tokenizers
+from titan_dit.data.tokenizing.chunks import check_inputs, read_chunks
+from titan_dit.data.tokenizing.texts import BadLine, texts_of
+from titan_dit.observe import console
+from titan_dit.system.files import write_whole
+from titan_dit.system.progress import ProgressLine, count
+
+COMMAND = "data train-tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Train a tokenizer on text files."""
+
+    section = COMMAND
+
+    input: tuple[str, ...]
+    """Text files, as of `data tokenize`."""
+    output: str
+    """The tokenizer.json to write."""
+    vocabulary: PositiveInt
+    """Most tokens, special ones included."""
+    kind: Literal["bpe", "wordpiece"] = "bpe"
+    """bpe: on bytes, as GPT-2's, with <|endoftext|>. wordpiece: as BERT's, with [PAD], [UNK],
+    [CLS], [SEP], [MASK]."""
+    lower: bool = False
+    """Of wordpiece: convert to lower case."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of a JSON line that hold text."""
+
+
+def main(options: Options) -> None:
+    """Train, and write the file."""
+    inputs = [Path(name) for name in options.input]
+    size = check_inputs(inputs, COMMAND)
+    if Path(options.output).exists():
+        raise UserError(f"[{COMMAND}] output={options.output} is there already. Delete it.")
+    if options.lower and options.kind == "bpe":
+        raise UserError(f"[{COMMAND}] --lower is of --kind wordpiece: bpe keeps every byte.")
+    tokenizers.needed("tokenizers", COMMAND)
+    texts = read_texts(inputs, size, options.json_keys)
+    made = tokenizers.train(texts, options.kind, options.vocabulary, options.lower, COMMAND)
+    write_whole(Path(options.output), tokenizers.text_of(made).encode())
+    console.say(f"wrote {options.output}: {made.get_vocab_size():,} tokens")
+    if made.get_vocab_size() < options.vocabulary:
+        console.say(f"the text has no more; vocabulary={options.vocabulary:,} was wanted")
+
+
+def read_texts(inputs: list[Path], size: int, keys: tuple[str, ...]) -> Iterator[str]:
+    """Yield all texts; refuses inputs without any."""
+    progress, found, bad = ProgressLine(size, "B", what="read", form=count), 0, 0
+    for chunk, done in read_chunks(inputs, COMMAND):
+        for texts in texts_of(chunk, keys):
+            if isinstance(texts, BadLine):
+                bad += 1
+            else:
+                found += 1
+                yield from texts[:1] if chunk.kind == "txt" else texts
+        progress(done)
+    progress.end()
+    if not found:
+        raise UserError(f"[{COMMAND}] no text found: {bad:,} bad lines. See --json-keys.")
+    if bad:
+        console.say(f"skipped {bad:,} bad lines")

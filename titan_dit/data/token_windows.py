@@ -1,0 +1,212 @@
+"""Windows of tokens: the samples of a language model, out of Megatron's .bin and .idx.
+
+A window is n + 1 neighbouring tokens of the documents of a part, one after another: n inputs, and
+the n tokens that follow them. The next window begins with the last token of this one, so each token
+is a target once an epoch. A window may span documents; it never spans files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+from titan_dit.data import token_part
+from titan_dit.data.base import DataConfig, Source
+from titan_dit.data.blend import BlendOrder
+from titan_dit.data.indexed_file import IndexedFile
+from titan_dit.data.keys import PlaysKeys, TokensKeys
+from titan_dit.data.order import SampleOrder
+from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
+from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_part import TokenPart
+from titan_dit.data.tokenizer_file import read_tokenizer
+
+CHECKED_TOKENS = 1 << 27
+"""Tokens whose ids are checked at the start, over all paths."""
+PLAYS = Path(__file__).parent / "plays"
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What rank 0 finds out for all ranks."""
+
+    parts: tuple[TokenPart, ...]
+    facts: TokenFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(TokensKeys, DataConfig):
+    """Token ids on disk: Megatron's .bin and .idx, as `data tokenize` writes them."""
+
+    part: ClassVar[int] = 0
+    """Which share of `split`."""
+
+    def open(self) -> TokenWindows:
+        """Check the files, and open them."""
+        return self.open_surveyed(self.survey())
+
+    def survey(self) -> Surveyed:
+        """Check the files and their ids."""
+        length, what = self.sequence_length, ("training", "validation")[self.part]
+        tokenizer = read_tokenizer(Path(self.tokenizer)) if self.tokenizer else None
+        found = [token_part.survey(Path(path), self.split, self.part) for path in self.paths]
+        parts = [part for _, part in found]
+        token_part.check_parts(parts, bool(self.weights) and not self.part, length, what)
+        vocabulary = self.vocabulary or (tokenizer.vocabulary if tokenizer else 0)
+        if tokenizer and vocabulary < tokenizer.vocabulary:
+            raise UserError(
+                f"[data] vocabulary={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
+                f"{self.tokenizer}. Leave vocabulary out, or raise it."
+            )
+        sizes = tokenizer.token_bytes() if tokenizer else None
+        num_tokens, num_bytes = sum(map(len, parts)), 0.0
+        most = num_tokens if self.verify else max(CHECKED_TOKENS // len(parts), 1)
+        for file, part in found:
+            counts = token_part.histogram(file, part, vocabulary, most)
+            if sizes is not None and counts.any():
+                num_bytes += int(counts[: len(sizes)] @ sizes) / int(counts.sum()) * len(part)
+        end = tokenizer.end_of_document if tokenizer else None
+        facts = TokenFacts(
+            count=sum(part.windows(length) for part in parts),
+            digest=hashlib.sha256(" ".join(map(contents_of, parts)).encode()).hexdigest(),
+            sequence_length=length,
+            vocabulary=vocabulary,
+            end_of_document=end if self.end_of_document is None else self.end_of_document,
+            bytes_per_token=num_bytes / num_tokens if num_bytes else None,
+            tokenizer=self.tokenizer,
+            num_tokens=num_tokens,
+            num_left_over=sum(part.left_over(length) for part in parts),
+        )
+        return Surveyed(tuple(parts), facts)
+
+    def open_surveyed(self, survey: Surveyed) -> TokenWindows:
+        """Open the surveyed files."""
+        return TokenWindows(survey, () if self.part else self.weights)
+
+    def validation_part(self) -> Tokens:
+        """The same documents' second share; weights do not apply."""
+        return HeldOutTokens(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    def at(self, path: str) -> Tokens:
+        """All documents of another dataset."""
+        return replace(self, paths=(path,), weights=(), split=(1.0,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutTokens(Tokens):
+    """The second share of `split`."""
+
+    part = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plays(PlaysKeys, DataConfig):
+    """Eight plays of Shakespeare as tokens of a vocabulary of 2,048; part of titan_dit.
+
+    Documents 0 to 7 are the beginnings of the plays, 8 to 15 their last 5%.
+    """
+
+    @property
+    def tokens(self) -> Tokens:
+        """The files."""
+        return Tokens(
+            paths=(str(PLAYS / "plays_text_document"),),
+            split=(8, 8),
+            sequence_length=self.sequence_length,
+            tokenizer=str(PLAYS / "tokenizer.json"),
+            verify=True,
+        )
+
+    def open(self) -> TokenWindows:
+        """Open the beginnings."""
+        return self.tokens.open()
+
+    def validation_part(self) -> DataConfig:
+        """The ends."""
+        return self.tokens.validation_part()
+
+
+class TokenWindows(Source):
+    """Random access to the windows of several files, numbered one file after another."""
+
+    facts: TokenFacts
+
+    def __init__(self, survey: Surveyed, weights: Sequence[float] = ()) -> None:
+        self.survey, self.weights = survey, tuple(weights)
+        self.facts, self.parts = survey.facts, survey.parts
+        self.fields = self.facts.fields
+        length = self.facts.sequence_length
+        self.counts = np.array([part.windows(length) for part in self.parts])
+        self.ends = self.counts.cumsum()
+        # A reader has many reads of several files in flight, but of one dtype.
+        dtypes = [part.dtype for part in self.parts]
+        self._readers = {dtype: reader_of(self.of_dtype(dtype), length) for dtype in set(dtypes)}
+        self._dtypes = np.array(dtypes)
+        self._file = np.array([dtypes[:i].count(dtype) for i, dtype in enumerate(dtypes)])
+
+    def __reduce__(self) -> tuple[type[TokenWindows], tuple[Any, ...]]:
+        """Pickle what was surveyed; a spawned process opens the files itself."""
+        return TokenWindows, (self.survey, self.weights)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Read one window."""
+        return {name: value[0] for name, value in self.read([index]).items()}
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """(number of the path, window in it) of a row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"sample {row} of {len(self)}")
+        path = int(np.searchsorted(self.ends, row, side="right"))
+        return path, row - int(self.ends[path] - self.counts[path])
+
+    def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Read windows as int64. Raises UserError for a failed read or an id too large."""
+        out = np.empty((len(rows), self.facts.sequence_length + 1), np.int64)
+        places = np.array([self.place_of(row) for row in rows], np.int64).reshape(-1, 2)
+        paths, windows = places.T
+        for dtype, reader in self._readers.items():
+            inside = np.flatnonzero(self._dtypes[paths] == dtype)
+            ids = np.empty((len(inside), out.shape[1]), dtype)
+            reader.read(self._file[paths[inside]], windows[inside], bytes_of(ids))
+            out[inside] = ids
+        if out.size and not (out.max() < self.facts.vocabulary and out.min() >= 0):
+            self.refuse(out, places.tolist())
+        return {"tokens": torch.from_numpy(out)}
+
+    def refuse(self, ids: NDArray[np.int64], places: Sequence[Sequence[int]]) -> None:
+        """Raise the error of the first id outside the vocabulary; names file and document."""
+        for window, (path, number) in zip(ids, places, strict=True):
+            part = self.parts[path]
+            first = part.first + number * self.facts.sequence_length
+            token_part.check_ids(window, self.facts.vocabulary, IndexedFile(part.prefix), first)
+
+    def of_dtype(self, dtype: str) -> list[TokenPart]:
+        """The parts of one dtype."""
+        return [part for part in self.parts if part.dtype == dtype]
+
+    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
+        """Return the order of training: a permutation an epoch, or a blend by weights."""
+        if not self.weights:
+            return super().order(seed, held_out, data_order)
+        return BlendOrder.of(seed, self.counts.tolist(), self.weights, held_out, data_order)
+
+
+def contents_of(part: TokenPart) -> str:
+    """What identifies the tokens of a part, wherever the file lies."""
+    return f"{part.digest} {part.first} {part.end}"
+
+
+def reader_of(parts: Sequence[TokenPart], length: int) -> ShardRows:
+    """Read the windows of parts of one dtype; neighbours share a token."""
+    size = np.dtype(parts[0].dtype).itemsize
+    files = [RowFile(part.bin, part.first * size, part.size, part.modified_ns) for part in parts]
+    return ShardRows(files, (length + 1) * size, length * size)

@@ -1,0 +1,82 @@
+"""What training needs of a tokenizer.json: ids and bytes, without the library that encodes text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_dit.config.section import UserError
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""Tokens that end a document, by preference."""
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """The tokens of a tokenizer."""
+
+    ids: Mapping[str, int]
+    special: frozenset[str]
+    """Tokens that stand for no text."""
+    is_byte_level: bool
+    """True if every character of a token is one byte of UTF-8, as in GPT-2."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The largest id plus 1."""
+        return max(self.ids.values()) + 1
+
+    @property
+    def end_of_document(self) -> int | None:
+        """Id of the first of `ENDS` that it has."""
+        return next((self.ids[name] for name in ENDS if name in self.ids), None)
+
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """UTF-8 bytes of each id, 0 for special tokens; None unless it is byte-level."""
+        if not self.is_byte_level:
+            return None
+        sizes = np.zeros(self.vocabulary, np.int64)
+        for token, number in self.ids.items():
+            sizes[number] = 0 if token in self.special else len(token)
+        return sizes
+
+
+def read_tokenizer(path: Path) -> TokenizerFile:
+    """Read a tokenizer.json. Raises UserError if it is none."""
+    if not path.is_file():
+        raise UserError(f"[data] tokenizer={path}: there is no such file.")
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = whole["model"]["vocab"]
+        # Of a unigram model a list of (token, score).
+        ids = (
+            dict(vocabulary)
+            if isinstance(vocabulary, dict)
+            else {token: number for number, (token, _) in enumerate(vocabulary)}
+        )
+        added = whole.get("added_tokens") or []
+        ids |= {entry["content"]: entry["id"] for entry in added}
+        special = frozenset(entry["content"] for entry in added if entry.get("special"))
+        kinds = set(kinds_of(whole.get("pre_tokenizer")))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        ids = {}
+    if not ids:
+        raise UserError(
+            f"[data] tokenizer={path}: not a tokenizer.json of the library tokenizers. Of "
+            "vocabulary files `data tokenize` writes one."
+        )
+    return TokenizerFile(ids, special, "ByteLevel" in kinds)
+
+
+def kinds_of(part: Any) -> Iterator[str]:
+    """The types of a pre-tokenizer and of those that it is a sequence of."""
+    if isinstance(part, dict):
+        yield part.get("type", "")
+        for inner in part.get("pretokenizers", ()):
+            yield from kinds_of(inner)

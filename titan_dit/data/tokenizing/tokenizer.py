@@ -1,0 +1,124 @@
+"""Tokenizers of the library tokenizers: read, made of vocabulary files, and trained."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from titan_dit.config.section import UserError
+
+GPT_SPECIAL = ("<|endoftext|>",)
+BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def needed(package: str, where: str) -> Any:
+    """Import an optional package; `where` is the command or key that needs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(
+            f"[{where}] needs the package {package}, which is not installed: "
+            "pip install 'titan_dit[text]', or pip install tokenizers sentencex."
+        ) from None
+
+
+def read(path: Path, where: str) -> Any:
+    """Read a tokenizer.json."""
+    library = needed("tokenizers", where)
+    if not path.is_file():
+        raise UserError(f"[{where}] tokenizer={path}: there is no such file.")
+    try:
+        return library.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises Exception itself.
+        raise UserError(
+            f"[{where}] tokenizer={path}: not a tokenizer.json ({error}). GPT-2's vocab.json and "
+            "merges.txt are --vocab-file and --merge-file."
+        ) from None
+
+
+def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> Any:
+    """Make GPT-2's tokenizer of vocab.json and merges.txt, or BERT's of vocab.txt."""
+    models = needed("tokenizers", where).models
+    for file in filter(None, (vocab, merges)):
+        if not file.is_file():
+            raise UserError(f"[{where}] vocab-file or merge-file {file}: there is no such file.")
+    try:
+        if merges:
+            made = byte_level(models.BPE.from_file(str(vocab), str(merges)), where)
+        else:
+            made = word_piece(
+                models.WordPiece.from_file(str(vocab), unk_token="[UNK]"), lower, where
+            )
+    except Exception as error:
+        raise UserError(
+            f"[{where}] vocab-file={vocab}: {error}. With --merge-file it is GPT-2's vocab.json, "
+            "without it BERT's vocab.txt."
+        ) from None
+    known = made.get_vocab()
+    made.add_special_tokens([t for t in (*GPT_SPECIAL, *BERT_SPECIAL) if t in known])
+    return made
+
+
+def byte_level(model: Any, where: str) -> Any:
+    """A tokenizer that splits as GPT-2's, on the bytes of UTF-8."""
+    library = needed("tokenizers", where)
+    made = library.Tokenizer(model)
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    return made
+
+
+def word_piece(model: Any, lower: bool, where: str) -> Any:
+    """A tokenizer that splits as BERT's; `lower` also removes accents."""
+    library = needed("tokenizers", where)
+    made = library.Tokenizer(model)
+    made.normalizer = library.normalizers.BertNormalizer(lowercase=lower)
+    made.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    made.decoder = library.decoders.WordPiece()
+    return made
+
+
+def train(
+    texts: Iterator[str], kind: Literal["bpe", "wordpiece"], size: int, lower: bool, where: str
+) -> Any:
+    """Train a tokenizer of at most `size` tokens."""
+    library = needed("tokenizers", where)
+    if kind == "bpe":
+        made = byte_level(library.models.BPE(), where)
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=list(GPT_SPECIAL),
+            initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+    else:
+        made = word_piece(library.models.WordPiece(unk_token="[UNK]"), lower, where)
+        trainer = library.trainers.WordPieceTrainer(
+            vocab_size=size, special_tokens=list(BERT_SPECIAL), show_progress=False
+        )
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def text_of(tokenizer: Any) -> str:
+    """The contents of its tokenizer.json."""
+    found: str = tokenizer.to_str(pretty=True)
+    return json.dumps(json.loads(found), ensure_ascii=False, indent=1) + "\n"
+
+
+def end_of_document(tokenizer: Any, name: str | None, where: str) -> int:
+    """Id of the token that ends a document: `name`, else the first known one."""
+    from titan_dit.data.tokenizer_file import ENDS
+
+    known = tokenizer.get_vocab()
+    found = next((word for word in ([name] if name else ENDS) if word in known), None)
+    if found is None:
+        raise UserError(
+            f"[{where}] append-eod: the tokenizer has no {name or ', '.join(ENDS)}. Name its token "
+            "with --eod-token."
+        )
+    number: int = known[found]
+    return number
