@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -63,17 +64,11 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
         f"sampling {num} from {run.path} ({run.weights}): {flags.length} tokens after "
         f"{len(prompt)}, temperature {flags.temperature:g}, seed {flags.seed}"
     )
-    progress, texts = ProgressLine(num * flags.length, "tokens"), []
-    for numbers in torch.arange(num).split(size):
-        before, rows = len(texts) * flags.length, len(numbers)
-        drawn = writer.extend(
-            prompt,
-            numbers,
-            flags.seed,
-            flags,
-            end,
-            lambda tokens, before=before, rows=rows: progress(before + tokens * rows),
-        )
+    progress = ProgressLine(num * flags.length, "tokens")
+    texts: list[str] = []
+    for numbers in torch.split(torch.arange(num), size):
+        report = partial(report_tokens, progress, len(texts) * flags.length, len(numbers))
+        drawn = writer.extend(prompt, numbers, flags.seed, flags, end, report)
         texts += [text_drawing.written(ids, len(prompt), codec, end) for ids in drawn.tolist()]
     progress.end()
     text = text_drawing.titled(texts)
@@ -84,3 +79,8 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     console.say(f"wrote {out}")
+
+
+def report_tokens(progress: ProgressLine, before: int, rows: int, tokens: int) -> None:
+    """Show the tokens done: those of earlier batches, and of each text of this one."""
+    progress(before + rows * tokens)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from titan_dit.config.section import UserError
+from titan_dit.data.tokenizing import tokenizer
 
 
 @runtime_checkable
@@ -42,7 +43,7 @@ class Text:
     """A tokenizer of the library tokenizers."""
 
     def __init__(self, path: Path) -> None:
-        self.tokenizer = read_tokenizer(path)
+        self.tokenizer = tokenizer.read(path, "data")
 
     def encode(self, text: str) -> list[int]:
         """See `Codec.encode`."""
@@ -53,26 +54,6 @@ class Text:
         """See `Codec.decode`. Bytes that are no whole character of UTF-8 become U+FFFD."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
-
-
-def read_tokenizer(path: Path) -> Any:
-    """A tokenizer.json; UserError if there is none, or no library to read it."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(
-            f"tokenizer={path} needs the package tokenizers, which is not installed: pip install "
-            "'titan_dit[text]', or pip install tokenizers."
-        ) from None
-    if not path.is_file():
-        raise UserError(
-            f"tokenizer={path}: there is no such file. Name the tokenizer.json that made the "
-            "tokens: [data] tokenizer, or --tokenizer of `sample`."
-        )
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises Exception itself.
-        raise UserError(f"tokenizer={path}: not a tokenizer.json ({error}).") from None
 
 
 def codec_of(path: str) -> Codec:

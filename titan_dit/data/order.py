@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ class BatchPlan:
         return numbers, cursor + wanted
 
 
+@runtime_checkable
 class SampleOrder(Protocol):
     """Sample number -> dataset row, without state."""
 

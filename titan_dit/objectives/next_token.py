@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -27,30 +26,17 @@ from titan_dit.objectives.base import (
     Preview,
 )
 from titan_dit.objectives.keys import NextTokenKeys
+from titan_dit.objectives.text_drawing import Windowed
 from titan_dit.rng import SampleRNG
 
 
 @runtime_checkable
-class CausalModel(Protocol):
+class CausalModel(Windowed, Protocol):
     """A [model] section of a language model."""
 
     @property
     def name(self) -> str:
         """The name in the catalog."""
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a sample."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids are below it."""
-
-    def spec(self) -> ModelSpec:
-        """Describe the network."""
-
-    def static(self, device: torch.device) -> dict[str, Tensor]:
-        """Inputs that are equal for all samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +49,7 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
         """The model's spec; its head must return `cross_entropy`."""
         return causal(model).spec()
 
-    def facts(self, values: Mapping[str, Any]) -> TokenFacts:
+    def facts(self, values: Mapping[str, Any]) -> DataFacts:
         """Facts of token windows, from a checkpoint's record."""
         return TokenFacts.from_json(values)
 

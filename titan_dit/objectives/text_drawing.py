@@ -171,7 +171,8 @@ def preview(
     rows = -(-sampling.num // share.num_ranks)
     mine = torch.arange(share.rank * rows, (share.rank + 1) * rows)
     parts = [
-        writer.extend(prompt, part, seed, sampling, end) for part in mine.split(writer.most_rows)
+        writer.extend(prompt, part, seed, sampling, end)
+        for part in torch.split(mine, writer.most_rows)
     ]
     whole = share.gather(torch.cat(parts).to(share.device))[: sampling.num].tolist()
 
