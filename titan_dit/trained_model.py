@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -126,18 +127,31 @@ def load_trained(
     with torch.device("meta"):
         model = objective.model_spec(model_config).build()
     model.to_empty(device=device)
+    model.tie()
     if device.type == "cpu":
         linear.apply(model)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
-    decays = ema.decays
+    loaded = load_weights(path, tensors, ema.decays, weights, decay)
+    bound = objective.build(model_config, objective.facts(record["data"]))
+    return TrainedModel(path, record["step"], model_config, bound, model.eval(), loaded)
+
+
+def load_weights(
+    path: Location,
+    tensors: Mapping[str, Tensor],
+    decays: Sequence[float],
+    weights: str,
+    decay: float | None,
+) -> str:
+    """Load "ema" or "model" weights in place, also into the shards of several ranks. Collective.
+
+    `decays` are the run's; `decay` as in `load_trained`. Returns what was loaded, "ema 0.9999".
+    """
     if decay is not None and decay not in decays:
         raise UserError(f"--decay {decay}: {path} has {', '.join(map(str, decays)) or 'no EMA'}.")
     if weights == "ema" and decays:
         chosen = str(decays[0] if decay is None else decay)
         checkpoint.load(path, {"ema": {chosen: tensors}})
-        weights = f"ema {chosen}"
-    else:
-        checkpoint.load(path, {"model": tensors})
-        weights = "model"
-    bound = objective.build(model_config, objective.facts(record["data"]))
-    return TrainedModel(path, record["step"], model_config, bound, model.eval(), weights)
+        return f"ema {chosen}"
+    checkpoint.load(path, {"model": tensors})
+    return "model"
