@@ -111,7 +111,7 @@ def test_evaluate_finds_the_same_scores_on_every_layout(alone, together):
 BAD = {
     "other rows": (["--validation.samples", "8"], "has held out 9 samples and trained on all"),
     "a key": (["--validation.sample", "8"], "[validation] sample: unknown key. Did you mean"),
-    "a layout": (["--parallel.tp", "3"], "[model] heads=4"),
+    "a layout": (["--parallel.tp", "3"], "[parallel] tp=3 does not divide the 1 ranks"),
 }
 
 
