@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from titan_dit.__main__ import as_python
-from titan_dit.commands import data_pack, data_show
+from titan_dit.commands import data_pack, data_show, data_tokenize
 from titan_dit.config.section import UserError
 
 MODEL = ("--model.hidden", 32, "--model.layers", 1, "--model.channels", 4, "--model.num_classes", 3)
@@ -164,7 +164,11 @@ BAD = {
         "the folders 0001, 0002 are not among the 1 listed classes",
     ),
     "dtype": (("pack", "--input", "set", "--output", "out", "--scale", "0"), "scale=0"),
-    "command": (("unpack",), "data unpack: no such command. There is: data pack, data show."),
+    "command": (("unpack",), "data unpack: no such command. There is: data pack, data show, data"),
+    "text": (
+        ("tokenize", "--input", "list.txt", "--output-prefix", "out", "--append-eod"),
+        "[data tokenize] give one of --tokenizer (a tokenizer.json) and --vocab-file.",
+    ),
 }
 
 
@@ -219,3 +223,27 @@ def test_switches_are_written_as_in_toml():
         spelled = as_python(["set", *words], data_show.Options)
         assert "=".join(spelled[1:]) == "--verify=True"
     assert as_python(["--out=true"], data_show.Options) == ["--out=true"]
+
+
+def test_a_switch_may_stand_alone():
+    flags = ["--append-eod", "--lower", "false", "--split_sentences", "--input", "a", "--lower"]
+    assert as_python(flags, data_tokenize.Options) == [
+        *("--append-eod", "True", "--lower", "False", "--split_sentences", "True"),
+        *("--input", "a", "--lower", "True"),
+    ]
+    assert as_python(["set", "--verify"], data_show.Options) == ["set", "--verify", "True"]
+
+
+def test_text_is_tokenized_and_shown(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("To be. Or not to be. " * 3)
+    files = ("--input", "0.txt", "1.txt", "2.txt")
+    made = ("--output", "t.json", "--vocabulary", 270)
+    assert "wrote t.json" in succeeded(data("train-tokenizer", *files, *made, cwd=tmp_path))
+    flags = ("--output-prefix", "out", "--tokenizer", "t.json", "--workers", 2)
+    flags += ("--split-sentences", "--append-eod")
+    assert "wrote 3 documents, 18 sequences" in succeeded(
+        data("tokenize", *files, *flags, cwd=tmp_path)
+    )
+    shown = succeeded(data("show", "out_text_sentence", "--tokenizer", "t.json", cwd=tmp_path))
+    assert "sequences  18, 6.0 per document" in shown

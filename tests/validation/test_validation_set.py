@@ -251,7 +251,7 @@ def test_rows_of_every_dtype_have_digests():
 
 def test_what_cannot_be_validated_on_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"every=5 has nothing to validate on. Set samples"):
-        ValidationConfig(every=5)
+        ValidationConfig(every=5).check(has_part=False)
     with (
         pytest.raises(UserError, match=r"samples=1797 holds out all 1797 rows"),
         trainer_of(tmp_path, validation={"every": 1, "samples": 1797}),

@@ -32,8 +32,6 @@ class TokenPart:
     end: int
     size: int
     """Bytes of the file."""
-    modified_ns: int
-    """Its time of modification."""
     digest: str
 
     def __len__(self) -> int:
@@ -60,9 +58,8 @@ def survey(prefix: Path, split: tuple[float, ...], part: int) -> tuple[IndexedFi
     ends = np.cumsum([0.0, *split]) / sum(split) * file.num_documents
     first, end = (round(float(edge)) for edge in ends[part : part + 2])
     tokens = file.tokens_of(first, end)
-    status = file.bin.stat()
-    found = status.st_size, status.st_mtime_ns
-    return file, TokenPart(prefix, file.bin, file.dtype.str, *tokens, *found, digest_of(file))
+    size = file.bin.stat().st_size
+    return file, TokenPart(prefix, file.bin, file.dtype.str, *tokens, size, digest_of(file))
 
 
 def digest_of(file: IndexedFile) -> str:

@@ -208,5 +208,19 @@ def contents_of(part: TokenPart) -> str:
 def reader_of(parts: Sequence[TokenPart], length: int) -> ShardRows:
     """Read the windows of parts of one dtype; neighbours share a token."""
     size = np.dtype(parts[0].dtype).itemsize
-    files = [RowFile(part.bin, part.first * size, part.size, part.modified_ns) for part in parts]
+    files = [RowFile(part.bin, part.first * size, part.size, modified_of(part)) for part in parts]
     return ShardRows(files, (length + 1) * size, length * size)
+
+
+def modified_of(part: TokenPart) -> int:
+    """Time of modification of this node's file, which may be a copy of the surveyed one."""
+    try:
+        status = part.bin.stat()
+    except OSError as error:
+        raise UserError(f"[data] {part.bin}: cannot be opened: {error.strerror}.") from None
+    if status.st_size != part.size:
+        raise UserError(
+            f"[data] {part.bin}: {status.st_size:,} bytes on this node, but {part.size:,} on the "
+            "first rank's. Copy the same file to all nodes."
+        )
+    return status.st_mtime_ns

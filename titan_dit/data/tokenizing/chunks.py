@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 from titan_dit.config.section import UserError
 
@@ -76,8 +76,8 @@ def read_chunks(paths: list[Path], command: str) -> Iterator[tuple[Chunk, int]]:
         before += path.stat().st_size
 
 
-def chunks_of(path: Path, file: IO[bytes]) -> Iterator[Chunk]:
-    """Yield the chunks of a file, or of all members of a tar that have a known kind."""
+def chunks_of(path: Path, file: Any) -> Iterator[Chunk]:
+    """Yield the chunks of an open file, or of all members of a tar that have a known kind."""
     if not path.name.lower().endswith(TARS):
         yield from chunks_in(str(path), path.name, file)
         return
@@ -89,12 +89,12 @@ def chunks_of(path: Path, file: IO[bytes]) -> Iterator[Chunk]:
                 yield from chunks_in(f"{path}/{member.name}", member.name, inner)
 
 
-def chunks_in(shown: str, name: str, file: IO[bytes]) -> Iterator[Chunk]:
+def chunks_in(shown: str, name: str, file: Any) -> Iterator[Chunk]:
     """Yield the chunks of an open file, decompressed by the suffix of its name."""
     kind, suffix = kind_of(name), Path(name.lower()).suffix
     assert kind
     if suffix == ".gz":
-        file = cast("IO[bytes]", gzip.GzipFile(fileobj=file))
+        file = gzip.GzipFile(fileobj=file)
     elif suffix == ".xz":
         file = lzma.open(file)  # noqa: SIM115 - the caller closes what is below it.
     if kind == "txt":

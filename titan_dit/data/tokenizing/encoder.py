@@ -89,7 +89,8 @@ class Encoder:
             for place in last.tolist():
                 ids[place] = [*ids[place], self.recipe.end_of_document]
             lengths[last] += 1
-        joined = np.array(list(chain.from_iterable(ids)), self.recipe.dtype)
+        total = int(lengths.sum())
+        joined = np.fromiter(chain.from_iterable(ids), self.recipe.dtype, total)
         return Documents(joined, lengths[kept], sequences[sequences > 0])
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from titan_dit.data.tokenizing.chunks import Chunk
 
+BOM = b"\xef\xbb\xbf"
+"""Some programs begin a file with it."""
+
 
 @dataclass(frozen=True)
 class BadLine:
@@ -26,7 +29,7 @@ def texts_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | Ba
     """Yield each document's texts, one per key; a .txt file has one text."""
     if chunk.kind == "txt":
         try:
-            yield (chunk.data.decode(),) * len(keys)
+            yield (chunk.data.removeprefix(BOM).decode(),) * len(keys)
         except UnicodeDecodeError:
             yield BadLine(chunk.file, 1, "not UTF-8")
         return
@@ -34,7 +37,7 @@ def texts_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | Ba
         if line.strip():
             reason = ""
             try:
-                entry = json.loads(line)
+                entry = json.loads(line.removeprefix(BOM).decode())
                 texts = tuple(entry[key] for key in keys)
                 wrong = [
                     key for key, text in zip(keys, texts, strict=True) if type(text) is not str

@@ -45,18 +45,17 @@ def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> 
     for file in filter(None, (vocab, merges)):
         if not file.is_file():
             raise UserError(f"[{where}] vocab-file or merge-file {file}: there is no such file.")
+    form = "With --merge-file it is GPT-2's vocab.json, without it BERT's vocab.txt."
     try:
         if merges:
             made = byte_level(models.BPE.from_file(str(vocab), str(merges)), where)
         else:
-            made = word_piece(
-                models.WordPiece.from_file(str(vocab), unk_token="[UNK]"), lower, where
-            )
-    except Exception as error:
-        raise UserError(
-            f"[{where}] vocab-file={vocab}: {error}. With --merge-file it is GPT-2's vocab.json, "
-            "without it BERT's vocab.txt."
-        ) from None
+            read = models.WordPiece.from_file(str(vocab), unk_token="[UNK]")
+            made = word_piece(read, lower, where)
+    except Exception as error:  # The library raises Exception itself.
+        raise UserError(f"[{where}] vocab-file={vocab}: {error}. {form}") from None
+    if not merges and "[UNK]" not in made.get_vocab():
+        raise UserError(f"[{where}] vocab-file={vocab} has no line [UNK]. {form}")
     known = made.get_vocab()
     made.add_special_tokens([t for t in (*GPT_SPECIAL, *BERT_SPECIAL) if t in known])
     return made

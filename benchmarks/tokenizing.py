@@ -1,0 +1,77 @@
+"""Speed of `data tokenize` and of the library's own encode_batch.
+
+On the eight plays, chunk by chunk in turns, in one thread of one process, CPU time. Ours includes
+reading, JSON, arrays and writing; theirs has the decoded texts in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
+from titan_dit.data.token_windows import PLAYS
+from titan_dit.data.tokenizing import chunks, pool
+from titan_dit.data.tokenizing.encoder import Encoder, Recipe
+from titan_dit.data.tokenizing.texts import texts_of
+
+ROUNDS, DOCUMENT = 9, 3000
+"""DOCUMENT: characters."""
+
+
+def main() -> None:
+    """Print both speeds and their ratio, round by round: the first has empty caches."""
+    pool.one_thread()
+    json_text = (PLAYS / "tokenizer.json").read_text()
+    library, ours = (
+        Tokenizer.from_str(json_text),
+        Encoder(Recipe(json_text, "<u2", ("text",), 0, None)),
+    )
+    file = IndexedFile(PLAYS / "plays_text_document")
+    text = library.decode(file.ids.tolist())
+    chunks.CHUNK_BYTES = 1 << 18
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plays.jsonl"
+        documents = [text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT)]
+        path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+        ratios = []
+        for number in range(ROUNDS):
+            theirs_s, ours_s = measured(path, library, ours)
+            speeds = [len(text.encode()) / 1e6 / seconds for seconds in (theirs_s, ours_s)]
+            ratios.append(speeds[1] / speeds[0])
+            print(
+                f"round {number}: encode_batch {speeds[0]:.2f} MB/s, data tokenize "
+                f"{speeds[1]:.2f} MB/s, ratio {speeds[1] / speeds[0]:.3f}",
+                flush=True,
+            )
+    print(f"median ratio {statistics.median(ratios):.3f}")
+
+
+def measured(path: Path, library: Tokenizer, ours: Encoder) -> tuple[float, float]:
+    """CPU seconds of the library and of ours for a file."""
+    theirs_s = ours_s = 0.0
+    prefix = path.with_name("out")
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        read = chunks.read_chunks([path], "a benchmark")
+        while True:
+            began = time.process_time()
+            if (found := next(read, None)) is None:
+                break
+            documents = ours(found[0]).by_key["text"]
+            writer.add(documents.ids, documents.lengths, documents.sequences)
+            ours_s += time.process_time() - began
+            texts = [text[0] for text in texts_of(found[0], ("text",)) if isinstance(text, tuple)]
+            began = time.process_time()
+            library.encode_batch(texts, add_special_tokens=False)
+            theirs_s += time.process_time() - began
+    return theirs_s, ours_s
+
+
+if __name__ == "__main__":
+    main()
