@@ -33,7 +33,7 @@ from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
-from titan_dit.parallel.tensor import ShardedNorm, ModulationColwise, Replicated, TensorPlan
+from titan_dit.parallel.tensor import ModulationColwise, Replicated, ShardedNorm, TensorPlan
 from titan_dit.rng import SampleRNG
 
 

@@ -47,8 +47,23 @@ def test_a_ring_is_timed_by_the_work_of_one_rank(tmp_path):
         Options(**settings | {"ring": 5})
 
 
+@pytest.mark.parametrize("ring", [1, 4])
+def test_a_causal_mask_halves_the_work(tmp_path, ring):
+    out = tmp_path / "causal.json"
+    settings = TINY | {"tokens": (32,), "ring": ring, "causal": True}
+    bench_attention.main(Options(**settings, backends=("auto", "math"), out=str(out)))
+    found = json.loads(out.read_text())
+    assert found["causal"]
+    for row in found["rows"]:
+        flops = 2 * 2 * 2 * 32 // ring * 32 * 8
+        assert row["forward TFLOP/s"] == pytest.approx(flops / row["forward ms"] / 1e9)
+        assert row["error"] < 1e-5
+    with pytest.raises(UserError, match="--ring 32 --causal makes 64 chunks, which do not divide"):
+        Options(**settings | {"ring": 32})
+
+
 def test_the_error_shows_a_kernel_that_is_wrong(monkeypatch):
-    def wrong(q, k, v):
+    def wrong(q, k, v, causal):
         return 1.01 * bench_attention.attention.by_products(q, k, v)
 
     monkeypatch.setattr(bench_attention.attention, "attend_by", lambda *_: wrong)

@@ -88,6 +88,23 @@ def test_a_spoiled_sample_is_skipped_on_all_ranks_recorded_and_found_by_replay(s
     assert ("1 steps older" if older else "those of the step") in done.stdout
 
 
+def test_an_overflow_of_fp16_is_replayed_at_the_scale_of_its_step(tmp_path):
+    flags = ("--training.global_batch_size", 8, "--training.steps", 2, "--checkpoint.every", 0)
+    flags += ("--precision.dtype", "fp16", "--precision.loss_scale_init", 2.0**32)
+    done = train(*SMALL, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "outputs" / "run"
+    words = "step 1 skipped: the gradients overflow in fp16 at the loss scale 4.29497e+09"
+    assert words in done.stdout
+    done = replay(tmp_path, "--run", run, "--step", 1)
+    assert done.returncode == 0, done.stderr
+    assert "(from faults.jsonl: overflow)" in done.stdout
+    assert "loss scale 4.29497e+09" in done.stdout
+    assert re.search(r"gradient norm (nan|inf)", done.stdout)
+    assert "0 of 8 samples are at fault" in done.stdout
+    assert "Only a gradient overflows" in done.stdout
+
+
 def test_replay_of_a_good_step_gives_the_loss_of_its_metrics(finished, tmp_path):
     """One process repeats the step of three ranks, from the batch plan."""
     row = metrics(finished)[20]

@@ -111,6 +111,56 @@ def test_a_nan_is_skipped_by_the_fused_optimizer():
     assert any(not torch.equal(second[name], third[name]) for name in first)
 
 
+def fp16_steps(world, device_type):
+    """(kind, loss) of five steps from a huge loss scale."""
+    from titan_dit.launcher.process_group import World
+    from titan_dit.trainer import Trainer
+
+    precision = {"dtype": "fp16", "loss_scale_init": 2.0**17, "loss_scale_hysteresis": 1}
+    config = tiny_config(precision=precision)
+    trainer = Trainer(config, World(world.rank, world.size, torch.device(device_type)))
+    randomize_on(trainer)
+    batches, found = trainer.batches(), []
+    for trainer.step in range(1, 6):
+        trainer.train_step(next(batches))
+        reading = trainer.guard.read(trainer.mesh.sum_loss)
+        found.append(([bad.kind for bad in reading.bad], reading.loss))
+    return found
+
+
+def test_fp16_skips_the_steps_that_it_skips_on_a_cpu():
+    from titan_dit.launcher import process_group
+
+    expected = on_ranks(1, fp16_steps, "cpu")[0]
+    with process_group.start("cuda") as world:
+        found = fp16_steps(world, "cuda")
+    assert [kinds for kinds, _ in found] == [kinds for kinds, _ in expected]
+    assert {tuple(kinds) for kinds, _ in found} == {(), ("overflow",)}
+    losses = [[loss for _, loss in steps] for steps in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+
+
+def test_the_loss_scale_follows_without_waiting_for_the_device():
+    from titan_dit.config.layout import PrecisionConfig
+    from titan_dit.config.operation import FaultsConfig
+    from titan_dit.optim.gradient_norm import clip_norm
+    from titan_dit.recovery.guard import Guard
+
+    guard = Guard(FaultsConfig(), torch.device("cuda"), PrecisionConfig(dtype="fp16"))
+    weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(1, 4):
+            weight.grad = torch.full((8,), math.inf if step > 1 else 4096.0, device="cuda")
+            norm = clip_norm([weight], 0.0, loss_scale=guard.loss_scale)
+            guard.check(step, 0, norm, norm)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    kinds = [bad.kind for bad in guard.read(lambda loss: loss.float()).bad]
+    assert kinds == ["overflow", "overflow"]
+    assert guard.loss_scale.item() == 2048.0
+
+
 @pytest.mark.parametrize("name", ["ddim", "ddpm"])
 def test_diffusion_draws_the_samples_of_the_cpu(name):
     """The noise schedule's tables and each step's noise are on the device."""

@@ -34,6 +34,19 @@ def correlation(a, b):
     return torch.corrcoef(torch.stack((a.flatten(), b.flatten())).double())[0, 1].abs().item()
 
 
+def test_the_keys_of_samples_are_numbers_of_63_bits():
+    numbers = torch.arange(1000)
+    keys = SampleRNG(3, numbers).keys("dropout")
+    assert (keys.dtype, len(keys.unique())) == (torch.int64, 1000)
+    assert keys.min() >= 0
+    # Every bit is set in half of them: 5.2 standard deviations.
+    share = torch.stack([(keys >> bit & 1).double().mean() for bit in range(63)])
+    assert (share - 0.5).abs().max() < 5.2 * 0.5 / 1000**0.5
+    assert torch.equal(SampleRNG(3, numbers[7:9]).keys("dropout"), keys[7:9])
+    for other in (SampleRNG(4, numbers).keys("dropout"), SampleRNG(3, numbers).keys("mask")):
+        assert not (other == keys).any()
+
+
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_philox_gives_its_authors_known_answers(counter, key, expected):
     lanes = philox(tuple(torch.tensor([word]) for word in counter), key)

@@ -24,8 +24,8 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
     schedule, drawn, judged = LRScheduleConfig(warmup_steps=10), [], []
     weight = torch.nn.Parameter(torch.ones(2))
 
-    def step(prepared):
-        weight.grad = torch.full((2,), 3.0)
+    def step(prepared, loss_scale):
+        weight.grad = 3.0 * loss_scale.expand(2)
         return torch.tensor(0.5)
 
     def check(*arguments):
@@ -47,7 +47,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
         stop=SimpleNamespace(flag=lambda: None),
         parameters={"w": weight},
         optimizer=build_optimizer({"w": weight}, AdamWConfig(lr=1.0), None),
-        guard=SimpleNamespace(check=check),
+        guard=SimpleNamespace(check=check, loss_scale=torch.tensor(64.0)),
         ema=SimpleNamespace(update=lambda step, skip: None),
         batch_plan=BatchPlan(4),
         step=5,
@@ -60,7 +60,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
     assert drawn[0].sample_numbers.tolist() == [16, 17, 18, 19]
     assert lr == learning_rate(schedule, 1.0, 5, 100) == 0.5
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
-    # The norm before clipping, and the cursor before the step.
+    # The norm without the loss scale and before clipping, and the cursor before the step.
     assert norm.item() == pytest.approx(18**0.5)
     assert judged[0][:2] == (5, 16)
     assert (trainer.cursor, trainer.meter.steps) == (20, 1)
@@ -107,6 +107,7 @@ def test_previews_are_drawn_with_the_averaged_weights():
 @pytest.mark.parametrize("is_main", [True, False])
 def test_the_first_rank_says_what_a_user_had_better_know(is_main, monkeypatch):
     monkeypatch.setattr("titan_dit.opening.attention_hint", lambda *_: "a line")
+    monkeypatch.setattr("titan_dit.opening.format_hint", lambda *_: None)
     trainer = mock.MagicMock(config=tiny_config())
     trainer.world.is_main, trainer.built.notes = is_main, ["a note"]
     trainer.objective.hints = lambda source: ["a hint"]

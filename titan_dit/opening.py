@@ -9,7 +9,7 @@ import torch
 
 from titan_dit import __version__
 from titan_dit.checks import validate
-from titan_dit.checks.device import attention_hint, attention_kernel, with_kernel
+from titan_dit.checks.device import attention_hint, attention_kernel, format_hint, with_kernel
 from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.config import config_file
@@ -90,8 +90,11 @@ class Opened:
         """Console warnings about slow or unusual settings. Reads samples: call on one rank."""
         yield from built.notes
         yield from self.objective.hints(self.source)
-        if hint := attention_hint(self.plan, device, built.flops_per_sample):
-            yield hint
+        found = (
+            attention_hint(self.plan, device, built.flops_per_sample),
+            format_hint(self.plan.precision, device),
+        )
+        yield from (hint for hint in found if hint)
 
 
 def open_run(config: JobConfig, world: World) -> Opened:

@@ -80,6 +80,11 @@ class SampleRNG:
     seed: int
     sample_numbers: Int64[Tensor, " b"]
 
+    def keys(self, stream: str) -> Int64[Tensor, " b"]:
+        """A random number from 0 to 2**63 - 1 for each sample, [b]: the key of another hash."""
+        drawn = words(self.seed, stream, self.sample_numbers, 2)
+        return drawn[:, 0] >> 1 << 32 | drawn[:, 1]
+
     def uniform(
         self, stream: str, shape: tuple[int, ...] = (), first: int = 0
     ) -> Float[Tensor, "b ..."]:

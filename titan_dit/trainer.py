@@ -69,7 +69,7 @@ class Trainer:
         self.ema = EMA(self.parameters, config.ema)
         self.ema.run_beside(self.optimizer)
         self.step, self.cursor, self.ledger = 0, 0, Ledger()
-        self.guard = Guard(config.faults, device)
+        self.guard = Guard(config.faults, device, plan.precision)
         self.checkpoints = resume.checkpoints_of(job, config.checkpoint)
         self.folder = resume.folder_of(job)
         self.log = RunLog(self.folder, job.name, is_written=world.is_main)
@@ -206,13 +206,13 @@ class Trainer:
         """
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
-        loss = self.executor.step(self.built.prepare(batch, rng))
+        loss = self.executor.step(self.built.prepare(batch, rng), self.guard.loss_scale)
         rates = config.lr_schedule, config.optimizer.lr
         lr = learning_rate(*rates, self.step, config.training.steps)
         with self.profile.mark(OPTIMIZER):
             clipping = config.training.max_grad_norm, self.stop.flag()
             fuses = config.compile.enabled and loss.is_cuda
-            grad_norm = clip_norm(self.parameters.values(), *clipping, compiled=fuses)
+            grad_norm = clip_norm(self.parameters.values(), *clipping, fuses, self.guard.loss_scale)
             bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
             apply_gradients(self.optimizer, lr, skip=bad)
             self.ema.update(self.step, skip=bad)
@@ -240,7 +240,7 @@ class Trainer:
             times=self.meter.read(),
             work=self.work,
             peak_gib=peak_gib(self.world.device),
-            bad_steps=(self.guard.nan_steps, self.guard.spike_steps),
+            counters=self.guard.counters,
         )
         # The first step of a resumed run is printed only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):

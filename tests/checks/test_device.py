@@ -18,6 +18,7 @@ from titan_dit.checks.device import (
     check_memory,
     check_profiled,
     check_writers,
+    format_hint,
     replayable_precision,
     state_bytes,
 )
@@ -37,6 +38,20 @@ def test_a_cpu_is_refused_with_the_way_to_emulate_if_there_is_one(float8):
     with pytest.raises(UserError, match=rf'\[precision\] float8="{float8}".* Set .*"off"') as error:
         check_matmuls(precision, False, CPU)
     assert ("float8_emulate = true" in str(error.value)) == (float8 in TORCHAO)
+
+
+@pytest.mark.parametrize("found", [(7, 0), (7, 5), (8, 0), (9, 0)])
+def test_a_gpu_without_bf16_is_told_of_fp16(found, monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.version, "hip", None)
+    hint = format_hint(tiny_config(precision={"dtype": "bf16"}).precision, gpu)
+    assert (hint is not None) == (found < (8, 0))
+    if hint:
+        assert f"Tesla T4 (compute capability {found[0]}.{found[1]}) has no bf16 units" in hint
+    for dtype, on in (("fp16", gpu), ("fp32", gpu), ("bf16", CPU)):
+        assert format_hint(tiny_config(precision={"dtype": dtype}).precision, on) is None
 
 
 def test_emulation_and_off_run_anywhere():

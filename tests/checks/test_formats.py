@@ -55,6 +55,17 @@ def test_a_split_backward_is_refused_where_a_block_would_run_many_times(schedule
         recomputed(2)
 
 
+@pytest.mark.parametrize("float8", ["tensorwise", "rowwise", "te_delayed"])
+def test_float8_does_not_go_with_fp16(float8):
+    words = (
+        rf'^\[precision\] dtype="fp16" does not work with float8="{float8}".* Set dtype = "bf16"'
+    )
+    _, plan = planned(precision={"dtype": "fp16", "float8": float8, "float8_emulate": True})
+    with pytest.raises(UserError, match=words):
+        check_float8(plan)
+    check_float8(planned(precision={"dtype": "fp16"})[1])
+
+
 @pytest.mark.parametrize("mode", ["attention", "full"])
 def test_some_modes_are_refused_in_compiled_tensor_parallel_blocks(mode):
     with pytest.raises(UserError, match=rf'mode="{mode}" .*tp=2.* Set mode = "selective"'):

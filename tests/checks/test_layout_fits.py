@@ -8,7 +8,7 @@ from plans import check, planned
 from tiny import tiny_config
 from torch import nn
 
-from titan_dit.checks.layout import check_batch, check_context, check_tensor, check_world
+from titan_dit.checks.layout import check_batch, check_tensor, check_world
 from titan_dit.checks.parts import check_modules
 from titan_dit.config.section import UserError
 from titan_dit.objectives.base import Objective
@@ -284,21 +284,6 @@ def test_a_batch_that_does_not_divide_is_held_in_equal_microbatches(
 
 def with_spec(plan, **changes):
     return replace(plan, spec=replace(plan.spec, **changes))
-
-
-@pytest.mark.parametrize("mask", ["causal", "lengths"])
-def test_a_ring_is_refused_where_there_is_a_mask(mask):
-    _, plan = planned({"cp": 2}, parallel={"cp_method": "ring"})
-    check_context(plan)
-    masked = with_spec(plan, mask=mask)
-    with pytest.raises(UserError) as caught:
-        check_context(masked)
-    assert str(caught.value) == (
-        '[parallel] cp=2 with cp_method="ring" supports no mask, but the model "dit" has one '
-        f'({mask}). Set cp_method = "ulysses".'
-    )
-    check_context(with_spec(planned()[1], mask=mask))
-    check_context(with_spec(planned({"cp": 2}, parallel={"cp_method": "ulysses"})[1], mask=mask))
 
 
 def test_tp_is_refused_where_nobody_says_how_to_cut():

@@ -68,7 +68,7 @@ FLAGS = {
     "--optimizer.name AdamW": "Did you mean adamw?",
     "--objective.name flow_matching": "Did you mean rectified_flow?",
     "--model.name DiT-XL/2": "Did you mean dit?",
-    "--precision.dtype bfloat16": '"bf16". Did you mean bf16?',
+    "--precision.dtype bfloat16": '"fp16". Did you mean bf16?',
     "--lr_schedule.decay Cosine": "Did you mean cosine?",
     "--training.steps 10,000": '[training] steps="10,000" must be a whole number. Write 10000.',
     "--training.steps 10k": "Write 10000.",

@@ -115,8 +115,8 @@ def test_a_key_of_another_objective_is_still_refused_among_the_flags(refused):
         (["--compile.enabled", "yes"], '[compile] enabled="yes" must be true or false'),
         (["--compile.enabled", "1"], "[compile] enabled=1 must be true or false"),
         (
-            ["--precision.dtype", "fp16"],
-            '[precision] dtype="fp16" is not one of "fp64", "fp32", "bf16"',
+            ["--precision.dtype", "tf32"],
+            '[precision] dtype="tf32" is not one of "fp64", "fp32", "bf16", "fp16"',
         ),
         (["--optimizer.betas", "0.9"], "[optimizer] betas=[0.9] must hold two"),
         (["--optimizer.lr", "nan"], "[optimizer] lr=nan must be"),

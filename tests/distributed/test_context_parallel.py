@@ -204,9 +204,9 @@ def forgotten_gradients(model):
 
     original = ring.travel_backward
 
-    def backward(d_out, q, k, v, out, lse, peers, kernel, compiled):
-        dq, _ = original(d_out, q, k, v, out, lse, peers, kernel, compiled)
-        _, *own = kernel.backward(d_out, q, k, v, out, lse, q.shape[-1] ** -0.5)
+    def backward(d_out, q, k, v, out, lse, peers, kernel, *how):
+        dq, _ = original(d_out, q, k, v, out, lse, peers, kernel, *how)
+        _, *own = kernel.backward(d_out, q, k, v, out, lse, q.shape[-1] ** -0.5, False)
         return dq, torch.stack(own)
 
     ring.travel_backward = backward

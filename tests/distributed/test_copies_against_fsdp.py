@@ -16,6 +16,7 @@ CASES = (
     {"remat": {"mode": "full"}},
     {"precision": {"dtype": "bf16", "float8": "rowwise", "float8_emulate": True}},
     {"precision": {"dtype": "fp32"}},
+    {"precision": {"dtype": "fp16"}},
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from test_grid import DP, HSDP, PLAIN, PP, TP, compare, schedule
+from test_grid import CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, compare, schedule
 from tiny import randomize, torch_rng, whole
 from tiny_gpt import gpt_config
 
@@ -16,7 +16,15 @@ from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)
 
-TIED, UNTIED = {}, {"tied": False, "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
+TIED = {"dropout": 0.1}
+UNTIED = {
+    "tied": False,
+    "norm": "rmsnorm",
+    "mlp": "swiglu",
+    "bias": False,
+    "positions": "rotary",
+    "query_groups": 2,
+}
 COPIES = {"dp_replicate": 2, "dp_shard": 1}
 FOLDED = schedule("interleaved_1f1b", 2)
 CASES = {
@@ -26,6 +34,9 @@ CASES = {
         (TP, {}, TIED),
         (TP, {}, UNTIED),
         (PLAIN, {}, TIED),
+        (CP, {}, TIED),
+        (CP, {}, UNTIED),
+        (ULYSSES, {}, UNTIED),
         (PP, schedule("1f1b"), TIED),
         (PP, FOLDED, UNTIED),
         (PP, schedule("interleaved_zero_bubble", 2), TIED),
@@ -41,10 +52,15 @@ CASES = {
         (COPIES | PP, schedule("1f1b"), TIED),
         (TP | PP, schedule("dualpipev"), TIED),
         (PLAIN | PP, FOLDED, TIED),
+        (TP | CP, {}, UNTIED),
+        (CP | PP, schedule("1f1b"), TIED),
     ],
-    8: [(PP | DP | TP, schedule("interleaved_zero_bubble", 2), TIED, "attention")],
+    8: [
+        (PP | CP | TP, FOLDED, TIED),
+        (PP | DP | TP, schedule("interleaved_zero_bubble", 2), TIED, "attention"),
+    ],
 }
-IN_FP64 = [TP, PP, HSDP, TP | PP, DP | TP]
+IN_FP64 = [TP, PP, CP, HSDP, TP | PP, TP | CP]
 
 
 def case_config(parallel, pipeline, model, dtype="fp32", mode="none"):

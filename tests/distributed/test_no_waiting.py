@@ -16,7 +16,7 @@ from titan_dit.execution.local import LocalExecutor
 from titan_dit.trainer import Trainer
 
 CASES = {
-    1: [({}, "rectified_flow"), ({}, "ddpm")],
+    1: [({}, "rectified_flow"), ({}, "ddpm"), ({}, "rectified_flow", "fp16")],
     2: [
         ({"dp_shard": 2}, "rectified_flow"),
         ({"tp": 2}, "rectified_flow"),
@@ -96,16 +96,17 @@ def in_a_cycle(tensor):
 def found_in_steps(world):
     """Of every layout: what a step asks for and leaves, as it is and with something planted."""
     found, left, item = {}, {}, QUESTIONS["item"]
-    for parallel, objective in CASES[world.size]:
+    for parallel, objective, *dtype in CASES[world.size]:
         config = tiny_config(
             parallel=parallel,
             objective={"name": objective},
             training={"microbatch_size": 4},
             faults={"spike_ratio": 10.0, "spike_after": 1},
+            precision={"dtype": next(iter(dtype), "fp32")},
         )
         trainer = Trainer(config, world)
         randomize(trainer.parameters)
-        batches, case = trainer.batches(), f"{parallel} {objective}"
+        batches, case = trainer.batches(), f"{parallel} {objective} {dtype}"
         for trainer.step in (1, 2):  # They make AdamW's state, and the like.
             trainer.train_step(next(batches))
         found[case] = asked(trainer, batches)

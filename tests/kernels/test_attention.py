@@ -204,11 +204,24 @@ def test_a_kernel_that_is_asked_for_has_the_mask_or_is_refused(key, mask):
             attention.check(key, shape(mask=mask))
 
 
-def test_a_ring_has_no_kernel_for_a_mask():
-    for mask in ("causal", "lengths"):
-        for key in ("flash", "math"):
-            reason = attention.refusal(key, shape(mask=mask, ring=True))
-            assert reason == attention.NO_MASK
+def test_a_ring_has_kernels_for_a_causal_mask_and_none_for_lengths():
+    for key in ("flash", "math"):
+        assert attention.refusal(key, shape(mask="causal", ring=True)) is None
+        reason = attention.refusal(key, shape(mask="lengths", ring=True))
+        assert reason == attention.NO_LENGTHS
+
+
+@pytest.mark.parametrize("key", ["auto", "flash", "math"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("mask", [{}, CAUSAL, LENGTHS], ids=["none", "causal", "lengths"])
+def test_grouped_queries_share_keys_and_values(key, groups, mask):
+    if key == "flash" and mask is LENGTHS:
+        pytest.skip("flash has no mask by lengths")
+    q, k, v = torch.randn(3, 3, 4, 16, 8, dtype=torch.float64).unbind(0)
+    k, v = k[:, :groups], v[:, :groups]
+    head = torch.arange(4) // (4 // groups)
+    found = attention.attend_by(key)(q, k, v, **mask)
+    torch.testing.assert_close(found, by_a_softmax(q, k[:, head], v[:, head], **mask))
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, LENGTHS], ids=["causal", "lengths"])

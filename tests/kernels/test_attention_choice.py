@@ -98,6 +98,13 @@ def test_an_unsafe_length_is_told_with_its_numbers():
     assert harm("cudnn", shape(tokens=640), OF_2_11) is None
 
 
+@pytest.mark.parametrize(("tokens", "keys"), [(576, 576), (640, 320), (1152, 576), (1280, None)])
+def test_a_causal_ring_is_refused_the_lengths_of_its_unmasked_blocks(tokens, keys):
+    assert harm("cudnn", shape(tokens=tokens, mask="causal"), OF_2_11) is None
+    found = harm("cudnn", shape(tokens=tokens, mask="causal", ring=True), OF_2_11)
+    assert (found is None) if keys is None else f"for {keys} keys" in found
+
+
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_harmful_kernel_is_refused_before_the_first_step(monkeypatch, ring):
     monkeypatch.setattr(attention, "hardware_of", lambda device: OF_2_11)
@@ -170,7 +177,7 @@ def test_this_gpu_runs_the_kernel_that_the_table_names(head_dim, tokens, dtype, 
     assert attention.kernel_of("auto", asked) in expected
     if head_dim <= 128:  # torch 2.15 has cuDNN for 256 as well.
         assert attention.kernel_of("auto", asked) == expected[0]
-    ring = replace(asked, ring=True, mask="none")
+    ring = replace(asked, ring=True, mask="none" if mask == "lengths" else mask)
     assert attention.settled("auto", ring) == order(ring, hardware_of(HERE))[0]
 
 
@@ -188,7 +195,7 @@ def test_a_ring_takes_no_kernel_whose_results_are_wrong(fault, what, monkeypatch
     wrong = Kernel(lambda *given: fault(*right.forward(*given)), right.backward)
     named = attention_kernels.named
     monkeypatch.setattr(
-        attention, "named", lambda key, q: wrong if key == "flash" else named(key, q)
+        attention, "named", lambda key, *of: wrong if key == "flash" else named(key, *of)
     )
     assert attention.refusal("flash", shape).startswith(f"its {what} differs from that of matmuls")
     assert attention.settled("auto", shape) == "math"

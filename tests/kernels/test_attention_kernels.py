@@ -21,20 +21,23 @@ def inputs(dtype, device="cpu", n=10, m=7, d=8, sharpness=1.0):
     return [x.to(device, dtype) for x in drawn]
 
 
-def reference(d_out, q, k, v):
+def reference(d_out, q, k, v, causal=False):
     """out, lse, dq, dk, dv by autograd, in fp64."""
     d_out, q, k, v = (x.double().detach().requires_grad_() for x in (d_out, q, k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        place = torch.arange(q.shape[2], device=q.device)
+        scores = scores.masked_fill(place > place[:, None], -math.inf)
     out = scores.softmax(-1) @ v
     return out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, k, v), d_out)
 
 
-def run(kernel, d_out, q, k, v):
+def run(kernel, d_out, q, k, v, causal=False):
     scale = 1 / math.sqrt(q.shape[-1])
-    out, lse = kernel.forward(q, k, v, scale)
+    out, lse = kernel.forward(q, k, v, scale, causal)
     assert out.dtype == q.dtype
     assert lse.dtype == attention_kernels.accumulator(q.dtype)
-    gradients = kernel.backward(d_out, q, k, v, out, lse, scale)
+    gradients = kernel.backward(d_out, q, k, v, out, lse, scale, causal)
     assert [g.dtype for g in gradients] == [q.dtype] * 3
     return out, lse, *gradients
 
@@ -53,10 +56,14 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, to
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("d", [8, 12, 72])
 @pytest.mark.parametrize("sharpness", [1.0, 20.0])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", [CPU, MATH], ids=["cpu", "math"])
-def test_a_kernel_gives_attention_its_log_sum_exp_and_its_gradients(kernel, dtype, d, sharpness):
-    arguments = inputs(dtype, d=d, sharpness=sharpness)
-    assert_close(run(kernel, *arguments), reference(*arguments), TOLERANCE[dtype])
+def test_a_kernel_gives_attention_its_log_sum_exp_and_its_gradients(
+    kernel, causal, dtype, d, sharpness
+):
+    arguments = inputs(dtype, m=10 if causal else 7, d=d, sharpness=sharpness)
+    expected = reference(*arguments, causal)
+    assert_close(run(kernel, *arguments, causal), expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kernel", [CPU, MATH], ids=["cpu", "math"])
@@ -65,7 +72,7 @@ def test_blocks_share_the_whole_gradient_when_given_the_whole_statistics(kernel)
     out, lse, *gradients = reference(d_out, q, k, v)
     scale = 1 / math.sqrt(q.shape[-1])
     blocks = [
-        kernel.backward(d_out, q, k[:, :, part], v[:, :, part], out, lse, scale)
+        kernel.backward(d_out, q, k[:, :, part], v[:, :, part], out, lse, scale, False)
         for part in (slice(0, 3), slice(3, 8))
     ]
     dqs, dks, dvs = zip(*blocks, strict=True)
@@ -99,10 +106,11 @@ def test_the_cpu_takes_its_own_kernel_for_every_dtype():
     [(FLASH, torch.bfloat16), (EFFICIENT, torch.float32), (CUDNN, torch.bfloat16)],
 )
 @pytest.mark.parametrize("d", [12, 64])
-def test_this_torch_takes_the_arguments_of_the_gpu_kernels(kernel, dtype, d):
+@pytest.mark.parametrize("causal", [False, True])
+def test_this_torch_takes_the_arguments_of_the_gpu_kernels(kernel, dtype, d, causal):
     # Without a GPU: on the meta device an operator checks arguments and returns shapes.
-    d_out, q, k, v = inputs(dtype, "meta", n=33, m=40, d=d)
-    out, lse, *gradients = run(kernel, d_out, q, k, v)
+    d_out, q, k, v = inputs(dtype, "meta", n=33, m=33 if causal else 40, d=d)
+    out, lse, *gradients = run(kernel, d_out, q, k, v, causal)
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
@@ -119,7 +127,7 @@ def test_the_key_of_the_config_names_a_kernel():
             named(key, here)
     # cuDNN would silently read fp32 as fp16.
     with pytest.raises(RuntimeError, match=r"takes bf16 and fp16, not torch\.float32"):
-        CUDNN.forward(there, there, there, 1.0)
+        CUDNN.forward(there, there, there, 1.0, False)
 
 
 @pytest.mark.gpu
@@ -139,11 +147,16 @@ def test_the_key_of_the_config_names_a_kernel():
     ],
 )
 @pytest.mark.parametrize(("n", "m", "d"), [(10, 7, 8), (64, 64, 64), (33, 100, 12), (50, 50, 72)])
-def test_a_gpu_kernel_gives_attention_its_log_sum_exp_and_its_gradients(name, dtype, n, m, d):
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_gpu_kernel_gives_attention_its_log_sum_exp_and_its_gradients(
+    name, dtype, n, m, d, causal
+):
+    if causal and n != m:
+        pytest.skip("causal is for as many keys as queries")
     kernel = getattr(attention_kernels, name)
     arguments = inputs(dtype, "cuda", n, m, d, sharpness=5.0)
     tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3}.get(dtype, 2e-2)
-    assert_close(run(kernel, *arguments), reference(*arguments), tolerance)
+    assert_close(run(kernel, *arguments, causal), reference(*arguments, causal), tolerance)
 
 
 @pytest.mark.gpu

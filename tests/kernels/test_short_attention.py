@@ -1,6 +1,7 @@
 """Short attention: as precise as flash, and saves no more for backward."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -33,11 +34,15 @@ def errors(found, exact):
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
 
 
-def test_output_and_gradients_are_as_exact_as_those_of_flash():
-    tensors, d_out = inputs()
-    exact = results(F.scaled_dot_product_attention, [x.double() for x in tensors], d_out.double())
-    flash = errors(results(F.scaled_dot_product_attention, tensors, d_out), exact)
-    mine = errors(results(short_attention.attend, tensors, d_out), exact)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_output_and_gradients_are_as_exact_as_those_of_flash(causal, groups):
+    (q, k, v), d_out = inputs()
+    tensors = q, k[:, :groups], v[:, :groups]
+    reference, short = (partial(x.attend, causal=causal) for x in (layers, short_attention))
+    exact = results(reference, [x.double() for x in tensors], d_out.double())
+    flash = errors(results(reference, tensors, d_out), exact)
+    mine = errors(results(short, tensors, d_out), exact)
     assert max(flash) < 0.01
     assert all(m < 1.5 * f for m, f in zip(mine, flash, strict=True))
 
@@ -59,12 +64,9 @@ def test_many_tokens_are_left_to_flash(monkeypatch):
     assert torch.equal(found, F.scaled_dot_product_attention(*tensors))
 
 
-@pytest.mark.parametrize(
-    "mask", [{"causal": True}, {"lengths": torch.tensor([5, 64])}], ids=["causal", "lengths"]
-)
-def test_what_is_masked_is_left_to_torch(monkeypatch, mask):
+def test_what_is_masked_by_lengths_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(short_attention, "products", None)
-    tensors, _ = inputs()
+    (tensors, _), mask = inputs(), {"lengths": torch.tensor([5, 64])}
     found = short_attention.attend(*tensors, **mask)
     assert torch.equal(found, layers.attend(*tensors, **mask))
     assert not torch.equal(found, layers.attend(*tensors))

@@ -171,8 +171,19 @@ def test_a_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
 def test_the_peak_of_a_gpu_is_found_by_the_longest_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert flops.peak_tflops(torch.device("cuda"), "bf16") == peak
+    assert flops.peak_tflops(torch.device("cuda"), "fp16") == peak
     assert flops.peak_tflops(torch.device("cuda"), "fp32") is None
     assert flops.peak_tflops(torch.device("cpu"), "bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125), ("Tesla V100-PCIE-32GB", 112)],
+)
+def test_old_gpus_have_a_peak_in_fp16_alone(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert flops.peak_tflops(torch.device("cuda"), "fp16") == peak
+    assert flops.peak_tflops(torch.device("cuda"), "bf16") is None
 
 
 def test_lines_that_are_no_rows_are_dropped(tmp_path):
@@ -189,7 +200,7 @@ def test_a_row_says_how_fast_the_step_was(peak, mfu):
         times=(2000.0, 3.0),
         work=work,
         peak_gib=4.0,
-        bad_steps=(2, 1),
+        counters={"skipped_steps": 3, "nan_steps": 2},
     )
     assert found == {
         "step": 7,

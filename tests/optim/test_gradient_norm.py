@@ -56,15 +56,25 @@ def test_parameters_without_a_gradient_are_left_out():
     assert parameters[1].grad is None
 
 
+@pytest.mark.parametrize(("max_norm", "factor"), [(0.0, 1.0), (1.0, 0.2), (100.0, 1.0)])
+def test_the_loss_scale_is_taken_out_with_and_without_clipping(max_norm, factor):
+    parameters = parameters_with([3 * 2.0**20, 0.0], [0.0, 4 * 2.0**20])
+    norm = clip_norm(parameters, max_norm, loss_scale=torch.tensor(2.0**20))
+    assert norm.item() == pytest.approx(5)
+    assert parameters[0].grad.tolist() == pytest.approx([3 * factor, 0], rel=1e-5)
+    assert parameters[1].grad.tolist() == pytest.approx([0, 4 * factor], rel=1e-5)
+
+
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("max_norm", [0.0, 0.3, 1.0, 1e3])
-def test_compiled_scalars_are_those_of_the_formula(max_norm):
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+def test_compiled_scalars_are_those_of_the_formula(max_norm, scale):
     drawn = torch.Generator().manual_seed(0)
     values = [torch.randn(n, generator=drawn).tolist() for n in (1, 7, 30)]
-    found = []
+    found, loss_scale = [], None if scale is None else torch.tensor(scale)
     for compiled in (False, True):
         parameters = parameters_with(*values)
-        norm = clip_norm(parameters, max_norm, compiled=compiled)
+        norm = clip_norm(parameters, max_norm, compiled=compiled, loss_scale=loss_scale)
         found.append([norm, *(p.grad for p in parameters)])
     assert all(map(torch.equal, *found))
 

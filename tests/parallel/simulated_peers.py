@@ -1,7 +1,11 @@
-"""Simulates the c ranks of a ring in one process, concatenated along the batch dim.
+"""Simulates the c ranks of a ring in one process.
 
-Attention is independent per sample, so one call runs all ranks at once.
+Concatenated along the batch dim: attention is independent per sample, so one call runs all ranks at
+once. As threads: with a causal mask the ranks' work differs.
 """
+
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 
 import torch
 
@@ -18,6 +22,8 @@ def from_ranks(x, size):
 
 class SimulatedPeers:
     """Messages have the batch, and so the ranks, in dim 1. Asserts the order of calls."""
+
+    rank = 0  # Of all at once, which compute alike.
 
     def __init__(self, size):
         self.size = size
@@ -46,3 +52,24 @@ class SimulatedPeers:
     def _count(self, parts):
         # A rank's part for itself stays.
         self.sent += parts.numel() * (self.size - 1) // self.size
+
+
+class ThreadPeers:
+    """A rank of a ring whose ranks are threads; see `on_threads`."""
+
+    def __init__(self, rank, queues):
+        self.rank, self.size, self.queues = rank, len(queues), queues
+
+    def send(self, message):
+        self.queues[(self.rank + 1) % self.size].put(message.clone())
+        return message
+
+    def arrive(self, incoming):
+        return self.queues[self.rank].get(timeout=30)
+
+
+def on_threads(size, work):
+    """The results of work(peers) on every rank."""
+    queues = [Queue() for _ in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, [ThreadPeers(rank, queues) for rank in range(size)]))

@@ -221,9 +221,9 @@ def stale_keys_in_backward(monkeypatch):
     """Backward uses this rank's own keys and values in every rotation."""
     original = ring.travel_backward
 
-    def backward(d_out, q, k, v, out, lse, peers, kernel, compiled):
-        def block(d_out, q, _arrived_k, _arrived_v, out, lse, scale):
-            return kernel.backward(d_out, q, k, v, out, lse, scale)
+    def backward(d_out, q, k, v, out, lse, peers, kernel, *_):
+        def block(d_out, q, _arrived_k, _arrived_v, out, lse, scale, causal):
+            return kernel.backward(d_out, q, k, v, out, lse, scale, causal)
 
         return original(d_out, q, k, v, out, lse, peers, Kernel(kernel.forward, block))
 
@@ -234,10 +234,10 @@ def local_statistics(monkeypatch):
     """Backward normalises each block by its own softmax."""
     original = ring.travel_backward
 
-    def backward(d_out, q, k, v, out, lse, peers, kernel, compiled):
-        def block(d_out, q, k, v, out, lse, scale):
-            own_out, own_lse = kernel.forward(q, k, v, scale)
-            return kernel.backward(d_out, q, k, v, own_out, own_lse, scale)
+    def backward(d_out, q, k, v, out, lse, peers, kernel, *_):
+        def block(d_out, q, k, v, out, lse, scale, causal):
+            own_out, own_lse = kernel.forward(q, k, v, scale, causal)
+            return kernel.backward(d_out, q, k, v, own_out, own_lse, scale, causal)
 
         return original(d_out, q, k, v, out, lse, peers, Kernel(kernel.forward, block))
 
@@ -247,11 +247,11 @@ def local_statistics(monkeypatch):
 def gradients_that_stay_away(monkeypatch):
     """Every rank keeps the gradients that it computed for other ranks' keys."""
 
-    def backward(d_out, q, k, v, out, lse, peers, kernel, compiled):
+    def backward(d_out, q, k, v, out, lse, peers, kernel, *_):
         scale = q.shape[-1] ** -0.5
         moving, total, dkv = torch.stack((k, v)), 0, 0
         for _ in range(peers.size):
-            dq, *blocks = kernel.backward(d_out, q, *moving, out, lse, scale)
+            dq, *blocks = kernel.backward(d_out, q, *moving, out, lse, scale, False)
             total, dkv = total + dq, dkv + torch.stack(blocks)
             moving = peers.arrive(peers.send(moving))
         return total, dkv
@@ -334,9 +334,9 @@ def test_four_ranks_on_one_gpu_give_what_attention_over_all_tokens_gives(method,
 def test_the_key_of_the_config_reaches_the_kernels(method, monkeypatch):
     ran = []
 
-    def products(q, k, v, scale):
+    def products(q, k, v, scale, causal):
         ran.append(q.shape)
-        return MATH.forward(q, k, v, scale)
+        return MATH.forward(q, k, v, scale, causal)
 
     model = Attention(32, 4, False)
     attention.apply(model, attention.attend_by("math"))

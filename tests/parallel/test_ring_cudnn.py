@@ -26,8 +26,9 @@ def forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, 
     accepted(q, k, v)
     assert bias is None
     assert with_lse
-    assert not any((dropout, causal, debug))
-    out, lse = MATH.forward(q, k, v, scale)
+    assert not any((dropout, debug))
+    assert not causal or q.shape == k.shape
+    out, lse = MATH.forward(q, k, v, scale, causal)
     seed = torch.empty((), dtype=torch.int64)
     # MHA.cpp lays out the output as q, and the log-sum-exp as [b, heads, n, 1].
     out = torch.empty_like(q).copy_(out)
@@ -50,13 +51,13 @@ def backward(
 ):  # fmt: skip
     accepted(d_out, q, k, v, out)
     assert bias is cum_q is cum_k is None
-    assert not any((dropout, causal))
+    assert not dropout
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
     # The graph reads the statistics with their strides, in fp32.
     assert lse.dtype == torch.float32
     assert lse.shape == (*q.shape[:3], 1)
     assert lse.is_contiguous()
-    return MATH.backward(d_out, q, k, v, out, lse[..., 0], scale)
+    return MATH.backward(d_out, q, k, v, out, lse[..., 0], scale, causal)
 
 
 @pytest.fixture
@@ -114,9 +115,9 @@ def test_the_gradients_need_the_statistics_of_all_ranks(cudnn_on_a_cpu, monkeypa
     arguments = inputs(torch.bfloat16, 8)
     expected = one_process(*arguments)
 
-    def own_statistics(d_out, q, k, v, out, lse, scale):
-        out, lse = MATH.forward(q, k, v, scale)
-        return CUDNN.backward(d_out, q, k, v, out, lse, scale)
+    def own_statistics(d_out, q, k, v, out, lse, scale, causal):
+        out, lse = MATH.forward(q, k, v, scale, causal)
+        return CUDNN.backward(d_out, q, k, v, out, lse, scale, causal)
 
     planted = type(CUDNN)(CUDNN.forward, own_statistics)
     assert max(errors(in_a_ring(4, planted, *arguments), expected)[1:]) > 0.1

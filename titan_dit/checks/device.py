@@ -33,6 +33,8 @@ NEEDED = {
     "te_mxfp8": (10, 0),
 }
 """Minimum CUDA compute capability of each float8 recipe."""
+BF16 = 8, 0
+"""Minimum CUDA compute capability of bf16."""
 
 
 def check_writers(config: MetricsConfig) -> None:
@@ -143,7 +145,7 @@ def with_kernel(plan: RunPlan, device: torch.device) -> RunPlan:
 def attention_kernel(plan: RunPlan, device: torch.device) -> str:
     """The kernel that attention runs, as a key or, on a CPU, as "matmuls"."""
     if short_attention.suits(device.type, plan.precision, plan.remat, plan.compile):
-        few = plan.spec.mask == "none" and plan.spec.num_tokens <= short_attention.MAX_TOKENS
+        few = plan.spec.mask != "lengths" and plan.spec.num_tokens <= short_attention.MAX_TOKENS
         return "matmuls" if few else "flash"
     return attention.kernel_of(plan.precision.attention, attention_shape(plan, device))
 
@@ -172,18 +174,32 @@ def attention_hint(
     `kernel`: that runs; by default `attention_kernel`.
 
     Attention takes 12 n^2 h FLOPs per layer for n tokens and hidden h: two products forward (q k^T,
-    and probabilities times v), four backward.
+    and probabilities times v), four backward. Causal, it takes half of that.
     """
     model_spec = plan.spec
     if device.type != "cuda":
         return None
     tokens, heads, head_dim = model_spec.num_tokens, model_spec.num_heads, model_spec.head_dim
     own = 12 * tokens**2 * heads * head_dim * model_spec.num_layers
+    own //= 2 if model_spec.mask == "causal" else 1
     kernel = kernel or attention_kernel(plan, device)
     line = attention.padding(kernel, head_dim, tokens, own / flops_per_sample)
     return line and (
         f"{line}. python -m titan_dit bench attention --heads {heads} --head-dim "
         f"{head_dim} --tokens {tokens} measures it"
+    )
+
+
+def format_hint(precision: PrecisionConfig, device: torch.device) -> str | None:
+    """Console line if the device has no arithmetic in bf16, but the run asks for it; else None."""
+    if device.type != "cuda" or precision.dtype != "bf16" or torch.version.hip:
+        return None
+    if (found := torch.cuda.get_device_capability(device)) >= BF16:
+        return None
+    return (
+        f'[precision] dtype="bf16": {torch.cuda.get_device_name(device)} (compute capability '
+        f"{'.'.join(map(str, found))}) has no bf16 units and emulates it, slowly. "
+        'Set dtype = "fp16" (docs/fp16.md)'
     )
 
 

@@ -67,6 +67,11 @@ def check_float8(plan: RunPlan) -> None:
             f'[precision] dtype="fp64" is for comparing layouts, float8={show(precision.float8)} '
             'rounds to 3 bits. Set float8 = "off" or dtype = "bf16".'
         )
+    if precision.dtype == "fp16":
+        raise UserError(
+            f'[precision] dtype="fp16" does not work with float8={show(precision.float8)}: devices '
+            'with float8 have bf16. Set dtype = "bf16" or float8 = "off".'
+        )
     if precision.dtype == "fp32" and "rowwise" in precision.float8 and not precision.float8_emulate:
         raise UserError(
             f"[precision] float8={show(precision.float8)} outputs bf16, but dtype is "

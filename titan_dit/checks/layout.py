@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from titan_dit.config.section import UserError, show
 from titan_dit.models.base import ModelSpec, TensorSpec
+from titan_dit.parallel.context import slicing_of
 from titan_dit.parallel.mesh import axes
 from titan_dit.parallel.tensor import TensorPlan, shard_dim
 from titan_dit.plan import RunPlan
@@ -134,7 +135,7 @@ def check_batch(plan: RunPlan) -> None:
 
 
 def check_tensor(plan: RunPlan) -> None:
-    """Heads and MLP width must divide by tp, and tp > 1 needs a tensor plan."""
+    """Query groups and MLP width must divide by tp, and tp > 1 needs a tensor plan."""
     model_spec, tp = plan.spec, plan.sizes.tp
     if tp > 1 and plan.tensor_plan_function is None:
         raise UserError(
@@ -160,16 +161,26 @@ def check_tensor(plan: RunPlan) -> None:
             f"the model {show(plan.model_name)} has {len(model_spec.stream)}: "
             f"{', '.join(model_spec.stream)}."
         )
-    for what, count in (("heads", model_spec.num_heads), ("MLP width", model_spec.ffn)):
+    heads, groups = model_spec.num_heads, model_spec.query_groups or model_spec.num_heads
+    if heads % groups:
+        raise UserError(
+            f"[model] query_groups={groups} does not divide heads={heads}. "
+            f"Set query_groups = {largest_divisor(heads, below=groups)}, or 0 for one per head."
+        )
+    shards = {"heads": heads, "query groups": groups, "MLP width": model_spec.ffn}
+    for what, count in shards.items():
         if count % tp:
             raise UserError(
                 f"[parallel] tp={tp} does not divide the model's {what} of {count}. "
-                f"Set tp = {largest_divisor(model_spec.num_heads, model_spec.ffn, below=tp)}."
+                f"Set tp = {largest_divisor(*shards.values(), below=tp)}."
             )
 
 
 def check_context(plan: RunPlan) -> None:
-    """Tokens must divide by cp (and tp with sequence parallelism), heads by cp with ulysses."""
+    """Tokens must divide by cp (and tp with sequence parallelism), heads by cp with ulysses.
+
+    A causal ring needs two chunks of tokens for each rank.
+    """
     model_spec, parallel, sizes = plan.spec, plan.parallel, plan.sizes
     tokens, slices = model_spec.num_tokens, sizes.cp
     if tokens % slices:
@@ -189,10 +200,18 @@ def check_context(plan: RunPlan) -> None:
             f'rank (heads={model_spec.num_heads}, tp={sizes.tp}). Set cp_method = "ring" or '
             f"cp = {largest_divisor(heads, below=sizes.cp)}."
         )
-    if sizes.cp > 1 and parallel.cp_method == "ring" and model_spec.mask != "none":
+    if sizes.cp == 1 or parallel.cp_method != "ring":
+        return
+    if model_spec.mask == "lengths":
         raise UserError(
-            f'[parallel] cp={sizes.cp} with cp_method="ring" supports no mask, but the model '
-            f'{show(plan.model_name)} has one ({model_spec.mask}). Set cp_method = "ulysses".'
+            f'[parallel] cp={sizes.cp} with cp_method="ring" supports no mask by lengths, but the '
+            f'model {show(plan.model_name)} has one. Set cp_method = "ulysses".'
+        )
+    if slicing_of(model_spec.mask, "ring") == "zigzag" and tokens % (2 * slices):
+        raise UserError(
+            f'[parallel] cp={slices} with cp_method="ring" and a causal mask gives each rank two '
+            f"chunks of a sample, but {2 * slices} chunks do not divide its {tokens} tokens. Set "
+            f'cp_method = "ulysses", or a multiple of {2 * slices} tokens.'
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from titan_dit.config.section import PositiveInt, Section, UserError
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
+from titan_dit.models.base import Mask
 from titan_dit.models.dit_sizes import SIZES
 from titan_dit.observe import console
 from titan_dit.parallel.fsdp import DTYPES
@@ -34,7 +35,8 @@ class Options(Section):
     """Benchmark attention forward and backward with every kernel that supports the shape.
 
     Queries, keys and values are views of one projection, as in the model. FLOPs: 4 b heads n^2 d
-    forward and twice that backward, as in MFU (flash's recomputation is not counted).
+    forward and twice that backward, as in MFU (flash's recomputation is not counted); half of that
+    with a causal mask.
     """
 
     section = "bench attention"
@@ -49,13 +51,15 @@ class Options(Section):
     """Tokens per sample; every value is measured."""
     batch: PositiveInt = 32
     """Batch size."""
+    causal: bool = False
+    """Mask the keys after each query."""
     ring: PositiveInt = 1
     """Work of one of this many ranks in a ring, without messages; must divide the tokens."""
     compiled: bool = False
     """Join the results of a ring's ranks by compiled kernels, as [compile] enabled does."""
     backends: tuple[str, ...] = NAMES
     """Kernels, as values of [precision] attention."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     laps: PositiveInt = 20
     """Timed calls; their median is printed. A quarter as many warm up."""
     out: str = ""
@@ -70,8 +74,10 @@ class Options(Section):
             )
         if self.size is None and None in (self.heads, self.head_dim):
             raise UserError("bench attention: set --size XL/2, or --heads 16 --head-dim 72.")
-        if uneven := [n for n in self.tokens if n % self.ring]:
-            raise UserError(f"--ring {self.ring} does not divide {uneven[0]} tokens.")
+        chunks = 2 * self.ring if self.causal and self.ring > 1 else self.ring
+        if uneven := [n for n in self.tokens if n % chunks]:
+            causal = f" --causal makes {chunks} chunks, which do" if chunks > self.ring else " does"
+            raise UserError(f"--ring {self.ring}{causal} not divide {uneven[0]} tokens.")
         if self.size is not None and self.size.partition("/")[0] not in SIZES:
             raise UserError(f"--size {self.size}: unknown. Valid: {', '.join(SIZES)}.")
 
@@ -87,16 +93,18 @@ def main(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, head_dim = options.shape
     ring = f", one rank of a ring of {options.ring}" if options.ring > 1 else ""
+    mask: Mask = "causal" if options.causal else "none"
+    masked = ", causal" if options.causal else ""
     console.say(
-        f"{options.batch} samples, {heads} heads of {head_dim} channels, {options.dtype}{ring}, "
+        f"{options.batch} samples, {heads} heads of {head_dim} channels{masked}, "
+        f"{options.dtype}{ring}, "
         f"{describe_device(device)['device']}"
     )
     rows, refused = [], {}
     progress = ProgressLine(len(options.tokens) * len(options.backends), "kernels")
     for tokens in options.tokens:
-        shape = AttentionShape(
-            heads, tokens // options.ring, head_dim, DTYPES[options.dtype], device, options.ring > 1
-        )
+        of_rank = heads, tokens // options.ring, head_dim, DTYPES[options.dtype], device
+        shape = AttentionShape(*of_rank, options.ring > 1, mask)
         for name in options.backends:
             reason = attention.refusal(name, shape)
             if reason is None:
@@ -114,7 +122,7 @@ def main(options: Options) -> None:
     if options.out:
         found = {"benchmark": "attention", **describe_device(device), "batch": options.batch}
         found |= {"heads": heads, "head_dim": head_dim, "dtype": options.dtype}
-        found |= {"ring": options.ring, "compiled": options.compiled}
+        found |= {"ring": options.ring, "compiled": options.compiled, "causal": options.causal}
         path = Path(options.out)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found | {"rows": rows, "refused": refused}, indent=2) + "\n")
@@ -126,10 +134,12 @@ class Echo:
     """`Peers` of a ring on one device: every message comes back.
 
     A rank then attends `size` times to its own keys: the work of a ring, and the output of
-    attention to these keys alone.
+    attention to these keys alone. Causal, that is the output for the first half of the queries: the
+    first rank sees no keys of others there.
     """
 
     size: int
+    rank: int = 0
 
     def send(self, message: Tensor) -> Tensor:
         """Return the message."""
@@ -161,14 +171,16 @@ def row(
     kernel = attention.kernel_of(name, shape)
     took = {"backend": name, "kernel": kernel, "tokens": tokens}
     took |= {"ring": ring, "compiled": compiled}
+    causal = shape.mask == "causal"
     attend = attention.attend_by(name, shape.device.type)
     if shape.ring:
         attend = partial(ring_attention, peers=Echo(ring), kernel=kernel, compiled=compiled)
+    attend = partial(attend, causal=causal)
     try:
         forward, backward, error = measure(attend, shape, batch, laps)
     except torch.OutOfMemoryError:
         return {**took, "error": "out of memory"}
-    flops = 4 * batch * shape.heads * shape.tokens * tokens * shape.head_dim
+    flops = 4 * batch * shape.heads * shape.tokens * tokens * shape.head_dim // (1 + causal)
     return {
         **took,
         "forward ms": forward,
@@ -200,9 +212,14 @@ def measure(
         return torch.autograd.grad(graph, leaves, d_out, retain_graph=True)
 
     times = [median_ms(work, shape.device, laps) for work in (lambda: attend(*leaves), backward)]
-    first = (x[:1, :1].detach().float() for x in (q[:, :, :CHECKED], k, v))
-    exact = attention.by_products(*first)
-    found = graph[:1, :1, :CHECKED].detach().float()
+    causal = shape.mask == "causal"
+    count = min(CHECKED, shape.tokens // (1 + causal))
+    keys = count if causal else shape.tokens
+    q, k, v = (
+        x[:1, :1].detach().float() for x in (q[:, :, :count], k[:, :, :keys], v[:, :, :keys])
+    )
+    exact = attention.by_products(q, k, v, causal)
+    found = graph[:1, :1, :count].detach().float()
     error = (found - exact).abs().max() / exact.abs().max()
     return times[0], times[1], error.item()
 

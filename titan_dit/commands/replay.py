@@ -43,6 +43,7 @@ from titan_dit.parallel.compile_objective import compile_prepare, compiles
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import resolve
 from titan_dit.recovery import fault_log, resume, rollback, sample_log
+from titan_dit.recovery.loss_scale import LossScale
 from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
 from titan_dit.system.progress import ProgressLine
@@ -84,6 +85,8 @@ class Origin:
     weights_step: int
     data_digest: str | None
     """Digest of the dataset that the weights were trained on."""
+    loss_scale: float | None
+    """Of the step in fp16, or of the weights' checkpoint; None if neither is known."""
 
 
 def main(options: Options) -> None:
@@ -110,6 +113,11 @@ def main(options: Options) -> None:
     own = ("model", "objective", "data")
     for line in dotted_names.origins({name: getattr(config, name) for name in own}):
         console.say(line)
+    scaling = LossScale.of(config.precision, torch.device("cpu"))
+    if scaling and origin.loss_scale:
+        scaling.value.fill_(origin.loss_scale)
+    if scaling:
+        console.say(f"loss scale {scaling.value.item():g}")
     source = config.data.open()
     if origin.data_digest not in (None, source.facts.digest):
         raise UserError(
@@ -128,6 +136,7 @@ def main(options: Options) -> None:
             source.order(job.seed, held_out, job.data_order),
             rebuilt(config, objective, origin, size, world.device),
             len(origin.numbers),
+            scaling.value.to(world.device) if scaling else None,
         )
         samples, norms = [], []
         progress = ProgressLine(len(chosen), "microbatches")
@@ -195,6 +204,7 @@ def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
     progress = Progress.of(record, rollback.read(run))
     weights, weights_step = (before[-1] if before else None), progress.step
     digest = record["data"]["digest"] if before else None
+    scale = progress.guard.get("loss_scale", {}).get("value")
     lines = fault_log.read(run)
     # Ignore lines before the last rollback to before the step: the run repeated or skipped it.
     undone = [i for i, line in enumerate(lines) if line.get("to_step", step) < step]
@@ -202,12 +212,13 @@ def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
             found_in = f"{fault_log.FILE}: {line['kind']}"
-            return Origin(seen, found_in, weights, weights_step, digest)
+            of_step = weights, weights_step, digest, line.get("loss_scale")
+            return Origin(seen, found_in, *of_step)
     plan = BatchPlan(global_batch_size, progress.ledger.skipped_ranges)
     cursor = progress.cursor
     for _ in range(step - weights_step):
         numbers, cursor = plan(cursor)
-    return Origin(tuple(numbers), "the plan of batches", weights, weights_step, digest)
+    return Origin(tuple(numbers), "the plan of batches", weights, weights_step, digest, scale)
 
 
 def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequence[int]:
@@ -262,6 +273,8 @@ class Replayer:
     built: Built
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""
+    loss_scale: Tensor | None
+    """Of fp16."""
 
     def run(
         self, microbatch: int, numbers: Sequence[int], device: torch.device
@@ -285,10 +298,11 @@ class Replayer:
             return per_token
 
         executor.loss = loss
-        executor.step(prepared)
+        executor.step(prepared, self.loss_scale)
         executor.loss = of_run
-        norm = clip_norm(self.built.parameters.values(), 0.0).item()
-        for parameter in self.built.parameters.values():
+        parameters = self.built.parameters.values()
+        norm = clip_norm(parameters, 0.0, loss_scale=self.loss_scale).item()
+        for parameter in parameters:
             parameter.grad = None
         finite = {name: is_finite(value) for name, value in seen.items()}
         described = self.objective.describe(batch.fields, rng)

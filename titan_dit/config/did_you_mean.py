@@ -67,6 +67,11 @@ MEANT = {
     "precision.attention": "attention_backend enable_xformers_memory_efficient_attention "
     "use_flash_attn flash_attention",
     "precision.dtype": "mixed_precision mixed_precision_param precision bf16 fp16 amp dtype",
+    "precision.loss_scale": "static_loss_scale",
+    "precision.loss_scale_hysteresis": "hysteresis",
+    "precision.loss_scale_init": "initial_loss_scale init_scale initial_scale_power",
+    "precision.loss_scale_min": "min_loss_scale",
+    "precision.loss_scale_window": "growth_interval",
     "profile.enabled": "profile enable_profiling profiler",
     "profile.memory": "enable_memory_snapshot record_memory_history",
     "remat.mode": "activation_checkpoint activation_checkpointing gradient_checkpointing "
@@ -142,7 +147,8 @@ MEANT_SECTIONS = {
 """Our section -> names of it elsewhere."""
 
 VALUES = {
-    "bf16": "bfloat16 torch.bfloat16 bf16-mixed half fp16 float16",
+    "bf16": "bfloat16 torch.bfloat16 bf16-mixed",
+    "fp16": "float16 torch.float16 16-mixed fp16-mixed half",
     "fp32": "float32 float torch.float32 tf32 no",
     "fp64": "float64 double",
     "adamw": "adam adamw8bit",

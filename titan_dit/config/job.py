@@ -101,6 +101,9 @@ FREE_ON_RESUME = frozenset(
     | {"checkpoint", "faults", "metrics", "sampling", "profile"}
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
+    # As in [faults]: when a step is skipped. The factor itself is saved with the run.
+    | {"precision.loss_scale", "precision.loss_scale_init", "precision.loss_scale_min"}
+    | {"precision.loss_scale_window", "precision.loss_scale_hysteresis"}
     # The numbers behind a size are compared instead.
     | {"model.size"}
     # The dataset is compared by its digest; its path and its reading may change.

@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from titan_dit.config.catalog import SCHEDULES
-from titan_dit.config.section import Bound, NonNegativeInt, OneOf, PositiveInt, Section
+from titan_dit.config.section import (
+    Bound,
+    NonNegativeInt,
+    OneOf,
+    PositiveInt,
+    Section,
+    UserError,
+    show,
+)
+
+MAX_LOSS_SCALE = 2.0**32
+"""Limit of the loss scale, so that a run whose gradients are all 0 does not grow it for ever."""
+LossScaleValue = Annotated[float, Bound(above=0, most=MAX_LOSS_SCALE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +77,20 @@ class PrecisionConfig(Section):
 
     section = "precision"
 
-    dtype: Literal["fp64", "fp32", "bf16"] = "bf16"
-    """Format of activations and matmuls. fp64 is for comparing layouts."""
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
+    """Format of activations and matmuls. fp16 is for GPUs without bf16 (T4, V100) and has a loss
+    scale. fp64 is for comparing layouts."""
+    loss_scale: Annotated[float, Bound(least=0, most=MAX_LOSS_SCALE)] = 0.0
+    """fp16: constant factor on the loss's gradient; 0 adapts it (docs/fp16.md)."""
+    loss_scale_init: LossScaleValue = 4096.0
+    """fp16: factor at the start; later that of the checkpoint."""
+    loss_scale_window: PositiveInt = 1000
+    """fp16: consecutive steps without an overflow after which the factor doubles."""
+    loss_scale_hysteresis: PositiveInt = 2
+    """fp16: the overflow, counted since the factor last doubled, from which on each one halves
+    it."""
+    loss_scale_min: LossScaleValue = 1.0
+    """fp16: least factor; a gradient norm that is not finite at it is a bad step."""
     attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
     """Attention kernel, refused at the start if it cannot run the model. auto chooses by device and
     shape, in a ring as in a layer (docs/performance.md). flash3 and flash4 need own packages."""
@@ -79,6 +103,15 @@ class PrecisionConfig(Section):
     """auto converts the layers that get faster on this device, all every layer that fits."""
     float8_emulate: bool = False
     """Round to float8 but multiply in the original format: numerics on any device, slowly."""
+
+    def __post_init__(self) -> None:
+        """Require an initial loss scale that is no smaller than the least one."""
+        super().__post_init__()
+        if self.loss_scale_init < self.loss_scale_min:
+            raise UserError(
+                f"[precision] loss_scale_init={show(self.loss_scale_init)} is below loss_scale_min="
+                f"{show(self.loss_scale_min)}. Raise the first, or lower the second."
+            )
 
     def __str__(self) -> str:
         """Console text: "bf16", or "bf16, float8 rowwise (emulated)"."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from jaxtyping import Float, Int64
@@ -76,7 +76,7 @@ class DataFacts:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> DataFacts:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `as_json`; unknown keys are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 

@@ -91,6 +91,12 @@ def scored(loss: TokenLoss, output: Output, part: Prepared) -> Scored:
     return share, 1 + (value - value)  # Of 0 * value the compiler would make 0, also of a NaN.
 
 
+def scaled(found: Scored, loss_scale: Tensor | None) -> Scored:
+    """The result of `scored`, its factor multiplied by the loss scale of fp16, if there is one."""
+    share, factor = found
+    return share, factor if loss_scale is None else factor * loss_scale
+
+
 class Executor(ABC):
     """Runs a rank's share of a batch through the model, in microbatches."""
 
@@ -103,11 +109,12 @@ class Executor(ABC):
     score: Callable[[TokenLoss, Output, Prepared], Scored] = staticmethod(scored)
     """For training: perhaps compiled."""
 
-    def step(self, prepared: Prepared) -> Tensor:
+    def step(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """Forward and backward over this rank's samples; gradients stay on the parameters.
 
         Returns this rank's share of the loss, a scalar. The loss is the sum of the shares over the
-        dp, cp and pp axes.
+        dp, cp and pp axes. `loss_scale`: the gradients are multiplied by it, the loss is not; an
+        fp32 scalar on the device, for fp16.
         """
         if self.spec is not None:
             check_names(prepared, self.spec)
@@ -115,10 +122,10 @@ class Executor(ABC):
             # A tensor: reading it would synchronise. In fp64: fp32 counts only to 16.7 million.
             total = self.sum_over_data(prepared.weight.sum(dtype=torch.float64))
             prepared = replace(prepared, total_tokens=total)
-        return self.run(prepared)
+        return self.run(prepared, loss_scale)
 
     @abstractmethod
-    def run(self, prepared: Prepared) -> Tensor:
+    def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `step`; `total_tokens` is known."""
 
     @abstractmethod

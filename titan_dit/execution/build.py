@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Batch
 from titan_dit.execution.base import Executor, Shapes, TokenLoss, by_name
 from titan_dit.execution.local import LocalExecutor
@@ -21,6 +21,7 @@ from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel import float8, fsdp, tensor
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile_objective import compile_prepare, compile_score
+from titan_dit.parallel.context import slicing_of
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
@@ -110,13 +111,19 @@ def check_model(model: Model, model_spec: ModelSpec) -> None:
             f"{', '.join(blocks) or 'none'}. Key them by layer, from 0 to "
             f"{model_spec.num_layers - 1}."
         )
-    mask = model_spec.mask
+    heads = model_spec.num_heads
+    groups = model_spec.query_groups or heads
     for name, layer in model.named_modules():
-        if isinstance(layer, Attention) and layer.mask != mask:
-            raise UserError(
-                f'[model] its spec says mask="{mask}", but {name} has mask="{layer.mask}". '
-                "Make them the same."
-            )
+        if not isinstance(layer, Attention):
+            continue
+        wanted_of_layer = {"mask": model_spec.mask, "query_groups": groups}
+        found = {"mask": layer.mask, "query_groups": heads // layer.group_size}
+        for key, value in wanted_of_layer.items():
+            if found[key] != value:
+                raise UserError(
+                    f"[model] its spec says {key}={show(value)}, but {name} has "
+                    f"{key}={show(found[key])}. Make them the same."
+                )
 
 
 def place_modules(
@@ -159,7 +166,8 @@ def executor_of(
     executor.score = compile_score(executor.score, objective, plan.compile, device)
     if mesh.sizes.cp > 1:
         dims = TokenDims.of(plan.spec, objective.token_targets)
-        executor = SlicedExecutor(executor, mesh.axis("cp"), dims)
+        slicing = slicing_of(plan.spec.mask, plan.parallel.cp_method)
+        executor = SlicedExecutor(executor, mesh.axis("cp"), dims, slicing)
     executor.sum_over_data, executor.spec = mesh.sum_over_data, plan.spec
     return executor
 

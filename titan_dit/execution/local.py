@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titan_dit.execution.base import NOTHING, Executor, Tensors, TokenLoss, first_of
+from titan_dit.execution.base import NOTHING, Executor, Tensors, TokenLoss, first_of, scaled
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
 
@@ -18,7 +18,7 @@ class LocalExecutor(Executor):
         self.loss = loss
         self.microbatch_size = microbatch_size
 
-    def run(self, prepared: Prepared) -> Tensor:
+    def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`. Gradients are reduced once, with the last microbatch."""
         parts = list(prepared.microbatches(self.microbatch_size))
         losses: list[Tensor] = []
@@ -26,7 +26,7 @@ class LocalExecutor(Executor):
             if len(parts) > 1:
                 fsdp.sync_gradients(self.model, enabled=number == len(parts))
             output = self.model(part.inputs, part.side_inputs)
-            loss, factor = self.score(self.loss, output, part)
+            loss, factor = scaled(self.score(self.loss, output, part), loss_scale)
             losses.append(loss.detach())
             torch.autograd.backward(loss, factor)
         total = losses[0].float()

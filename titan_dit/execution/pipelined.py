@@ -16,6 +16,7 @@ from titan_dit.execution.base import (
     Tensors,
     TokenLoss,
     first_of,
+    scaled,
 )
 from titan_dit.execution.loop import Loop
 from titan_dit.execution.stage import Stage
@@ -52,13 +53,14 @@ class PipelinedExecutor(Executor):
         self.channels = channels(order, stage_ranks)
         self.tied = TiedWeights(parts, stage_ranks, links)
 
-    def run(self, prepared: Prepared) -> Tensor:
+    def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""
         parts = list(prepared.microbatches(self.microbatch_size))
         losses: list[Tensor] = []
 
         def loss_of(output: Output, microbatch: int) -> Tensor:
-            loss, factor = self.score(self.loss, output, parts[microbatch])
+            found = self.score(self.loss, output, parts[microbatch])
+            loss, factor = scaled(found, loss_scale)
             losses.append(loss.detach())
             return with_factor(loss, factor)
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_dit.execution.base import NOTHING, Executor, Tensors
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Prepared
-from titan_dit.parallel.context import slice_tokens
+from titan_dit.parallel.context import Slicing, join_tokens, slice_tokens
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,21 @@ def dims_of(specs: Mapping[str, TensorSpec], batch: int) -> dict[str, int]:
 class SlicedExecutor(Executor):
     """Runs another executor on the token slice of this rank of `mesh`."""
 
-    def __init__(self, inner: Executor, mesh: DeviceMesh, dims: TokenDims) -> None:
+    def __init__(
+        self,
+        inner: Executor,
+        mesh: DeviceMesh,
+        dims: TokenDims,
+        slicing: Slicing = "contiguous",
+    ) -> None:
         self.inner = inner
         self.mesh = mesh
         self.dims = dims
+        self.slicing = slicing
 
-    def run(self, prepared: Prepared) -> Tensor:
+    def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`: the loss is this slice's share."""
-        return self.inner.step(self.sliced(prepared))
+        return self.inner.step(self.sliced(prepared), loss_scale)
 
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """See `Executor.predict`. Predictions are all-gathered over cp."""
@@ -82,11 +89,12 @@ class SlicedExecutor(Executor):
     def slice(self, tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, Tensor]:
         """Slice every tensor that has a token dim."""
         present = {name: dim for name, dim in dims.items() if name in tensors}
-        return slice_tokens(tensors, present, self.mesh.get_local_rank(), self.mesh.size())
+        rank, size = self.mesh.get_local_rank(), self.mesh.size()
+        return slice_tokens(tensors, present, rank, size, self.slicing)
 
     def all_gather_tokens(self, mine: Tensor) -> Tensor:
-        """All-gather token slices to [b, n, ...]."""
+        """All-gather token slices to [b, n, ...], in the order of the sample."""
         mine = mine.contiguous()
         slices = [torch.empty_like(mine) for _ in range(self.mesh.size())]
         dist.all_gather(slices, mine, group=self.mesh.get_group())
-        return torch.cat(slices, 1)
+        return join_tokens(slices, self.slicing)

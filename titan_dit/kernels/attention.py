@@ -29,7 +29,7 @@ from titan_dit.kernels.attention_choice import (
 )
 from titan_dit.kernels.attention_kernels import MATH, masked_products, named
 from titan_dit.models import layers
-from titan_dit.models.layers import Attention, within
+from titan_dit.models.layers import Attention, for_heads, within
 
 Attend = Callable[..., Tensor]
 """(q, k, v, causal=..., lengths=...): `layers.attend`."""
@@ -53,7 +53,7 @@ CHANNELS = (32, 64, 96, 128, 192, 256)
 PROBE_TOKENS = 256
 WRONG = 0.05
 """Least difference to matmuls, over the largest value, that is no rounding of bf16."""
-NO_MASK = "ring attention supports no mask"
+NO_LENGTHS = "ring attention supports no mask by lengths"
 
 
 def apply(model: nn.Module, attend: Attend) -> None:
@@ -64,7 +64,7 @@ def apply(model: nn.Module, attend: Attend) -> None:
 
 
 def attend_by(key: str, device_type: str = "cpu") -> Attend:
-    """The attention function of a key: q, k, v [b, heads, n, head_dim] to the same shape."""
+    """The attention function of a key, with the arguments of `layers.attend`."""
     if key == "auto":
         overflows = hardware_of(torch.device(device_type)).overflows
         return attend_finitely if overflows else layers.attend
@@ -103,8 +103,9 @@ def by_products(
 ) -> Tensor:
     """Attention by fp32 matmuls. Not torch's math backend, which torch.compile turns into flash."""
     scale, n = 1 / math.sqrt(q.shape[-1]), k.shape[2]
+    k, v = for_heads(k, q.shape[1]), for_heads(v, q.shape[1])
     if not causal and lengths is None:
-        out, _ = MATH.forward(q, k, v, scale)
+        out, _ = MATH.forward(q, k, v, scale, False)
         return out
     seen = torch.ones(q.shape[2], n, dtype=torch.bool, device=q.device)
     seen = seen.tril() if causal else within(lengths, n)  # type: ignore[arg-type]
@@ -210,10 +211,12 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
         warnings.simplefilter("always")
         try:
             use_implementation(key)
-            if shape.ring and shape.mask != "none":
-                raise RuntimeError(NO_MASK)
+            if shape.ring and shape.mask == "lengths":
+                raise RuntimeError(NO_LENGTHS)
             if shape.ring:
-                compare_with_matmuls(key, q.detach(), k.detach(), v.detach())
+                # A causal ring calls the kernel without a mask for the keys of other ranks.
+                for causal in {False, shape.mask == "causal"}:
+                    compare_with_matmuls(key, q.detach(), k.detach(), v.detach(), causal)
             else:
                 torch.autograd.grad(attend_by(key)(q, k, v, **masked).sum(), (q, k, v))
             if shape.device.type == "cuda":
@@ -246,21 +249,21 @@ def reason_of(said: list[str], error: str) -> str:
     return "; ".join(reasons) or first_line(error)
 
 
-def compare_with_matmuls(key: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+def compare_with_matmuls(key: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Run a ring kernel on normal values in the layout of q, k, v; RuntimeError if it is wrong.
 
     A ring calls the kernels' own operators, whose statistics (layout, base of the logarithm) torch
     does not document: a kernel that misread them would train without an error.
     """
-    scale, kernel = 1 / math.sqrt(q.shape[-1]), named(key, q)
+    scale, kernel = 1 / math.sqrt(q.shape[-1]), named(key, q, causal)
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = (
         x.copy_(torch.randn(x.shape, generator=generator)) for x in (q, k, v, torch.empty_like(q))
     )
-    out, lse = kernel.forward(q, k, v, scale)
-    exact_out, exact_lse = MATH.forward(q, k, v, scale)
+    out, lse = kernel.forward(q, k, v, scale, causal)
+    exact_out, exact_lse = MATH.forward(q, k, v, scale, causal)
     # Those of all ranks, in a ring, differ from a rank's own.
-    of_all = d_out, q, k, v, 0.5 * exact_out, exact_lse + 0.5, scale
+    of_all = d_out, q, k, v, 0.5 * exact_out, exact_lse + 0.5, scale, causal
     pairs = zip(
         (out, lse, *kernel.backward(*of_all)),
         (exact_out, exact_lse, *MATH.backward(*of_all)),

@@ -47,6 +47,14 @@ class AttentionShape:
         return f"{heads}{masked} in {name} on {self.device.type}"
 
     @property
+    def unmasked_keys(self) -> tuple[int, ...]:
+        """Keys of the kernel calls without a causal mask."""
+        if self.mask != "causal":
+            return (self.tokens,)
+        # See `ring_blocks.block_of`.
+        return (self.tokens, self.tokens // 2) if self.ring else ()
+
+    @property
     def channels(self) -> int:
         """Head dim that the kernel is given."""
         return -(-self.head_dim // ALIGNMENT) * ALIGNMENT if self.ring else self.head_dim
@@ -106,10 +114,11 @@ def harm(
         return None
     if deterministic:
         return "the gradients of cuDNN attention are not deterministic"
-    if overflows_at(shape.tokens, shape.mask == "causal") and hardware.overflows:
+    overflowing = [keys for keys in shape.unmasked_keys if overflows_at(keys, False)]
+    if overflowing and hardware.overflows:
         version = f"{hardware.cudnn // 10000}.{hardware.cudnn // 100 % 100}"
         return (
-            f"cuDNN {version} can give NaN gradients on Hopper for {shape.tokens} keys, {GAP} "
+            f"cuDNN {version} can give NaN gradients on Hopper for {overflowing[0]} keys, {GAP} "
             f"modulo {TILE}; 9.26 is right"
         )
     return None
@@ -135,7 +144,7 @@ def _fits_cudnn(shape: AttentionShape, hardware: Hardware) -> bool:
         and shape.dtype in HALF
         and shape.channels <= 128
         and shape.channels % ALIGNMENT == 0
-        and shape.tokens > 1
+        and all(keys > 1 for keys in (shape.tokens, *shape.unmasked_keys))
     )
 
 

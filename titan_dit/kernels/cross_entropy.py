@@ -68,7 +68,9 @@ class _CrossEntropy(torch.autograd.Function):
     """See `cross_entropy`."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, size: int, shard: Shard) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, logits: Tensor, targets: Tensor, size: int, shard: Shard
+    ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         num_valid = min(max(size - shard.first, 0), logits.shape[1])
         local = targets - shard.first

@@ -34,19 +34,20 @@ def suits(
 
 def attend(
     q: Float[Tensor, "b heads n d"],
-    k: Float[Tensor, "b heads n d"],
-    v: Float[Tensor, "b heads n d"],
+    k: Float[Tensor, "b groups n d"],
+    v: Float[Tensor, "b groups n d"],
     causal: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b heads n d"]:
-    """Softmax attention; falls back to `layers.attend` with a mask or above MAX_TOKENS."""
-    if causal or lengths is not None or q.shape[2] > MAX_TOKENS:
+    """Softmax attention; falls back to `layers.attend` with lengths or above MAX_TOKENS."""
+    if lengths is not None or q.shape[2] > MAX_TOKENS:
         return layers.attend(q, k, v, causal, lengths)
-    out: Tensor = recomputed(products, q, k, v)
+    k, v = layers.for_heads(k, q.shape[1]), layers.for_heads(v, q.shape[1])
+    out: Tensor = recomputed(products, q, k, v, causal)
     return out
 
 
-def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def products(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Attention with scores as precise as flash's, which accumulates them in fp32.
 
     A bf16 matmul rounds its output, and rounding a score of 8 changes its weight by 3%. A second
@@ -56,5 +57,9 @@ def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     rounded = torch.bmm(q3, k3.transpose(1, 2))
     # Detached: the first matmul has the gradient of the sum.
     lost = torch.baddbmm(rounded, q3, k3.transpose(1, 2), beta=-1).detach()
-    weights = ((rounded.float() + lost.float()) / math.sqrt(q.shape[-1])).softmax(-1)
+    scores = (rounded.float() + lost.float()) / math.sqrt(q.shape[-1])
+    if causal:
+        place = torch.arange(q.shape[2], device=q.device)
+        scores = scores.masked_fill(place > place[:, None], float("-inf"))
+    weights = scores.softmax(-1)
     return torch.bmm(weights.to(v.dtype), v3).view(q.shape)

@@ -62,6 +62,8 @@ class ModelSpec:
     """Number of blocks."""
     num_heads: int
     """Attention heads per block."""
+    query_groups: int = 0
+    """Key and value heads per block (grouped queries); 0 means `num_heads`."""
     head_dim: int
     """Channels of an attention head."""
     ffn: int
@@ -130,10 +132,15 @@ class Model(nn.Module):
     def initializers(self) -> dict[str, Initializer]:
         """The initial distribution of every parameter and buffer, by name.
 
-        By default GPT-2's: N(0, 0.02) for matrices, 1 for the weights of norms, 0 for biases.
+        By default GPT-2's: N(0, 0.02) for matrices, 1 for the weights of norms, 0 for biases; and
+        those that a module has in an attribute `initial`, by the names of its own tensors.
         """
         tensors = itertools.chain(self.named_parameters(), self.named_buffers())
-        return {name: default_initializer(name, tensor) for name, tensor in tensors}
+        table = {name: default_initializer(name, tensor) for name, tensor in tensors}
+        for prefix, module in self.named_modules():
+            for name, initializer in getattr(module, "initial", {}).items():
+                table[f"{prefix}.{name}"] = initializer
+        return table
 
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward, without recomputation.

@@ -19,6 +19,8 @@ from titan_dit.models.base import Model, ModelSpec, SideInputs, Stream, TensorSp
 from titan_dit.models.gpt_sizes import GPTSizes
 from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import MLP, Attention, GatedMLP
+from titan_dit.models.rotary import rotary_of
+from titan_dit.models.sample_dropout import SampleDropout
 from titan_dit.models.vocabulary import Vocabulary
 
 
@@ -32,16 +34,20 @@ class GPTConfig(GPTSizes):
         n, size = self.sequence_length, self.vocabulary
         block = self.block_flops(n)
         tokens = TensorSpec((n,), token_dim=0, dtype=torch.int64)
+        angles = TensorSpec((n, hidden // heads // 2), token_dim=0, dtype=torch.float32)
+        rotary = {"cos": angles, "sin": angles} if self.positions == "rotary" else {}
+        keys = {"dropout_keys": TensorSpec((), dtype=torch.int64)} if self.dropout else {}
         return ModelSpec(
             build=self.build,
             inputs={"tokens": tokens},
             stream={"tokens": TensorSpec((n, hidden), token_dim=0)},
             predictions={"logits": TensorSpec((n, size), token_dim=0)},
             scores={"cross_entropy": TensorSpec((n,), token_dim=0, dtype=torch.float32)},
-            context={"next_tokens": tokens},
-            static={"positions": tokens},
+            context={"next_tokens": tokens, **keys},
+            static={"positions": tokens, **rotary},
             num_layers=layers,
             num_heads=heads,
+            query_groups=self.query_groups,
             head_dim=hidden // heads,
             ffn=self.width,
             num_tokens=n,
@@ -54,8 +60,13 @@ class GPTConfig(GPTSizes):
         return GPT(self)
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
-        """The position of every token, [n]."""
-        return {"positions": torch.arange(self.sequence_length, device=device)}
+        """The position of every token, [n], and the cosines and sines of rotary angles."""
+        positions = torch.arange(self.sequence_length, device=device)
+        if self.positions == "learned":
+            return {"positions": positions}
+        hidden, _, heads = self.shape
+        cos, sin = rotary_of(positions, hidden // heads, self.rotary_base)
+        return {"positions": positions, "cos": cos, "sin": sin}
 
     def block_flops(self, tokens: int) -> int:
         """FLOPs of a block, forward and backward, per sample; see `GPT.flops_per_sample`."""
@@ -72,6 +83,20 @@ def norm_of(config: GPTConfig) -> nn.Module:
     return kind(config.shape[0], eps=config.norm_eps)
 
 
+def dropout_of(config: GPTConfig, layer: int, place: int = 0) -> SampleDropout | None:
+    """The dropout of a place, if there is any."""
+    return SampleDropout(config.dropout, layer, place) if config.dropout else None
+
+
+def dropped(dropout: SampleDropout | None, x: Tensor, side: SideInputs) -> Tensor:
+    """Apply dropout in training, when the samples have keys."""
+    keys = side.get("dropout_keys")
+    if dropout is None or keys is None:
+        return x
+    result: Tensor = dropout(x, keys, side["positions"])
+    return result
+
+
 class Embed(nn.Module):
     """Token ids to the stream [b, n, d]."""
 
@@ -79,34 +104,42 @@ class Embed(nn.Module):
         super().__init__()
         hidden = config.shape[0]
         self.token = nn.Embedding(config.rows, hidden)
-        learned = config.positions == "learned"
-        self.position = nn.Embedding(config.sequence_length, hidden) if learned else None
+        self.is_learned = config.positions == "learned"
+        # A plan names it in any case.
+        table = nn.Embedding(config.sequence_length, hidden) if self.is_learned else nn.Identity()
+        self.position: nn.Module = table
+        self.dropout = dropout_of(config, config.shape[1])
 
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
         """`tokens` [b, n] int64."""
         x = self.token(inputs["tokens"])
-        if self.position is not None:
+        if self.is_learned:
             x = x + self.position(side["positions"])
-        return (x,)
+        return (dropped(self.dropout, x, side),)
 
 
 class Block(nn.Module):
     """Attention and MLP, each after a norm and added to the stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         hidden, _, heads = config.shape
+        groups, bias = config.query_groups, config.bias
         self.attn_norm = norm_of(config)
-        self.attn = Attention(hidden, heads, mask="causal", bias=config.bias)
+        self.attn = Attention(hidden, heads, mask="causal", query_groups=groups, bias=bias)
+        self.attn_dropout = dropout_of(config, layer, 0)
         self.mlp_norm = norm_of(config)
         kind = MLP if config.mlp == "gelu" else GatedMLP
-        self.mlp = kind(hidden, config.width, config.bias)
+        self.mlp = kind(hidden, config.width, bias)
+        self.mlp_dropout = dropout_of(config, layer, 1)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
         """Update the tokens."""
         (x,) = stream
-        x = x + self.attn(self.attn_norm(x))
-        return (x + self.mlp(self.mlp_norm(x)),)
+        rotary = (side["cos"], side["sin"]) if "cos" in side else None
+        attended = self.attn(self.attn_norm(x), rotary=rotary)
+        x = x + dropped(self.attn_dropout, attended, side)
+        return (x + dropped(self.mlp_dropout, self.mlp(self.mlp_norm(x)), side),)
 
 
 class Head(nn.Module):
@@ -136,7 +169,7 @@ class GPT(Model):
         self.config = config
         self.embed = Embed(config)
         layers = config.shape[1]
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(layers)})
+        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(layers)})
         self.head = Head(config)
         if config.tied:
             self.tied = {"head.out.weight": "embed.token.weight"}
@@ -145,7 +178,7 @@ class GPT(Model):
     def initializers(self) -> dict[str, Initializer]:
         """N(0, init_std); what writes to the residual stream is smaller (Radford 2019 sec. 2.3)."""
         std, layers = self.config.init_std, self.config.shape[1]
-        table: dict[str, Initializer] = {}
+        table = super().initializers()
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 table[name] = initializers.zeros
@@ -160,7 +193,7 @@ class GPT(Model):
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward per sample: 2 per multiply-add of a matmul, no recompute.
 
-        As Megatron counts (arXiv:2104.04473 eq. 3): attention in full although half of it is masked.
+        As Megatron counts (arXiv:2104.04473 eq. 3): attention in full, although half is masked.
         """
         head = 6 * tokens * self.config.shape[0] * self.config.rows
         return self.config.shape[1] * self.config.block_flops(tokens) + head

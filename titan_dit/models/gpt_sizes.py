@@ -60,7 +60,7 @@ class GPTSizes(Section):
     sequence_length: PositiveInt = 1024
     """Tokens of a sample."""
     query_groups: NonNegativeInt = 0
-    """Heads of keys and values, each for several heads of queries (arXiv:2305.13245); 0: `heads`."""
+    """Heads of keys and values (arXiv:2305.13245); 0: `heads`."""
     ffn: NonNegativeInt = 0
     """Width of the MLP; 0: 4 x hidden, or 8/3 x hidden rounded up to 64 for swiglu."""
     positions: Literal["learned", "rotary"] = "learned"

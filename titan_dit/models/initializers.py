@@ -55,6 +55,11 @@ zeros = Independent("one", lambda shape: 0.0)
 ones = Independent("one", lambda shape: 1.0)
 
 
+def constant(value: float) -> Independent:
+    """Every element is `value`."""
+    return Independent("one", lambda shape: value)
+
+
 def normal(std: float) -> Independent:
     """Independent normals of mean 0."""
     return Independent("normal", lambda shape: std)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from titan_dit.models.base import Mask
+from titan_dit.models.rotary import Rotary, rotate
 
 
 def patchify(latents: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n d"]:
@@ -147,8 +148,8 @@ class LabelEmbedder(nn.Module):
 
 def attend(
     q: Float[Tensor, "b heads n d"],
-    k: Float[Tensor, "b heads n d"],
-    v: Float[Tensor, "b heads n d"],
+    k: Float[Tensor, "b groups n d"],
+    v: Float[Tensor, "b groups n d"],
     causal: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b heads n d"]:
@@ -156,8 +157,18 @@ def attend(
 
     `causal` masks keys after the query, `lengths` keys beyond the sample's length.
     """
+    k, v = for_heads(k, q.shape[1]), for_heads(v, q.shape[1])
     seen = None if lengths is None else within(lengths, k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal)
+
+
+def for_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat each group's keys or values for its heads: [b, groups, n, d] to [b, heads, n, d].
+
+    Grouped queries: arXiv:2305.13245. Not `enable_gqa`: torch's memory-efficient kernel has no
+    groups, so that fp32, and GPUs without flash, would get its math backend's n x n scores.
+    """
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def within(lengths: Int[Tensor, " b"], tokens: int) -> Bool[Tensor, "b 1 1 n"]:
@@ -178,12 +189,13 @@ class TokenLinear(nn.Linear):
 class Attention(nn.Module):
     """Self-attention; the number of heads is inferred, so that it also runs on a shard of heads.
 
-    The output dim of `qkv` is [heads, 3, head_dim]: a column-parallel shard holds whole heads.
+    The output dim of `qkv` is [groups, heads / groups + 2, head_dim], a group's queries before its
+    key and value: a column-parallel shard holds whole groups. By default each head is a group.
     """
 
     attend: Callable[..., Tensor]
-    """q, k, v [b, heads, n, head_dim] to the same shape; masks as in the function `attend`.
-    Context parallelism replaces it."""
+    """q [b, heads, n, head_dim], k and v [b, groups, n, head_dim] to the shape of q; masks as in
+    the function `attend`. Context parallelism replaces it."""
 
     def __init__(
         self,
@@ -191,30 +203,39 @@ class Attention(nn.Module):
         heads: int,
         qk_norm: bool = False,
         mask: Mask = "none",
+        query_groups: int = 0,
         bias: bool = True,
     ) -> None:
+        """`query_groups`: key and value heads, a divisor of `heads`; 0 means `heads`."""
         super().__init__()
-        self.head_dim, self.mask = hidden // heads, mask
-        self.qkv = TokenLinear(hidden, 3 * hidden, bias)
+        groups = query_groups or heads
+        self.head_dim, self.mask, self.group_size = hidden // heads, mask, heads // groups
+        self.qkv = TokenLinear(hidden, groups * (self.group_size + 2) * self.head_dim, bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.out = TokenLinear(hidden, hidden, bias)
         self.attend = attend
 
     def forward(
-        self, x: Float[Tensor, "b n d"], lengths: Int[Tensor, " b"] | None = None
+        self,
+        x: Float[Tensor, "b n d"],
+        lengths: Int[Tensor, " b"] | None = None,
+        rotary: Rotary | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """Attend over the n tokens; mask "lengths" requires `lengths`, passed by keyword."""
+        """Attend over the n tokens; mask "lengths" requires `lengths`, passed by keyword.
+
+        `rotary`: angles of the n tokens, see `rotary_of`; after the norms of q and k.
+        """
         qkv = self.qkv(x)
         # Kernels copy tokens that are not [b, n, heads, head_dim] in memory. Without lengths the
         # samples of [n, b, heads, head_dim] can pass as more heads of one sample.
         folds = is_token_first(qkv) and self.mask != "lengths"
         if folds:
             qkv = qkv.transpose(0, 1).flatten(1).unsqueeze(0)  # [1, n, b * 3 d]
-        # Split before transposing: backward then joins the three gradients in one copy.
-        split = qkv.unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
-        q, k, v = (part.transpose(1, 2) for part in split)  # each [b, heads, n, head_dim]
+        q, k, v = (part.transpose(1, 2) for part in self.split(qkv))  # each [b, heads, n, head_dim]
         q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if self.mask == "none":
             y = self.attend(q, k, v)
         elif self.mask == "causal":
@@ -228,6 +249,17 @@ class Attention(nn.Module):
             y = y.view(y.shape[1], x.shape[0], -1).transpose(0, 1)
         attended: Tensor = self.out(y)
         return attended
+
+    def split(self, qkv: Float[Tensor, "b n d"]) -> tuple[Tensor, ...]:
+        """Queries [b, n, heads, head_dim], keys and values [b, n, groups, head_dim].
+
+        Split before transposing: backward then joins the three gradients in one copy.
+        """
+        parts = torch.unflatten(qkv, -1, (-1, self.group_size + 2, self.head_dim))
+        if self.group_size == 1:
+            return torch.unbind(parts, 3)
+        q, k, v = torch.split(parts, [self.group_size, 1, 1], 3)
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
 class MLP(nn.Module):

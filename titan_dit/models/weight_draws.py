@@ -24,13 +24,17 @@ def uniform(key: int, elements: Int64[Tensor, " n"], scale: float = 1.0) -> Floa
     They are the upper bits of SplitMix64: element i takes output i of the generator that is
     seeded with `key`. It needs a quarter of Philox's operations.
     """
-    word = elements * signed(GOLDEN) + signed(key + GOLDEN)
+    word = mixed(elements * signed(GOLDEN) + signed(key + GOLDEN))
+    return (word >> 33).double().add_(0.5).mul_(scale * 2.0**-30)
+
+
+def mixed(word: Int64[Tensor, "*n"]) -> Int64[Tensor, "*n"]:
+    """SplitMix64's hash, in place, without its last step, which leaves the upper 31 bits alone."""
     for shift, multiplier in SPLITMIX:
         # An unsigned shift; torch's is signed.
         word ^= (word >> shift).bitwise_and_(2 ** (64 - shift) - 1)
         word *= signed(multiplier)
-    # SplitMix64's last step, an xor with word >> 31, leaves the upper 31 bits as they are.
-    return (word >> 33).double().add_(0.5).mul_(scale * 2.0**-30)
+    return word
 
 
 def signed(word: int) -> int:

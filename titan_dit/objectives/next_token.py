@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -85,7 +85,7 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
                 "document. Set [data] end_of_document."
             )
         masked = facts.end_of_document if self.mask_end_of_document else None
-        return NextToken(found, facts, masked)
+        return NextToken(found, facts, masked, "dropout_keys" in found.spec().context)
 
 
 def causal(model: ModelConfig) -> CausalModel:
@@ -108,6 +108,8 @@ class NextToken(Objective):
     data: TokenFacts
     masked: int | None = None
     """What comes after this token is not predicted."""
+    drops: bool = False
+    """The model has dropout."""
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Inputs are the first n tokens, targets the last n."""
@@ -122,8 +124,18 @@ class NextToken(Objective):
             weight=weight,
             total_tokens=total if self.masked is None else None,
             static=self.model.static(tokens.device),
-            context={"next_tokens": targets},
+            context={"next_tokens": targets, **self.dropout_keys(rng)},
         )
+
+    def dropout_keys(self, rng: SampleRNG) -> dict[str, Tensor]:
+        """What the model draws its dropout by, [b]."""
+        return {"dropout_keys": rng.keys("dropout")} if self.drops else {}
+
+    def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
+        """The batch without dropout."""
+        prepared = self.prepare(batch, rng)
+        off = {name: -torch.ones_like(keys) for name, keys in self.dropout_keys(rng).items()}
+        return {"": replace(prepared, context={**prepared.context, **off})}
 
     def loss(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets; the longest match wins.
+# Those of fp16 are the same.
 PEAK_BF16_TFLOPS = {
     "A100": 312,
     "A800": 312,
@@ -21,15 +22,18 @@ PEAK_BF16_TFLOPS = {
     "B200": 2250,
     "GB200": 2500,
 }
+PEAK_FP16_TFLOPS = {"Tesla T4": 65, "V100-PCIE": 112, "V100": 125}
+"""Of GPUs without bf16."""
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:
-    """Peak TFLOP/s of the device in bf16; None if unknown (a CPU, fp32)."""
-    if device.type != "cuda" or dtype != "bf16":
+    """Peak TFLOP/s of the device in bf16 or fp16; None if unknown (a CPU, fp32)."""
+    if device.type != "cuda" or dtype not in ("bf16", "fp16"):
         return None
+    peaks = PEAK_BF16_TFLOPS | (PEAK_FP16_TFLOPS if dtype == "fp16" else {})
     name = torch.cuda.get_device_name(device)
-    matches = [known for known in PEAK_BF16_TFLOPS if known in name]
-    return PEAK_BF16_TFLOPS[max(matches, key=len)] if matches else None
+    matches = [known for known in peaks if known in name]
+    return peaks[max(matches, key=len)] if matches else None
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,11 @@ def row_of(
     times: tuple[float, float],
     work: Work,
     peak_gib: float,
-    bad_steps: tuple[int, int],
+    counters: Row,
 ) -> Row:
     """The row of a step.
 
-    `samples` since the start of training, `times` of `Meter.read`, `bad_steps`: non-finite ones and
-    spikes.
+    `samples` since the start of training, `times` of `Meter.read`, `counters` of `Guard`.
     """
     step_ms, data_wait_ms = times
     return {
@@ -75,8 +74,7 @@ def row_of(
         **work.rates(step_ms),
         "peak_gib": peak_gib,
         "data_wait_ms": data_wait_ms,
-        "skipped_steps": sum(bad_steps),
-        "nan_steps": bad_steps[0],
+        **counters,
     }
 
 

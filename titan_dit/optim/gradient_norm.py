@@ -19,12 +19,14 @@ def clip_norm(
     max_norm: float,
     beside: Tensor | None = None,
     compiled: bool = False,
+    loss_scale: Tensor | None = None,
 ) -> Tensor:
     """Clip gradients to a global L2 norm of `max_norm` (0: no clipping); return the norm before.
 
     A scalar tensor, equal on all ranks; NaN or infinite if any gradient element is. One all-reduce
     over all ranks, no device synchronisation. `beside`: an fp64 scalar that is summed over all
     ranks, in place, in the same all-reduce. `compiled`: the scalars take two kernels, not nine.
+    `loss_scale`: the gradients are divided by it in the same pass, and the norm is of the result.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
@@ -39,8 +41,8 @@ def clip_norm(
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     if dist.is_initialized():
         total = sum_over_ranks(total, beside)
-    norm, factor = factor_of(total, max_norm)
-    if max_norm > 0:
+    norm, factor = factor_of(total, max_norm, loss_scale)
+    if max_norm > 0 or loss_scale is not None:
         torch._foreach_mul_(local, factor)
     return norm
 
@@ -51,10 +53,18 @@ def square_sum(norms: Tensor, replicas: int) -> Tensor:
     return total if replicas == 1 else total / replicas
 
 
-def clip_factor(total: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """The norm in fp32 of a sum of squares, and what the gradients are multiplied by."""
+def clip_factor(
+    total: Tensor, max_norm: float, loss_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norm in fp32 of a sum of squares, and what the gradients are multiplied by.
+
+    With a loss scale the norm is that of the unscaled gradients.
+    """
     norm = total.sqrt().float()
-    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else norm
+    if loss_scale is None:
+        return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else norm
+    norm, factor = norm / loss_scale, 1 / loss_scale
+    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0) * factor if max_norm > 0 else factor
 
 
 @functools.cache

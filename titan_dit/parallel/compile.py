@@ -15,6 +15,7 @@ from torch import nn
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.config.section import UserError
+from titan_dit.models.vocabulary import Vocabulary
 
 
 def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
@@ -23,7 +24,7 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
         return
     parts = list(model.get_submodule("blocks").children())
     if config.ends:
-        parts += [part for name, part in model.named_children() if name != "blocks"]
+        parts += [p for name, p in model.named_children() if name != "blocks" and not scores(p)]
     options = None
     if config.cuda_graphs:
         options = {"triton.cudagraphs": True}
@@ -31,6 +32,11 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
         model.register_forward_pre_hook(begin_pass)
     for part in parts:
         part.compile(fullgraph=True, options=options)
+
+
+def scores(part: nn.Module) -> bool:
+    """True if a part scores a vocabulary: in chunks, with collectives, which fit no graph."""
+    return any(isinstance(module, Vocabulary) for module in part.modules())
 
 
 def begin_pass(*_: object) -> None:

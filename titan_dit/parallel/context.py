@@ -1,24 +1,38 @@
-"""Context parallelism: every sample's tokens in c contiguous slices, one per cp rank.
+"""Context parallelism: every sample's tokens in c slices, one per cp rank.
 
 Only attention needs the tokens of other ranks; all other layers work token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_dit.config.section import UserError
+from titan_dit.models.base import Mask
 from titan_dit.models.layers import Attention
 from titan_dit.parallel.exchange import Exchange
 from titan_dit.parallel.ring_attention import ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
 
 Method = Literal["ring", "ulysses"]
+Slicing: TypeAlias = Literal["contiguous", "zigzag"]
+"""Contiguous: rank r of c holds chunk r of c. Zigzag: chunks r and 2c-1-r of 2c, in this order."""
+
+
+def slicing_of(mask: Mask, method: Method) -> Slicing:
+    """How tokens are sliced: in zigzag where contiguous slices would have unequal work."""
+    return "zigzag" if (mask, method) == ("causal", "ring") else "contiguous"
+
+
+def chunks_of(rank: int, size: int, slicing: Slicing) -> tuple[int, ...]:
+    """The chunks of a rank's slice; a sample has one chunk per rank, or two in zigzag."""
+    return (rank, 2 * size - 1 - rank) if slicing == "zigzag" else (rank,)
 
 
 def apply(
@@ -49,17 +63,30 @@ def apply(
 
 
 def slice_tokens(
-    tensors: Mapping[str, Tensor], token_dims: Mapping[str, int], rank: int, size: int
+    tensors: Mapping[str, Tensor],
+    token_dims: Mapping[str, int],
+    rank: int,
+    size: int,
+    slicing: Slicing = "contiguous",
 ) -> dict[str, Tensor]:
     """Slice each tensor along its token dim for one rank of `size`.
 
     Tensors without an entry in `token_dims` (timesteps, labels) stay whole. Slices are copies, so
     that the whole tensors can be freed.
     """
-    sliced = dict(tensors)
+    chunks, sliced = chunks_of(rank, size, slicing), dict(tensors)
     for name, dim in token_dims.items():
-        tokens = tensors[name].shape[dim]
-        assert tokens % size == 0, (name, tokens, size)
-        share = tokens // size
-        sliced[name] = tensors[name].narrow(dim, rank * share, share).clone()
+        tokens, count = tensors[name].shape[dim], len(chunks) * size
+        assert tokens % count == 0, (name, tokens, size, slicing)
+        parts = tensors[name].chunk(count, dim)
+        sliced[name] = torch.cat([parts[chunk] for chunk in chunks], dim)
     return sliced
+
+
+def join_tokens(slices: Sequence[Tensor], slicing: Slicing, dim: int = 1) -> Tensor:
+    """The inverse of `slice_tokens`: the slices of all ranks to tokens in the sample's order."""
+    parts: dict[int, Tensor] = {}
+    for rank, mine in enumerate(slices):
+        chunks = chunks_of(rank, len(slices), slicing)
+        parts |= dict(zip(chunks, mine.chunk(len(chunks), dim), strict=True))
+    return torch.cat([parts[chunk] for chunk in sorted(parts)], dim)

@@ -24,6 +24,10 @@ class Peers(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def rank(self) -> int:
+        """This rank's place in the ring."""
+
     def send(self, message: Tensor) -> Tensor:
         """Start sending to the next rank; returns the previous rank's message for `arrive`.
 

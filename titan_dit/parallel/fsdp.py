@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from titan_dit.config.layout import ParallelConfig, PrecisionConfig
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 RESHARD: dict[str, bool | None] = {"auto": None, "always": True, "never": False}
 
 LARGEST_UNIT = 4, 2**27

@@ -1,7 +1,8 @@
 """Ring attention: queries stay, keys and values rotate around the ranks (arXiv:2310.01889).
 
-It supports no mask, so that all ranks have equal work. Shapes: [b, heads, n/c, d] on each of c
-ranks.
+With a causal mask each rank holds an early and a late part of the sample, so that all ranks have
+equal work (zigzag slices, `context.chunks_of`). Masks by lengths are not supported. Shapes: q
+[b, heads, n/c, d] on each of c ranks; k and v may have fewer heads, and are sent as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from titan_dit.kernels.attention_kernels import Kernel, accumulator, named
 from titan_dit.parallel.exchange import Exchange, Peers
-from titan_dit.parallel.ring_blocks import joining
+from titan_dit.parallel.ring_blocks import ALL, block_of, joining, put, take
 
 
 def ring_attention(
@@ -24,16 +25,17 @@ def ring_attention(
     peers: Peers,
     kernel: Kernel | str = "auto",
     compiled: bool = False,
+    causal: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks, scaled by 1 / sqrt(d).
 
     `kernel`: attends to one rank's keys at a time; a `Kernel` or a value of [precision] attention.
     `compiled`: ranks' results are joined by compiled kernels.
 
-    Each rank sends 2 (c-1)/c b n h elements in forward, with h = heads x d. Backward sends as many,
-    and as many again in fp32 for the gradients of keys and values.
+    Each rank sends 2 (c-1)/c b n h elements in forward, with h = d x heads of k. Backward sends as
+    many, and as many again in fp32 for the gradients of keys and values.
     """
-    result: Tensor = _RingAttention.apply(q, k, v, peers, kernel, compiled)  # type: ignore[no-untyped-call]
+    result: Tensor = _RingAttention.apply(q, k, v, peers, kernel, compiled, causal)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -49,49 +51,62 @@ class _RingAttention(torch.autograd.Function):
         peers: Peers,
         kernel: Kernel | str,
         compiled: bool,
+        causal: bool,
     ) -> Tensor:
         if isinstance(peers, Exchange) and isinstance(kernel, str):
             ring = peers.group, peers.rank, peers.size
-            out, lse = ring_forward(q, k, v, kernel, *ring, compiled)
+            out, lse = ring_forward(q, k, v, kernel, *ring, compiled, causal)
         else:
-            out, lse = travel_forward(q, k, v, peers, found(kernel, q), compiled)
+            fixed = peers, found(kernel, q, causal), compiled, causal
+            out, lse = travel_forward(q, k, v, *fixed)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.peers, ctx.kernel, ctx.compiled = peers, kernel, compiled  # type: ignore[attr-defined]
+        ctx.peers, ctx.kernel = peers, kernel  # type: ignore[attr-defined]
+        ctx.compiled, ctx.causal = compiled, causal  # type: ignore[attr-defined]
         result: Tensor = out
         return result
 
     @staticmethod
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        peers, kernel, compiled = ctx.peers, ctx.kernel, ctx.compiled  # type: ignore[attr-defined]
+        peers, kernel = ctx.peers, ctx.kernel  # type: ignore[attr-defined]
+        compiled, causal = ctx.compiled, ctx.causal  # type: ignore[attr-defined]
         if isinstance(peers, Exchange) and isinstance(kernel, str):
             ring = peers.group, peers.rank, peers.size
-            dq, dkv = ring_backward(d_out, q, k, v, out, lse, kernel, *ring, compiled)
+            dq, dkv = ring_backward(d_out, q, k, v, out, lse, kernel, *ring, compiled, causal)
         else:
-            fixed = peers, found(kernel, q), compiled
+            fixed = peers, found(kernel, q, causal), compiled, causal
             dq, dkv = travel_backward(d_out, q, k, v, out, lse, *fixed)
-        return dq, dkv[0], dkv[1], None, None, None
+        return dq, dkv[0], dkv[1], None, None, None, None
 
 
-def found(kernel: Kernel | str, q: Tensor) -> Kernel:
+def found(kernel: Kernel | str, q: Tensor, causal: bool) -> Kernel:
     """Resolve a kernel's name."""
-    return named(kernel, q) if isinstance(kernel, str) else kernel
+    return named(kernel, q, causal) if isinstance(kernel, str) else kernel
 
 
 def travel_forward(
-    q: Tensor, k: Tensor, v: Tensor, peers: Peers, kernel: Kernel, compiled: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    peers: Peers,
+    kernel: Kernel,
+    compiled: bool = False,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the keys of all ranks, after c - 1 rotations."""
     scale, merge = 1 / math.sqrt(q.shape[-1]), joining(compiled).merge
     moving = torch.stack((k, v))
     incoming = peers.send(moving) if peers.size > 1 else moving
-    out, lse = kernel.forward(q, moving[0], moving[1], scale)
+    out, lse = block_of(0, 0, q.shape[2], causal).forward(kernel, q, moving, scale)
     out = out.to(accumulator(q.dtype))
     for hop in range(1, peers.size):
         moving = peers.arrive(incoming)
         # The next keys and values are sent while the kernel runs.
         incoming = peers.send(moving) if hop < peers.size - 1 else moving
-        out, lse = merge(out, lse, *kernel.forward(q, moving[0], moving[1], scale))
+        block = block_of(peers.rank, (peers.rank - hop) % peers.size, q.shape[2], causal)
+        at = block.at_queries
+        merged = merge(take(out, at), take(lse, at), *block.forward(kernel, q, moving, scale))
+        out, lse = put(out, at, merged[0]), put(lse, at, merged[1])
     return out.to(q.dtype), lse
 
 
@@ -105,6 +120,7 @@ def travel_backward(
     peers: Peers,
     kernel: Kernel,
     compiled: bool = False,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return dq, and dk and dv stacked; `out` and `lse` are those over ALL keys.
 
@@ -115,17 +131,25 @@ def travel_backward(
     scale, join = 1 / math.sqrt(q.shape[-1]), joining(compiled)
     moving = torch.stack((k, v))
     incoming = peers.send(moving) if peers.size > 1 else moving
-    dq, *own = kernel.backward(d_out, q, moving[0], moving[1], out, lse, scale)
+    own = block_of(0, 0, q.shape[2], causal)
+    dq, *mine = own.backward(kernel, d_out, q, moving, out, lse, scale)
     dq = dq.to(accumulator(q.dtype))
     pending = None
     for hop in range(1, peers.size):
         moving = peers.arrive(incoming)
         incoming = peers.send(moving) if hop < peers.size - 1 else moving
-        more = kernel.backward(d_out, q, moving[0], moving[1], out, lse, scale)
+        block = block_of(peers.rank, (peers.rank - hop) % peers.size, q.shape[2], causal)
+        more = block.backward(kernel, d_out, q, moving, out, lse, scale)
         arrived = None if pending is None else peers.arrive(pending)
-        dq, dkv = join.add(dq, *more, arrived)
+        if arrived is None and block.keys != ALL:
+            arrived = torch.zeros_like(moving, dtype=accumulator(q.dtype))
+        here = None if arrived is None else take(arrived, block.at_keys)
+        dq_part, dkv = join.add(take(dq, block.at_queries), *more, here)
+        dq = put(dq, block.at_queries, dq_part)
+        if arrived is not None:
+            dkv = put(arrived, block.at_keys, dkv)
         pending = peers.send(dkv)
-    home = torch.stack(own)
+    home = torch.stack(mine)
     if pending is not None:
         home = home + peers.arrive(pending)  # In fp32.
     return dq.to(q.dtype), home.to(q.dtype)
@@ -138,10 +162,19 @@ def travel_backward(
 
 @torch.library.custom_op("titan_dit::ring_forward", mutates_args=())
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int, compiled: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: str,
+    group: str,
+    rank: int,
+    size: int,
+    compiled: bool,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """`travel_forward` over a process group."""
-    out, lse = travel_forward(q, k, v, Exchange(group, rank, size), named(kernel, q), compiled)
+    fixed = Exchange(group, rank, size), named(kernel, q, causal), compiled, causal
+    out, lse = travel_forward(q, k, v, *fixed)
     return _by_token(out), lse.contiguous()
 
 
@@ -158,10 +191,11 @@ def ring_backward(
     rank: int,
     size: int,
     compiled: bool,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """`travel_backward` over a process group."""
-    peers = Exchange(group, rank, size)
-    dq, dkv = travel_backward(d_out, q, k, v, out, lse, peers, named(kernel, q), compiled)
+    fixed = Exchange(group, rank, size), named(kernel, q, causal), compiled, causal
+    dq, dkv = travel_backward(d_out, q, k, v, out, lse, *fixed)
     return _by_token(dq), dkv.contiguous()
 
 
@@ -172,7 +206,15 @@ def _by_token(x: Tensor) -> Tensor:
 
 @ring_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str, group: str, rank: int, size: int, compiled: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: str,
+    group: str,
+    rank: int,
+    size: int,
+    compiled: bool,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     lse = torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
     return _by_token(torch.empty_like(q)), lse
@@ -191,5 +233,6 @@ def _(
     rank: int,
     size: int,
     compiled: bool,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     return _by_token(torch.empty_like(q)), k.new_empty(2, *k.shape)

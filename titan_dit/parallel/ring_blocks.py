@@ -1,5 +1,6 @@
-"""Joins the results of a ring's ranks: outputs by their log-sum-exp, gradients by sums.
+"""The blocks of a ring: which queries meet which keys, and how the blocks' results are joined.
 
+Outputs are joined by their log-sum-exp, gradients by sums.
 Compiled, each join is one or two kernels instead of the 8 (outputs) and 3 (gradients) that eager
 PyTorch launches.
 """
@@ -13,7 +14,87 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from titan_dit.kernels.attention_kernels import accumulator
+from titan_dit.kernels.attention_kernels import Kernel, accumulator
+from titan_dit.models.layers import for_heads
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rank's queries and another rank's keys that meet, as parts of their slices."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+
+    @property
+    def at_queries(self) -> tuple[slice, ...]:
+        """Their index in [b, heads, n, ...]."""
+        return ALL, ALL, self.queries
+
+    @property
+    def at_keys(self) -> tuple[slice, ...]:
+        """Their index in keys and values, stacked: [2, b, groups, n, d]."""
+        return ALL, ALL, ALL, self.keys
+
+    def forward(self, kernel: Kernel, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the queries over the keys."""
+        k, v = (for_heads(x, q.shape[1]) for x in take(kv, self.at_keys))
+        return kernel.forward(take(q, self.at_queries), k, v, scale, self.causal)
+
+    def backward(
+        self,
+        kernel: Kernel,
+        d_out: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of the queries, the keys and the values."""
+        groups = kv.shape[2]
+        k, v = (for_heads(x, q.shape[1]) for x in take(kv, self.at_keys))
+        d_out, q, out, lse = (take(x, self.at_queries) for x in (d_out, q, out, lse))
+        dq, dk, dv = kernel.backward(d_out, q, k, v, out, lse, scale, self.causal)
+        return dq, of_groups(dk, groups), of_groups(dv, groups)
+
+
+def block_of(rank: int, source: int, tokens: int, causal: bool) -> Block:
+    """What `rank` computes with the keys of `source`; slices have `tokens` tokens.
+
+    With a causal mask, rank r of c holds chunks r and 2c-1-r of 2c (`context.chunks_of`). Both its
+    chunks come after the first chunk of an earlier rank, and before the second one. Its second
+    chunk comes after both chunks of a later rank, its first one before both. Each of these blocks
+    is half of the product of two slices, as is a rank's own: all ranks have equal work.
+    """
+    if not causal:
+        return Block(ALL, ALL)
+    if source == rank:
+        return Block(ALL, ALL, causal=True)
+    half = tokens // 2
+    return Block(ALL, slice(half)) if source < rank else Block(slice(half, None), ALL)
+
+
+def take(whole: Tensor, at: tuple[slice, ...]) -> Tensor:
+    """`whole[at]`, without a new tensor if that is all of it."""
+    return whole if at[-1] == ALL else whole[at]
+
+
+def put(whole: Tensor, at: tuple[slice, ...], values: Tensor) -> Tensor:
+    """Set `whole[at]`, in place; returns `values` if that is all of it."""
+    if at[-1] == ALL:
+        return values
+    whole[at] = values
+    return whole
+
+
+def of_groups(x: Tensor, groups: int) -> Tensor:
+    """Sum the gradients of keys or values over each group's heads, in fp32; see `for_heads`."""
+    if x.shape[1] == groups:
+        return x
+    return torch.unflatten(x, 1, (groups, -1)).sum(2, dtype=accumulator(x.dtype))
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import UserError
 from titan_dit.models.base import Model, Stream
+from titan_dit.models.sample_dropout import SampleDropout
 from titan_dit.parallel.token_order import batch_first, token_first
 
 Styles = Mapping[str, ParallelStyle]
@@ -63,6 +65,11 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
             present = {k: v for k, v in styles.items() if any(True for _ in names[k].parameters())}
             parallelize_module(part, mesh, present)
     model.tie()
+    if any(shard_dim(placement) == 1 for placement in plan.stream):
+        rank, size = mesh.get_local_rank(), mesh.size()
+        for module in model.blocks.modules():
+            if isinstance(module, SampleDropout):
+                module.own_tokens = partial(own_chunk, rank=rank, size=size)
     if model.embed is not None:
         model.embed.register_forward_hook(lambda _, __, out: enter(out, mesh, plan))
     else:
@@ -73,6 +80,12 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
         )
     else:
         model.register_forward_hook(lambda _, __, out: to_send(out, plan))
+
+
+def own_chunk(positions: Tensor, rank: int, size: int) -> Tensor:
+    """The positions of the tokens that a rank holds between blocks, as `Shard(1)` cuts them."""
+    share = positions.shape[0] // size
+    return positions.narrow(0, rank * share, share)
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:

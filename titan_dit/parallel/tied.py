@@ -25,7 +25,9 @@ class TiedWeights:
     Without a pipeline there is one stage, whose parts share their parameters (`Model.tie`).
     """
 
-    def __init__(self, parts: Mapping[int, Model], stage_ranks: Sequence[int], links: Links) -> None:
+    def __init__(
+        self, parts: Mapping[int, Model], stage_ranks: Sequence[int], links: Links
+    ) -> None:
         self.links, self.owner, self.holder = links, stage_ranks[0], stage_ranks[-1]
         last = len(stage_ranks) - 1
         self.owners: list[nn.Parameter] = []

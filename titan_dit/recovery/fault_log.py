@@ -28,9 +28,11 @@ def bad_step(
     described: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """The line of a bad step; `rows` and `described` have one entry per sample of `numbers`."""
+    scale = {} if bad.loss_scale is None else {"loss_scale": bad.loss_scale}
     return {
         "step": bad.step,
         "kind": bad.kind,
+        **scale,
         "grad_norm": bad.grad_norm if math.isfinite(bad.grad_norm) else None,
         "loss": bad.loss if math.isfinite(bad.loss) else None,
         "sample_numbers": ranges_of(numbers),

@@ -3,6 +3,9 @@
 A step is bad if its gradient norm is not finite or is a spike, far above its running average. A
 non-finite loss makes the norm non-finite (`LocalExecutor.run`). The verdict stays on the device;
 the host reads the verdicts of several steps at once.
+
+In fp16 a norm that is not finite is at first an overflow (loss_scale.py): the step is skipped, too,
+and a smaller loss scale follows. It is a bad step only at the least loss scale.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import FaultsConfig
+from titan_dit.recovery.loss_scale import LossScale
 
 DECAY = 0.99
 """Decay of the gradient norm's running average, after the first 1 / (1 - DECAY) good steps."""
@@ -36,23 +41,31 @@ class UnreadStep:
     """This rank's part of the sum over ranks."""
     grad_norm: Tensor
     is_spike: Tensor
+    scaling: tuple[Tensor, ...]
+    """With fp16: the step's loss scale, and if it is an overflow."""
 
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that changed neither weights nor averages."""
+    """A step that changed neither weights nor averages; in fp16 an overflow, too."""
 
     step: int
     cursor: int
     kind: str
-    """nonfinite or spike."""
+    """nonfinite, spike or overflow."""
     grad_norm: float
     loss: float
+    loss_scale: float | None = None
+    """Of the step, with fp16."""
 
     def message(self, log: object) -> str:
         """A line for the console; `log` is the file with the details."""
-        why = f"a spike of {self.grad_norm:.3g}" if self.kind == "spike" else "not finite"
-        return f"step {self.step} skipped: the gradient norm is {why} (see {log})"
+        if self.kind == "overflow":
+            why = f"the gradients overflow in fp16 at the loss scale {self.loss_scale:g}"
+        else:
+            norm = f"a spike of {self.grad_norm:.3g}" if self.kind == "spike" else "not finite"
+            why = f"the gradient norm is {norm}"
+        return f"step {self.step} skipped: {why} (see {log})"
 
 
 @dataclass(frozen=True)
@@ -69,15 +82,19 @@ class Reading:
 class Guard:
     """Checks every step; the verdict is equal on all ranks because its inputs are."""
 
-    def __init__(self, config: FaultsConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: FaultsConfig, device: torch.device, precision: PrecisionConfig | None = None
+    ) -> None:
         self.config = config
+        self.scaling = LossScale.of(precision, device) if precision else None
         # Over the good steps; updated only if spike_ratio is set.
         self.average = torch.zeros((), device=device)
         self.num_good = torch.zeros((), device=device)
         self.no_spike = torch.zeros((), dtype=torch.bool, device=device)
         self.unread: list[UnreadStep] = []
         # As of the last read.
-        self.nan_steps = self.spike_steps = self.num_consecutive = 0
+        self.nan_steps = self.spike_steps = self.overflow_steps = self.num_consecutive = 0
+        self.last_scale: float | None = None
         self.smooth_loss, self.num_losses = math.nan, 0
         self.streak: tuple[int, int] | None = None
         """(step, cursor) of the first step of the current streak of bad steps."""
@@ -89,11 +106,29 @@ class Guard:
         """Maximum steps between reads, so that a streak is detected in time."""
         return self.config.max_consecutive_bad_steps or MAX_UNREAD
 
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The loss scale of the next step, a scalar on the device; None unless in fp16."""
+        return self.scaling.value if self.scaling else None
+
+    @property
+    def counters(self) -> dict[str, float | None]:
+        """Columns of the metrics, as of the last read."""
+        skipped = self.nan_steps + self.spike_steps + self.overflow_steps
+        found: dict[str, float | None] = {"skipped_steps": skipped, "nan_steps": self.nan_steps}
+        if self.scaling:
+            found |= {"overflow_steps": self.overflow_steps, "loss_scale": self.last_scale}
+        return found
+
     def check(self, step: int, cursor: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return True if the step is bad, as a scalar on the device; no synchronisation."""
         is_spike = self.no_spike
         # In two operators: of a number that is not finite the difference is NaN.
         bad = grad_norm - grad_norm != 0
+        scaling: tuple[Tensor, ...] = ()
+        if self.scaling:
+            scaling = self.scaling.value, self.scaling.update(grad_norm)
+            bad = bad | scaling[1]
         if self.config.spike_ratio:
             known = self.num_good >= self.config.spike_after
             limit = self.config.spike_ratio * self.average
@@ -104,7 +139,8 @@ class Guard:
             share = (1 / self.num_good.clamp(min=1)).clamp(min=1 - DECAY)
             moved = torch.lerp(self.average, grad_norm, share)
             self.average = torch.where(bad, self.average, moved)
-        self.unread.append(UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike))
+        taken = UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike, scaling)
+        self.unread.append(taken)
         return bad
 
     def read(self, sum_loss: Callable[[Tensor], Tensor]) -> Reading:
@@ -115,19 +151,23 @@ class Guard:
         """
         taken, self.unread = self.unread, []
         verdicts = [step.grad_norm for step in taken] + [step.is_spike.float() for step in taken]
+        for of_steps in zip(*(step.scaling for step in taken), strict=True):
+            verdicts += [value.float() for value in of_steps]
         losses = sum_loss(torch.stack([step.loss for step in taken]))
         # Again by itself: the order in which ranks are summed depends on the place in a vector.
         loss = sum_loss(taken[-1].loss)
         *values, last = torch.stack([*verdicts, *losses.unbind(), loss]).tolist()
         rows = [values[first : first + len(taken)] for first in range(0, len(values), len(taken))]
         bad = []
-        for step, norm, is_spike, its_loss in zip(taken, *rows, strict=True):
+        for step, norm, is_spike, *scaling, its_loss in zip(taken, *rows, strict=True):
+            self.last_scale, overflows = scaling or (None, False)
             kind = "spike" if is_spike else "good" if math.isfinite(norm) else "nonfinite"
+            kind = "overflow" if overflows else kind
             self.count(step, kind)
             if kind == "good":
                 self.smooth(its_loss)
             else:
-                bad.append(BadStep(step.step, step.cursor, kind, norm, its_loss))
+                bad.append(BadStep(step.step, step.cursor, kind, norm, its_loss, self.last_scale))
             if self.streak_end:
                 break
         return Reading(last, self.smooth_loss, rows[0][-1], tuple(bad))
@@ -145,6 +185,9 @@ class Guard:
         """Update counters and streak with a step's verdict."""
         if kind == "good":
             self.num_consecutive, self.streak = 0, None
+            return
+        if kind == "overflow":  # It neither begins nor ends a streak.
+            self.overflow_steps += 1
             return
         self.nan_steps += kind == "nonfinite"
         self.spike_steps += kind == "spike"
@@ -165,9 +208,11 @@ class Guard:
         """Plain values for a checkpoint, as of the last read; synchronises the device."""
         assert not self.unread, "a checkpoint with unread verdicts"
         assert not self.streak_end, "a checkpoint of steps to be rolled back"
-        return {
+        scaling = {"loss_scale": self.scaling.state()} if self.scaling else {}
+        return scaling | {
             "nan_steps": self.nan_steps,
             "spike_steps": self.spike_steps,
+            "overflow_steps": self.overflow_steps,
             "in_a_row": self.num_consecutive,
             "streak": self.streak,
             "average": self.average.item(),
@@ -181,6 +226,7 @@ class Guard:
         self.unread, self.streak_end = [], None
         self.nan_steps = saved["nan_steps"]
         self.spike_steps = saved.get("spike_steps", 0)
+        self.overflow_steps = saved.get("overflow_steps", 0)
         self.num_consecutive = saved.get("in_a_row", 0)
         first = saved.get("streak")
         self.streak = (first[0], first[1]) if first else None
@@ -188,3 +234,5 @@ class Guard:
         self.num_good.fill_(saved.get("num_good", 0))
         self.num_losses = saved.get("num_losses", 0)
         self.smooth_loss = saved["smooth_loss"] if self.num_losses else math.nan
+        if self.scaling:
+            self.scaling.load(saved.get("loss_scale"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from titan_dit.parallel.tensor import ShardedNorm, ModulationColwise, Replicated, TensorPlan
+from titan_dit.parallel.tensor import ModulationColwise, Replicated, ShardedNorm, TensorPlan
 from titan_dit.parallel.token_order import TokenFirst
 
 
