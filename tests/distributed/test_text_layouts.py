@@ -12,7 +12,10 @@ from titan_dit.commands.evaluate import Options, evaluate
 from titan_dit.config.section import UserError
 from titan_dit.trainer import Trainer
 
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}]
+LAYOUTS = [
+    *({axis: 2} for axis in ("tp", "pp", "dp_shard", "dp_replicate", "cp")),
+    {"cp": 2, "cp_method": "ulysses"},
+]
 # Longer than the window of 16 tokens, and more texts than two ranks share evenly.
 SAMPLING = {"every": 2, "num": 3, "prompt": "3 1 4 1", "length": 20, "temperature": 0.7}
 VALIDATED = {"validation": {"every": 2, "samples": 9}, "checkpoint": {"every": 2}}
@@ -22,7 +25,8 @@ CONFIGS = {"dit": tiny_config, "gpt": gpt_config}
 def preview(world, layout, folder):
     """The text of a preview with random weights, on every rank."""
     parallel = {"dp_shard": 1} | layout
-    config = gpt_config(parallel=parallel, training={"microbatch_size": 2}, sampling=SAMPLING)
+    keys = {"training": {"microbatch_size": 2}, "model": {"positions": "rotary"}}
+    config = gpt_config(parallel=parallel, sampling=SAMPLING, **keys)
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
     given = config.sampling, config.job.seed, trainer.data_share
@@ -56,8 +60,8 @@ def scores(world, folder, keys):
 
 def on_two(world, folder):
     texts = [preview(world, layout, folder) for layout in LAYOUTS]
-    keys = [[f"--parallel.{axis}", str(size)] for axis, size in ({"tp": 2} | {"pp": 2}).items()]
-    return texts, [scores(world, folder, given) for given in [*keys, []]]
+    keys = [["--parallel.tp", "2"], ["--parallel.pp", "2"], ["--parallel.cp", "2"], []]
+    return texts, [scores(world, folder, given) for given in keys]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,8 @@ def test_evaluate_finds_the_scores_of_training(alone):
 def test_evaluate_finds_the_same_scores_on_every_layout(alone, together):
     _, _, expected = alone
     for _, layouts in together:
-        assert [found["gpt ema"]["layout"] for found in layouts] == ["tp 2", "pp 2", "dp_shard 2"]
+        names = [found["gpt ema"]["layout"] for found in layouts]
+        assert names == ["tp 2", "pp 2", "cp 2", "dp_shard 2"]
         for found in layouts:
             for case, scored in found.items():
                 for key, value in expected[case].items():
