@@ -77,7 +77,8 @@ def local_tensors(trainer):
 
 def from_a_huge_scale(world, family=tiny_config):
     """By layout: overflows until the scale fits, growth, the next overflow; then one of a rank."""
-    keys = {"loss_scale_init": 2.0**17, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
+    start = {tiny_config: 2.0**17, gpt_config: 2.0**22}[family]
+    keys = {"loss_scale_init": start, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
     found = {}
     for layout in CASES[world.size]:
         trainer = trainer_in(world, layout, keys, family, model={"layers": 4})
@@ -254,9 +255,16 @@ def test_bad_steps_at_the_least_scale_roll_back_to_the_scale_of_the_checkpoint(t
     assert [row["loss_scale"] for row in rows_of(tmp_path)][-4:] == [2.0**10] * 2 + [2.0**11] * 2
 
 
+TEXT = {
+    "model": {"vocabulary": 2048, "sequence_length": 32},
+    "data": {"name": "plays", "sequence_length": 32},
+}
+
+
 def losses_of(world, dtype, family):
-    training = {"steps": 300, "global_batch_size": 32}
-    config = family(precision={"dtype": dtype}, training=training)
+    training = {"steps": 300, "global_batch_size": 32 if family is tiny_config else 16}
+    sections = {} if family is tiny_config else TEXT
+    config = family(precision={"dtype": dtype}, training=training, **sections)
     trainer = Trainer(config, world)
     batches, found = trainer.batches(), []
     for trainer.step in range(1, 301):

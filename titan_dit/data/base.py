@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -17,6 +17,8 @@ from titan_dit.data.order import EpochOrder, SampleOrder
 
 Fields: TypeAlias = Mapping[str, Tensor]
 """Tensors of a batch by name, batch dim first, in the stored dtype."""
+
+Facts = TypeVar("Facts", bound="DataFacts")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class DataFacts:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls: type[Facts], values: Mapping[str, Any]) -> Facts:
         """Inverse of `as_json`; unknown keys are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -45,7 +45,7 @@ class LatentFacts(DataFacts):
         return {"latent": Field(dtype, self.shape), "label": Field(torch.int64, ())}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: Mapping[str, Any]) -> LatentFacts:
         """Inverse of `as_json`."""
         value_range = values.get("value_range")
         return cls(
