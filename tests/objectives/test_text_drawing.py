@@ -21,8 +21,11 @@ MODEL = GPTConfig(hidden=8, layers=1, heads=2, vocabulary=VOCABULARY, sequence_l
 
 
 def forward(inputs, static):
-    """Certain of the sum of the tokens so far, each times its position, mod VOCABULARY."""
-    sums = (inputs["tokens"] * (static["positions"] + 1)).cumsum(1) % VOCABULARY
+    """Certain of the sum of the tokens + 1 so far, each times its position, mod VOCABULARY.
+
+    Token 0 counts, so that what fills a window up would be seen.
+    """
+    sums = ((inputs["tokens"] + 1) * (static["positions"] + 1)).cumsum(1) % VOCABULARY
     return torch.nn.functional.one_hot(sums, VOCABULARY).float()
 
 
@@ -30,7 +33,7 @@ def expected(prompt, length):
     ids = list(prompt)
     for _ in range(length):
         window = ids[-WINDOW:]
-        ids.append(sum(token * (i + 1) for i, token in enumerate(window)) % VOCABULARY)
+        ids.append(sum((token + 1) * (i + 1) for i, token in enumerate(window)) % VOCABULARY)
     return ids
 
 
