@@ -16,6 +16,7 @@ MODULES = (
     "titan_dit.dry_run.command",
     "titan_dit.commands.sample",
     "titan_dit.commands.convert",
+    "titan_dit.commands.evaluate",
     "titan_dit.commands.predict",
     "titan_dit.commands.replay",
     "titan_dit.commands.data_pack",

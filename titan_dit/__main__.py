@@ -17,6 +17,7 @@ from titan_dit.launcher import failure, torch_range
 COMMANDS = {
     "train": "train a run on the ranks of this node",
     "sample": "draw samples from a trained run",
+    "evaluate": "score a trained run on its validation set",
     "runs": "compare runs: a table, and their loss curves as a picture",
     "convert": "convert weights of DiT or transformers to a checkpoint, or back",
     "predict": "run the network on given inputs",
@@ -30,6 +31,8 @@ COMMANDS = {
     "checkpoint verify": "check the SHA-256 of every checkpoint file",
     "checkpoint show": "print a checkpoint's metadata, tensors and config",
 }
+KEYED = ("evaluate",)
+"""Commands that take keys of the config, too: `main(options, keys)`."""
 
 
 def main() -> None:
@@ -62,18 +65,19 @@ def main() -> None:
     import tyro
 
     from titan_dit.commands import flag_advice
+    from titan_dit.config import flags
 
+    own, keys = flags.take_keys(words[length:]) if name in KEYED else (words[length:], [])
     module = name.replace(" ", "_").replace("-", "_")
     command = importlib.import_module(f"titan_dit.commands.{module}")
-    flag_advice.check(words[length:], hints_of(command.Options), name)
-    command.main(
-        tyro.cli(
-            uncaught(command.Options),
-            prog=f"python -m titan_dit {name}",
-            args=as_python(words[length:], command.Options),
-            config=(tyro.conf.FlagConversionOff,),
-        )
+    flag_advice.check(own, hints_of(command.Options), name)
+    options = tyro.cli(
+        uncaught(command.Options),
+        prog=f"python -m titan_dit {name}",
+        args=as_python(own, command.Options),
+        config=(tyro.conf.FlagConversionOff,),
     )
+    command.main(options, *([keys] if name in KEYED else []))
 
 
 def uncaught(options: type[Section]) -> Callable[..., Section]:

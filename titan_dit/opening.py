@@ -117,6 +117,8 @@ def open_run(config: JobConfig, world: World) -> Opened:
     objective = config.objective.build(config.model, source.facts)
     parts = plan, objective, source.fields, data.name
     validate_parts(*parts, source, previews=bool(config.sampling.every))
+    if config.sampling.every:
+        objective.check_preview(config.sampling)
     check_optimizer(plan, objective, config.optimizer)
     num = validation.held_out_of(has_part=data.has_validation_part)
     chosen = job.seed, num, job.data_order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -136,16 +137,30 @@ def load_trained(
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     size = sum(entry["bytes"] for entry in record["files"].values())
     progress = ProgressLine(size, "B", what=f"verified {path.name}", form=count)
-    decays = ema.decays
+    loaded = load_weights(path, tensors, ema.decays, weights, decay, progress.add)
+    progress.end()
+    bound = objective.build(model_config, objective.facts(record["data"]))
+    return TrainedModel(path, record["step"], model_config, bound, model.eval(), loaded, spec)
+
+
+def load_weights(
+    path: Location,
+    tensors: Mapping[str, Tensor],
+    decays: Sequence[float],
+    weights: str,
+    decay: float | None,
+    read: Callable[[int], None] = checkpoint.ignore,
+) -> str:
+    """Load "ema" or "model" weights in place, also into the shards of several ranks. Collective.
+
+    `decays` are the run's; `decay` as in `load_trained`. `read` is told of bytes that have been
+    verified. Returns what was loaded, "ema 0.9999".
+    """
     if decay is not None and decay not in decays:
         raise UserError(f"--decay {decay}: {path} has {', '.join(map(str, decays)) or 'no EMA'}.")
     if weights == "ema" and decays:
         chosen = str(decays[0] if decay is None else decay)
-        checkpoint.load(path, {"ema": {chosen: tensors}}, read=progress.add)
-        weights = f"ema {chosen}"
-    else:
-        checkpoint.load(path, {"model": tensors}, read=progress.add)
-        weights = "model"
-    progress.end()
-    bound = objective.build(model_config, objective.facts(record["data"]))
-    return TrainedModel(path, record["step"], model_config, bound, model.eval(), weights, spec)
+        checkpoint.load(path, {"ema": {chosen: tensors}}, read=read)
+        return f"ema {chosen}"
+    checkpoint.load(path, {"model": tensors}, read=read)
+    return "model"

@@ -97,7 +97,8 @@ def test_tensorboard_gets_the_same_scalars_and_the_previews(tmp_path):
     run.log(row(1, loss=0.5))
     run.log(row(2, loss=None))
     run.show(2, picture(7, 250))
-    run.show(3, Preview(".txt", lambda file: file.write_text("no picture")))
+    run.show(3, Preview(".txt", lambda file: file.write_text("To be,\n\n  or *not* to be\n")))
+    run.show(4, Preview(".npz", lambda file: file.write_bytes(b"neither")))
     run.log(row(3, loss=0.25))
     events = accumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -107,6 +108,11 @@ def test_tensorboard_gets_the_same_scalars_and_the_previews(tmp_path):
     with Image.open(io.BytesIO(shown.encoded_image_string)) as found:
         assert [found.getpixel((0, y)) for y in range(2)] == [(7,) * 3, (250,) * 3]
     assert shown.step == 2
+    (said,) = events.Tensors("samples/text_summary")
+    # Indented: TensorBoard reads Markdown, where this keeps lines and asterisks as they are.
+    lines = [b"    To be,", b"    ", b"      or *not* to be"]
+    assert said.tensor_proto.string_val == [b"\n".join(lines)]
+    assert said.step == 3
 
 
 def stand_in(calls, **replaced):
@@ -115,6 +121,7 @@ def stand_in(calls, **replaced):
         "init": lambda **kwargs: calls.append(kwargs),
         "log": lambda values, step: calls.append((values, step)),
         "Image": lambda path: ("picture", path),
+        "Html": lambda text: ("page", text),
     }
     return types.SimpleNamespace(**given | replaced)
 
@@ -126,7 +133,9 @@ def test_wandb_is_given_rows_and_previews_and_goes_on_in_the_same_run(tmp_path, 
         run = open_metrics(tmp_path, wandb=True, **keys)
         run.log({"step": step, "loss": 0.5, "mfu": None})
         run.show(step, picture(0))
-    first, row, shown, second, *_ = calls
+        run.show(step, Preview(".txt", lambda file: file.write_text("1 <\n2")))
+    first, row, shown, said, second, *_ = calls
+    assert said == ({"samples": ("page", "<pre>1 &lt;\n2</pre>")}, 1)
     assert row == ({"step": 1, "loss": 0.5}, 1)
     file = tmp_path / "samples" / "step-00000001.png"
     assert shown == ({"samples": ("picture", str(file))}, 1)

@@ -1,196 +1,79 @@
-"""`python -m titan_dit sample`: draw samples from a trained run into a file or an image."""
+"""`python -m titan_dit sample`: draw samples from a trained run, pictures or text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Literal
-
-import torch
-import tyro
-from jaxtyping import Float, Int64
-from torch import Tensor
+from types import ModuleType
+from typing import NamedTuple
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.chosen_classes import chosen_classes
-from titan_dit.config import dotted_names
-from titan_dit.config.section import (
-    Bound,
-    FilePath,
-    Fraction,
-    NonNegativeFloat,
-    PositiveInt,
-    Section,
-    UserError,
-)
-from titan_dit.diffusion import drawing
-from titan_dit.diffusion.base import LatentModel
-from titan_dit.diffusion.drawing import spread_labels
+from titan_dit.commands import sample_pictures, sample_text
+from titan_dit.commands.sample_flags import CommonFlags
+from titan_dit.commands.sample_pictures import PictureFlags
+from titan_dit.commands.sample_text import TextFlags
+from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.diffusion.pictures import draw_grid
-from titan_dit.diffusion.samplers import ode
-from titan_dit.diffusion.samplers.base import Sampler
-from titan_dit.execution.base import first_of
-from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
-from titan_dit.models.base import Model
-from titan_dit.observe import console
-from titan_dit.system.progress import ProgressLine
-from titan_dit.trained_model import device_of, load_trained
+from titan_dit.objectives.base import Objective
+from titan_dit.objectives.next_token import NextToken
+from titan_dit.trained_model import TrainedModel, device_of, load_trained
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Draw samples from a trained run."""
+class Options(TextFlags, PictureFlags):
+    """Draw samples from a trained run: pictures of a diffusion, text of a language model."""
 
-    section = "sample"
 
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
-    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    out: FilePath
-    """FILE.safetensors for `samples` and `labels`, or FILE.png for an image grid."""
-    num: PositiveInt = 100
-    """Number of samples."""
-    labels: str = "all"
-    """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
-    noise: FilePath | None = None
-    """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
-    classes is unconditional); replaces --num, --labels and the seed's noise."""
-    cfg_scale: NonNegativeFloat = 2.0
-    """Classifier-free guidance scale; 1 disables it."""
-    cfg_channels: PositiveInt | None = None
-    """Guide only the first channels (the original DiT guides 3 of 4). Unset: all."""
-    eta: Fraction = 0.0
-    """DDIM noise: 0 is deterministic, 1 adds as much as ddpm."""
-    sampler: str = "auto"
-    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto is the first of them."""
-    steps: PositiveInt = 25
-    """Sampling steps."""
-    seed: Annotated[int, Bound(least=0, below=2**63)] = 0
-    """Sample i depends only on (seed, i), not on the batch size."""
-    step: int | None = None
-    """Step of the run's checkpoint. Unset: the newest."""
-    weights: Literal["ema", "model"] = "ema"
-    """EMA or model (non-averaged) weights."""
-    decay: float | None = None
-    """EMA decay, if the run has several. Unset: the first."""
-    batch_size: PositiveInt = 250
-    """Batch size."""
-    device: str | None = None
-    """Default: cuda if available, else cpu."""
+class Family(NamedTuple):
+    """How the runs of one kind of objective are sampled."""
+
+    objective: type[Objective]
+    flags: type[CommonFlags]
+    """Its own flags beside the common ones."""
+    command: ModuleType
+    """With `check(flags)` and `main(run, objective, flags)`."""
+
+
+FAMILIES = {
+    "pictures": Family(Diffusion, PictureFlags, sample_pictures),
+    "text": Family(NextToken, TextFlags, sample_text),
+}
 
 
 def main(options: Options) -> None:
-    """Draw samples and write them."""
-    out = Path(options.out)
-    if out.suffix not in (".safetensors", ".png"):
-        raise UserError(f"--out {out}: name a .safetensors or .png file.")
+    """Draw samples as the run's family does, and write them."""
     device = device_of(options.device)
     path = find_checkpoint(location(options.run), options.step)
     run = load_trained(path, options.weights, options.decay, device)
-    diffusion = run.diffusion("sample")
-    drawing.check(diffusion.path, diffusion.model, options, "--{}")
-    sampler = drawing.sampler_of(diffusion.path, options.sampler, "--sampler")
-    for line in dotted_names.origins({"sampler": sampler}):
-        console.say(line)
-    names = diffusion.data.class_names
-    labels = labels_of(options.labels, options.num, diffusion.model.num_classes, names)
-    noise = None
-    if options.noise is not None:
-        noise, labels = read_noise(Path(options.noise), diffusion.model)
-    console.say(
-        f"sampling {len(labels)} from {path} ({run.weights}): {sampler.__name__}, "
-        f"{options.steps} steps, cfg_scale {options.cfg_scale:g}, seed {options.seed}"
+    name = family_of(run)
+    check_flags(options, name)
+    FAMILIES[name].command.check(options)
+    FAMILIES[name].command.main(run, run.objective, options)
+
+
+def family_of(run: TrainedModel) -> str:
+    """The name of the run's family."""
+    for name, family in FAMILIES.items():
+        if isinstance(run.objective, family.objective):
+            return name
+    raise UserError(
+        f"sample draws {' or '.join(FAMILIES)}, but {run.path} was trained with "
+        f"{type(run.objective).__name__}."
     )
-    samples = draw(run.network, diffusion, sampler, labels, noise, options)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".png":
-        draw_grid(out, samples, labels.tolist(), diffusion.data.value_range, names)
-    else:
-        write_tensors(out, {"samples": samples.contiguous(), "labels": labels})
-    console.say(f"wrote {out}")
 
 
-def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> Int64[Tensor, " num"]:
-    """Spread the classes of --labels over `num` samples; -1 is unconditional."""
-    word = text if text in names else text.lower()
-    if word == "none":
-        return torch.full((num,), -1)
-    every = word == "all"
-    classes = range(num_classes) if every else chosen_classes(text, num_classes, names)
-    return spread_labels(num, list(classes))
+def check_flags(options: Options, name: str) -> None:
+    """Refuse the flags of another family."""
+    known = {f.name for f in dataclasses.fields(FAMILIES[name].flags)}
+    for f in given(options):
+        if f not in known:
+            raise UserError(
+                f"--{f.replace('_', '-')} is not a flag for {name}, which {options.run} draws."
+            )
 
 
-def read_noise(
-    path: Path, model: LatentModel
-) -> tuple[Float[Tensor, "n c h w"], Int64[Tensor, " n"]]:
-    """Read the initial noise and the labels (-1: unconditional) from a file."""
-    tensors = read_tensors(path, "--noise", ("noise", "labels"))
-    noise, labels = tensors["noise"], tensors["labels"]
-    if tuple(noise.shape[1:]) != model.sample_shape or noise.shape[:1] != labels.shape:
-        raise UserError(
-            f"--noise {path}: noise is {list(noise.shape)} and labels {list(labels.shape)}; the "
-            f"network takes [n, {', '.join(map(str, model.sample_shape))}] and [n]."
-        )
-    check_labels(path, "--noise", labels, model.num_classes)
-    labels = labels.long()
-    return noise.float(), labels.where(labels < model.num_classes, -1)
-
-
-@torch.no_grad()
-def draw(
-    network: Model,
-    diffusion: Diffusion,
-    sampler: Sampler,
-    labels: Int64[Tensor, " n"],
-    noise: Float[Tensor, "n c h w"] | None,
-    options: Options,
-) -> Float[Tensor, "n c h w"]:
-    """Draw samples in the dataset's stored units, fp32, on the CPU."""
-    model, device = diffusion.model, next(network.parameters()).device
-    parts = []
-    # Heun evaluates the network twice in a step; of a sampler from outside it is not known.
-    evaluations = options.steps * (2 if sampler is ode.heun else 1)
-    progress = ProgressLine(len(labels), "samples")
-    for first in range(0, len(labels), options.batch_size):
-        rows = slice(first, first + options.batch_size)
-        part = labels[rows].to(device)
-        tokens = drawing.generate(
-            Counted(network, partial(report, progress, first, len(part), evaluations)),
-            diffusion.path,
-            model,
-            part,
-            torch.arange(first, first + len(part), device=device),
-            seed=options.seed,
-            sampler=sampler,
-            steps=options.steps,
-            eta=options.eta,
-            cfg_scale=options.cfg_scale,
-            cfg_channels=options.cfg_channels,
-            noise=None if noise is None else model.tokenize(noise[rows].to(device)),
-        )
-        parts.append(diffusion.data.to_stored_units(model.detokenize(tokens)).cpu())
-        progress(first + len(part))
-    progress.end()
-    return torch.cat(parts)
-
-
-class Counted:
-    """A network that reports the number of its calls after each."""
-
-    def __init__(self, network: Model, report: Callable[[int], None]) -> None:
-        self.network, self.report, self.calls = network, report, 0
-
-    def __call__(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
-        """Run the network."""
-        output = first_of(self.network(inputs, static))
-        self.calls += 1
-        self.report(self.calls)
-        return output
-
-
-def report(progress: ProgressLine, first: int, size: int, evaluations: int, calls: int) -> None:
-    """Show the samples done: those before this batch, and the batch's share by network calls."""
-    progress(first + size * min(calls, evaluations) // evaluations)
+def given(options: Options) -> Iterator[str]:
+    """Flags with another value than their default."""
+    return (f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default)

@@ -65,16 +65,19 @@ def main(words: Sequence[str]) -> NoReturn:
     if "--dry-run" in given:
         become(TRAINER, *words)
     check_numbers(os.environ)
-    cores = num_cores()
-    ranks = num_ranks(os.environ, num_gpus(os.environ), cores)
+    launch(num_ranks(os.environ, num_gpus(os.environ), num_cores()), TRAINER, *words)
+
+
+def launch(ranks: int, module: str, *words: str) -> NoReturn:
+    """Exec the launcher of this node's `ranks`, each of which runs `python -m module words`."""
     rendezvous = rendezvous_options(os.environ)
-    os.environ.update(defaults(os.environ, ranks, cores))
+    os.environ.update(defaults(os.environ, ranks, num_cores()))
     if "--nnodes" in rendezvous:
         nodes, endpoint = os.environ["NNODES"], os.environ["RDZV_ENDPOINT"]
         stdio.write(sys.stderr, f"titan_dit: rendezvous of {nodes} nodes at {endpoint}\n")
     become(
         *("titan_dit.launcher.launch", *rendezvous, "--nproc-per-node", str(ranks)),
-        *("--max-restarts", max_restarts(os.environ), "-m", TRAINER, *words),
+        *("--max-restarts", max_restarts(os.environ), "-m", module, *words),
     )
 
 

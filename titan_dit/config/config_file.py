@@ -44,7 +44,13 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
     """Read `--config FILE` and its overrides `--section.key value`."""
     config_name, given = flags.split(arguments, (*plain_sections(), *CHOSEN_BY_NAME))
     config_path = find_config(config_name)
-    tables = read_toml(config_path)
+    tables = overridden(read_toml(config_path), given, variant)
+    tables.setdefault("job", {}).setdefault("name", config_path.stem)
+    return build(tables, variant)
+
+
+def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) -> Tables:
+    """Tables with the keys of flags set: "section.key" -> its words."""
     for section in CHOSEN_BY_NAME:
         # First: the name decides the section's other keys.
         if chosen := given.pop(f"{section}.name", None):
@@ -64,8 +70,7 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
             if f"{section}.{rival}" not in given:
                 tables.get(section, {}).pop(rival, None)
         tables.setdefault(section, {})[name] = flags.value_of(texts, hints[name])
-    tables.setdefault("job", {}).setdefault("name", config_path.stem)
-    return build(tables, variant)
+    return tables
 
 
 def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) -> dict[str, Any]:

@@ -40,6 +40,18 @@ def split(arguments: Sequence[str], sections: Collection[str]) -> tuple[str, dic
     return only(configs, flags), flags
 
 
+def take_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command's own flags, and those of keys of the config, --section.key VALUE."""
+    own: list[str] = []
+    keys: list[str] = []
+    into = own
+    for argument in arguments:
+        if argument.startswith("--"):
+            into = keys if "." in argument.partition("=")[0] else own
+        into.append(argument)
+    return own, keys
+
+
 def only(configs: Sequence[list[str]], flags: Mapping[str, list[str]]) -> str:
     """The one config that is given."""
     names = [" ".join(values) for values in configs]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from titan_dit.config.catalog import LR_DECAYS
 from titan_dit.config.section import (
+    Bound,
     Decay,
     FilePath,
     Fraction,
@@ -173,6 +174,17 @@ class SamplingConfig(Section):
     """Steps between previews; the last step has one, too. 0 disables previews."""
     num: PositiveInt = 40
     """Samples per preview."""
+    prompt: str = ""
+    """Text: what every sample continues. Empty begins a document. Without a tokenizer, token
+    ids."""
+    length: PositiveInt = 100
+    """Text: tokens to draw; each takes a forward pass."""
+    temperature: NonNegativeFloat = 1.0
+    """Text: divides the logits; 0 takes the most likely token."""
+    top_k: PositiveInt | None = None
+    """Text: draw from the most likely tokens only; unset draws from all."""
+    top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
+    """Text: draw from the fewest most likely tokens with this probability together."""
     sampler: str = "auto"
     """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first."""
     steps: PositiveInt = 25

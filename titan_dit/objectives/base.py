@@ -140,6 +140,13 @@ class Objective:
         """Prepared batches to validate on, by name; the validation loss is their mean."""
         return {"": self.prepare(batch, rng)}
 
+    def summary(self, losses: Mapping[str, float], facts: DataFacts) -> Mapping[str, float]:
+        """Validation losses in other units, such as perplexity, by name.
+
+        `losses`: the mean of each of `evaluations`, by its name. `facts`: of the validation set.
+        """
+        return {}
+
     def hints(self, source: Source) -> Sequence[str]:
         """Console warnings about data that is valid but looks wrong. Reads samples."""
         return ()
@@ -162,6 +169,9 @@ class Objective:
         Missing names use the default of `Model.initializers`.
         """
         return {}
+
+    def check_preview(self, sampling: SamplingConfig) -> None:
+        """Raise UserError if `preview` cannot draw with the data, before training starts."""
 
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare

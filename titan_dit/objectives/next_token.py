@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
+from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field
+from titan_dit.data.codec import codec_of
 from titan_dit.data.token_facts import TokenFacts
 from titan_dit.models.base import ModelConfig, ModelSpec
-from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared
+from titan_dit.objectives import text_drawing
+from titan_dit.objectives.base import (
+    DataShare,
+    Forward,
+    Objective,
+    ObjectiveConfig,
+    Prepared,
+    Preview,
+)
 from titan_dit.objectives.keys import NextTokenKeys
+from titan_dit.objectives.text_drawing import Windowed
 from titan_dit.rng import SampleRNG
 
 
 @runtime_checkable
-class CausalModel(Protocol):
+class CausalModel(Windowed, Protocol):
     """A [model] section of a language model."""
 
     @property
     def name(self) -> str:
         """The name in the catalog."""
 
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a sample."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids are below it."""
-
-    def spec(self) -> ModelSpec:
-        """Describe the network."""
-
-    def static(self, device: torch.device) -> dict[str, Tensor]:
-        """Inputs that are equal for all samples."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
     """The [objective] section of next-token prediction."""
 
+    previews = True
+
     def model_spec(self, model: ModelConfig) -> ModelSpec:
         """The model's spec; its head must return `cross_entropy`."""
         return causal(model).spec()
 
-    def facts(self, values: Mapping[str, Any]) -> TokenFacts:
+    def facts(self, values: Mapping[str, Any]) -> DataFacts:
         """Facts of token windows, from a checkpoint's record."""
         return TokenFacts.from_json(values)
 
@@ -86,7 +85,7 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
                 "document. Set [data] end_of_document."
             )
         masked = facts.end_of_document if self.mask_end_of_document else None
-        return NextToken(found, masked, "dropout_keys" in found.spec().context)
+        return NextToken(found, facts, masked, "dropout_keys" in found.spec().context)
 
 
 def causal(model: ModelConfig) -> CausalModel:
@@ -106,6 +105,7 @@ class NextToken(Objective):
     takes = ("tokens",)
 
     model: CausalModel
+    data: TokenFacts
     masked: int | None = None
     """What comes after this token is not predicted."""
     drops: bool = False
@@ -142,3 +142,23 @@ class NextToken(Objective):
     ) -> Float[Tensor, "b n"]:
         """The cross entropy in nats, which the head has computed."""
         return predictions["cross_entropy"]
+
+    def summary(self, losses: Mapping[str, float], facts: DataFacts) -> dict[str, float]:
+        """Perplexity, and the bits per byte of the text if the data knows the bytes of a token."""
+        [nats] = losses.values()
+        # Of an untrained fp32 model at most a few hundred; beyond 709 exp overflows.
+        found = {"perplexity": math.exp(min(nats, 700.0))}
+        if isinstance(facts, TokenFacts) and facts.bytes_per_token:
+            found["bits_per_byte"] = nats / math.log(2) / facts.bytes_per_token
+        return found
+
+    def check_preview(self, sampling: SamplingConfig) -> None:
+        """Refuse a prompt that the data's tokenizer cannot encode."""
+        codec = codec_of(self.data.tokenizer)
+        text_drawing.prompt_ids(sampling.prompt, codec, self.data, "[sampling] prompt")
+
+    def preview(
+        self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
+    ) -> Preview:
+        """Continuations of the prompt of [sampling]."""
+        return text_drawing.preview(forward, self.model, self.data, sampling, seed, share)

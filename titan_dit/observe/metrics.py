@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import uuid
@@ -19,7 +20,8 @@ from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
 PICTURES = (".png", ".jpg", ".jpeg")
-"""Suffixes of previews that the writers show."""
+Show = Callable[[int, Path], None]
+"""(step, file of a preview)."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Writer:
     """Writes metrics to another program, besides metrics.jsonl."""
 
     row: Callable[[Row], None]
-    picture: Callable[[int, Path], None]
-    """(step, file of a preview)."""
+    shows: Mapping[str, Show]
+    """How it shows a preview, by the file's suffix."""
 
 
 def curve(rows: Iterable[Row], *names: str) -> tuple[list[int], list[float]]:
@@ -118,7 +120,13 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
             events.add_image("samples", np.asarray(image.convert("RGB")), step, dataformats="HWC")
         events.flush()
 
-    return Writer(write, picture)
+    def text(step: int, file: Path) -> None:
+        # As a block of code: TensorBoard reads Markdown, which joins lines.
+        lines = file.read_text(encoding="utf-8").splitlines()
+        events.add_text("samples", "\n".join(f"    {line}" for line in lines), step)
+        events.flush()
+
+    return Writer(write, by_suffix(picture, text))
 
 
 def wandb_writer(
@@ -155,7 +163,16 @@ def wandb_writer(
     def picture(step: int, file: Path) -> None:
         wandb.log({"samples": wandb.Image(str(file))}, step=step)
 
-    return Writer(write, picture)
+    def text(step: int, file: Path) -> None:
+        shown = html.escape(file.read_text(encoding="utf-8"))
+        wandb.log({"samples": wandb.Html(f"<pre>{shown}</pre>")}, step=step)
+
+    return Writer(write, by_suffix(picture, text))
+
+
+def by_suffix(picture: Show, text: Show) -> dict[str, Show]:
+    """The suffixes of pictures and of texts."""
+    return {**dict.fromkeys(PICTURES, picture), ".txt": text}
 
 
 def finite_or_none(value: float) -> float | None:

@@ -16,7 +16,6 @@ from titan_dit.objectives.base import Preview
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_curve
 from titan_dit.observe.metrics import (
-    PICTURES,
     Row,
     Writer,
     curve,
@@ -112,15 +111,16 @@ class RunLog:
                 self.rows = keep_rows(self.metrics_file, step)
 
     def show(self, step: int, preview: Preview) -> None:
-        """Write a preview; the metrics writers show it if it is a picture."""
+        """Write a preview; the metrics writers show pictures and texts."""
         if self.is_open:
             file = self.folder / "samples" / f"step-{step:08d}{preview.suffix}"
-            with self.tolerated("pictures"):
+            with self.tolerated("a preview"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 preview.write(file)
                 self.say(f"drew {file}")
-                for writer in self.writers if preview.suffix in PICTURES else ():
-                    writer.picture(step, file)
+                for writer in self.writers:
+                    if show := writer.shows.get(preview.suffix):
+                        show(step, file)
 
     def draw_curve(self) -> None:
         """Draw the training loss so far, and the validation loss if there is one."""

@@ -28,6 +28,8 @@ from titan_dit.rng import SampleRNG
 from titan_dit.validation.overlap import check_overlap
 
 COMPARED = "validation.json"
+PREFIX = "validation_"
+"""Of the keys of a validation in a row of metrics."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def losses(
     seed: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """Mean loss over all rows, and the loss of each named evaluation of the objective.
+    """Mean loss over all rows, the objective's summary, and the loss of each named evaluation.
 
     Each data rank evaluates its share in batches of `batch_size`. Sample i has sample number i, so
     its random draws are the same every time and on every layout. `alive` is called after each
@@ -166,7 +168,9 @@ def losses(
         whole = share.gather(torch.cat(found)[:count])[: len(chosen.rows)].sum(0)
         means[name] = float(whole[0] / whole[1])
     named: Mapping[str, float] = {f"{LOSS}_{name}": v for name, v in means.items() if name}
-    return {LOSS: sum(means.values()) / len(means), **named}
+    summary = objective.summary(means, chosen.source.facts)
+    others = {f"{PREFIX}{name}": value for name, value in summary.items()}
+    return {LOSS: sum(means.values()) / len(means), **others, **named}
 
 
 def losses_of_all(

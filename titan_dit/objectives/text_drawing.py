@@ -1,0 +1,183 @@
+"""Draw text from a language model: continue a prompt, token by token.
+
+Every token is a forward pass over the whole window: there is no cache of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+from titan_dit.config.training import SamplingConfig
+from titan_dit.data.codec import Codec, codec_of
+from titan_dit.data.token_facts import TokenFacts
+from titan_dit.models.base import ModelSpec
+from titan_dit.objectives.base import DataShare, Forward, Preview
+from titan_dit.objectives.token_choice import Choice, choose
+from titan_dit.rng import SampleRNG
+
+MOST_LOGITS = 2**27
+"""Logits of one forward pass: 512 MiB in fp32. It bounds the texts that are drawn at a time."""
+
+
+@runtime_checkable
+class Drawing(Choice, Protocol):
+    """Keys of [sampling] and flags of `sample`."""
+
+    @property
+    def length(self) -> int:
+        """Tokens to draw."""
+
+
+@runtime_checkable
+class Windowed(Protocol):
+    """What drawing text needs of a [model] section."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a window."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+
+    def spec(self) -> ModelSpec:
+        """Describe the network."""
+
+    def static(self, device: torch.device) -> dict[str, Tensor]:
+        """Inputs that are equal for all samples."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Continues prompts with a network."""
+
+    forward: Forward
+    model: Windowed
+    device: torch.device
+    is_executor: bool
+    """`forward` is an executor's, which takes whole windows only, and whose ranks must all call it
+    equally often."""
+
+    def next_logits(self, ids: Int64[Tensor, "b t"]) -> Tensor:
+        """The logits [b, v] of the token after `ids`, fp32, on the CPU.
+
+        The window is the last `sequence_length` tokens. What fills a shorter one up comes after
+        them, where a causal model does not look.
+        """
+        recent = ids[:, -self.model.sequence_length :]
+        used = recent.shape[1]
+        width = self.model.sequence_length if self.is_executor else used
+        window = torch.nn.functional.pad(recent, (0, width - used))
+        static = first_tokens(self.model.static(self.device), self.model.spec(), width)
+        logits = self.forward({"tokens": window.to(self.device)}, static)
+        # On the CPU ranks that hold equal logits draw equal tokens; sums of a GPU may differ.
+        return logits[:, used - 1].float().cpu()
+
+    def extend(
+        self,
+        prompt: Sequence[int],
+        numbers: Int64[Tensor, " b"],
+        seed: int,
+        drawing: Drawing,
+        end: int | None,
+        report: Callable[[int], None] = lambda tokens: None,
+    ) -> Int64[Tensor, "b t"]:
+        """The prompt and the tokens drawn after it, on the CPU, one row per sample number.
+
+        Token k of sample i depends only on (seed, i, k) and the tokens before it. `end`: a token
+        after which nothing more is needed. `report` gets the tokens drawn so far.
+        """
+        rng = SampleRNG(seed, numbers.cpu())
+        ids = torch.tensor(prompt).repeat(len(numbers), 1)
+        for k in range(drawing.length):
+            uniform = rng.uniform("text", (1,), first=k)[:, 0]
+            drawn = choose(self.next_logits(ids), uniform, drawing)
+            ids = torch.cat((ids, drawn[:, None]), 1)
+            report(k + 1)
+            has_ended = end is not None and bool((ids[:, len(prompt) :] == end).any(1).all())
+            if has_ended and not self.is_executor:
+                break
+        return ids
+
+    @property
+    def most_rows(self) -> int:
+        """Texts to draw at a time."""
+        return max(1, MOST_LOGITS // (self.model.sequence_length * self.model.vocabulary))
+
+
+def first_tokens(
+    static: Mapping[str, Tensor], model_spec: ModelSpec, count: int
+) -> dict[str, Tensor]:
+    """Static inputs of the first `count` tokens."""
+    dims = {name: spec.token_dim for name, spec in model_spec.static.items()}
+    return {
+        name: value if (dim := dims[name]) is None else value.narrow(dim, 0, count)
+        for name, value in static.items()
+    }
+
+
+def prompt_ids(text: str, codec: Codec, facts: TokenFacts, where: str) -> list[int]:
+    """The ids of a prompt; of an empty one the end of a document, which begins the next one."""
+    try:
+        ids = codec.encode(text)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if not ids and facts.end_of_document is None:
+        raise UserError(
+            f"{where} is empty, but the data has no token that ends a document, which would begin "
+            "a text. Give a prompt."
+        )
+    if wrong := [number for number in ids if number >= facts.vocabulary]:
+        raise UserError(
+            f"{where} has the token id {wrong[0]}, but the data's are below {facts.vocabulary}."
+        )
+    return ids or [facts.end_of_document or 0]
+
+
+def written(ids: Sequence[int], begin: int, codec: Codec, end: int | None) -> str:
+    """The text of a prompt of `begin` tokens and its continuation, up to the end of a document."""
+    drawn = list(ids[begin:])
+    if end in drawn:
+        drawn = drawn[: drawn.index(end)]
+    start = [number for number in ids[:begin] if number != end]
+    return codec.decode([*start, *drawn])
+
+
+def titled(texts: Sequence[str]) -> str:
+    """Texts one below the other, each after its number."""
+    return "".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts))
+
+
+def preview(
+    forward: Forward,
+    model: Windowed,
+    facts: TokenFacts,
+    sampling: SamplingConfig,
+    seed: int,
+    share: DataShare,
+) -> Preview:
+    """Continue the prompt of [sampling] `num` times; data ranks draw shares, then all-gather."""
+    codec, end = codec_of(facts.tokenizer), facts.end_of_document
+    prompt = prompt_ids(sampling.prompt, codec, facts, "[sampling] prompt")
+    writer = Writer(forward, model, share.device, is_executor=True)
+    rows = -(-sampling.num // share.num_ranks)
+    mine = torch.arange(share.rank * rows, (share.rank + 1) * rows)
+    parts = [
+        writer.extend(prompt, part, seed, sampling, end)
+        for part in torch.split(mine, writer.most_rows)
+    ]
+    whole = share.gather(torch.cat(parts).to(share.device))[: sampling.num].tolist()
+
+    def write(file: Path) -> None:
+        texts = [written(ids, len(prompt), codec, end) for ids in whole]
+        file.write_text(titled(texts), encoding="utf-8")
+
+    return Preview(".txt", write)
