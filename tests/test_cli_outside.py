@@ -213,7 +213,6 @@ REFUSED = [
     (("--data.name", "digits"), "has the fields latent, label, but \\[objective\\] takes text"),
     (("--objective.name", "ddpm"), 'GPTConfig" has no num_classes, sample_shape'),
     (("--sampling.every", "5"), "has no preview. Set every = 0"),
-    (("--parallel.cp", "2", "--parallel.cp_method", "ring"), 'Set cp_method = "ulysses"'),
     (("--parallel.tp", "2", "--parallel.tensor_plan", "auto"), "has no tensor plan"),
 ]
 
