@@ -12,6 +12,7 @@ MODULES = (
     "PIL.PngImagePlugin",
     "numpy.random",
     "safetensors.torch",
+    "torch._dynamo",
     "torch.utils.serialization",
     "titan_dit.checks",
     "titan_dit.data.latents",
@@ -34,7 +35,7 @@ for module in MODULES:
 with contextlib.suppress(ImportError):
     importlib.import_module("torch.utils.tensorboard")
 with torch.device("meta"):
-    torch.nn.Linear(1, 1)  # The first one imports torch._dynamo.
+    torch.nn.Embedding(1, 1)  # The first one imports operators of the meta device.
 # Otherwise a collection in a rank would copy every page of what is imported here.
 gc.collect()
 gc.freeze()

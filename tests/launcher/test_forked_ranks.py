@@ -185,11 +185,13 @@ import os, torch
 def touched(*_): raise SystemExit("CUDA is asked for")
 for name in ("is_available", "device_count", "_lazy_init", "current_device", "get_device_name"):
     setattr(torch.cuda, name, touched)
-torch._C._cuda_getDeviceCount = touched
+if hasattr(torch._C, "_cuda_getDeviceCount"):  # A build with CUDA.
+    torch._C._cuda_getDeviceCount = touched
 import titan_dit.preload
 if pid := os.fork():
     os.waitpid(pid, 0)
-    print(len(os.listdir("/proc/self/task")))
+    print(len(os.listdir("/proc/self/task")), flush=True)
+os._exit(0)  # As ranks end.
 """
 
 
