@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import on_ranks
 from tiny import tiny_config
+from tiny_gpt import gpt_config
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.config_file import CONFIG_DIR
@@ -79,6 +80,19 @@ def test_muon_has_one_momentum_and_frozen_parameters_have_no_state():
     others = sum(p.numel() for n, p in named.items() if not n.startswith("embed.")) - own
     state = rank.peak.bytes[StorageKind.OPTIMIZER]
     assert 4 * own + 8 * others <= state < 4 * own + 8 * others + 4 * 100
+
+
+def test_the_copy_of_a_tied_weight_has_memory_and_messages_but_no_state():
+    tied = fake_report(gpt_config(parallel={"pp": 2}, training={"microbatch_size": 4}), 2)
+    first, last = tied.ranks
+    assert first.parameters + last.parameters == tied.num_parameters
+    table, stream = 4 * 256 * 32, 4 * 4 * 16 * 32  # 256 rows; 4 samples of 16 tokens; fp32.
+    assert first.peak.bytes[StorageKind.PARAMETERS] == 4 * first.parameters
+    assert last.peak.bytes[StorageKind.PARAMETERS] == 4 * last.parameters + table
+    for rank in tied.ranks:
+        assert rank.peak.bytes[StorageKind.EMA] == 4 * rank.parameters
+        assert rank.peak.bytes[StorageKind.OPTIMIZER] < 8 * rank.parameters + 4 * 100
+        assert sent(rank, "pp", "send") == 2 * stream + table
 
 
 def test_fsdp_gathers_twice_and_reduces_once():

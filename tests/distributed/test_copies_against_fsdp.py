@@ -5,29 +5,31 @@ from unittest import mock
 import torch
 from harness import on_ranks
 from tiny import randomize, state, tiny_config
+from tiny_gpt import gpt_config
 from torch.distributed.fsdp import FSDPModule
 
 from titan_dit.parallel import compute_copies
 from titan_dit.trainer import Trainer
 
 CASES = (
-    {},
-    {"training": {"microbatch_size": 4}},
-    {"remat": {"mode": "full"}},
-    {"precision": {"dtype": "bf16", "float8": "rowwise", "float8_emulate": True}},
-    {"precision": {"dtype": "fp32"}},
-    {"precision": {"dtype": "fp16"}},
+    (tiny_config, {}),
+    (tiny_config, {"training": {"microbatch_size": 4}}),
+    (tiny_config, {"remat": {"mode": "full"}}),
+    (tiny_config, {"precision": {"dtype": "bf16", "float8": "rowwise", "float8_emulate": True}}),
+    (tiny_config, {"precision": {"dtype": "fp32"}}),
+    (tiny_config, {"precision": {"dtype": "fp16"}}),
+    (gpt_config, {"training": {"microbatch_size": 4}}),  # A weight that two modules hold.
 )
 
 
 def both(world):
     """Per case: tensors and losses with copies, and with FSDP2."""
     found = []
-    for tables in CASES:
+    for config_of, tables in CASES:
         pair = []
         for kinds in (compute_copies.FLOAT8, ()):
             with mock.patch.object(compute_copies, "FLOAT8", kinds):
-                trainer = Trainer(tiny_config(**{"precision": {"dtype": "bf16"}, **tables}), world)
+                trainer = Trainer(config_of(**{"precision": {"dtype": "bf16"}, **tables}), world)
             assert isinstance(trainer.executor.model, FSDPModule) == (not kinds)
             randomize(trainer.parameters)
             batches = trainer.batches()
@@ -40,7 +42,7 @@ def both(world):
 
 def test_one_rank_has_the_bits_of_fsdp():
     [found] = on_ranks(1, both)
-    for tables, (own, fsdp) in zip(CASES, found, strict=True):
+    for (_, tables), (own, fsdp) in zip(CASES, found, strict=True):
         assert own.keys() == fsdp.keys()
         for name, value in own.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(fsdp[name])), (tables, name)

@@ -1,6 +1,7 @@
 """Muon on one process, beside torch's."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,6 +159,16 @@ def test_what_muon_cannot_train_is_refused(keys, message):
     with pytest.raises(UserError, match="optimizer") as caught:
         MuonConfig(**keys).check(shapes, SPEC)
     assert message in str(caught.value)
+
+
+def test_grouped_queries_are_no_fused_projections_even_if_the_rows_divide():
+    """3 groups of 4 heads: 3 x (4 + 2) head_dim rows would pass as 6 heads of q, k and v."""
+    shapes = {"blocks.0.attn.qkv.weight": torch.Size((18 * SPEC.head_dim, 768))}
+    MuonConfig().check(shapes, SPEC)
+    grouped = replace(SPEC, num_heads=12, query_groups=3)
+    with pytest.raises(UserError, match=r"not \[heads, 3, 64\]"):
+        MuonConfig().check(shapes, grouped)
+    MuonConfig(fused_qkv=()).check(shapes, grouped)
 
 
 def test_large_rates_need_one_for_adamw():

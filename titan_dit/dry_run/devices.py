@@ -46,7 +46,7 @@ SENT = {
     "all-reduce": "a sum over ranks, which all get",
     "all-to-all": "each rank exchanges a part with each other one",
     "broadcast": "one rank's tensor, which all get",
-    "send": "activations or their gradients, to the next pipeline stage",
+    "send": "activations, gradients and tied weights, to other pipeline stages",
     "ring": "keys and values, from rank to rank",
 }
 IDLE = "share of the step that the rank waits for other pipeline stages"

@@ -28,7 +28,7 @@ from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
-from titan_dit.execution.build import build_stages, executor_of, place_modules
+from titan_dit.execution.build import build_stages, executor_of, own_parameters, place_modules
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
@@ -53,7 +53,7 @@ class RankReport:
     layers: tuple[range, ...]
     """Layers of each of its stages."""
     parameters: int
-    """Elements of its shards."""
+    """Elements of its shards, without copies of tied weights."""
     peak: Peak
     traffic: Traffic
     flops: float
@@ -178,13 +178,13 @@ class FakeRank:
         with mode, self.memory, self.memory.phase("set-up", StorageKind.TEMPORARY):
             for part in self.parts.values():
                 initialize(part, part.initializers(), plan.seed, CPU, plan.initial_weights)
-            self.parameters = {
-                name: p for part in self.parts.values() for name, p in part.named_parameters()
-            }
+            self.parameters = own_parameters(self.parts)
             if plan.num_stages - 1 in self.parts:
                 self.parameters |= place_modules(plan, objective, mesh, CPU)
             self.optimizer = build_optimizer(self.parameters, self.optimizer_config, plan.spec)
             self.ema = EMA(self.parameters, ema)
+            for part in self.parts.values():  # With copies of tied weights.
+                self.memory.mark(part.parameters(), StorageKind.PARAMETERS)
             self.memory.mark(self.parameters.values(), StorageKind.PARAMETERS)
             for average in self.ema.averages.values():
                 self.memory.mark(average.values(), StorageKind.EMA)

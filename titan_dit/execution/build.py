@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,18 +53,23 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
         initialize(part, part.initializers(), plan.seed, device, plan.initial_weights)
-    parameters = {
-        name: parameter
-        for part in parts.values()
-        for name, parameter in part.named_parameters()
-        if name not in part.tied
-    }
+    parameters = own_parameters(parts)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
     notes = float8.console_lines(parts.values(), plan.precision)
     prepare = compile_prepare(objective, plan.compile, device)
     return Built(executor, prepare, parameters, count, flops, notes)
+
+
+def own_parameters(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
+    """What this rank trains and saves, by name: a copy of a tied weight is its owner's matter."""
+    return {
+        name: parameter
+        for part in parts.values()
+        for name, parameter in part.named_parameters()
+        if name not in part.tied
+    }
 
 
 def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:

@@ -64,8 +64,11 @@ class MuonConfig(MuonKeys, AdamWConfig):
                     f"[optimizer] fused_qkv: the pattern {show(pattern)} matches no matrix that "
                     "takes Muon. Remove it, or correct it."
                 )
+        # With grouped queries the rows can be as many, in another order.
+        grouped = model_spec.query_groups not in (0, model_spec.num_heads)
         for name, shape in own.items():
-            if self.projections(name) > 1 and shape[0] % (PROJECTIONS * model_spec.head_dim):
+            fits = not grouped and shape[0] % (PROJECTIONS * model_spec.head_dim) == 0
+            if self.projections(name) > 1 and not fits:
                 raise UserError(
                     f"[optimizer] fused_qkv={show(self.fused_qkv)} matches {name} with {shape[0]} "
                     f"rows, which are not [heads, 3, {model_spec.head_dim}]. Narrow the pattern, "

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,7 +37,7 @@ def score(mesh: DeviceMesh, rows: int, logits: Tensor, targets: Tensor, size: in
         return value
 
     shard = cross_entropy.Shard(
-        first=mesh.get_local_rank() * logits.shape[-1],
+        first=mesh.get_local_rank() * largest_share(rows, mesh),
         largest=partial(reduced, operation=dist.ReduceOp.MAX),
         total=partial(reduced, operation=dist.ReduceOp.SUM),
     )
@@ -47,7 +48,12 @@ def whole(mesh: DeviceMesh, rows: int, logits: Tensor) -> Tensor:
     """`Vocabulary.whole`: all-gather; without gradients."""
     if logits.shape[-1] == rows:
         return logits
-    mine = logits.contiguous()
+    mine = F.pad(logits, (0, largest_share(rows, mesh) - logits.shape[-1])).contiguous()
     parts = [torch.empty_like(mine) for _ in range(mesh.size())]
     dist.all_gather(parts, mine, group=mesh.get_group())
-    return torch.cat(parts, -1)
+    return torch.cat(parts, -1)[..., :rows]
+
+
+def largest_share(rows: int, mesh: DeviceMesh) -> int:
+    """Rows of every rank but the last ones, which have fewer if the ranks do not divide `rows`."""
+    return -(-rows // mesh.size())
