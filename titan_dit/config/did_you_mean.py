@@ -143,12 +143,12 @@ SAID = {
     "dataset": "The data is --data.name latents --data.path FOLDER.",
     "optimizer": "It is --optimizer.name, adamw or muon.",
     "resume": "A run resumes by the same command; another checkpoint is --checkpoint.resume PATH.",
-    "seq_len seq_length seqlen max_position_embeddings": "Set sequence_length of [model] and [data]; "
-    "a DiT's tokens follow from [model] latent_size and patch.",
-    "data_path train_data_path": "Set --data.path FOLDER of latents; of text --data.name tokens and "
-    "--data.paths, each a .bin and .idx without the suffix.",
-    "vocab_file merge_file": "Set --data.tokenizer, a tokenizer.json: `data tokenize` writes one of "
-    "vocabulary files.",
+    "seq_len seq_length seqlen max_position_embeddings": "Set sequence_length of [model] and "
+    "[data]; a DiT's tokens follow from [model] latent_size and patch.",
+    "data_path train_data_path": "Set --data.path FOLDER of latents; of text --data.name tokens "
+    "and --data.paths, each a .bin and .idx without the suffix.",
+    "vocab_file merge_file": "Set --data.tokenizer, a tokenizer.json: `data tokenize` writes one "
+    "of vocabulary files.",
     "append_eod split_sentences json_keys": "It is a flag of `data tokenize`.",
     "data_cache_path": "Leave it out: no indices are written.",
     "reset_position_ids reset_attention_mask": "Leave it out: a window attends over the ends of "
@@ -164,8 +164,8 @@ SAID = {
     "overlap_grad_reduce overlap_param_gather accumulate_allreduce_grads_in_fp32": "Leave it out: "
     "it is always on.",
     "num_experts expert_model_parallel_size": "Leave it out: there are no experts.",
-    "exit_duration_in_mins exit_signal_handler": "Leave it out: a run saves and exits at SIGTERM or "
-    "SIGUSR1 (docs/launching.md).",
+    "exit_duration_in_mins exit_signal_handler": "Leave it out: a run saves and exits at SIGTERM "
+    "or SIGUSR1 (docs/launching.md).",
     "finetune no_load_optim no_load_rng": "Leave it out: another run's weights start a run by "
     "--checkpoint.resume PATH.",
     "vae": "titan_dit trains on cached latents: the autoencoder is not part of it (docs/data.md).",
