@@ -14,7 +14,7 @@ from commands import metrics, train
 from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint.run_path import find_checkpoint
-from titan_dit.commands import convert, predict
+from titan_dit.commands import convert, convert_language_model, predict
 from titan_dit.config.section import UserError
 from titan_dit.data.token_facts import TokenFacts
 from titan_dit.interop import hf_directory, imported
@@ -238,6 +238,19 @@ def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
     with pytest.raises(UserError, match='positions="rotary": GPT2LMHeadModel has only'):
         converted(cwd / "llama", cwd / "llama_back")
     assert not (cwd / "llama_back").exists()
+
+
+def test_the_tokenizer_of_a_run_is_exported_alone_unless_its_name_is_that_of_transformers(tmp_path):
+    for name in ("tokenizer.json", "vocab.json", "of_bert.json"):
+        (tmp_path / name).write_text("{}")
+    exported = {
+        name: convert_language_model.tokenizer_of(tmp_path, {"tokenizer": str(tmp_path / name)})
+        for name in ("tokenizer.json", "of_bert.json", "gone.json")
+    }
+    beside = {name: tmp_path / name for name in ("tokenizer.json", "vocab.json")}
+    assert exported["tokenizer.json"] == beside
+    assert exported["of_bert.json"] == {"tokenizer.json": tmp_path / "of_bert.json"}
+    assert exported["gone.json"] == {}
 
 
 def test_what_must_be_imported_first_says_so(cwd):

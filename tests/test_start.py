@@ -1,5 +1,6 @@
 """The front process of `titan_dit train`: the number of ranks and the launcher's options."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -8,8 +9,8 @@ import pytest
 from commands import ROOT
 
 from titan_dit import __main__
-from titan_dit.commands import train
-from titan_dit.config.section import UserError
+from titan_dit.commands import flag_advice, train
+from titan_dit.config.section import UserError, hints_of
 
 
 class Became(Exception):
@@ -180,3 +181,17 @@ def test_the_front_process_imports_nothing_heavy():
     modules = set(done.stdout.split())
     assert "titan_dit.commands.train" in modules
     assert not modules & {"torch", "tyro", "tomli", "numpy", "titan_dit.config.job"}
+
+
+@pytest.mark.parametrize("command", [name for name in __main__.COMMANDS if name != "train"])
+def test_every_command_has_a_help_that_names_its_flags(monkeypatch, capsys, command):
+    monkeypatch.setattr("sys.argv", ["titan_dit", *command.split(), "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main()
+    assert stopped.value.code == 0
+    module = importlib.import_module(
+        f"titan_dit.commands.{command.replace(' ', '_').replace('-', '_')}"
+    )
+    shown = capsys.readouterr().out
+    for flag in flag_advice.flags_of(hints_of(module.Options)):
+        assert f"--{flag}" in shown

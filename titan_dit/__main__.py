@@ -88,6 +88,8 @@ def uncaught(options: type[Section]) -> Callable[..., Section]:
         for f in dataclasses.fields(options)
         if f.default_factory is not dataclasses.MISSING
     }
+    # It looks for the names in inherited annotations in the module of the subclass.
+    vars(options)["__init__"].__annotations__ = {**hints_of(options), "return": None}
     return functools.partial(options, **made)
 
 

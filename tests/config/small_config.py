@@ -2,9 +2,9 @@
 
 import pytest
 
-from titan_dit.config import config_file
+from titan_dit.config import catalog, config_file
 from titan_dit.config.catalog import variant
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, hints_of
 
 TEXT = """
 [model]
@@ -42,3 +42,16 @@ def refuse_small(folder, *flags, text=TEXT):
     with pytest.raises(UserError) as caught:
         load_small(folder, *flags, text=text)
     return str(caught.value)
+
+
+def keys_of_all():
+    """ "section.key" of every section and of every class of the catalog."""
+    kinds = {section: [kind] for section, kind in config_file.plain_sections().items()}
+    for section, rows in catalog.SECTIONS.items():
+        kinds[section] = [catalog.variant(section, name) for name in rows]
+    return {
+        f"{section}.{key}"
+        for section, some in kinds.items()
+        for kind in some
+        for key in hints_of(kind)
+    }

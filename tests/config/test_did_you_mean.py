@@ -1,24 +1,10 @@
 """Words that titan_dit does not know, as users of other trainers and newcomers type them."""
 
 import pytest
-from small_config import TEXT
+from small_config import TEXT, keys_of_all
 
 from titan_dit import __main__
 from titan_dit.config import catalog, config_file, did_you_mean
-from titan_dit.config.section import hints_of
-
-
-def keys_of_all():
-    """ "section.key" of every section and of every class of the catalog."""
-    kinds = {section: [kind] for section, kind in config_file.plain_sections().items()}
-    for section, rows in catalog.SECTIONS.items():
-        kinds[section] = [catalog.variant(section, name) for name in rows]
-    return {
-        f"{section}.{key}"
-        for section, some in kinds.items()
-        for kind in some
-        for key in hints_of(kind)
-    }
 
 
 def test_what_the_tables_name_is_there_and_no_word_stands_twice():

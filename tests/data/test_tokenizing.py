@@ -117,6 +117,14 @@ def test_the_end_of_a_document_follows_its_last_sentence(here, made):
     assert np.diff(file.documents).tolist() == [2, 1, 1]
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_the_data_that_train_on_the_files_are_named(here, made, capsys, split):
+    (here / "a.jsonl").write_bytes(LINES)
+    tokenize("a.jsonl", made=made, split_sentences=split)
+    name = "sentence_pairs" if split else "tokens"
+    assert f'to train on them: [data] name = "{name}", paths = [' in capsys.readouterr().out
+
+
 def test_workers_do_not_change_the_files(here, made, monkeypatch):
     (here / "a.jsonl").write_bytes(LINES * 40)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)

@@ -44,15 +44,15 @@ def read_directory(source: Path, target: Path) -> None:
     data = {"name": "tokens", "paths": ("unknown",), **sizes}
     record = imported.record_of({**tables, "data": data}, facts)
     files = hf_directory.tokenizer_files(source)
-    if any(file.name == "tokenizer.json" for file in files):
+    if "tokenizer.json" in files:
         record["data"]["tokenizer"] = str(target.resolve() / TOKENIZER / "tokenizer.json")
     console.say(f"read    {source}: {config['architectures'][0]}, {described(model, ours)}")
     if wide := {str(t.dtype)[6:] for t in tensors.values() if t.is_floating_point()} - {"float32"}:
         console.say(f"        {', '.join(sorted(wide))} converted to float32")
     imported.save(target, {"model": ours, "ema": {imported.EMA_DECAY: ours}}, record)
-    for file in files:
+    for name, file in files.items():
         (target / TOKENIZER).mkdir(exist_ok=True)
-        shutil.copyfile(file, target / TOKENIZER / file.name)
+        shutil.copyfile(file, target / TOKENIZER / name)
     say_tokenizer(files)
     console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
@@ -82,18 +82,21 @@ def write_directory(source: Location, target: Path, run: TrainedModel) -> None:
     say_tokenizer(files)
 
 
-def tokenizer_of(path: Location, facts: Mapping[str, Any]) -> list[Path]:
+def tokenizer_of(path: Location, facts: Mapping[str, Any]) -> dict[str, Path]:
     """The tokenizer's files: of imported weights beside them, of a run where its data name them."""
     if isinstance(path, Path) and (files := hf_directory.tokenizer_files(path / TOKENIZER)):
         return files
     named = Path(facts.get("tokenizer") or "")
-    return hf_directory.tokenizer_files(named.parent) if named.is_file() else []
+    if named.name == "tokenizer.json" and named.is_file():
+        return hf_directory.tokenizer_files(named.parent)
+    # The files beside one of another name may be another tokenizer's.
+    return {"tokenizer.json": named} if named.is_file() else {}
 
 
-def say_tokenizer(files: list[Path]) -> None:
+def say_tokenizer(files: Mapping[str, Path]) -> None:
     """Tell which files were copied."""
     if files:
-        console.say(f"        with its tokenizer: {', '.join(file.name for file in files)}")
+        console.say(f"        with its tokenizer: {', '.join(files)}")
 
 
 def described(model: ModelConfig, ours: Mapping[str, Tensor]) -> str:

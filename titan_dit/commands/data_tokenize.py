@@ -192,7 +192,9 @@ def report(totals: Totals, prefixes: list[Path], options: Options, made: Any) ->
         f"{totals.tokens:,} tokens ({totals.num_bytes / max(totals.tokens, 1):.2f} bytes each) to "
         f"{', '.join(map(str, prefixes))}.bin and .idx"
     )
+    name = "sentence_pairs" if options.split_sentences else "tokens"
+    paths = show([str(prefix) for prefix in prefixes])
     console.say(
-        f'to train on them: [data] name = "tokens", paths = {show([str(p) for p in prefixes])}, '
+        f"to train on them: [data] name = {show(name)}, paths = {paths}, "
         f"tokenizer = {show(tokenizer)}"
     )

@@ -20,7 +20,9 @@ MEANT = {
     "checkpoint.resume": "load resume_from_checkpoint ckpt_path initial_load_path resume_from "
     "checkpoint.path ckpt checkpoint.load",
     "compile.enabled": "compile torch_compile use_compile",
-    "data.path": "data_path dataset_path data_dir train_data_dir dataset_dir feature_path",
+    "data.path": "dataset_path data_dir train_data_dir dataset_dir feature_path",
+    "data.short_share": "short_seq_prob",
+    "data.tokenizer": "tokenizer_model tokenizer_type tokenizer_path",
     "data.workers": "num_workers dataloader_num_workers",
     "ema.decays": "ema_decay ema.decay",
     "ema.warmup": "ema_warmup",
@@ -32,6 +34,8 @@ MEANT = {
     "lr_schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style decay_type scheduler",
     "lr_schedule.decay_steps": "lr_decay_iters lr_decay_steps",
     "lr_schedule.min_lr_ratio": "min_lr_factor min_lr lr_min",
+    "lr_schedule.wsd_decay": "lr_wsd_decay_style",
+    "lr_schedule.wsd_decay_steps": "lr_wsd_decay_iters",
     "lr_schedule.warmup_fraction": "lr_warmup_fraction warmup_ratio warmup_fraction",
     "lr_schedule.warmup_steps": "lr_warmup_steps lr_warmup_iters warmup warmup_iters "
     "num_warmup_steps",
@@ -39,16 +43,31 @@ MEANT = {
     "metrics.interval metrics.freq",
     "metrics.tensorboard": "enable_tensorboard tensorboard_dir",
     "metrics.wandb": "enable_wandb report_to use_wandb",
+    "model.bias": "disable_bias_linear",
+    "model.dropout": "hidden_dropout hidden_dropout_prob resid_pdrop",
+    "model.ffn": "ffn_hidden_size intermediate_size",
     "model.heads": "num_heads num_attention_heads n_heads",
     "model.hidden": "hidden_size hidden_dim dim embed_dim d_model width",
+    "model.init_std": "init_method_std initializer_range",
     "model.latent_size": "input_size sample_size",
     "model.layers": "num_layers n_layers depth",
+    "model.mlp": "swiglu",
+    "model.norm": "normalization",
+    "model.norm_eps": "norm_epsilon layernorm_epsilon layer_norm_eps",
     "model.patch": "patch_size",
     "model.channels": "in_channels latent_channels",
+    "model.positions": "position_embedding_type use_rotary_position_embeddings",
+    "model.query_groups": "num_query_groups group_query_attention num_key_value_heads n_kv_heads",
+    "model.rotary_base": "rope_theta",
     "model.size": "flavor model_size variant",
+    "model.tied": "untie_embeddings_and_output_weights tie_word_embeddings",
+    "model.vocabulary": "vocab_size padded_vocab_size",
     "objective.label_dropout": "class_dropout_prob cfg_dropout classifier_free_guidance_prob",
+    "objective.mask_end_of_document": "eod_mask_loss",
+    "objective.mask_share": "mask_prob mlm_probability",
     "objective.min_snr_gamma": "snr_gamma",
     "objective.prediction": "prediction_type parameterization",
+    "objective.sentence_order": "bert_no_binary_head",
     "objective.timesteps": "weighting_scheme timestep_sampling",
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
     "optimizer.eps": "adam_epsilon adam_eps",
@@ -56,17 +75,19 @@ MEANT = {
     "optimizer.weight_decay": "adam_weight_decay wd",
     "parallel.async_tp": "enable_async_tensor_parallel",
     "parallel.cp": "context_parallel_degree context_parallel_size context_parallel",
-    "parallel.cp_method": "context_parallel_rotate_method",
+    "parallel.cp_method": "context_parallel_rotate_method cp_comm_type",
     "parallel.dp_replicate": "data_parallel_replicate_degree ddp hsdp",
     "parallel.dp_shard": "data_parallel_shard_degree fsdp dp data_parallel_size",
     "parallel.pp": "pipeline_parallel_degree pipeline_model_parallel_size pipeline_parallel",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     "parallel.tp": "tensor_parallel_degree tensor_model_parallel_size tensor_parallel",
     "pipeline.schedule": "pipeline_parallel_schedule",
-    "pipeline.virtual_stages": "num_layers_per_virtual_pipeline_stage",
+    "pipeline.virtual_stages": "num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank",
     "precision.attention": "attention_backend enable_xformers_memory_efficient_attention "
     "use_flash_attn flash_attention",
     "precision.dtype": "mixed_precision mixed_precision_param precision bf16 fp16 amp dtype",
+    "precision.float8": "fp8_format fp8",
     "precision.loss_scale": "static_loss_scale",
     "precision.loss_scale_hysteresis": "hysteresis",
     "precision.loss_scale_init": "initial_loss_scale init_scale initial_scale_power",
@@ -75,7 +96,7 @@ MEANT = {
     "profile.enabled": "profile enable_profiling profiler",
     "profile.memory": "enable_memory_snapshot record_memory_history",
     "remat.mode": "activation_checkpoint activation_checkpointing gradient_checkpointing "
-    "recompute_granularity recompute_activations use_checkpoint",
+    "recompute_granularity recompute_activations checkpoint_activations use_checkpoint",
     "sampling.cfg_scale": "guidance_scale",
     "sampling.every": "sample_every sampling.interval sampling.freq",
     "sampling.steps": "num_inference_steps num_sampling_steps",
@@ -91,6 +112,7 @@ MEANT = {
     "max_iters num_iterations num_train_steps steps",
     "validation.every": "eval_interval eval_every eval_steps validation_steps val_check_interval "
     "validation.freq validation.interval check_val_every_n_epoch",
+    "validation.path": "valid_data_path",
     "validation.samples": "eval_iters limit_val_batches validation.steps",
 }
 """Our key -> words for it elsewhere, or that a user takes for it. A word with a dot holds only as
@@ -121,7 +143,31 @@ SAID = {
     "dataset": "The data is --data.name latents --data.path FOLDER.",
     "optimizer": "It is --optimizer.name, adamw or muon.",
     "resume": "A run resumes by the same command; another checkpoint is --checkpoint.resume PATH.",
-    "seq_len seq_length seqlen": "The number of tokens follows from [model] latent_size and patch.",
+    "seq_len seq_length seqlen max_position_embeddings": "Set sequence_length of [model] and "
+    "[data]; a DiT's tokens follow from [model] latent_size and patch.",
+    "data_path train_data_path": "Set --data.path FOLDER of latents; of text --data.name tokens "
+    "and --data.paths, each a .bin and .idx without the suffix.",
+    "vocab_file merge_file": "Set --data.tokenizer, a tokenizer.json: `data tokenize` writes one "
+    "of vocabulary files.",
+    "append_eod split_sentences json_keys": "It is a flag of `data tokenize`.",
+    "data_cache_path": "Leave it out: no indices are written.",
+    "reset_position_ids reset_attention_mask": "Leave it out: a window attends over the ends of "
+    "documents.",
+    "attention_dropout": "Leave it out: --model.dropout is that of hidden channels, attention has "
+    "none.",
+    "make_vocab_size_divisible_by": "Leave it out: tables have a multiple of 128 rows.",
+    "train_samples lr_decay_samples lr_warmup_samples": "Give steps: samples / global_batch_size.",
+    "rampup_batch_size": "Leave it out: the batch size is constant.",
+    "recompute_method recompute_num_layers": "Leave it out: all blocks have the same --remat.mode.",
+    "distribute_saved_activations": "Leave it out: with --parallel.sequence_parallel the inputs of "
+    "blocks are sharded over tp.",
+    "overlap_grad_reduce overlap_param_gather accumulate_allreduce_grads_in_fp32": "Leave it out: "
+    "it is always on.",
+    "num_experts expert_model_parallel_size": "Leave it out: there are no experts.",
+    "exit_duration_in_mins exit_signal_handler": "Leave it out: a run saves and exits at SIGTERM "
+    "or SIGUSR1 (docs/launching.md).",
+    "finetune no_load_optim no_load_rng": "Leave it out: another run's weights start a run by "
+    "--checkpoint.resume PATH.",
     "vae": "titan_dit trains on cached latents: the autoencoder is not part of it (docs/data.md).",
 }
 """Words -> a sentence, where no key is meant."""
@@ -155,6 +201,9 @@ VALUES = {
     "rectified_flow": "flow_matching flow fm sit rf transport",
     "ddpm": "diffusion gaussian gaussian_diffusion",
     "latents": "latent imagenet imagefolder folder npy",
+    "gpt": "gpt2 gpt-2 gpt3 llama",
+    "rotary": "rope",
+    "learned": "learned_absolute",
     "dit": "dit-xl dit-xl/2 dit-l/2 dit-b/2 dit-s/2",
     "constant": "constant_with_warmup",
     "full": "block",

@@ -35,6 +35,8 @@ class PairFacts(DataFacts):
     """Id of the token that ends a document, if the files have one: it is never masked."""
     short_share: float = 0.0
     """Share of the samples that were built with a shorter target length."""
+    tokenizer: str = ""
+    """Path of the tokenizer.json; empty if unknown."""
     num_tokens: int = 0
     """Tokens of this part of the dataset."""
     num_left_out: int = 0

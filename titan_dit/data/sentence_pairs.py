@@ -84,6 +84,7 @@ class SentencePairs(SentencePairsKeys, DataConfig):
             vocabulary=vocabulary,
             short_share=self.short_share,
             end_of_document=end,
+            tokenizer=self.tokenizer,
             num_tokens=sum(map(len, parts)),
             num_left_out=sum(map(len, parts)) - used,
             **{name: tokenizer.ids[token] for name, token in SPECIAL.items()},

@@ -100,16 +100,19 @@ def read_file(file: Path) -> dict[str, Tensor]:
 
 
 def write(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], more: list[Path]
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    more: Mapping[str, Path],
 ) -> None:
-    """Write a folder, with copies of the files `more`; it appears whole or not at all."""
+    """Write a folder, with copies of the files `more`, by name; it appears whole or not at all."""
     aside = folder.with_name(f"{folder.resolve().name}.{os.getpid()}{PARTIAL}")
     try:
         aside.mkdir(parents=True)
         (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         write_weights(aside, tensors)
-        for file in more:
-            shutil.copyfile(file, aside / file.name)
+        for name, file in more.items():
+            shutil.copyfile(file, aside / name)
         aside.rename(folder)
         sync_folder(folder.resolve().parent)
     except (OSError, SafetensorError) as error:
@@ -146,6 +149,6 @@ def sharded(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     yield shard
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a folder that make its tokenizer."""
-    return [folder / name for name in TOKENIZER if (folder / name).is_file()]
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """The files of a folder that make its tokenizer, by name."""
+    return {name: folder / name for name in TOKENIZER if (folder / name).is_file()}
