@@ -27,7 +27,7 @@ from titan_dit.config.section import (
 )
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import DiffusionConfig
-from titan_dit.interop import hf_directory, imported, original_dit, weight_file
+from titan_dit.interop import hf_directory, imported, original_dit, weight_file, write_progress
 from titan_dit.interop.original_dit import Original
 from titan_dit.interop.tensor_file import write_tensors
 from titan_dit.models.dit import DiTConfig
