@@ -3,10 +3,8 @@
 import json
 import os
 import pickle
-import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import commands
@@ -20,8 +18,6 @@ from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.commands import sample as sampling
 from titan_dit.config.section import UserError
-from titan_dit.interop import tensor_file
-from titan_dit.system import progress
 from titan_dit.trained_model import load_trained
 
 FIXTURE = Path(__file__).resolve().parent / "fixtures" / "dit_reference.safetensors"
@@ -341,26 +337,3 @@ def test_inputs_that_do_not_fit_are_one_error(case, converted, monkeypatch):
         predict.main(options)
     assert words in str(caught.value)
     assert not (converted / "no.safetensors").exists()
-
-
-def test_a_long_job_shows_what_is_verified_and_written(converted, monkeypatch, capfd):
-    monkeypatch.chdir(converted)
-    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.0)
-    monkeypatch.setattr(progress, "RENEWED_S", 0.001)
-    monkeypatch.setattr(tensor_file.torch, "save", slow(torch.save))
-    convert.main(convert.Options(source="imported", to="shown.pt"))
-    shown = capfd.readouterr().err
-    assert re.search(r"^verified imported  ([\d.]+k)/\1 ", shown, re.MULTILINE)
-    assert re.search(r"^writing shown.pt  [\d.]+k/[\d.]+k ", shown, re.MULTILINE)
-    monkeypatch.setattr(checkpoint, "commit", slow(checkpoint.commit))
-    convert.main(convert.Options(source="original.safetensors", to="shown", heads=4))
-    assert re.search(r"^writing shown  [\d.]+k/[\d.]+k ", capfd.readouterr().err, re.MULTILINE)
-
-
-def slow(call):
-    def slowly(*given, **named):
-        result = call(*given, **named)
-        time.sleep(0.1)
-        return result
-
-    return slowly

@@ -213,6 +213,7 @@ def test_a_killed_rank_is_forked_again_and_goes_on(tmp_path):
         run.wait_for_step(15)
         ranks = run.children()
         assert len(ranks) == 2
+        assert Path(f"/proc/{ranks[0]}/comm").read_text() == "titan_dit.train\n"
         os.kill(ranks[-1], signal.SIGKILL)
         killed = time.monotonic()
         run.wait_for("resumed from")

@@ -25,14 +25,33 @@ def can_mount(folder):
     return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if not can_mount(disk):
+@pytest.fixture
+def disk(tmp_path):
+    """A folder on which `train` mounts a tmpfs."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not can_mount(folder):
         pytest.skip("cannot mount a tmpfs here")
+    return folder
+
+
+def train(script, disk, *flags):
+    """Run a bash script, whose "$@" is a training command, with mounts of its own."""
     words = [sys.executable, "-m", "titan_dit.train", "--config", "digits", *map(str, QUICK)]
-    words += ["--training.steps", "400", "--checkpoint.every", "100", "--checkpoint.keep", "1"]
-    words += ["--job.dir", str(disk), "--checkpoint.max_failures", "0"]
+    return subprocess.run(
+        [*MOUNT, "bash", "-c", script, "bash", *words, *flags],
+        cwd=disk.parent,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk):
+    flags = ["--training.steps", "400", "--checkpoint.every", "100", "--checkpoint.keep", "1"]
+    flags += ["--job.dir", str(disk), "--checkpoint.max_failures", "0"]
     # Fill the disk during training, until a save has failed.
     script = (
         "mount -t tmpfs -o size=2m none disk && "
@@ -40,15 +59,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
         'case $line in "step   5/"*) head -c 4m /dev/zero > disk/filler ;; '
         '*"was not saved"*) rm -f disk/filler ;; esac; done; ls disk/checkpoints/step-*'
     )
-    done = subprocess.run(
-        [*MOUNT, "bash", "-c", script, "bash", *words],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = train(script, disk, *flags)
     said = done.stdout
     assert f"step 100 was not saved in {disk}/checkpoints: No space left on device" in said, (
         said + done.stderr
@@ -64,23 +75,10 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
     assert "partial" not in "".join(said.splitlines()[-6:])
 
 
-def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if not can_mount(disk):
-        pytest.skip("cannot mount a tmpfs here")
-    words = [sys.executable, "-m", "titan_dit.train", "--config", "digits", *map(str, QUICK)]
+def test_a_disk_that_is_full_at_the_start_is_one_line(disk):
     # No inode for the run directory.
     script = 'mount -t tmpfs -o nr_inodes=1 none disk && "$@" --job.dir disk/run; echo "code $?"'
-    done = subprocess.run(
-        [*MOUNT, "bash", "-c", script, "bash", *words],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = train(script, disk)
     assert done.stdout == "code 2\n"
     assert done.stderr == FULL.format("disk/run")
 
