@@ -60,7 +60,8 @@ def family_of(run: TrainedModel) -> str:
             return name
     raise UserError(
         f"sample draws {' or '.join(FAMILIES)}, but {run.path} was trained with "
-        f"{type(run.objective).__name__}."
+        f"{type(run.objective).__name__}, whose model draws nothing: `titan_dit predict` writes "
+        "what it predicts, `titan_dit evaluate` its loss."
     )
 
 
