@@ -89,8 +89,10 @@ def test_flops_are_those_of_the_products(keys):
     with FlopCounterMode(display=False) as counter:
         run(model, tokens[:, :-1], tokens[:, 1:]).sum().backward()
     hidden, layers, _ = model.config.shape
-    attention = layers * 12 * 16**2 * hidden  # On a CPU the counter misses it.
-    assert model.flops_per_sample(16) - attention == counter.get_total_flops()
+    attention = layers * 12 * 16**2 * hidden
+    counts = counter.get_flop_counts()["Global"]  # On a CPU of attention only from torch 2.15 on.
+    counted = sum(n for operator, n in counts.items() if "attention" not in str(operator))
+    assert model.flops_per_sample(16) - attention == counted
 
 
 @pytest.mark.parametrize(
