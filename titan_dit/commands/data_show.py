@@ -48,8 +48,16 @@ def main(options: Options) -> None:
     """Print the metadata and draw the samples."""
     path = Path(options.path)
     if prefix := prefix_of(path):
+        if options.out:
+            raise UserError(f"[data show] out={options.out}: tokens are printed, not drawn.")
         show_tokens(prefix, options.num, options.tokenizer)
         return
+    if options.tokenizer:
+        raise UserError(f"[data show] tokenizer={options.tokenizer}: {path} holds no tokens.")
+    if not path.exists():
+        raise UserError(
+            f"[data show] path={path}: there is no such folder, and no .bin or .idx of tokens."
+        )
     out = Path(options.out or f"{path.resolve().name}.png")
     if path.resolve() in out.resolve().parents:
         raise UserError(

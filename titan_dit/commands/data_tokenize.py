@@ -22,6 +22,7 @@ from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
 
 COMMAND = "data tokenize"
+ENGLISH = "en"
 SHOWN = 3
 """Bad lines on the console; a file lists all."""
 
@@ -54,8 +55,8 @@ class Options(Section):
     tokenizer has."""
     split_sentences: bool = False
     """Make each sentence a sequence, for BERT: PREFIX_KEY_sentence."""
-    language: str = "en"
-    """Language of the sentences, as in ISO 639."""
+    language: str = ENGLISH
+    """Language of the sentences, as in ISO 639; rules for many languages, if it is unknown."""
     workers: PositiveInt = field(default_factory=lambda: min(64, len(os.sched_getaffinity(0))))
     """Worker processes; the result does not depend on them."""
 
@@ -95,6 +96,8 @@ def tokenizer_of(options: Options) -> Any:
             raise UserError(f"[{COMMAND}] --merge-file and --lower belong to --vocab-file.")
         return tokenizers.read(Path(options.tokenizer), COMMAND)
     assert options.vocab_file
+    if options.merge_file and options.lower:
+        raise UserError(f"[{COMMAND}] --lower is of BERT's vocab.txt: GPT-2 keeps every letter.")
     merges = Path(options.merge_file) if options.merge_file else None
     return tokenizers.of_vocabulary(Path(options.vocab_file), merges, options.lower, COMMAND)
 
@@ -103,7 +106,11 @@ def recipe_of(options: Options, made: Any) -> Recipe:
     """What the workers need."""
     if options.split_sentences:
         tokenizers.needed("sentencex", COMMAND)
+    elif options.language != ENGLISH:
+        raise UserError(f"[{COMMAND}] --language is of --split-sentences. Add it, or leave both.")
     end = None
+    if options.eod_token and not options.append_eod:
+        raise UserError(f"[{COMMAND}] --eod-token is of --append-eod. Add it, or leave both.")
     if options.append_eod:
         end = tokenizers.end_of_document(made, options.eod_token, COMMAND)
     if len(set(options.json_keys)) < len(options.json_keys) or not options.json_keys:
@@ -148,7 +155,10 @@ class Totals:
 def write_all(
     recipe: Recipe, prefixes: list[Path], inputs: list[Path], size: int, workers: int
 ) -> Totals:
-    """Encode all files and write the result; on an error nothing is written."""
+    """Encode all files and write the result; on an error nothing is written.
+
+    Raises UserError for a disk that is full or cannot be written.
+    """
     totals, progress = Totals(), ProgressLine(size, "B", what="tokenized", form=count)
     dtype = np.dtype(recipe.dtype)
     try:
@@ -167,6 +177,11 @@ def write_all(
                     f"[{COMMAND}] no document found: {len(totals.bad):,} bad lines{first}. "
                     "--json-keys names the keys of the text. Nothing was written."
                 )
+    except OSError as error:
+        raise UserError(
+            f"[{COMMAND}] output-prefix={prefixes[0]} cannot be written: {error.strerror}. Free "
+            "some space, or choose another; nothing was written."
+        ) from None
     finally:
         progress.end()
     return totals

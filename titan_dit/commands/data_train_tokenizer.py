@@ -16,6 +16,8 @@ from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
 
 COMMAND = "data train-tokenizer"
+BYTES = 256 + len(tokenizers.GPT_SPECIAL)
+"""Tokens of every byte-level BPE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +49,26 @@ def main(options: Options) -> None:
         raise UserError(f"[{COMMAND}] output={options.output} is there already. Delete it.")
     if options.lower and options.kind == "bpe":
         raise UserError(f"[{COMMAND}] --lower is of --kind wordpiece: bpe keeps every byte.")
+    if options.kind == "bpe":
+        check_size(options.vocabulary, BYTES)
     tokenizers.needed("tokenizers", COMMAND)
+    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     texts = read_texts(inputs, size, options.json_keys)
     made = tokenizers.train(texts, options.kind, options.vocabulary, options.lower, COMMAND)
+    check_size(options.vocabulary, made.get_vocab_size())
     write_whole(Path(options.output), tokenizers.text_of(made).encode())
     console.say(f"wrote {options.output}: {made.get_vocab_size():,} tokens")
     if made.get_vocab_size() < options.vocabulary:
         console.say(f"the text has no more; vocabulary={options.vocabulary:,} was wanted")
+
+
+def check_size(vocabulary: int, least: int) -> None:
+    """Refuse a vocabulary without room for single characters and special tokens."""
+    if vocabulary < least:
+        raise UserError(
+            f"[{COMMAND}] vocabulary={vocabulary} is fewer than the {least} single characters and "
+            f"special tokens. Set vocabulary = {least} or more."
+        )
 
 
 def read_texts(inputs: list[Path], size: int, keys: tuple[str, ...]) -> Iterator[str]:
@@ -69,6 +84,8 @@ def read_texts(inputs: list[Path], size: int, keys: tuple[str, ...]) -> Iterator
         progress(done)
     progress.end()
     if not found:
-        raise UserError(f"[{COMMAND}] no text found: {bad:,} bad lines. See --json-keys.")
+        raise UserError(
+            f"[{COMMAND}] no text found: {bad:,} bad lines. --json-keys names the keys of the text."
+        )
     if bad:
         console.say(f"skipped {bad:,} bad lines")
