@@ -290,5 +290,5 @@ def test_data_show_prints_counts_and_text(here, made, capsys):
         data_show.main(data_show.Options(path="out_text_document", tokenizer=other))
     with pytest.raises(UserError, match="tokens are printed, not drawn"):
         data_show.main(data_show.Options(path="out_text_document", out="a.png"))
-    with pytest.raises(UserError, match="no such folder, and no .bin or .idx"):
+    with pytest.raises(UserError, match="no such folder, and no"):
         data_show.main(data_show.Options(path="gone"))

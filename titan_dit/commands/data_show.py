@@ -45,7 +45,7 @@ class Options(Section):
 
 
 def main(options: Options) -> None:
-    """Print the metadata and draw the samples."""
+    """Show tokens or latents, whichever the path holds."""
     path = Path(options.path)
     if prefix := prefix_of(path):
         if options.out:
@@ -58,6 +58,11 @@ def main(options: Options) -> None:
         raise UserError(
             f"[data show] path={path}: there is no such folder, and no .bin or .idx of tokens."
         )
+    show_latents(path, options)
+
+
+def show_latents(path: Path, options: Options) -> None:
+    """Print the metadata and draw the samples."""
     out = Path(options.out or f"{path.resolve().name}.png")
     if path.resolve() in out.resolve().parents:
         raise UserError(
