@@ -1,4 +1,4 @@
-"""Names that nothing defines; linters are told to ignore them, for the sake of jaxtyping's strings."""
+"""Names that nothing defines: linters ignore them, for the sake of jaxtyping's strings."""
 
 import ast
 import json
