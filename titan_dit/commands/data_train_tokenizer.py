@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from titan_dit.config.section import FilePath, PositiveInt, Section, UserError
+from titan_dit.commands.flags.data_train_tokenizer import COMMAND, Options
+from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import check_inputs, read_chunks
 from titan_dit.data.tokenizing.texts import BadLine, texts_of
@@ -15,30 +14,8 @@ from titan_dit.observe import console
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
 
-COMMAND = "data train-tokenizer"
 BYTES = 256 + len(tokenizers.GPT_SPECIAL)
 """Tokens of every byte-level BPE."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Train a tokenizer on text files."""
-
-    section = COMMAND
-
-    input: tuple[FilePath, ...]
-    """Text files, as of `data tokenize`."""
-    output: FilePath
-    """The tokenizer.json to write."""
-    vocabulary: PositiveInt
-    """Most tokens, special ones included."""
-    kind: Literal["bpe", "wordpiece"] = "bpe"
-    """bpe: on bytes, as GPT-2's, with <|endoftext|>. wordpiece: as BERT's, with [PAD], [UNK],
-    [CLS], [SEP], [MASK]."""
-    lower: bool = False
-    """Of wordpiece: convert to lower case."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of a JSON line that hold text."""
 
 
 def main(options: Options) -> None:
