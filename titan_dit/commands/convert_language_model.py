@@ -15,7 +15,7 @@ from titan_dit.checkpoint.store import Location
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError, hints_of
 from titan_dit.data.pair_facts import PairFacts
-from titan_dit.data.tokenizer_file import ENDS, read_tokenizer
+from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
 from titan_dit.interop import hf_directory, hugging_face, imported
 from titan_dit.models.base import ModelConfig
 from titan_dit.observe import console
@@ -49,8 +49,9 @@ def read_directory(source: Path, target: Path) -> None:
     sizes = {key: getattr(model, key) for key in ("sequence_length", "vocabulary")}
     name = "sentence_pairs" if isinstance(facts, PairFacts) else "tokens"
     data = {"name": name, "paths": (), "tokenizer": named, **sizes}
-    if "mask_id" in hints_of(type(objective)) and (mask := ids_of(files).get("[MASK]")) is not None:
-        tables["objective"]["mask_id"] = mask
+    tokenizer = tokenizer_in(files)
+    if tokenizer and "[MASK]" in tokenizer.ids and "mask_id" in hints_of(type(objective)):
+        tables["objective"]["mask_id"] = tokenizer.ids["[MASK]"]
     record = imported.record_of({**tables, "data": data}, facts)
     console.say(f"read    {source}: {config['architectures'][0]}, {described(model, ours)}")
     if wide := {str(t.dtype)[6:] for t in tensors.values() if t.is_floating_point()} - {"float32"}:
@@ -96,24 +97,23 @@ def special_ids(
 
     The data's own, else the tokenizer's; no id beyond the vocabulary.
     """
-    ids = ids_of(files)
-    ends = next((ids[name] for name in ENDS if name in ids), None)
-    known = {
-        "end_of_document": facts.get("end_of_document", ends),
-        "pad": ids.get("[PAD]", facts.get("pad")),
-    }
+    known = {name: facts.get(name) for name in ("end_of_document", "pad")}
+    if tokenizer := tokenizer_in(files):
+        if known["end_of_document"] is None:
+            known["end_of_document"] = tokenizer.end_of_document
+        known["pad"] = tokenizer.ids.get("[PAD]", known["pad"])
     return {
         name: number if number is not None and number < vocabulary else None
         for name, number in known.items()
     }
 
 
-def ids_of(files: Mapping[str, Path]) -> Mapping[str, int]:
-    """Token -> id, of a tokenizer.json; empty without one that can be read."""
+def tokenizer_in(files: Mapping[str, Path]) -> TokenizerFile | None:
+    """The tokenizer.json among the files, if it is there and can be read."""
     try:
-        return read_tokenizer(files[FILE]).ids
+        return read_tokenizer(files[FILE])
     except (KeyError, UserError):
-        return {}
+        return None
 
 
 def tokenizer_of(path: Location, facts: Mapping[str, Any]) -> dict[str, Path]:

@@ -17,8 +17,9 @@ from titan_dit.config.section import UserError
 from titan_dit.data.blend import BlendedSource
 from titan_dit.data.indexed_file import IndexedFile
 from titan_dit.data.keys import SentencePairsKeys
+from titan_dit.data.order import Numbers
 from titan_dit.data.pair_facts import NUM_SPECIAL, PairFacts
-from titan_dit.data.sentence_spans import Numbers, Targets, sentence_numbers, spans_of
+from titan_dit.data.sentence_spans import Targets, sentence_numbers, spans_of
 from titan_dit.data.token_files import IndexedData, check_ids
 from titan_dit.data.token_part import TokenPart
 
