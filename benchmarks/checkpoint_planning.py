@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,7 +161,7 @@ def before(tensors: dict[str, Any], plans: list[bytes], folder: Path) -> tuple[C
     other.parts["local plan"] = clock.parts["local plan"]
     own = other.run("gather", lambda: pickle.dumps(local))
     gathered = clock.run("gather", lambda: [pickle.loads(plan) for plan in plans])
-    chosen, metadata = clock.run("global plan", lambda: planner.create_global_plan(gathered))
+    chosen, metadata = clock.run("global plan", partial(planner.create_global_plan, gathered))
     sent = clock.run("scatter", lambda: [pickle.dumps(plan) for plan in chosen])
     other.run("scatter", lambda: pickle.loads(own))
     del sent, gathered

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 
 from titan_dit.commands import data_tokenize, data_train_tokenizer
+from titan_dit.commands.flags import data_tokenize as tokenize_flags
+from titan_dit.commands.flags import data_train_tokenizer as train_flags
 
 PLAYS = "hamlet macbeth lear othello romeo_and_juliet midsummer_nights_dream tempest julius_caesar"
 TARGET = Path(__file__).resolve().parent.parent / "titan_dit" / "data" / "plays"
@@ -37,12 +39,12 @@ def main() -> None:
         training.write_text(lines_of(starts))
         whole.write_text(lines_of(starts + ends))
         data_train_tokenizer.main(
-            data_train_tokenizer.Options(
+            train_flags.Options(
                 input=(str(training),), output=str(tokenizer), vocabulary=VOCABULARY
             )
         )
         data_tokenize.main(
-            data_tokenize.Options(
+            tokenize_flags.Options(
                 input=(str(whole),),
                 output_prefix=str(prefix),
                 tokenizer=str(tokenizer),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from titan_dit.commands import bench_attention
-from titan_dit.commands.bench_attention import Options
+from titan_dit.commands.flags.bench_attention import NAMES, Options
 from titan_dit.config.section import UserError
 from titan_dit.kernels.attention_choice import AttentionShape
 
@@ -71,6 +71,10 @@ def test_the_error_shows_a_kernel_that_is_wrong(monkeypatch):
         2, 16, 8, bench_attention.DTYPES["fp32"], bench_attention.torch.device("cpu")
     )
     assert bench_attention.row("flash", shape, 2, 1)["error"] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_every_kernel_is_measured():
+    assert ("auto", *bench_attention.attention.KEYS) == NAMES
 
 
 def test_a_named_size_gives_the_shape_and_flags_win():

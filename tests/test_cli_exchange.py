@@ -11,10 +11,13 @@ import commands
 import pytest
 import torch
 from commands import metrics, train
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
+from titan_dit.checkpoint.checkpoint import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import convert, convert_language_model, predict
+from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
 from titan_dit.data.token_facts import TokenFacts
 from titan_dit.interop import hf_directory, imported
@@ -226,7 +229,7 @@ def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
     newer = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "query_groups": 2}
     config = GPTConfig(**sizes, **newer)
     weights = {name: p.detach() for name, p in config.build().named_parameters()}
-    data = {"name": "tokens", "paths": ("unknown",), "sequence_length": 12, "vocabulary": 61}
+    data = {"name": "tokens", "paths": (), "sequence_length": 12, "vocabulary": 61}
     model = {"name": "gpt", **sizes, **newer}
     tables = {"model": model, "objective": {"name": "next_token"}, "data": data}
     facts = TokenFacts(count=0, sequence_length=12, vocabulary=61)
@@ -251,6 +254,29 @@ def test_the_tokenizer_of_a_run_is_exported_alone_unless_its_name_is_that_of_tra
     assert exported["tokenizer.json"] == beside
     assert exported["of_bert.json"] == {"tokenizer.json": tmp_path / "of_bert.json"}
     assert exported["gone.json"] == {}
+
+
+def test_ids_of_special_tokens_are_those_of_the_tokenizer(tmp_path, cwd):
+    folder = tmp_path / "bert"
+    shutil.copytree(FIXTURES / "bert_masked", folder)
+    ids = {"[UNK]": 1, "[PAD]": 5, "[SEP]": 7, "[MASK]": 9}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}}))
+    ours = converted(folder, tmp_path / "ours")
+    sections = config_file.build_sections(read_record(ours)["config"], catalog.variant)
+    assert sections["objective"].mask_id == 9
+    assert sections["data"].tokenizer == str(ours / "tokenizer" / "tokenizer.json")
+    back = hf_directory.read_config(converted(ours, tmp_path / "back"))
+    assert back["pad_token_id"] == 5
+    files, special = hf_directory.tokenizer_files(folder), convert_language_model.special_ids
+    assert special(files, {}, 61) == {"end_of_document": 7, "pad": 5}
+    assert special(files, {"end_of_document": 3, "pad": 0}, 61) == {"end_of_document": 3, "pad": 5}
+    assert special({}, {"end_of_document": 61, "pad": 0}, 61) == {"end_of_document": None, "pad": 0}
+
+
+def test_imported_weights_ask_for_the_dataset_to_be_scored_on(cwd):
+    record = config_file.of_record(read_record(cwd / "ours"))
+    data = config_file.build_sections(record, catalog.variant, ("data",))["data"]
+    assert "--data.paths PATH" in refused(data.survey)
 
 
 def test_what_must_be_imported_first_says_so(cwd):

@@ -183,6 +183,16 @@ def test_the_front_process_imports_nothing_heavy():
     assert not modules & {"torch", "tyro", "tomli", "numpy", "titan_dit.config.job"}
 
 
+def test_flags_of_commands_import_no_torch():
+    """Help and wrong flags are answered at once."""
+    names = [name.replace(" ", "_").replace("-", "_") for name in __main__.COMMANDS]
+    imports = [f"titan_dit.commands.flags.{name}" for name in names if name != "train"]
+    code = f"import sys, titan_dit.__main__, {', '.join(imports)}; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & {"torch", "numpy"}
+
+
 @pytest.mark.parametrize("command", [name for name in __main__.COMMANDS if name != "train"])
 def test_every_command_has_a_help_that_names_its_flags(monkeypatch, capsys, command):
     monkeypatch.setattr("sys.argv", ["titan_dit", *command.split(), "--help"])
@@ -190,7 +200,7 @@ def test_every_command_has_a_help_that_names_its_flags(monkeypatch, capsys, comm
         __main__.main()
     assert stopped.value.code == 0
     module = importlib.import_module(
-        f"titan_dit.commands.{command.replace(' ', '_').replace('-', '_')}"
+        f"titan_dit.commands.flags.{command.replace(' ', '_').replace('-', '_')}"
     )
     shown = capsys.readouterr().out
     for flag in flag_advice.flags_of(hints_of(module.Options)):

@@ -12,7 +12,8 @@ from titan_dit.config.did_you_mean import ELSEWHERE, like
 from titan_dit.config.section import Section, UserError, hints_of
 from titan_dit.launcher import failure, torch_range
 
-# Command "a b-c" is titan_dit/commands/a_b_c.py with a dataclass `Options` and `main(options)`.
+# Command "a b-c" is titan_dit/commands/a_b_c.py with `main(options)`. Its flags, the dataclass
+# `Options`, are titan_dit/commands/flags/a_b_c.py, which does not import torch.
 # Only `train` parses its own arguments, as its flags are the config's keys.
 COMMANDS = {
     "train": "train a run on the ranks of this node",
@@ -69,14 +70,15 @@ def main() -> None:
 
     own, keys = flags.take_keys(words[length:]) if name in KEYED else (words[length:], [])
     module = name.replace(" ", "_").replace("-", "_")
-    command = importlib.import_module(f"titan_dit.commands.{module}")
-    flag_advice.check(own, hints_of(command.Options), name)
+    kind = importlib.import_module(f"titan_dit.commands.flags.{module}").Options
+    flag_advice.check(own, hints_of(kind), name)
     options = tyro.cli(
-        uncaught(command.Options),
+        uncaught(kind),
         prog=f"python -m titan_dit {name}",
-        args=as_python(own, command.Options),
+        args=as_python(own, kind),
         config=(tyro.conf.FlagConversionOff,),
     )
+    command = importlib.import_module(f"titan_dit.commands.{module}")
     command.main(options, *([keys] if name in KEYED else []))
 
 

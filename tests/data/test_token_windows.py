@@ -130,7 +130,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(tmp_path, bad, monkeypat
     said = f"set.bin: id {bad} at token 24, in document 2, is outside vocabulary=1000"
     assert said in refused(tokens(path).open)
     # Beyond the tokens that are checked at the start: when it is read, and then for good.
-    monkeypatch.setattr("titan_dit.data.token_windows.CHECKED_TOKENS", 10)
+    monkeypatch.setattr("titan_dit.data.token_files.CHECKED_TOKENS", 10)
     source = tokens(path, sequence_length=5).open()
     assert len(source.read([0, 1])["tokens"]) == 2
     error = NumberedSamples(source, lambda fields: None).__getitems__([(0, 0), (1, 4)])
@@ -171,7 +171,6 @@ def test_parts_without_a_window_are_refused(first, second):
     ("keys", "message"),
     [
         ({"weights": (1.0,)}, "1 weights for 2 paths. Give one for each"),
-        ({"paths": ()}, r"paths=\[\] is empty"),
         ({"split": (0, 1)}, "up to three shares"),
         ({"split": (1, 1, 1, 1)}, "up to three shares"),
         ({"vocabulary": None}, "Set tokenizer"),
@@ -181,6 +180,19 @@ def test_parts_without_a_window_are_refused(first, second):
 def test_keys_that_do_not_fit_are_refused(keys, message):
     with pytest.raises(UserError, match=message):
         tokens(**{"paths": ("a", "b")} | keys)
+
+
+def test_what_the_files_or_the_tokenizer_refute_is_refused(first):
+    assert "Give the path of a .bin without its suffix: --data.paths" in refused(tokens().open)
+    message = refused(tokens(first, end_of_document=1000).open)
+    assert "end_of_document=1000 is not below vocabulary=1000" in message
+
+
+def test_a_run_finds_its_tokenizer_from_another_folder(first, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    byte_level_file(Path("here.json"))
+    facts = tokens(first, vocabulary=1000, tokenizer="here.json").survey().facts
+    assert facts.tokenizer == str(tmp_path / "here.json")
 
 
 def test_the_plays_are_part_of_the_package():

@@ -1,5 +1,6 @@
 """Text files to ids: every container, every bad line, and the library's own ids."""
 
+import errno
 import gzip
 import io
 import json
@@ -15,7 +16,7 @@ from small_tokens import byte_level_file
 
 from titan_dit.commands import data_show, data_tokenize, data_train_tokenizer
 from titan_dit.config.section import UserError
-from titan_dit.data.indexed_file import IndexedFile
+from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
 from titan_dit.data.tokenizer_file import read_tokenizer
 from titan_dit.data.tokenizing import chunks
 from titan_dit.data.tokenizing import tokenizer as tokenizers
@@ -199,9 +200,23 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(here, made):
     assert "has no <x>" in refused_tokenize("a.jsonl", made=made, append_eod=True, eod_token="<x>")
     twice = {"json_keys": ("text", "text")}
     assert "name each key once" in refused_tokenize("a.jsonl", made=made, **twice)
+    for alone in ({"eod_token": "<x>"}, {"language": "de"}):
+        assert "Add it, or leave both" in refused_tokenize("a.jsonl", made=made, **alone)
+    of_gpt2 = {"tokenizer": None, "vocab_file": "v.json", "merge_file": "m.txt", "lower": True}
+    assert "--lower is of BERT's" in refused_tokenize("a.jsonl", made=made, **of_gpt2)
     tokenize("a.jsonl", made=made)
     with pytest.raises(UserError, match="is there already"):
         tokenize("a.jsonl", made=made)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(here, made, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (here / "a.jsonl").write_bytes(LINES)
+    monkeypatch.setattr(IndexedWriter, "add", full)
+    message = refused_tokenize("a.jsonl", made=made)
+    assert "output-prefix=out_text_document cannot be written: No space left on device" in message
 
 
 def test_a_missing_library_names_its_extra(monkeypatch):
@@ -242,6 +257,11 @@ def test_a_tokenizer_is_trained_to_its_size_and_kind(here, made):
     assert found.token_bytes() is None
     with pytest.raises(UserError, match="is there already"):
         data_train_tokenizer.main(data_train_tokenizer.Options(**options))
+    options |= {"output": "new.json", "vocabulary": 20}
+    for kind, least in (("bpe", 257), ("wordpiece", "")):
+        with pytest.raises(UserError, match=f"vocabulary=20 is fewer than the {least}"):
+            data_train_tokenizer.main(data_train_tokenizer.Options(**options | {"kind": kind}))
+    assert not (here / "new.json").exists()
 
 
 def test_bytes_of_tokens_are_those_of_the_text(made):
@@ -268,3 +288,7 @@ def test_data_show_prints_counts_and_text(here, made, capsys):
     other = byte_level_file(here / "other.json")
     with pytest.raises(UserError, match="has 4 tokens, but the file holds id"):
         data_show.main(data_show.Options(path="out_text_document", tokenizer=other))
+    with pytest.raises(UserError, match="tokens are printed, not drawn"):
+        data_show.main(data_show.Options(path="out_text_document", out="a.png"))
+    with pytest.raises(UserError, match="no such folder, and no"):
+        data_show.main(data_show.Options(path="gone"))

@@ -5,7 +5,7 @@ import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
-from titan_dit.data.codec import Numbers, codec_of
+from titan_dit.data.codec import NumberCodec, codec_of
 from titan_dit.data.token_facts import TokenFacts
 from titan_dit.models.gpt import GPTConfig
 from titan_dit.objectives import text_drawing
@@ -79,8 +79,8 @@ def test_one_process_stops_when_every_text_has_ended_and_an_executor_does_not():
 
 
 def test_a_text_is_the_prompt_and_what_follows_up_to_the_end_of_the_document():
-    assert written([9, 4, 2, 9, 5], 2, Numbers(), END) == "4 2"
-    assert written([4, 2, 5], 1, Numbers(), None) == "4 2 5"
+    assert written([9, 4, 2, 9, 5], 2, NumberCodec(), END) == "4 2"
+    assert written([4, 2, 5], 1, NumberCodec(), None) == "4 2 5"
     assert titled(["a", "b\nc"]) == "--- 0\na\n--- 1\nb\nc\n"
 
 
@@ -125,11 +125,11 @@ BAD = {
 def test_a_bad_prompt_is_one_clear_error(case):
     text, facts, wanted = BAD[case]
     with pytest.raises(UserError, match=wanted):
-        prompt_ids(text, Numbers(), facts, "[sampling] prompt")
+        prompt_ids(text, NumberCodec(), facts, "[sampling] prompt")
 
 
 def test_an_empty_prompt_begins_a_document():
-    assert prompt_ids("", Numbers(), FACTS, "--prompt") == [END]
+    assert prompt_ids("", NumberCodec(), FACTS, "--prompt") == [END]
 
 
 def test_a_tokenizer_that_is_missing_or_none_is_one_clear_error(tmp_path):

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from titan_dit.checkpoint import run_path
 from titan_dit.checkpoint.run_checkpoints import NAME, step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, location, store_of
-from titan_dit.config.section import FilePath, Section
+from titan_dit.commands.flags.checkpoint_list import Options
 from titan_dit.observe import console
 from titan_dit.recovery.resume import readable
 from titan_dit.system.progress import duration
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """List the checkpoints of a run, oldest first. Checks file sizes, but no contents."""
-
-    section = "checkpoint list"
-
-    run: Annotated[FilePath, tyro.conf.Positional]
-    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
 
 
 def main(options: Options) -> None:

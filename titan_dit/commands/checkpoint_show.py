@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.config.section import FilePath, Section, show
+from titan_dit.commands.flags.checkpoint_show import Options
+from titan_dit.config.section import show
 from titan_dit.observe import console
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Print a checkpoint's step, samples, versions, tensors per part and config."""
-
-    section = "checkpoint show"
-
-    path: Annotated[FilePath, tyro.conf.Positional]
-    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    step: int | None = None
-    """Step of the run's checkpoint. Unset: the newest."""
-    tensors: bool = False
-    """Also print every tensor's name, shape and dtype."""
 
 
 def main(options: Options) -> None:

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Annotated
-
-import tyro
 
 from titan_dit.checkpoint import run_path
 from titan_dit.checkpoint.checkpoint import damaged_files
 from titan_dit.checkpoint.store import Location, location
-from titan_dit.config.section import FilePath, Section
+from titan_dit.commands.flags.checkpoint_verify import Options
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.recovery.resume import own_newest_first, readable
 from titan_dit.system.progress import ProgressLine, count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Check every file against the size and SHA-256 in the checkpoint's manifest."""
-
-    section = "checkpoint verify"
-
-    path: Annotated[FilePath, tyro.conf.Positional]
-    """Run directory or its checkpoints folder (all of them), or one checkpoint; a path or URL."""
 
 
 def main(options: Options) -> None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
 from titan_dit.commands import convert_language_model
+from titan_dit.commands.flags.convert import Options
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
-    Bound,
-    FilePath,
-    Finite,
-    PositiveInt,
-    Section,
     UserError,
     conform,
     hints_of,
@@ -37,34 +32,6 @@ from titan_dit.trained_model import TrainedModel, load_trained
 SCALE = 0.18215
 OBJECTIVE = "titan_dit.objective"
 """Metadata key of a .safetensors file for the training objective."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Import weights of facebookresearch/DiT or transformers as a checkpoint, or export one."""
-
-    section = "convert"
-
-    source: Annotated[FilePath, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
-    """Import: FILE.pt or FILE.safetensors of the original DiT, or a folder of transformers with
-    config.json. Export: a run or a checkpoint."""
-    to: FilePath
-    """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
-    folder of a language model."""
-    heads: PositiveInt | None = None
-    """Import: attention heads, for sizes other than S, B, L and XL."""
-    scale: Annotated[Finite, Bound(above=0)] | None = None
-    """Import: scaling factor of the autoencoder's latents. Unset: 0.18215."""
-    prediction: Literal["eps", "v", "x"] | None = None
-    """Import: what the network predicts. Unset: eps (the noise), as the original."""
-    noise_schedule: Literal["linear", "cosine"] | None = None
-    """Import: the noise schedule. Unset: linear, as the original."""
-    weights: Literal["ema", "model"] | None = None
-    """Export: EMA or model (non-averaged) weights. Unset: EMA."""
-    decay: float | None = None
-    """Export: EMA decay, if the run has several. Unset: the first."""
-    step: int | None = None
-    """Export: step of the run's checkpoint. Unset: the newest."""
 
 
 ORIGINAL = {"noise_schedule": "linear", "prediction": "eps"}

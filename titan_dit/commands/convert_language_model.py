@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ from torch import Tensor
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import Location
 from titan_dit.config import catalog, config_file
-from titan_dit.config.section import UserError
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.config.section import UserError, hints_of
+from titan_dit.data.pair_facts import PairFacts
+from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
 from titan_dit.interop import hf_directory, hugging_face, imported
 from titan_dit.models.base import ModelConfig
 from titan_dit.observe import console
 from titan_dit.trained_model import TrainedModel
 
+FILE = "tokenizer.json"
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer's files in an imported checkpoint."""
 
@@ -36,16 +38,21 @@ def read_directory(source: Path, target: Path) -> None:
         ours = hugging_face.to_ours(family, model, objective, tensors)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
-    facts, _ = objective.example(model)
-    if isinstance(facts, TokenFacts) and isinstance(end := config.get("eos_token_id"), int):
-        facts = replace(facts, end_of_document=end)
-    # A checkpoint needs the section; the data of imported weights are unknown.
-    sizes = {key: getattr(model, key) for key in ("sequence_length", "vocabulary")}
-    data = {"name": "tokens", "paths": ("unknown",), **sizes}
-    record = imported.record_of({**tables, "data": data}, facts)
     files = hf_directory.tokenizer_files(source)
-    if "tokenizer.json" in files:
-        record["data"]["tokenizer"] = str(target.resolve() / TOKENIZER / "tokenizer.json")
+    named = str(target.resolve() / TOKENIZER / FILE) if FILE in files else ""
+    facts, _ = objective.example(model)
+    given = {ours: config.get(theirs) for theirs, ours in family.special.items()}
+    own = {f.name for f in fields(facts)}
+    ids = {k: v for k, v in given.items() if k in own and type(v) is int and v < model.vocabulary}
+    facts = replace(facts, tokenizer=named, **ids)
+    # A checkpoint needs the section; the dataset of imported weights is unknown.
+    sizes = {key: getattr(model, key) for key in ("sequence_length", "vocabulary")}
+    name = "sentence_pairs" if isinstance(facts, PairFacts) else "tokens"
+    data = {"name": name, "paths": (), "tokenizer": named, **sizes}
+    tokenizer = tokenizer_in(files)
+    if tokenizer and "[MASK]" in tokenizer.ids and "mask_id" in hints_of(type(objective)):
+        tables["objective"]["mask_id"] = tokenizer.ids["[MASK]"]
+    record = imported.record_of({**tables, "data": data}, facts)
     console.say(f"read    {source}: {config['architectures'][0]}, {described(model, ours)}")
     if wide := {str(t.dtype)[6:] for t in tensors.values() if t.is_floating_point()} - {"float32"}:
         console.say(f"        {', '.join(sorted(wide))} converted to float32")
@@ -70,11 +77,12 @@ def write_directory(source: Location, target: Path, run: TrainedModel) -> None:
         config = family.config(run.model_config, objective)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
-    end = record["data"].get("end_of_document")
     ours = {name: p.detach() for name, p in run.network.named_parameters()}
     theirs = hugging_face.to_theirs(family, run.model_config, ours)
     files = tokenizer_of(run.path, record["data"])
-    config |= {"bos_token_id": end, "eos_token_id": end, "dtype": "float32"}
+    known = special_ids(files, record["data"], config["vocab_size"])
+    config |= {theirs: known[ours] for theirs, ours in family.special.items()}
+    config["dtype"] = "float32"
     hf_directory.write(target, config, theirs, files)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
     what = described(run.model_config, ours)
@@ -82,15 +90,41 @@ def write_directory(source: Location, target: Path, run: TrainedModel) -> None:
     say_tokenizer(files)
 
 
+def special_ids(
+    files: Mapping[str, Path], facts: Mapping[str, Any], vocabulary: int
+) -> dict[str, int | None]:
+    """Ids of the token that ends a document and of padding; None if unknown.
+
+    The data's own, else the tokenizer's; no id beyond the vocabulary.
+    """
+    known = {name: facts.get(name) for name in ("end_of_document", "pad")}
+    if tokenizer := tokenizer_in(files):
+        if known["end_of_document"] is None:
+            known["end_of_document"] = tokenizer.end_of_document
+        known["pad"] = tokenizer.ids.get("[PAD]", known["pad"])
+    return {
+        name: number if number is not None and number < vocabulary else None
+        for name, number in known.items()
+    }
+
+
+def tokenizer_in(files: Mapping[str, Path]) -> TokenizerFile | None:
+    """The tokenizer.json among the files, if it is there and can be read."""
+    try:
+        return read_tokenizer(files[FILE])
+    except (KeyError, UserError):
+        return None
+
+
 def tokenizer_of(path: Location, facts: Mapping[str, Any]) -> dict[str, Path]:
     """The tokenizer's files: of imported weights beside them, of a run where its data name them."""
     if isinstance(path, Path) and (files := hf_directory.tokenizer_files(path / TOKENIZER)):
         return files
     named = Path(facts.get("tokenizer") or "")
-    if named.name == "tokenizer.json" and named.is_file():
+    if named.name == FILE and named.is_file():
         return hf_directory.tokenizer_files(named.parent)
     # The files beside one of another name may be another tokenizer's.
-    return {"tokenizer.json": named} if named.is_file() else {}
+    return {FILE: named} if named.is_file() else {}
 
 
 def say_tokenizer(files: Mapping[str, Path]) -> None:

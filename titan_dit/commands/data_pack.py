@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from titan_dit.config.section import FilePath, Finite, PositiveInt, Section, UserError
+from titan_dit.commands.flags.data_pack import Options
+from titan_dit.config.section import UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Pack a folder per class, or fast-DiT's features and labels, into shards."""
-
-    section = "data pack"
-
-    input: FilePath
-    """Folder of latents (.npy, .pt, .safetensors) or, for pixel models, of images."""
-    output: FilePath
-    """New folder for the shards, which take its name. Interrupted packing resumes."""
-    workers: PositiveInt = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
-    """Worker processes; the result does not depend on them."""
-    dtype: Literal["float16", "float32"] | None = None
-    """Dtype of stored latents. Default: float16. Images are uint8."""
-    scale: Finite | None = None
-    """The model's input is (stored - shift) * scale. Default: the input manifest's, else 1; 1/127.5
-    for images."""
-    shift: Finite | None = None
-    """Default: the input manifest's, else 0; 127.5 for images."""
-    num_classes: PositiveInt | None = None
-    """Number of classes, if the input lacks some. Default: as found."""
-    classes: str | None = None
-    """Text file of the class folder names in label order, one per line."""
-    image_size: PositiveInt | None = None
-    """Resize and center-crop images to squares of this many pixels, like ADM and DiT."""
-    source: str | None = None
-    """Description of the data's origin, for the manifest."""
-    shard_size: PositiveInt | None = None
-    """Samples per shard. Default: 128 MiB."""
 
 
 def main(options: Options) -> None:

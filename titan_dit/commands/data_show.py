@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
-import tyro
 from jaxtyping import Shaped
 from torch import Tensor
 
+from titan_dit.commands.flags.data_show import Options
 from titan_dit.commands.token_report import prefix_of, show_tokens
-from titan_dit.config.section import FilePath, PositiveInt, Section, UserError
+from titan_dit.config.section import UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.held_out import group_sizes
@@ -25,31 +23,25 @@ from titan_dit.observe import console
 from titan_dit.rng import SampleRNG
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Print a dataset's metadata and a few of its samples: pictures are drawn, tokens printed."""
-
-    section = "data show"
-
-    path: Annotated[FilePath, tyro.conf.Positional]
-    """Dataset folder (shards, a folder per class, or features and labels), or a .bin or .idx of
-    tokens."""
-    num: PositiveInt = 16
-    """Samples to read and draw, evenly spaced over the dataset."""
-    out: FilePath | None = None
-    """PNG file. Default: NAME.png in the current folder."""
-    verify: bool = False
-    """Check all data: the SHA-256 of every shard, or every file of a folder. Tokens always are."""
-    tokenizer: FilePath | None = None
-    """Of tokens: the tokenizer.json, to print text."""
-
-
 def main(options: Options) -> None:
-    """Print the metadata and draw the samples."""
+    """Show tokens or latents, whichever the path holds."""
     path = Path(options.path)
     if prefix := prefix_of(path):
+        if options.out:
+            raise UserError(f"[data show] out={options.out}: tokens are printed, not drawn.")
         show_tokens(prefix, options.num, options.tokenizer)
         return
+    if options.tokenizer:
+        raise UserError(f"[data show] tokenizer={options.tokenizer}: {path} holds no tokens.")
+    if not path.exists():
+        raise UserError(
+            f"[data show] path={path}: there is no such folder, and no .bin or .idx of tokens."
+        )
+    show_latents(path, options)
+
+
+def show_latents(path: Path, options: Options) -> None:
+    """Print the metadata and draw the samples."""
     out = Path(options.out or f"{path.resolve().name}.png")
     if path.resolve() in out.resolve().parents:
         raise UserError(

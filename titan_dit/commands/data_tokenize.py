@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_dit.config.section import FilePath, PositiveInt, Section, UserError, show
+from titan_dit.commands.flags.data_tokenize import COMMAND, ENGLISH, Options
+from titan_dit.config.section import UserError, show
 from titan_dit.data.indexed_file import IndexedWriter, bin_of, dtype_for, idx_of
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import check_inputs, read_chunks
@@ -21,43 +21,8 @@ from titan_dit.observe import console
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
 
-COMMAND = "data tokenize"
 SHOWN = 3
 """Bad lines on the console; a file lists all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Tokenize text files into PREFIX_text_document.bin and .idx, as Megatron reads them."""
-
-    section = COMMAND
-
-    input: tuple[FilePath, ...]
-    """Text files: .jsonl (a document a line), .txt (a document a file), also as .gz or .xz, and
-    tars of them."""
-    output_prefix: FilePath
-    """Path that the names of the output files begin with."""
-    tokenizer: FilePath | None = None
-    """A tokenizer.json."""
-    vocab_file: FilePath | None = None
-    """Instead: GPT-2's vocab.json, with --merge-file, or BERT's vocab.txt."""
-    merge_file: FilePath | None = None
-    """GPT-2's merges.txt."""
-    lower: bool = False
-    """With BERT's vocab.txt: convert to lower case."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of a JSON line that hold text; each gets files of its own, PREFIX_KEY_document."""
-    append_eod: bool = False
-    """Append the token that ends a document."""
-    eod_token: str | None = None
-    """That token. Default: the first of <|endoftext|>, <|end_of_text|>, </s>, <eos>, [SEP] that the
-    tokenizer has."""
-    split_sentences: bool = False
-    """Make each sentence a sequence, for BERT: PREFIX_KEY_sentence."""
-    language: str = "en"
-    """Language of the sentences, as in ISO 639."""
-    workers: PositiveInt = field(default_factory=lambda: min(64, len(os.sched_getaffinity(0))))
-    """Worker processes; the result does not depend on them."""
 
 
 def main(options: Options) -> None:
@@ -95,6 +60,8 @@ def tokenizer_of(options: Options) -> Any:
             raise UserError(f"[{COMMAND}] --merge-file and --lower belong to --vocab-file.")
         return tokenizers.read(Path(options.tokenizer), COMMAND)
     assert options.vocab_file
+    if options.merge_file and options.lower:
+        raise UserError(f"[{COMMAND}] --lower is of BERT's vocab.txt: GPT-2 keeps every letter.")
     merges = Path(options.merge_file) if options.merge_file else None
     return tokenizers.of_vocabulary(Path(options.vocab_file), merges, options.lower, COMMAND)
 
@@ -103,7 +70,11 @@ def recipe_of(options: Options, made: Any) -> Recipe:
     """What the workers need."""
     if options.split_sentences:
         tokenizers.needed("sentencex", COMMAND)
+    elif options.language != ENGLISH:
+        raise UserError(f"[{COMMAND}] --language is of --split-sentences. Add it, or leave both.")
     end = None
+    if options.eod_token and not options.append_eod:
+        raise UserError(f"[{COMMAND}] --eod-token is of --append-eod. Add it, or leave both.")
     if options.append_eod:
         end = tokenizers.end_of_document(made, options.eod_token, COMMAND)
     if len(set(options.json_keys)) < len(options.json_keys) or not options.json_keys:
@@ -148,7 +119,10 @@ class Totals:
 def write_all(
     recipe: Recipe, prefixes: list[Path], inputs: list[Path], size: int, workers: int
 ) -> Totals:
-    """Encode all files and write the result; on an error nothing is written."""
+    """Encode all files and write the result; on an error nothing is written.
+
+    Raises UserError for a disk that is full or cannot be written.
+    """
     totals, progress = Totals(), ProgressLine(size, "B", what="tokenized", form=count)
     dtype = np.dtype(recipe.dtype)
     try:
@@ -167,6 +141,11 @@ def write_all(
                     f"[{COMMAND}] no document found: {len(totals.bad):,} bad lines{first}. "
                     "--json-keys names the keys of the text. Nothing was written."
                 )
+    except OSError as error:
+        raise UserError(
+            f"[{COMMAND}] output-prefix={prefixes[0]} cannot be written: {error.strerror}. Free "
+            "some space, or choose another; nothing was written."
+        ) from None
     finally:
         progress.end()
     return totals

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from titan_dit.config.section import FilePath, PositiveInt, Section, UserError
+from titan_dit.commands.flags.data_train_tokenizer import COMMAND, Options
+from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import check_inputs, read_chunks
 from titan_dit.data.tokenizing.texts import BadLine, texts_of
@@ -15,28 +14,8 @@ from titan_dit.observe import console
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
 
-COMMAND = "data train-tokenizer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Train a tokenizer on text files."""
-
-    section = COMMAND
-
-    input: tuple[FilePath, ...]
-    """Text files, as of `data tokenize`."""
-    output: FilePath
-    """The tokenizer.json to write."""
-    vocabulary: PositiveInt
-    """Most tokens, special ones included."""
-    kind: Literal["bpe", "wordpiece"] = "bpe"
-    """bpe: on bytes, as GPT-2's, with <|endoftext|>. wordpiece: as BERT's, with [PAD], [UNK],
-    [CLS], [SEP], [MASK]."""
-    lower: bool = False
-    """Of wordpiece: convert to lower case."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of a JSON line that hold text."""
+BYTES = 256 + len(tokenizers.GPT_SPECIAL)
+"""Tokens of every byte-level BPE."""
 
 
 def main(options: Options) -> None:
@@ -47,13 +26,26 @@ def main(options: Options) -> None:
         raise UserError(f"[{COMMAND}] output={options.output} is there already. Delete it.")
     if options.lower and options.kind == "bpe":
         raise UserError(f"[{COMMAND}] --lower is of --kind wordpiece: bpe keeps every byte.")
+    if options.kind == "bpe":
+        check_size(options.vocabulary, BYTES)
     tokenizers.needed("tokenizers", COMMAND)
+    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     texts = read_texts(inputs, size, options.json_keys)
     made = tokenizers.train(texts, options.kind, options.vocabulary, options.lower, COMMAND)
+    check_size(options.vocabulary, made.get_vocab_size())
     write_whole(Path(options.output), tokenizers.text_of(made).encode())
     console.say(f"wrote {options.output}: {made.get_vocab_size():,} tokens")
     if made.get_vocab_size() < options.vocabulary:
         console.say(f"the text has no more; vocabulary={options.vocabulary:,} was wanted")
+
+
+def check_size(vocabulary: int, least: int) -> None:
+    """Refuse a vocabulary without room for single characters and special tokens."""
+    if vocabulary < least:
+        raise UserError(
+            f"[{COMMAND}] vocabulary={vocabulary} is fewer than the {least} single characters and "
+            f"special tokens. Set vocabulary = {least} or more."
+        )
 
 
 def read_texts(inputs: list[Path], size: int, keys: tuple[str, ...]) -> Iterator[str]:
@@ -69,6 +61,8 @@ def read_texts(inputs: list[Path], size: int, keys: tuple[str, ...]) -> Iterator
         progress(done)
     progress.end()
     if not found:
-        raise UserError(f"[{COMMAND}] no text found: {bad:,} bad lines. See --json-keys.")
+        raise UserError(
+            f"[{COMMAND}] no text found: {bad:,} bad lines. --json-keys names the keys of the text."
+        )
     if bad:
         console.say(f"skipped {bad:,} bad lines")

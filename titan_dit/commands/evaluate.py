@@ -13,11 +13,9 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
@@ -26,9 +24,10 @@ from titan_dit.checks import validate
 from titan_dit.checks.device import replayable_precision, with_kernel
 from titan_dit.checks.parts import validate_parts
 from titan_dit.commands import train
+from titan_dit.commands.flags.evaluate import Options
 from titan_dit.config import catalog, config_file, dotted_names, flags
 from titan_dit.config.job import JobConfig
-from titan_dit.config.section import FilePath, PositiveInt, Section, UserError
+from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.execution.build import build
@@ -46,31 +45,6 @@ OF_RUN = ("job", "model", "objective", "data", "precision", "ema", "validation")
 """Sections that the run decides. Layout, compilation and the rest are those of the command line."""
 WHAT_MODEL_IS = ("tensor_plan",)
 """Keys of [parallel] that belong to the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Score a trained run on its validation set. Every key of the config is a flag, too.
-
-    --parallel.tp 2 chooses a layout, --data.path and --validation.path other places of the data.
-    """
-
-    section = "evaluate"
-
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
-    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    step: int | None = None
-    """Step of the run's checkpoint. Unset: the newest."""
-    weights: Literal["ema", "model"] = "ema"
-    """EMA or model (non-averaged) weights."""
-    decay: float | None = None
-    """EMA decay, if the run has several. Unset: the first."""
-    batch_size: PositiveInt = 16
-    """Samples of a forward pass on one rank."""
-    out: FilePath | None = None
-    """FILE.json for the results."""
-    device: str | None = None
-    """Default: cuda if available, else cpu."""
 
 
 def main(options: Options, keys: Sequence[str]) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
@@ -21,11 +20,12 @@ from titan_dit.checkpoint.run_path import CONFIG
 from titan_dit.checkpoint.run_path import resolve as named_by
 from titan_dit.checkpoint.store import Location
 from titan_dit.checks.device import replayable_precision
+from titan_dit.commands.flags.replay import Options
 from titan_dit.commands.replay_report import Replayed, report, shown
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
-from titan_dit.config.section import FilePath, NonNegativeInt, PositiveInt, Section, UserError
+from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
@@ -51,26 +51,6 @@ from titan_dit.trained_model import device_of
 
 MICROBATCH = 32
 """Microbatch size if the run's config sets none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Repeat a training step and list the samples that are not finite."""
-
-    section = "replay"
-
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
-    """Run directory, its checkpoints folder, or one of its checkpoints."""
-    step: PositiveInt
-    """A step that the run took or crashed in; RUN/faults.jsonl lists the skipped ones."""
-    microbatch: NonNegativeInt | None = None
-    """Run only this microbatch, counted from 0. Unset: all."""
-    microbatch_size: PositiveInt | None = None
-    """Unset: the run's [training] microbatch_size. 1 gives a gradient norm per sample."""
-    show: NonNegativeInt = 20
-    """Finite samples to print, highest loss first."""
-    device: str | None = None
-    """Default: cuda if available, else cpu."""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from titan_dit.checkpoint import run_path
+from titan_dit.commands.flags.runs import Options
 from titan_dit.config import config_file
-from titan_dit.config.section import FilePath, Section, UserError, show
+from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_runs
 from titan_dit.observe.metrics import Row, curve, read_rows
@@ -21,18 +20,6 @@ METRICS, CONFIG = "metrics.jsonl", "config.toml"
 OF_EVERY_RUN = ("job.name", "job.dir", "checkpoint.dir")
 """Keys that differ because each run has a place of its own."""
 MISSING = "-"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Compare runs: a table of losses and of what differs in their configs, and a picture."""
-
-    section = "runs"
-
-    dirs: Annotated[tuple[FilePath, ...], tyro.conf.Positional]
-    """Run directories, or folders of runs, such as outputs."""
-    out: FilePath = "runs.png"
-    """PNG of the loss curves: smoothed training losses, and validation losses as dots."""
 
 
 @dataclass(frozen=True)

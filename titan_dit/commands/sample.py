@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands import sample_pictures, sample_text
-from titan_dit.commands.sample_flags import CommonFlags
-from titan_dit.commands.sample_pictures import PictureFlags
-from titan_dit.commands.sample_text import TextFlags
+from titan_dit.commands.flags.sample import CommonFlags, Options, PictureFlags, TextFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.objectives.base import Objective
 from titan_dit.objectives.next_token import NextToken
 from titan_dit.trained_model import TrainedModel, device_of, load_trained
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(TextFlags, PictureFlags):
-    """Draw samples from a trained run: pictures of a diffusion, text of a language model."""
 
 
 class Family(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit.commands.chosen_classes import chosen_classes
-from titan_dit.commands.sample_flags import CommonFlags
+from titan_dit.commands.flags.sample import CommonFlags, PictureFlags
 from titan_dit.config import dotted_names
-from titan_dit.config.section import FilePath, Fraction, NonNegativeFloat, PositiveInt, UserError
+from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
@@ -30,27 +29,6 @@ from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel
 
 NUM = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class PictureFlags(CommonFlags):
-    """Classes, guidance and sampler."""
-
-    labels: str = "all"
-    """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
-    noise: FilePath | None = None
-    """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
-    classes is unconditional); replaces --num, --labels and the seed's noise."""
-    cfg_scale: NonNegativeFloat = 2.0
-    """Classifier-free guidance scale; 1 disables it."""
-    cfg_channels: PositiveInt | None = None
-    """Guide only the first channels (the original DiT guides 3 of 4). Unset: all."""
-    eta: Fraction = 0.0
-    """DDIM noise: 0 is deterministic, 1 adds as much as ddpm."""
-    sampler: str = "auto"
-    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto is the first of them."""
-    steps: PositiveInt = 25
-    """Sampling steps."""
 
 
 def check(flags: CommonFlags) -> None:

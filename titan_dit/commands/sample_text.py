@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from titan_dit.commands.sample_flags import CommonFlags
-from titan_dit.config.section import Bound, FilePath, NonNegativeFloat, PositiveInt, UserError
+from titan_dit.commands.flags.sample import CommonFlags, TextFlags
+from titan_dit.config.section import UserError
 from titan_dit.data.codec import codec_of
 from titan_dit.execution.base import first_of
 from titan_dit.objectives import text_drawing
@@ -22,24 +20,6 @@ from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel
 
 NUM = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextFlags(CommonFlags):
-    """Prompt, length, and how a token is drawn."""
-
-    prompt: str = ""
-    """Text: what to continue. Empty begins a document. Of a run without a tokenizer, token ids."""
-    length: PositiveInt = 100
-    """Text: tokens to draw; it ends earlier with its document."""
-    temperature: NonNegativeFloat = 1.0
-    """Text: divides the logits; 0 takes the most likely token."""
-    top_k: PositiveInt | None = None
-    """Text: draw from the most likely tokens only. Unset: from all."""
-    top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
-    """Text: draw from the fewest most likely tokens with this probability together."""
-    tokenizer: FilePath | None = None
-    """Text: tokenizer.json. Unset: [data] tokenizer of the run."""
 
 
 def check(flags: CommonFlags) -> None:

@@ -101,6 +101,8 @@ def conform(value: object, hint: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise UserError(f"{where}={show(value)} must be a list, such as [{show(value)}].")
+        if list(value) == ["None"]:
+            raise UserError(f"{where}=None is not a list. The empty one is [].")
         return tuple(conform(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
     if isinstance(hint, type) and issubclass(hint, Table):
         return value if isinstance(value, hint) else table_of(value, hint, where)

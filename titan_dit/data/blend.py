@@ -15,7 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from titan_dit.config.section import UserError, show
-from titan_dit.data.order import EpochOrder, Numbers
+from titan_dit.data.base import Source
+from titan_dit.data.order import EpochOrder, Numbers, SampleOrder
 from titan_dit.rng import stream_key
 
 SLOTS = 1 << 16
@@ -84,3 +85,25 @@ class BlendOrder:
             rows[inside] = np.array(self.orders[i].rows(draws[inside].tolist())) + self.firsts[i]
         found: list[int] = rows.tolist()
         return found
+
+
+class BlendedSource(Source):
+    """Rows of several datasets, numbered one dataset after another; mixed if there are weights."""
+
+    def __init__(self, counts: Sequence[int], weights: Sequence[float]) -> None:
+        """`counts`: rows of each dataset; `weights`: share of each in the samples, or none."""
+        self.weights, self.counts = tuple(weights), np.array(counts)
+        self.ends = self.counts.cumsum()
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """(number of the dataset, row in it) of a row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"sample {row} of {len(self)}")
+        dataset = int(np.searchsorted(self.ends, row, side="right"))
+        return dataset, row - int(self.ends[dataset] - self.counts[dataset])
+
+    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
+        """Return the order of training: a permutation an epoch, or a blend by weights."""
+        if not self.weights:
+            return super().order(seed, held_out, data_order)
+        return BlendOrder.of(seed, self.counts.tolist(), self.weights, held_out, data_order)

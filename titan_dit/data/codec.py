@@ -21,7 +21,7 @@ class Codec(Protocol):
         """The text of ids."""
 
 
-class Numbers:
+class NumberCodec:
     """Ids written as numbers, such as "17 4 4", for data without a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
@@ -39,7 +39,7 @@ class Numbers:
         return " ".join(map(str, ids))
 
 
-class Text:
+class TokenizerCodec:
     """A tokenizer of the library tokenizers."""
 
     def __init__(self, path: Path) -> None:
@@ -58,4 +58,4 @@ class Text:
 
 def codec_of(path: str) -> Codec:
     """The codec of a tokenizer.json; of "", numbers."""
-    return Text(Path(path)) if path else Numbers()
+    return TokenizerCodec(Path(path)) if path else NumberCodec()

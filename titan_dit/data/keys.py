@@ -93,7 +93,8 @@ class TokensKeys(DataKeys):
     name = "tokens"
 
     paths: tuple[FilePath, ...]
-    """Datasets, each the path of a .bin and a .idx without these suffixes."""
+    """Datasets, each the path of a .bin and a .idx without these suffixes. Imported weights have
+    none."""
     weights: tuple[PositiveFloat, ...] = ()
     """Share of each path in the samples. Empty: every window of every path once an epoch."""
     split: tuple[NonNegativeFloat, ...] = (949.0, 50.0, 1.0)
@@ -112,8 +113,6 @@ class TokensKeys(DataKeys):
     def __post_init__(self) -> None:
         """Refuse weights and shares that fit no path."""
         super().__post_init__()
-        if not self.paths:
-            raise UserError("[data] paths=[] is empty. Give the path of a .bin without its suffix.")
         if len(self.weights) not in (0, len(self.paths)):
             raise UserError(
                 f"[data] weights={show(self.weights)} fit no paths={show(self.paths)}: "
@@ -151,7 +150,7 @@ class SentencePairsKeys(TokensKeys):
     def __post_init__(self) -> None:
         """Require a tokenizer: it has the ids of [CLS], [SEP], [MASK] and [PAD]."""
         super().__post_init__()
-        if not self.tokenizer:
+        if self.paths and not self.tokenizer:
             raise UserError(
                 "[data] sentence_pairs need the ids of [CLS], [SEP], [MASK] and [PAD]. Set "
                 "tokenizer (a tokenizer.json)."

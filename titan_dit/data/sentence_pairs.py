@@ -6,28 +6,22 @@ objective cuts the sentences of a sample in two, and swaps the halves or not.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data import token_part
-from titan_dit.data.base import DataConfig, Source
-from titan_dit.data.blend import BlendOrder
+from titan_dit.data.blend import BlendedSource
 from titan_dit.data.indexed_file import IndexedFile
 from titan_dit.data.keys import SentencePairsKeys
-from titan_dit.data.order import SampleOrder
+from titan_dit.data.order import Numbers
 from titan_dit.data.pair_facts import NUM_SPECIAL, PairFacts
-from titan_dit.data.sentence_spans import Numbers, Targets, sentence_numbers, spans_of
+from titan_dit.data.sentence_spans import Targets, sentence_numbers, spans_of
+from titan_dit.data.token_files import IndexedData, check_ids
 from titan_dit.data.token_part import TokenPart
-from titan_dit.data.token_windows import CHECKED_TOKENS
-from titan_dit.data.tokenizer_file import read_tokenizer
 
 SPECIAL = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
@@ -42,54 +36,48 @@ class Surveyed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentencePairs(SentencePairsKeys, DataConfig):
+class SentencePairs(SentencePairsKeys, IndexedData):
     """Sentences on disk: Megatron's .bin and .idx with a sequence per sentence."""
-
-    part: ClassVar[int] = 0
-    """Which share of `split`."""
-
-    def open(self) -> SentenceSpans:
-        """Check the files, and open them."""
-        return self.open_surveyed(self.survey())
 
     def survey(self) -> Surveyed:
         """Check the files and their ids, and find the samples."""
-        tokenizer = read_tokenizer(Path(self.tokenizer))
-        if missing := [token for token in SPECIAL.values() if token not in tokenizer.ids]:
+        files = self.files()
+        assert files.tokenizer
+        ids = files.tokenizer.ids
+        if missing := [token for token in SPECIAL.values() if token not in ids]:
             raise UserError(
                 f"[data] tokenizer={self.tokenizer} has no {', '.join(missing)}, which pairs of "
                 "sentences need. Give a tokenizer of BERT."
             )
-        vocabulary = self.vocabulary or tokenizer.vocabulary
-        found = [token_part.survey(Path(path), self.split, self.part) for path in self.paths]
-        parts = [part for _, part in found]
-        most = sum(map(len, parts)) if self.verify else max(CHECKED_TOKENS // len(parts), 1)
-        for file, part in found:
-            token_part.histogram(file, part, vocabulary, most)
+        for _ in files.histograms(self.verify):
+            pass  # Each one refuses ids beyond the vocabulary.
         targets = Targets(self.sequence_length - NUM_SPECIAL, self.short_share)
+        found = zip(files.indexed, files.parts, strict=True)
         spans = tuple(spans_of(file, part, targets) for file, part in found)
-        empty = [part.prefix for part, own in zip(parts, spans, strict=True) if not len(own)]
-        if empty and (self.weights or len(empty) == len(parts)):
-            what = ("training", "validation")[self.part]
-            raise UserError(
-                f"[data] {empty[0]}: its part for {what} has no document of two sentences. "
-                "Tokenize with --split-sentences, or choose another `split`."
-            )
+        self.check_spans(files.parts, spans)
         used = sum(int((own[:, 1] - own[:, 0]).sum()) for own in spans)
-        end = tokenizer.end_of_document if self.end_of_document is None else self.end_of_document
         facts = PairFacts(
             count=sum(map(len, spans)),
-            digest=hashlib.sha256(" ".join(part.digest for part in parts).encode()).hexdigest(),
+            digest=files.digest,
             sequence_length=self.sequence_length,
-            vocabulary=vocabulary,
+            vocabulary=files.vocabulary,
             short_share=self.short_share,
-            end_of_document=end,
-            tokenizer=self.tokenizer,
-            num_tokens=sum(map(len, parts)),
-            num_left_out=sum(map(len, parts)) - used,
-            **{name: tokenizer.ids[token] for name, token in SPECIAL.items()},
+            end_of_document=files.end_of_document,
+            tokenizer=files.tokenizer_path,
+            num_tokens=files.num_tokens,
+            num_left_out=files.num_tokens - used,
+            **{name: ids[token] for name, token in SPECIAL.items()},
         )
-        return Surveyed(tuple(parts), spans, facts)
+        return Surveyed(files.parts, spans, facts)
+
+    def check_spans(self, parts: Sequence[TokenPart], spans: Sequence[Numbers]) -> None:
+        """Refuse a part without a sample: every weighted one must have one, else one of all."""
+        empty = [part.prefix for part, own in zip(parts, spans, strict=True) if not len(own)]
+        if empty and ((self.weights and not self.part) or len(empty) == len(parts)):
+            raise UserError(
+                f"[data] {empty[0]}: its part for {self.part_name} has no document of two "
+                "sentences. Tokenize with --split-sentences, or choose another `split`."
+            )
 
     def open_surveyed(self, survey: Surveyed) -> SentenceSpans:
         """Open the surveyed files."""
@@ -99,10 +87,6 @@ class SentencePairs(SentencePairsKeys, DataConfig):
         """The same files' second share; weights do not apply."""
         return HeldOutPairs(**{f.name: getattr(self, f.name) for f in fields(self)})
 
-    def at(self, path: str) -> SentencePairs:
-        """All documents of another dataset."""
-        return replace(self, paths=(path,), weights=(), split=(1.0,))
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutPairs(SentencePairs):
@@ -111,17 +95,16 @@ class HeldOutPairs(SentencePairs):
     part = 1
 
 
-class SentenceSpans(Source):
+class SentenceSpans(BlendedSource):
     """Random access to the samples of several files, numbered one file after another."""
 
     facts: PairFacts
 
     def __init__(self, survey: Surveyed, weights: Sequence[float] = ()) -> None:
-        self.survey, self.weights = survey, tuple(weights)
+        self.survey = survey
         self.facts, self.fields = survey.facts, survey.facts.fields
         self.files = [IndexedFile(part.prefix) for part in survey.parts]
-        self.counts = [len(spans) for spans in survey.spans]
-        self.ends = np.cumsum(self.counts)
+        super().__init__([len(spans) for spans in survey.spans], weights)
 
     def __reduce__(self) -> tuple[type[SentenceSpans], tuple[Surveyed, tuple[float, ...]]]:
         """Pickle what was surveyed; a spawned process opens the files itself."""
@@ -129,21 +112,12 @@ class SentenceSpans(Source):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Read one sample. Raises UserError for an id outside the vocabulary."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        path = int(np.searchsorted(self.ends, index, side="right"))
-        row = index - int(self.ends[path]) + self.counts[path]
+        path, row = self.place_of(index)
         first, end = self.survey.spans[path][row].tolist()
         file, size = self.files[path], self.facts.sequence_length - NUM_SPECIAL
         ids = file.ids[first:end]
-        token_part.check_ids(ids, self.facts.vocabulary, file, first)
+        check_ids(ids, self.facts.vocabulary, file, first)
         tokens, sentences = torch.zeros(size, dtype=torch.int64), torch.full((size,), -1)
         tokens[: end - first] = torch.from_numpy(ids.astype(np.int64))
         sentences[: end - first] = torch.from_numpy(sentence_numbers(file, first, end))
         return {"tokens": tokens, "sentences": sentences}
-
-    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
-        """Return the order of training: a permutation an epoch, or a blend by weights."""
-        if not self.weights:
-            return super().order(seed, held_out, data_order)
-        return BlendOrder.of(seed, self.counts, self.weights, held_out, data_order)

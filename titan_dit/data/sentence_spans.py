@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from titan_dit.data.indexed_file import IndexedFile
+from titan_dit.data.order import Numbers
 from titan_dit.data.token_part import TokenPart
 from titan_dit.rng import words
-
-Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from titan_dit.config.section import UserError, show
-from titan_dit.data.base import BadSampleError
 from titan_dit.data.indexed_file import IndexedFile
-from titan_dit.system.progress import ProgressLine, count
 
 SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 """Of each file, for the digest."""
 PART = 1 << 22
 """Ids counted at once."""
-EMPTY = "Choose a `split` that leaves it documents, or a shorter sequence_length."
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class TokenPart:
         return len(self) - (num * length + 1 if num else 0)
 
 
-def survey(prefix: Path, split: tuple[float, ...], part: int) -> tuple[IndexedFile, TokenPart]:
+def part_of(prefix: Path, split: tuple[float, ...], part: int) -> tuple[IndexedFile, TokenPart]:
     """Open and check a dataset; `part` is the share of `split` to take, of whole documents."""
     file = IndexedFile(prefix)
     file.check()
@@ -74,39 +69,3 @@ def digest_of(file: IndexedFile) -> str:
                 opened.seek(at)
                 sha.update(opened.read(BLOCK_BYTES))
     return sha.hexdigest()
-
-
-def histogram(file: IndexedFile, part: TokenPart, vocabulary: int, most: int) -> NDArray[np.int64]:
-    """Count each id among the first `most` tokens of a part; refuses ids beyond the vocabulary."""
-    counts = np.zeros(vocabulary, np.int64)
-    end = min(part.end, part.first + most)
-    progress = ProgressLine(end - part.first, "tokens", what=f"checked {part.bin}", form=count)
-    for first in range(part.first, end, PART):
-        ids = file.ids[first : min(first + PART, end)]
-        check_ids(ids, vocabulary, file, first)
-        counts += np.bincount(ids, minlength=vocabulary)
-        progress.add(len(ids))
-    progress.end()
-    return counts
-
-
-def check_ids(ids: NDArray[np.integer], vocabulary: int, file: IndexedFile, first: int) -> None:
-    """Refuse ids outside the vocabulary; `first` is the place of ids[0] in the file."""
-    if int(ids.max()) < vocabulary and int(ids.min()) >= 0:
-        return
-    at = int(np.flatnonzero((ids >= vocabulary) | (ids < 0))[0])
-    raise BadSampleError(
-        f"[data] {file.bin}: id {int(ids[at])} at token {first + at:,}, in document "
-        f"{file.document_at(first + at):,}, is outside vocabulary={vocabulary}. Give the tokenizer "
-        "that made the file, or raise vocabulary, also [model]'s."
-    )
-
-
-def check_parts(parts: list[TokenPart], weighted: bool, length: int, what: str) -> None:
-    """Refuse a part without a window: every weighted one must have one, else one of all."""
-    short = [part for part in parts if not part.windows(length)]
-    if short and (weighted or len(short) == len(parts)):
-        raise UserError(
-            f"[data] {short[0].prefix}: its part for {what} holds {len(short[0]):,} tokens, fewer "
-            f"than a window of sequence_length={show(length)} + 1. {EMPTY}"
-        )

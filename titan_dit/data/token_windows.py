@@ -7,31 +7,26 @@ is a target once an epoch. A window may span documents; it never spans files.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan_dit.config.section import UserError
-from titan_dit.data import token_part
+from titan_dit.config.section import UserError, show
 from titan_dit.data.base import DataConfig, Source
-from titan_dit.data.blend import BlendOrder
+from titan_dit.data.blend import BlendedSource
 from titan_dit.data.indexed_file import IndexedFile
-from titan_dit.data.keys import PlaysKeys, TokensKeys
-from titan_dit.data.order import SampleOrder
+from titan_dit.data.keys import PlaysKeys
 from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
 from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_files import IndexedData, check_ids
 from titan_dit.data.token_part import TokenPart
-from titan_dit.data.tokenizer_file import read_tokenizer
 
-CHECKED_TOKENS = 1 << 27
-"""Tokens whose ids are checked at the start, over all paths."""
 PLAYS = Path(__file__).parent / "plays"
 
 
@@ -44,49 +39,41 @@ class Surveyed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens(TokensKeys, DataConfig):
+class Tokens(IndexedData):
     """Token ids on disk: Megatron's .bin and .idx, as `data tokenize` writes them."""
-
-    part: ClassVar[int] = 0
-    """Which share of `split`."""
-
-    def open(self) -> TokenWindows:
-        """Check the files, and open them."""
-        return self.open_surveyed(self.survey())
 
     def survey(self) -> Surveyed:
         """Check the files and their ids."""
-        length, what = self.sequence_length, ("training", "validation")[self.part]
-        tokenizer = read_tokenizer(Path(self.tokenizer)) if self.tokenizer else None
-        found = [token_part.survey(Path(path), self.split, self.part) for path in self.paths]
-        parts = [part for _, part in found]
-        token_part.check_parts(parts, bool(self.weights) and not self.part, length, what)
-        vocabulary = self.vocabulary or (tokenizer.vocabulary if tokenizer else 0)
-        if tokenizer and vocabulary < tokenizer.vocabulary:
-            raise UserError(
-                f"[data] vocabulary={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
-                f"{self.tokenizer}. Leave vocabulary out, or raise it."
-            )
-        sizes = tokenizer.token_bytes() if tokenizer else None
-        num_tokens, num_bytes = sum(map(len, parts)), 0.0
-        most = num_tokens if self.verify else max(CHECKED_TOKENS // len(parts), 1)
-        for file, part in found:
-            counts = token_part.histogram(file, part, vocabulary, most)
+        length, files = self.sequence_length, self.files()
+        self.check_windows(files.parts)
+        sizes = files.tokenizer.token_bytes() if files.tokenizer else None
+        num_bytes = 0.0
+        for part, counts in files.histograms(self.verify):
             if sizes is not None and counts.any():
                 num_bytes += int(counts[: len(sizes)] @ sizes) / int(counts.sum()) * len(part)
-        end = tokenizer.end_of_document if tokenizer else None
         facts = TokenFacts(
-            count=sum(part.windows(length) for part in parts),
-            digest=hashlib.sha256(" ".join(map(contents_of, parts)).encode()).hexdigest(),
+            count=sum(part.windows(length) for part in files.parts),
+            digest=files.digest,
             sequence_length=length,
-            vocabulary=vocabulary,
-            end_of_document=end if self.end_of_document is None else self.end_of_document,
-            bytes_per_token=num_bytes / num_tokens if num_bytes else None,
-            tokenizer=self.tokenizer,
-            num_tokens=num_tokens,
-            num_left_over=sum(part.left_over(length) for part in parts),
+            vocabulary=files.vocabulary,
+            end_of_document=files.end_of_document,
+            bytes_per_token=num_bytes / files.num_tokens if num_bytes else None,
+            tokenizer=files.tokenizer_path,
+            num_tokens=files.num_tokens,
+            num_left_over=sum(part.left_over(length) for part in files.parts),
         )
-        return Surveyed(tuple(parts), facts)
+        return Surveyed(files.parts, facts)
+
+    def check_windows(self, parts: Sequence[TokenPart]) -> None:
+        """Refuse a part without a window: every weighted one must have one, else one of all."""
+        short = [part for part in parts if not part.windows(self.sequence_length)]
+        if short and ((self.weights and not self.part) or len(short) == len(parts)):
+            raise UserError(
+                f"[data] {short[0].prefix}: its part for {self.part_name} holds "
+                f"{len(short[0]):,} tokens, fewer than a window of "
+                f"sequence_length={show(self.sequence_length)} + 1. Choose a `split` that leaves "
+                "it documents, or a shorter sequence_length."
+            )
 
     def open_surveyed(self, survey: Surveyed) -> TokenWindows:
         """Open the surveyed files."""
@@ -95,10 +82,6 @@ class Tokens(TokensKeys, DataConfig):
     def validation_part(self) -> Tokens:
         """The same documents' second share; weights do not apply."""
         return HeldOutTokens(**{f.name: getattr(self, f.name) for f in fields(self)})
-
-    def at(self, path: str) -> Tokens:
-        """All documents of another dataset."""
-        return replace(self, paths=(path,), weights=(), split=(1.0,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +109,7 @@ class Plays(PlaysKeys, DataConfig):
             verify=True,
         )
 
-    def open(self) -> TokenWindows:
+    def open(self) -> Source:
         """Open the beginnings."""
         return self.tokens.open()
 
@@ -135,18 +118,16 @@ class Plays(PlaysKeys, DataConfig):
         return self.tokens.validation_part()
 
 
-class TokenWindows(Source):
+class TokenWindows(BlendedSource):
     """Random access to the windows of several files, numbered one file after another."""
 
     facts: TokenFacts
 
     def __init__(self, survey: Surveyed, weights: Sequence[float] = ()) -> None:
-        self.survey, self.weights = survey, tuple(weights)
-        self.facts, self.parts = survey.facts, survey.parts
-        self.fields = self.facts.fields
+        self.survey, self.parts = survey, survey.parts
+        self.facts, self.fields = survey.facts, survey.facts.fields
         length = self.facts.sequence_length
-        self.counts = np.array([part.windows(length) for part in self.parts])
-        self.ends = self.counts.cumsum()
+        super().__init__([part.windows(length) for part in self.parts], weights)
         # A reader has many reads of several files in flight, but of one dtype.
         dtypes = [part.dtype for part in self.parts]
         self._readers = {dtype: reader_of(self.of_dtype(dtype), length) for dtype in set(dtypes)}
@@ -160,13 +141,6 @@ class TokenWindows(Source):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Read one window."""
         return {name: value[0] for name, value in self.read([index]).items()}
-
-    def place_of(self, row: int) -> tuple[int, int]:
-        """(number of the path, window in it) of a row."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"sample {row} of {len(self)}")
-        path = int(np.searchsorted(self.ends, row, side="right"))
-        return path, row - int(self.ends[path] - self.counts[path])
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Read windows as int64. Raises UserError for a failed read or an id too large."""
@@ -187,22 +161,11 @@ class TokenWindows(Source):
         for window, (path, number) in zip(ids, places, strict=True):
             part = self.parts[path]
             first = part.first + number * self.facts.sequence_length
-            token_part.check_ids(window, self.facts.vocabulary, IndexedFile(part.prefix), first)
+            check_ids(window, self.facts.vocabulary, IndexedFile(part.prefix), first)
 
     def of_dtype(self, dtype: str) -> list[TokenPart]:
         """The parts of one dtype."""
         return [part for part in self.parts if part.dtype == dtype]
-
-    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
-        """Return the order of training: a permutation an epoch, or a blend by weights."""
-        if not self.weights:
-            return super().order(seed, held_out, data_order)
-        return BlendOrder.of(seed, self.counts.tolist(), self.weights, held_out, data_order)
-
-
-def contents_of(part: TokenPart) -> str:
-    """What identifies the tokens of a part, wherever the file lies."""
-    return f"{part.digest} {part.first} {part.end}"
 
 
 def reader_of(parts: Sequence[TokenPart], length: int) -> ShardRows:

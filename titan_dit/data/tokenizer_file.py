@@ -21,6 +21,7 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 class TokenizerFile:
     """The tokens of a tokenizer."""
 
+    path: Path
     ids: Mapping[str, int]
     special: frozenset[str]
     """Tokens that stand for no text."""
@@ -71,7 +72,7 @@ def read_tokenizer(path: Path) -> TokenizerFile:
             f"[data] tokenizer={path}: not a tokenizer.json of the library tokenizers. Of "
             "vocabulary files `data tokenize` writes one."
         )
-    return TokenizerFile(ids, special, "ByteLevel" in kinds)
+    return TokenizerFile(path, ids, special, "ByteLevel" in kinds)
 
 
 def kinds_of(part: Any) -> Iterator[str]:

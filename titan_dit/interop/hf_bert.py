@@ -76,6 +76,7 @@ class BERT(Family):
     dropped = re.compile(
         r"bert\.embeddings\.position_ids|bert\.pooler\..+|cls\.seq_relationship\..+"
     )
+    special = {"pad_token_id": "pad"}
     copies = {
         "cls.predictions.decoder.weight": OUTER["embed.token.weight"],
         "cls.predictions.decoder.bias": OUTER["head.out.bias"],

@@ -24,6 +24,8 @@ class Family(ABC):
     """Of the names of the part without a head; directories of this part alone lack it."""
     dropped: re.Pattern[str]
     """Tensors in files that the network does not have: masks, positions, other heads."""
+    special: Mapping[str, str]
+    """Keys of config.json with ids of special tokens -> fields of the data's facts."""
     copies: Mapping[str, str] = MappingProxyType({})
     """Names that some files hold twice, and of which tensor they are a copy if it is tied."""
     renamed: Mapping[str, str] = MappingProxyType({})

@@ -48,6 +48,7 @@ class GPT2(Family):
     model = "gpt"
     prefix = "transformer."
     dropped = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+    special = {"bos_token_id": "end_of_document", "eos_token_id": "end_of_document"}
     copies = {"lm_head.weight": "transformer.wte.weight"}
 
     def tables(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

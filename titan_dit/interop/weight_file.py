@@ -38,10 +38,10 @@ def read(path: Path) -> Weights:
 
     Raises UserError for any other file, and for one that would execute code when loaded.
     """
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: its name must end in {', '.join(SUFFIXES)}.")
     if not path.is_file():
         raise UserError(f"{path}: no such file.")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path}: its name must end in {', '.join(SUFFIXES)}.")
     is_safetensors = path.suffix == ".safetensors"
     content, metadata = read_safetensors(path) if is_safetensors else (read_pickle(path), {})
     parts = {name: content[name] for name in ("ema", "model") if name in content}

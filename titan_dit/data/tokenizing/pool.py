@@ -83,7 +83,10 @@ def encode_all(
             "was written."
         ) from None
     finally:
-        pool.shutdown(wait=not waiting, cancel_futures=True)
+        if waiting:  # After an error, or Ctrl-C: a chunk may take long.
+            for worker in multiprocessing.active_children():
+                worker.kill()
+        pool.shutdown(cancel_futures=True)
 
 
 def result(waiting: deque[tuple[Future[Encoded], int]]) -> tuple[Encoded, int]:

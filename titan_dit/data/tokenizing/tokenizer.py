@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_dit.config.section import UserError
+from titan_dit.data.tokenizer_file import ENDS
 
 GPT_SPECIAL = ("<|endoftext|>",)
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -29,7 +30,7 @@ def read(path: Path, where: str) -> Any:
     """Read a tokenizer.json."""
     library = needed("tokenizers", where)
     if not path.is_file():
-        raise UserError(f"[{where}] tokenizer={path}: there is no such file.")
+        raise UserError(f"[{where}] tokenizer={path}: there is no such file. Give its path.")
     try:
         return library.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises Exception itself.
@@ -110,8 +111,6 @@ def text_of(tokenizer: Any) -> str:
 
 def end_of_document(tokenizer: Any, name: str | None, where: str) -> int:
     """Id of the token that ends a document: `name`, else the first known one."""
-    from titan_dit.data.tokenizer_file import ENDS
-
     known = tokenizer.get_vocab()
     found = next((word for word in ([name] if name else ENDS) if word in known), None)
     if found is None:

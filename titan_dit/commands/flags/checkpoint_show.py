@@ -1,0 +1,24 @@
+"""Flags of `checkpoint show`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from titan_dit.config.section import FilePath, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Print a checkpoint's step, samples, versions, tensors per part and config."""
+
+    section = "checkpoint show"
+
+    path: Annotated[FilePath, tyro.conf.Positional]
+    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
+    step: int | None = None
+    """Step of the run's checkpoint. Unset: the newest."""
+    tensors: bool = False
+    """Also print every tensor's name, shape and dtype."""

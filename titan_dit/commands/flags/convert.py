@@ -1,0 +1,38 @@
+"""Flags of `convert`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from titan_dit.config.section import Bound, FilePath, Finite, PositiveInt, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Import weights of facebookresearch/DiT or transformers as a checkpoint, or export one."""
+
+    section = "convert"
+
+    source: Annotated[FilePath, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
+    """Import: FILE.pt or FILE.safetensors of the original DiT, or a folder of transformers with
+    config.json. Export: a run or a checkpoint."""
+    to: FilePath
+    """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
+    folder of a language model."""
+    heads: PositiveInt | None = None
+    """Import: attention heads, for sizes other than S, B, L and XL."""
+    scale: Annotated[Finite, Bound(above=0)] | None = None
+    """Import: scaling factor of the autoencoder's latents. Unset: 0.18215."""
+    prediction: Literal["eps", "v", "x"] | None = None
+    """Import: what the network predicts. Unset: eps (the noise), as the original."""
+    noise_schedule: Literal["linear", "cosine"] | None = None
+    """Import: the noise schedule. Unset: linear, as the original."""
+    weights: Literal["ema", "model"] | None = None
+    """Export: EMA or model (non-averaged) weights. Unset: EMA."""
+    decay: float | None = None
+    """Export: EMA decay, if the run has several. Unset: the first."""
+    step: int | None = None
+    """Export: step of the run's checkpoint. Unset: the newest."""

@@ -1,0 +1,88 @@
+"""Flags of `sample`: those of every run, of pictures, and of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from titan_dit.config.section import (
+    Bound,
+    FilePath,
+    Fraction,
+    NonNegativeFloat,
+    PositiveInt,
+    Section,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonFlags(Section):
+    """What to draw from, and how much."""
+
+    section = "sample"
+
+    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
+    """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
+    out: FilePath = ""
+    """Pictures: FILE.safetensors for `samples` and `labels`, or FILE.png for an image grid. Text:
+    FILE.txt, or nothing to print it."""
+    num: PositiveInt | None = None
+    """Number of samples. Unset: 100 pictures, or 1 text."""
+    seed: Annotated[int, Bound(least=0, below=2**63)] = 0
+    """Sample i depends only on (seed, i), not on the batch size."""
+    step: int | None = None
+    """Step of the run's checkpoint. Unset: the newest."""
+    weights: Literal["ema", "model"] = "ema"
+    """EMA or model (non-averaged) weights."""
+    decay: float | None = None
+    """EMA decay, if the run has several. Unset: the first."""
+    batch_size: PositiveInt = 250
+    """Batch size; of texts fewer if their logits take more than 512 MiB."""
+    device: str | None = None
+    """Default: cuda if available, else cpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureFlags(CommonFlags):
+    """Classes, guidance and sampler."""
+
+    labels: str = "all"
+    """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
+    noise: FilePath | None = None
+    """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
+    classes is unconditional); replaces --num, --labels and the seed's noise."""
+    cfg_scale: NonNegativeFloat = 2.0
+    """Classifier-free guidance scale; 1 disables it."""
+    cfg_channels: PositiveInt | None = None
+    """Guide only the first channels (the original DiT guides 3 of 4). Unset: all."""
+    eta: Fraction = 0.0
+    """DDIM noise: 0 is deterministic, 1 adds as much as ddpm."""
+    sampler: str = "auto"
+    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto is the first of them."""
+    steps: PositiveInt = 25
+    """Sampling steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFlags(CommonFlags):
+    """Prompt, length, and how a token is drawn."""
+
+    prompt: str = ""
+    """Text: what to continue. Empty begins a document. Of a run without a tokenizer, token ids."""
+    length: PositiveInt = 100
+    """Text: tokens to draw; it ends earlier with its document."""
+    temperature: NonNegativeFloat = 1.0
+    """Text: divides the logits; 0 takes the most likely token."""
+    top_k: PositiveInt | None = None
+    """Text: draw from the most likely tokens only. Unset: from all."""
+    top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
+    """Text: draw from the fewest most likely tokens with this probability together."""
+    tokenizer: FilePath | None = None
+    """Text: tokenizer.json. Unset: [data] tokenizer of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TextFlags, PictureFlags):
+    """Draw samples from a trained run: pictures of a diffusion, text of a language model."""
