@@ -1,8 +1,18 @@
-"""The messages of a tied weight between the first and the last stage."""
+"""The messages of a tied weight between the first and the last stage, and its shards over tp."""
 
+from dataclasses import replace
+
+import pytest
 import torch
+from torch.distributed.tensor.parallel import RowwiseParallel
 
+from titan_dit.config.section import UserError
+from titan_dit.dry_run.fake_step import fake_world
 from titan_dit.models.base import Model
+from titan_dit.models.gpt import GPTConfig
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.parallel.plans import gpt
+from titan_dit.parallel.tensor import check_tied
 from titan_dit.parallel.tied import TiedWeights, copies_of
 
 
@@ -83,3 +93,21 @@ def test_only_a_stage_without_the_owner_has_copies():
     last.embed = torch.nn.Embedding(5, 3)
     last.tie()
     assert copies_of(last) == {}
+
+
+def test_a_plan_that_shards_the_two_ends_differently_is_refused():
+    keys = {"hidden": 8, "layers": 1, "heads": 2, "vocabulary": 100, "sequence_length": 4}
+    plan = gpt.plan(sequence_parallel=False)
+    by_columns = replace(plan, head={**plan.head, "out": RowwiseParallel()})
+    one_end = replace(plan, embed={})
+    with fake_world(0, 2):
+        mesh = Mesh(AxisSizes(tp=2), "cpu").axis("tp")
+        with torch.device("meta"):
+            model, untied = GPTConfig(**keys).build(), GPTConfig(tied=False, **keys).build()
+        check_tied(model, mesh, plan)
+        check_tied(untied, mesh, by_columns)
+        assert model.head.out.weight is model.embed.token.weight  # Only a copy was sharded.
+        with pytest.raises(UserError, match=r"out\.weight is sharded by dim 1, but embed\.token"):
+            check_tied(model, mesh, by_columns)
+        with pytest.raises(UserError, match=r"to which it is tied, is whole\. Shard them alike"):
+            check_tied(model, mesh, one_end)

@@ -93,6 +93,8 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
         mesh.links.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(plan.spec.num_tokens)
+        if plan.sizes.tp > 1:
+            tensor.check_tied(model, mesh.axis("tp"), plan.tensor_plan)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
         parallelize(
             model,
