@@ -127,6 +127,11 @@ def test_the_loss_is_the_mean_over_masked_tokens_plus_the_mean_over_samples():
     terms = objective.terms({"losses": losses}, prepared.targets)
     torch.testing.assert_close(terms["order"].mean(), order.mean())
     torch.testing.assert_close(sum(terms.values()), per_token)
+    assert objective.validated_terms(per_token, prepared.targets).keys() == terms.keys()
+    for name, term in objective.validated_terms(per_token, prepared.targets).items():
+        torch.testing.assert_close(term, terms[name])
+    objective, prepared = prepared_of(WINDOWS, windows(2))
+    assert objective.validated_terms(torch.ones(2, N), prepared.targets) == {}
 
 
 def test_losses_of_padding_do_not_count():
