@@ -91,6 +91,19 @@ def test_flops_are_those_of_the_products(keys):
     hidden, layers, _ = model.config.shape
     attention = layers * 12 * 16**2 * hidden  # On a CPU the counter misses it.
     assert model.flops_per_sample(16) - attention == counter.get_total_flops()
+    # By which pipelines are balanced.
+    blocks = layers + model.config.spec().head_cost
+    assert blocks * model.config.block_flops(16) == pytest.approx(model.flops_per_sample(16))
+
+
+@pytest.mark.parametrize("keys", [{}, LLAMA])
+def test_initial_matrices_that_write_to_the_stream_are_smaller(keys):
+    model = built(init_std=0.1, **keys)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            writes = name.endswith(("attn.out.weight", "mlp.down.weight"))
+            wanted = 0.1 / math.sqrt(4) if writes else 0.1
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.1), name
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,11 @@ def test_a_padded_sample_has_the_share_of_its_own_tokens_masked():
     assert (prepared.context["labels"] >= 0).sum(1).tolist() == expected
 
 
+def test_a_sample_has_a_masked_token_however_small_its_share():
+    _, prepared = prepared_of(PAIRS, sentences(32), mask_share=0.005)
+    assert ((prepared.context["labels"] >= 0).sum(1) == 1).all()
+
+
 def test_special_tokens_and_padding_are_never_masked():
     batch = windows(64)
     batch.fields["tokens"][:, ::2] = END
