@@ -46,7 +46,8 @@ def trained(world, folder):
     rows = {}
     for name, config in CONFIGS.items():
         run = Path(folder) / name
-        trainer = Trainer(config(job={"dir": str(run)}, training={"steps": 2}, **VALIDATED), world)
+        job = {"dir": str(run), "seed": 3}
+        trainer = Trainer(config(job=job, training={"steps": 2}, **VALIDATED), world)
         assert trainer.fit() == 0
         rows[name] = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     return preview(world, {}, folder), rows, scores(world, folder, ())
