@@ -65,7 +65,7 @@ class Trainer:
         sizes = plan.global_batch_size, plan.spec.num_tokens, built.flops_per_sample
         self.work = Work(*sizes, world.size, peak_tflops(device, plan.precision.dtype))
 
-        self.optimizer = build_optimizer(self.parameters, config.optimizer, plan.spec)
+        self.optimizer = build_optimizer(self.parameters, config.optimizer, plan.spec, built.copies)
         self.ema = EMA(self.parameters, config.ema)
         self.ema.run_beside(self.optimizer)
         self.step, self.cursor, self.ledger = 0, 0, Ledger()

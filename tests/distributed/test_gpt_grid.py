@@ -66,7 +66,11 @@ IN_FP64 = [TP, PP, CP, HSDP, TP | PP, TP | CP]
 def case_config(parallel, pipeline, model, dtype="fp32", mode="none"):
     eight = parallel.get("pp", 1) * pipeline.get("virtual_stages", 1) == 8
     data_ranks = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
+    # Then the loss's divisor is a sum over ranks, and weights are sliced with their tokens.
+    ends = {} if model.get("tied", True) else {"end_of_document": 0}
     return gpt_config(
+        data=ends,
+        objective={"mask_end_of_document": bool(ends)},
         model={"layers": 8 if eight else 5, **model},
         parallel=parallel,
         pipeline=pipeline,

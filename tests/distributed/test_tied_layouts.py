@@ -49,6 +49,8 @@ def trained(world, folder, parallel, pipeline, optimizer):
     for trainer.step in (1, 2):
         trainer.train_step(next(batches))
         losses.append(trainer.validate())
+    for copy in trainer.built.copies.values():
+        assert copy.requires_grad == (optimizer != FROZEN)
     trainer.save()
     trainer.checkpoints.finish()
     return tensors_of(trainer), losses

@@ -34,19 +34,25 @@ class RandomTokens(DataConfig):
     """64 windows of 17 uniform token ids."""
 
     name = "tiny_gpt:RandomTokens"
+    end_of_document: int | None = None
+    """Id of every sixth token."""
 
     def open(self):
-        return Windows()
+        return Windows(self.end_of_document)
 
 
 class Windows(Source):
-    def __init__(self):
-        self.facts = TokenFacts(count=64, sequence_length=16, vocabulary=VOCABULARY)
+    def __init__(self, end):
+        sizes = {"count": 64, "sequence_length": 16, "vocabulary": VOCABULARY}
+        self.facts = TokenFacts(end_of_document=end, **sizes)
         self.fields = self.facts.fields
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        return {"tokens": torch.randint(VOCABULARY, (17,), generator=generator)}
+        tokens = torch.randint(VOCABULARY, (17,), generator=generator)
+        if (end := self.facts.end_of_document) is not None:
+            tokens[index % 6 :: 6] = end
+        return {"tokens": tokens}
 
 
 def gpt_config(**sections):

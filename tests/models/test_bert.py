@@ -9,6 +9,7 @@ from torch import nn
 
 from titan_dit.config.section import UserError
 from titan_dit.models.bert import BERTConfig, Block
+from titan_dit.parallel.init import initialize
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "vocabulary": 100, "sequence_length": 12}
 
@@ -141,6 +142,17 @@ def test_flops_count_the_masked_tokens_of_the_head_only():
     matrices = 24 * 12 * 1024**2
     head = num * (1024**2 + 1024 * 30592)
     assert model.flops_per_sample(n) == 6 * (n * matrices + head) + 24 * 12 * n**2 * 1024
+
+
+@pytest.mark.parametrize(("norm_place", "share"), [("post", 1), ("pre", 0.5)])
+def test_only_a_pre_norm_makes_initial_matrices_that_write_to_the_stream_smaller(norm_place, share):
+    config = BERTConfig(norm_place=norm_place, init_std=0.1, **SHAPE)
+    model = built(config)
+    initialize(model, model.initializers(), 0, torch.device("cpu"))
+    for name, parameter in model.blocks.named_parameters():
+        if parameter.ndim == 2:
+            wanted = 0.1 * (share if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1)
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.1), name
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,19 @@ def test_flops_are_those_of_the_products(keys):
     counts = counter.get_flop_counts()["Global"]  # On a CPU of attention only from torch 2.15 on.
     counted = sum(n for operator, n in counts.items() if "attention" not in str(operator))
     assert model.flops_per_sample(16) - attention == counted
+    # By which pipelines are balanced.
+    blocks = layers + model.config.spec().head_cost
+    assert blocks * model.config.block_flops(16) == pytest.approx(model.flops_per_sample(16))
+
+
+@pytest.mark.parametrize("keys", [{}, LLAMA])
+def test_initial_matrices_that_write_to_the_stream_are_smaller(keys):
+    model = built(init_std=0.1, **keys)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            writes = name.endswith(("attn.out.weight", "mlp.down.weight"))
+            wanted = 0.1 / math.sqrt(4) if writes else 0.1
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.1), name
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,14 @@ def test_scores_depend_on_the_distance_alone():
     assert (score(5, 2) - score(5, 3)).abs() > 1e-3
 
 
+@pytest.mark.parametrize("groups", [0, 2])
+def test_a_layer_turns_queries_and_keys_alike(groups):
+    layer, x = layer_of(groups), tokens()
+    here, there = (layer(x, rotary=rotary_of(torch.arange(6) + by, 8)) for by in (0, 50))
+    torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+    assert (here - layer(x)).abs().max() > 1e-3
+
+
 def test_far_positions_are_not_rounded_to_bf16():
     cos, sin = rotary_of(torch.tensor([1000, 1001]), 8, base=500.0)
     assert cos.dtype == sin.dtype == torch.float32

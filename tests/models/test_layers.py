@@ -3,10 +3,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from titan_dit.models.layers import (
     MLP,
     Attention,
+    GatedMLP,
     LabelEmbedder,
     TimestepEmbedder,
     attend,
@@ -258,3 +260,10 @@ def test_the_layer_tells_its_mask_to_what_attends(mask):
         "lengths": [[False] * 5 + [True], [True] * 6],
     }
     assert moved.tolist() == expected[mask]
+
+
+def test_a_gated_mlp_has_each_channels_gate_before_its_value():
+    mlp, x = GatedMLP(8, 5), torch.randn(2, 3, 8)
+    rows = mlp.up(x)
+    gated = F.silu(rows[..., ::2]) * rows[..., 1::2]
+    torch.testing.assert_close(mlp(x), mlp.down(gated))

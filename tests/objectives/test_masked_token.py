@@ -66,6 +66,11 @@ def test_a_padded_sample_has_the_share_of_its_own_tokens_masked():
     assert (prepared.context["labels"] >= 0).sum(1).tolist() == expected
 
 
+def test_a_sample_has_a_masked_token_however_small_its_share():
+    _, prepared = prepared_of(PAIRS, sentences(32), mask_share=0.005)
+    assert ((prepared.context["labels"] >= 0).sum(1) == 1).all()
+
+
 def test_special_tokens_and_padding_are_never_masked():
     batch = windows(64)
     batch.fields["tokens"][:, ::2] = END
@@ -127,6 +132,11 @@ def test_the_loss_is_the_mean_over_masked_tokens_plus_the_mean_over_samples():
     terms = objective.terms({"losses": losses}, prepared.targets)
     torch.testing.assert_close(terms["order"].mean(), order.mean())
     torch.testing.assert_close(sum(terms.values()), per_token)
+    assert objective.validated_terms(per_token, prepared.targets).keys() == terms.keys()
+    for name, term in objective.validated_terms(per_token, prepared.targets).items():
+        torch.testing.assert_close(term, terms[name])
+    objective, prepared = prepared_of(WINDOWS, windows(2))
+    assert objective.validated_terms(torch.ones(2, N), prepared.targets) == {}
 
 
 def test_losses_of_padding_do_not_count():

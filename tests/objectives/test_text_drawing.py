@@ -110,6 +110,13 @@ def test_a_preview_has_one_text_per_sample_on_any_number_of_data_ranks(tmp_path)
     assert last.suffix == ".txt"
 
 
+def test_a_preview_has_few_texts_by_default(tmp_path):
+    sampling = SamplingConfig(prompt="1 2", length=1)
+    alone = DataShare(torch.device("cpu"))
+    text_drawing.preview(forward, MODEL, FACTS, sampling, 7, alone).write(tmp_path / "few.txt")
+    assert (tmp_path / "few.txt").read_text().count("---") == 4
+
+
 BAD = {
     "words": ("To be", FACTS, "prompt: the prompt holds 'To', but the data names no tokenizer"),
     "id": ("3 10", FACTS, "prompt has the token id 10, but the data's are below 10"),

@@ -172,8 +172,8 @@ class SamplingConfig(Section):
 
     every: NonNegativeInt = 0
     """Steps between previews; the last step has one, too. 0 disables previews."""
-    num: PositiveInt = 40
-    """Samples per preview."""
+    num: PositiveInt | None = None
+    """Samples per preview. Unset: 40 pictures, or 4 texts."""
     prompt: str = ""
     """Text: what every sample continues. Empty begins a document. Without a tokenizer, token
     ids."""

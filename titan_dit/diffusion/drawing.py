@@ -20,6 +20,9 @@ from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.rng import SampleRNG
 
+NUM = 40
+"""Pictures of a preview by default."""
+
 
 @runtime_checkable
 class Drawing(Protocol):
@@ -135,15 +138,16 @@ def preview(
     share: DataShare,
 ) -> Preview:
     """Draw the samples of [sampling] as one picture; data ranks draw shares, then all-gather."""
-    rows, device = -(-sampling.num // share.num_ranks), share.device
+    num, device = sampling.num or NUM, share.device
+    rows = -(-num // share.num_ranks)
     numbers = torch.arange(rows * share.num_ranks, device=device)
-    labels = preview_labels(sampling.num, model.num_classes).to(device)
+    labels = preview_labels(num, model.num_classes).to(device)
     mine = numbers[share.rank * rows :][:rows]
     tokens = generate(
         forward,
         path,
         model,
-        labels[mine.clamp(max=sampling.num - 1)],  # Beyond `num`: padding, cut off below.
+        labels[mine.clamp(max=num - 1)],  # Beyond `num`: padding, cut off below.
         mine,
         seed=seed,
         sampler=sampler_of(path, sampling.sampler),
@@ -152,7 +156,7 @@ def preview(
         cfg_scale=sampling.cfg_scale,
         cfg_channels=sampling.cfg_channels,
     )
-    latents = model.detokenize(share.gather(tokens)[: sampling.num])
+    latents = model.detokenize(share.gather(tokens)[:num])
     samples = facts.to_stored_units(latents)
 
     def write(file: pathlib.Path) -> None:

@@ -28,7 +28,13 @@ from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
-from titan_dit.execution.build import build_stages, executor_of, own_parameters, place_modules
+from titan_dit.execution.build import (
+    build_stages,
+    copies_of,
+    executor_of,
+    own_parameters,
+    place_modules,
+)
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
@@ -181,7 +187,8 @@ class FakeRank:
             self.parameters = own_parameters(self.parts)
             if plan.num_stages - 1 in self.parts:
                 self.parameters |= place_modules(plan, objective, mesh, CPU)
-            self.optimizer = build_optimizer(self.parameters, self.optimizer_config, plan.spec)
+            own = self.parameters, self.optimizer_config, plan.spec, copies_of(self.parts)
+            self.optimizer = build_optimizer(*own)
             self.ema = EMA(self.parameters, ema)
             for part in self.parts.values():  # With copies of tied weights.
                 self.memory.mark(part.parameters(), StorageKind.PARAMETERS)

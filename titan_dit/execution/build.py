@@ -18,7 +18,7 @@ from titan_dit.execution.sliced import SlicedExecutor, TokenDims
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
 from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective, Prepared
-from titan_dit.parallel import float8, fsdp, tensor
+from titan_dit.parallel import float8, fsdp, tensor, tied
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile_objective import compile_prepare, compile_score
 from titan_dit.parallel.context import slicing_of
@@ -38,6 +38,8 @@ class Built:
     """`Objective.prepare` for training, compiled if [compile] says so."""
     parameters: dict[str, nn.Parameter]
     """This rank's parameters, under the names of the whole network."""
+    copies: Mapping[str, nn.Parameter]
+    """Copies of tied weights that another stage owns, by the owners' names."""
     num_parameters: int
     """Parameters of the whole network."""
     flops_per_sample: int
@@ -59,7 +61,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     executor = executor_of(plan, objective, mesh, parts, device)
     notes = float8.console_lines(parts.values(), plan.precision)
     prepare = compile_prepare(objective, plan.compile, device)
-    return Built(executor, prepare, parameters, count, flops, notes)
+    return Built(executor, prepare, parameters, copies_of(parts), count, flops, notes)
 
 
 def own_parameters(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
@@ -70,6 +72,11 @@ def own_parameters(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
         for name, parameter in part.named_parameters()
         if name not in part.tied
     }
+
+
+def copies_of(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
+    """This rank's copies of tied weights, see `tied.copies_of`."""
+    return {name: copy for part in parts.values() for name, copy in tied.copies_of(part).items()}
 
 
 def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
@@ -86,6 +93,8 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
         mesh.links.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(plan.spec.num_tokens)
+        if plan.sizes.tp > 1:
+            tensor.check_tied(model, mesh.axis("tp"), plan.tensor_plan)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
         parallelize(
             model,
@@ -192,6 +201,7 @@ def whole_token_executor(
         loss,
         plan.microbatch_size,
         device,
+        plan.dtype,
     )
 
 

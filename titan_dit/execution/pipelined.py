@@ -42,7 +42,9 @@ class PipelinedExecutor(Executor):
         loss: TokenLoss,
         microbatch_size: int,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
+        """`dtype`: of the computation, see `TiedWeights`."""
         self.links, self.order, self.stage_ranks = links, order, stage_ranks
         self.shapes, self.loss, self.device = shapes, loss, device
         self.microbatch_size = microbatch_size
@@ -51,7 +53,7 @@ class PipelinedExecutor(Executor):
             index: Stage(part, index, count, shapes.stream) for index, part in sorted(parts.items())
         }
         self.channels = channels(order, stage_ranks)
-        self.tied = TiedWeights(parts, stage_ranks, links)
+        self.tied = TiedWeights(parts, stage_ranks, links, dtype)
 
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""

@@ -126,6 +126,15 @@ class Objective:
         """The terms whose sum is `loss`, by name."""
         return {"loss": self.loss(predictions, targets)}
 
+    def validated_terms(
+        self, losses: Float[Tensor, "b n"], targets: Mapping[str, Tensor]
+    ) -> dict[str, Float[Tensor, "b n"]]:
+        """Terms that validation shows beside the loss, by name, from the loss per token.
+
+        Only the loss is at hand: a term must be that of some tokens.
+        """
+        return {}
+
     def describe(self, fields: Fields, rng: SampleRNG) -> Mapping[str, Tensor]:
         """Values per sample, [b] each, for faults.jsonl and `replay`.
 

@@ -25,6 +25,9 @@ from titan_dit.objectives.keys import MaskedTokenKeys
 from titan_dit.objectives.sentence_order import Pairs, end_of, pairs_of
 from titan_dit.rng import SampleRNG
 
+TERMS = {"masked": "scale", "order": "order_scale"}
+"""The loss's terms, and the targets with their tokens' weights."""
+
 
 @runtime_checkable
 class MaskedModel(Protocol):
@@ -214,5 +217,12 @@ class MaskedToken(Objective):
     ) -> dict[str, Float[Tensor, "b n"]]:
         """The loss of the masked tokens, and that of the order."""
         losses = predictions["losses"]
-        names = {"masked": "scale", "order": "order_scale"}
-        return {k: losses * targets[scale] for k, scale in names.items() if scale in targets}
+        return {k: losses * targets[scale] for k, scale in TERMS.items() if scale in targets}
+
+    def validated_terms(
+        self, losses: Float[Tensor, "b n"], targets: Mapping[str, Tensor]
+    ) -> dict[str, Float[Tensor, "b n"]]:
+        """Both tasks, if there are two: token 0 has the loss of the order, and is never masked."""
+        if "order_scale" not in targets:
+            return {}
+        return {k: losses.where(targets[scale] > 0, 0) for k, scale in TERMS.items()}

@@ -91,10 +91,10 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
 
 def causal(model: ModelConfig) -> CausalModel:
     """The section, if it describes a language model."""
-    if not isinstance(model, CausalModel):
+    if not isinstance(model, CausalModel) or model.spec().mask != "causal":
         raise UserError(
-            f"[model] name={show(model.name)} is no language model: [objective] "
-            'name="next_token" needs its sequence_length and vocabulary. Set [model] name = "gpt".'
+            f"[model] name={show(model.name)} is no causal language model, as [objective] "
+            'name="next_token" needs. Set [model] name = "gpt".'
         )
     return model
 

@@ -27,6 +27,10 @@ MOST_LOGITS = 2**27
 """Logits of one forward pass: 512 MiB in fp32. It bounds the texts that are drawn at a time."""
 
 
+NUM = 4
+"""Texts of a preview by default. Each token of a text is a forward pass."""
+
+
 @runtime_checkable
 class Drawing(Choice, Protocol):
     """Keys of [sampling] and flags of `sample`."""
@@ -168,13 +172,14 @@ def preview(
     codec, end = codec_of(facts.tokenizer), facts.end_of_document
     prompt = prompt_ids(sampling.prompt, codec, facts, "[sampling] prompt")
     writer = Writer(forward, model, share.device, is_executor=True)
-    rows = -(-sampling.num // share.num_ranks)
+    num = sampling.num or NUM
+    rows = -(-num // share.num_ranks)
     mine = torch.arange(share.rank * rows, (share.rank + 1) * rows)
     parts = [
         writer.extend(prompt, part, seed, sampling, end)
         for part in torch.split(mine, writer.most_rows)
     ]
-    whole = share.gather(torch.cat(parts).to(share.device))[: sampling.num].tolist()
+    whole = share.gather(torch.cat(parts).to(share.device))[:num].tolist()
 
     def write(file: Path) -> None:
         texts = [written(ids, len(prompt), codec, end) for ids in whole]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from titan_dit.optim.shards import sharded_like, shards_of
 State = dict[str, Tensor]
 """An optimizer's tensors of one parameter by name, such as "exp_avg"."""
 Parameters = Mapping[str, nn.Parameter]
+NOTHING: Parameters = MappingProxyType({})
 Group = dict[str, Any]
 """Parameters with equal settings: "params", "lr", "lr_factor", "weight_decay" and others."""
 
@@ -143,15 +145,19 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
 
 def build_optimizer(
-    parameters: Parameters, config: OptimizerConfig, model_spec: ModelSpec
+    parameters: Parameters,
+    config: OptimizerConfig,
+    model_spec: ModelSpec,
+    copies: Parameters = NOTHING,
 ) -> Optimizer:
     """The optimizer over a rank's parameters; those of frozen groups no longer have gradients.
 
-    Call before the first forward: FSDP2 then learns which parameters are trained.
+    Nor have `copies` of other ranks' parameters, by the same names. Call before the first forward:
+    FSDP2 then learns which parameters are trained.
     """
-    groups = groups_of(parameters, config.groups)
-    for name, group in groups.items():
-        parameters[name].requires_grad_(not group.frozen)
+    for some in (parameters, copies):
+        for name, group in groups_of(some, config.groups).items():
+            some[name].requires_grad_(not group.frozen)
     return config.build({n: p for n, p in parameters.items() if p.requires_grad}, model_spec)
 
 

@@ -6,6 +6,7 @@ that the gradients of all blocks accumulate before one all-reduce.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -55,15 +56,7 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
     parts += [(block, plan.block) for block in model.blocks.values()]
     for part, styles in parts:
         if part is not None:
-            names = dict(part.named_modules())
-            if unknown := [name for name in styles if name not in names]:
-                raise UserError(
-                    f"[parallel] tensor_plan: {type(part).__name__} has no submodule "
-                    f"{unknown[0]}.{nearest(unknown[0], [name for name in names if name])}"
-                )
-            # Without parameters: an optional submodule that is disabled, such as a norm.
-            present = {k: v for k, v in styles.items() if any(True for _ in names[k].parameters())}
-            parallelize_module(part, mesh, present)
+            apply_styles(part, mesh, styles)
     model.tie()
     if any(shard_dim(placement) == 1 for placement in plan.stream):
         rank, size = mesh.get_local_rank(), mesh.size()
@@ -80,6 +73,47 @@ def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
         )
     else:
         model.register_forward_hook(lambda _, __, out: to_send(out, plan))
+
+
+def apply_styles(part: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
+    """Shard a part of a model; UserError if a style names none of its submodules."""
+    names = dict(part.named_modules())
+    if unknown := [name for name in styles if name not in names]:
+        raise UserError(
+            f"[parallel] tensor_plan: {type(part).__name__} has no submodule "
+            f"{unknown[0]}.{nearest(unknown[0], [name for name in names if name])}"
+        )
+    # Without parameters: an optional submodule that is disabled, such as a norm.
+    present = {k: v for k, v in styles.items() if any(True for _ in names[k].parameters())}
+    parallelize_module(part, mesh, present)
+
+
+def check_tied(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
+    """Raise UserError if a plan shards tied weights in two ways.
+
+    The model is whole and on the meta device. Its parts are sharded on trial: only a style itself
+    knows what it does.
+    """
+    if not model.tied or model.embed is None or model.head is None:
+        return
+    trial = nn.ModuleDict({"embed": copy.deepcopy(model.embed), "head": copy.deepcopy(model.head)})
+    apply_styles(trial["embed"], mesh, plan.embed)
+    apply_styles(trial["head"], mesh, plan.head)
+    for pair in model.tied.items():
+        found = [placed(trial.get_parameter(name)) for name in pair]
+        if found[0] != found[1]:
+            raise UserError(
+                f"[parallel] tensor_plan: {pair[0]} is {found[0]}, but {pair[1]}, to which it is "
+                f"tied, is {found[1]}. Shard them alike."
+            )
+
+
+def placed(parameter: nn.Parameter) -> str:
+    """A parameter's placement over tp, in words."""
+    if not isinstance(parameter, DTensor):
+        return "whole"
+    (placement,) = parameter.placements
+    return f"sharded by dim {placement.dim}" if isinstance(placement, Shard) else "replicated"
 
 
 def own_chunk(positions: Tensor, rank: int, size: int) -> Tensor:

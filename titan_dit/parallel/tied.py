@@ -1,9 +1,10 @@
 """Tied weights of a pipeline: the first stage owns them, the last stage computes with a copy.
 
 Before a pass the owner sends its shards to the copies, and after it the copies' gradients come
-back, to be added to the owner's. Only the owner has an optimizer state, an average, a place in the
-gradient norm and in checkpoints: the copies cannot drift away. Both messages are sent while the
-other end is idle: the last stage waits for its first microbatch, the first for its last gradient.
+back, to be added to the owner's; those of a frozen weight are not computed. Only the owner has an
+optimizer state, an average, a place in the gradient norm and in checkpoints: the copies cannot
+drift away. Both messages are sent while the other end is idle: the last stage waits for its first
+microbatch, the first for its last gradient.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ class TiedWeights:
     """
 
     def __init__(
-        self, parts: Mapping[int, Model], stage_ranks: Sequence[int], links: Links
+        self,
+        parts: Mapping[int, Model],
+        stage_ranks: Sequence[int],
+        links: Links,
+        dtype: torch.dtype,
     ) -> None:
+        """`dtype`: the stages compute in it."""
+        self.dtype = dtype
         self.links, self.owner, self.holder = links, stage_ranks[0], stage_ranks[-1]
         last = len(stage_ranks) - 1
         self.owners: list[nn.Parameter] = []
@@ -35,31 +42,38 @@ class TiedWeights:
         if last and 0 in parts:
             self.owners = [parts[0].get_parameter(name) for name in parts[0].tied.values()]
         if last and last in parts:
-            self.copies = [parts[last].get_parameter(name) for name in parts[last].tied]
+            self.copies = list(copies_of(parts[last]).values())
         self.sending: tuple[Sequence[Tensor], Sequence[dist.Work]] = (), ()
         """The last message, whose tensors must live until it is sent."""
 
     @torch.no_grad()
     def fetch(self) -> None:
         """Give the owners' weights to the copies; before parameters are all-gathered."""
-        weights = [local(weight) for weight in self.owners]
+        # In the compute dtype, to which FSDP rounds them anyway: half of the bytes in bf16.
+        weights = [local(weight).to(self.dtype) for weight in self.owners]
         copies = [local(copy) for copy in self.copies]
-        received = self.sent(weights, copies, self.owner, self.holder)
+        received = self.sent(weights, copies, self.owner, self.holder, self.dtype)
         for copy, weight in zip(copies, received, strict=True):
             copy.copy_(weight)
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Add the copies' gradients to the owners'; after all gradients are reduced."""
-        theirs = [taken(copy) for copy in self.copies]
-        like = [local(weight) for weight in self.owners]
+        theirs = [taken(copy) for copy in self.copies if copy.requires_grad]
+        learning = [weight for weight in self.owners if weight.requires_grad]
+        like = [local(weight) for weight in learning]
         received = self.sent(theirs, like, self.holder, self.owner)
-        for weight, more in zip(self.owners, received, strict=True):
-            if weight.grad is not None:  # None of a frozen one.
-                local(weight.grad).add_(more)
+        for weight, more in zip(learning, received, strict=True):
+            assert weight.grad is not None
+            local(weight.grad).add_(more)
 
     def sent(
-        self, tensors: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int
+        self,
+        tensors: Sequence[Tensor],
+        like: Sequence[Tensor],
+        source: int,
+        target: int,
+        dtype: torch.dtype | None = None,
     ) -> Sequence[Tensor]:
         """On the target what the source sends, in buffers like `like`; elsewhere nothing.
 
@@ -75,10 +89,17 @@ class TiedWeights:
             self.sending = whole, self.links.send(whole, target)
         if not like:
             return ()
-        buffers = [torch.empty_like(tensor) for tensor in like]
+        buffers = [torch.empty_like(tensor, dtype=dtype) for tensor in like]
         for work in self.links.receive(buffers, source):
             work.wait()
         return buffers
+
+
+def copies_of(part: Model) -> dict[str, nn.Parameter]:
+    """The copies on a stage without the owners, by the owners' names."""
+    if part.embed is not None or part.head is None:
+        return {}
+    return {name: part.get_parameter(copy) for copy, name in part.tied.items()}
 
 
 def local(tensor: Tensor) -> Tensor:

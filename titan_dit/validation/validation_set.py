@@ -142,7 +142,7 @@ def losses(
     seed: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """Mean loss over all rows, the objective's summary, and the loss of each named evaluation.
+    """Mean loss over all rows, the objective's summary, and losses by name: evaluations and terms.
 
     Each data rank evaluates its share in batches of `batch_size`. Sample i has sample number i, so
     its random draws are the same every time and on every layout. `alive` is called after each
@@ -151,6 +151,7 @@ def losses(
     count = -(-len(chosen.rows) // share.num_ranks)
     mine = range(share.rank * count, (share.rank + 1) * count)
     parts: dict[str, list[Tensor]] = {}
+    terms: dict[str, list[Tensor]] = {}
     for first in range(0, count, batch_size):
         # Fixed batch size: equal counts on every rank, no recompilation. Padding past the end of
         # the share or the set is cut off below.
@@ -160,14 +161,19 @@ def losses(
         batch = loader.load_samples(chosen.source, pairs, inspect, device, len(pairs))
         rng = SampleRNG(seed, batch.sample_numbers)
         for name, prepared in objective.evaluations(batch, rng).items():
-            sums = sums_of(executor.evaluate(prepared), prepared)
-            parts.setdefault(name, []).append(sums)
+            per_token = executor.evaluate(prepared)
+            parts.setdefault(name, []).append(sums_of(per_token, prepared))
+            for term, its in objective.validated_terms(per_token, prepared.targets).items():
+                terms.setdefault(term, []).append(sums_of(its, prepared))
         alive()
-    means = {}
-    for name, found in parts.items():
-        whole = share.gather(torch.cat(found)[:count])[: len(chosen.rows)].sum(0)
-        means[name] = float(whole[0] / whole[1])
-    named: Mapping[str, float] = {f"{LOSS}_{name}": v for name, v in means.items() if name}
+
+    def mean(found: Sequence[Tensor]) -> float:
+        whole = share.gather(torch.cat(tuple(found))[:count])[: len(chosen.rows)].sum(0)
+        return float(whole[0] / whole[1])
+
+    means = {name: mean(found) for name, found in parts.items()}
+    shown = means | {name: mean(found) for name, found in terms.items()}
+    named: Mapping[str, float] = {f"{LOSS}_{name}": v for name, v in shown.items() if name}
     summary = objective.summary(means, chosen.source.facts)
     others = {f"{PREFIX}{name}": value for name, value in summary.items()}
     return {LOSS: sum(means.values()) / len(means), **others, **named}
