@@ -15,9 +15,9 @@ from titan_dit.config.section import (
     PositiveInt,
     Section,
     UserError,
-    show,
 )
 from titan_dit.models.gpt_sizes import PADDING
+from titan_dit.models.named_sizes import fill_in, shape_of
 
 SIZES = {
     #       hidden, layers, heads
@@ -65,23 +65,7 @@ class BERTSizes(Section):
     def __post_init__(self) -> None:
         """Fill in the named size, then check divisibility."""
         super().__post_init__()
-        keys = ("hidden", "layers", "heads")
-        if self.size is not None:
-            if self.size not in SIZES:
-                raise UserError(
-                    f"[model] size={show(self.size)} is not one of {', '.join(SIZES)}. "
-                    "Set one of them, or hidden, layers and heads."
-                )
-            for key, named in zip(keys, SIZES[self.size], strict=True):
-                if getattr(self, key) not in (None, named):
-                    raise UserError(
-                        f"[model] {key}={getattr(self, key)} disagrees with "
-                        f"size={show(self.size)}, which has {key}={named}. Give either size or "
-                        "hidden, layers, heads."
-                    )
-                object.__setattr__(self, key, named)
-        elif missing := [key for key in keys if getattr(self, key) is None]:
-            raise UserError(f'[model] {", ".join(missing)} missing. Set them, or size = "base".')
+        fill_in(self, self.size, shape_of(self.size, SIZES), "base")
         hidden, _, heads = self.shape
         if hidden % heads:
             raise UserError(

@@ -9,7 +9,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from titan_dit.config.section import PositiveFloat, PositiveInt, Section, UserError
+from titan_dit.config.section import PositiveFloat, PositiveInt, Section, UserError, show
+from titan_dit.models.named_sizes import fill_in
 
 SIZES = {
     #      hidden, layers, heads
@@ -52,31 +53,20 @@ class DiTSizes(Section):
     def __post_init__(self) -> None:
         """Fill in the named size, then check divisibility."""
         super().__post_init__()
-        explicit = {k: getattr(self, k) for k in ("hidden", "layers", "heads", "patch")}
-        if self.size is not None:
-            wrong = {k: v for k, v in explicit.items() if v not in (None, self._named(k))}
-            if wrong:
-                key, value = next(iter(wrong.items()))
-                raise UserError(
-                    f'[model] {key}={value} disagrees with size="{self.size}", which has '
-                    f"{key}={self._named(key)}. Give either size or hidden, layers, heads, patch."
-                )
-            for key in explicit:
-                object.__setattr__(self, key, self._named(key))
-        elif missing := [k for k, v in explicit.items() if v is None]:
-            raise UserError(f'[model] {", ".join(missing)} missing. Set them, or size = "XL/2".')
+        fill_in(self, self.size, self._named(), "XL/2")
         self._check_divisibility()
 
-    def _named(self, key: str) -> int:
-        """The value of `key` in the named size."""
-        match = re.fullmatch(r"(\w+)/(\d+)", self.size or "")
+    def _named(self) -> tuple[int, int, int, int] | None:
+        """hidden, layers, heads and patch of the named size."""
+        if self.size is None:
+            return None
+        match = re.fullmatch(r"(\w+)/(\d+)", self.size)
         if not match or match[1] not in SIZES or int(match[2]) not in PATCHES:
             raise UserError(
-                f'[model] size="{self.size}" is not one of {", ".join(SIZES)} with a patch of '
+                f"[model] size={show(self.size)} is not one of {', '.join(SIZES)} with a patch of "
                 f'{", ".join(map(str, PATCHES))}, such as "XL/2".'
             )
-        values = (*SIZES[match[1]], int(match[2]))
-        return dict(zip(("hidden", "layers", "heads", "patch"), values, strict=True))[key]
+        return *SIZES[match[1]], int(match[2])
 
     def _check_divisibility(self) -> None:
         hidden, _, heads, patch = self.shape

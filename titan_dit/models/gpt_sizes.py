@@ -15,8 +15,8 @@ from titan_dit.config.section import (
     PositiveInt,
     Section,
     UserError,
-    show,
 )
+from titan_dit.models.named_sizes import fill_in, shape_of
 
 SIZES = {
     #       hidden, layers, heads
@@ -85,23 +85,7 @@ class GPTSizes(Section):
     def __post_init__(self) -> None:
         """Fill in the named size, then check divisibility."""
         super().__post_init__()
-        explicit = {k: getattr(self, k) for k in ("hidden", "layers", "heads")}
-        if self.size is not None:
-            if self.size not in SIZES:
-                raise UserError(
-                    f"[model] size={show(self.size)} is not one of {', '.join(SIZES)}. "
-                    "Set one of them, or hidden, layers and heads."
-                )
-            named = dict(zip(explicit, SIZES[self.size], strict=True))
-            for key, value in explicit.items():
-                if value not in (None, named[key]):
-                    raise UserError(
-                        f"[model] {key}={value} disagrees with size={show(self.size)}, which has "
-                        f"{key}={named[key]}. Give either size or hidden, layers, heads."
-                    )
-                object.__setattr__(self, key, named[key])
-        elif missing := [k for k, v in explicit.items() if v is None]:
-            raise UserError(f'[model] {", ".join(missing)} missing. Set them, or size = "124M".')
+        fill_in(self, self.size, shape_of(self.size, SIZES), "124M")
         self._check_divisibility()
 
     def _check_divisibility(self) -> None:

@@ -8,7 +8,7 @@ task adds the mean over samples of its loss.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +20,7 @@ from titan_dit.data.base import Batch, DataFacts, Field
 from titan_dit.data.pair_facts import PairFacts
 from titan_dit.data.token_facts import TokenFacts
 from titan_dit.models.base import ModelConfig, ModelSpec
+from titan_dit.objectives import dropout
 from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared
 from titan_dit.objectives.keys import MaskedTokenKeys
 from titan_dit.objectives.sentence_order import Pairs, end_of, pairs_of
@@ -101,7 +102,7 @@ class MaskedTokenConfig(MaskedTokenKeys, ObjectiveConfig):
                 f"[model] vocabulary={found.vocabulary}. Set [model] vocabulary = "
                 f"{max(facts.vocabulary, mask + 1)}."
             )
-        drops = "dropout_keys" in self.model_spec(model).context
+        drops = dropout.drops(self.model_spec(model))
         return MaskedToken(found, facts, mask, self.mask_share, drops)
 
 
@@ -159,18 +160,12 @@ class MaskedToken(Objective):
             weight=batch.weight,
             total_tokens=batch.total_weight * n,
             static=self.model.static(scale.device),
-            context=context | self.dropout_keys(rng),
+            context=context | (dropout.context(rng) if self.drops else {}),
         )
-
-    def dropout_keys(self, rng: SampleRNG) -> dict[str, Tensor]:
-        """What the model draws its dropout by, [b]."""
-        return {"dropout_keys": rng.keys("dropout")} if self.drops else {}
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """The batch without dropout."""
-        prepared = self.prepare(batch, rng)
-        off = {name: -torch.ones_like(keys) for name, keys in self.dropout_keys(rng).items()}
-        return {"": replace(prepared, context={**prepared.context, **off})}
+        return {"": dropout.without(self.prepare(batch, rng))}
 
     def sample_of(self, batch: Batch, rng: SampleRNG) -> Pairs:
         """The tokens before masking. Of a window its last n, so that no token comes twice."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from titan_dit.data.base import Batch, DataFacts, Field
 from titan_dit.data.codec import codec_of
 from titan_dit.data.token_facts import TokenFacts
 from titan_dit.models.base import ModelConfig, ModelSpec
-from titan_dit.objectives import text_drawing
+from titan_dit.objectives import dropout, text_drawing
 from titan_dit.objectives.base import (
     DataShare,
     Forward,
@@ -86,7 +85,7 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
                 "document. Set [data] end_of_document."
             )
         masked = facts.end_of_document if self.mask_end_of_document else None
-        return NextToken(found, facts, masked, "dropout_keys" in found.spec().context)
+        return NextToken(found, facts, masked, dropout.drops(found.spec()))
 
 
 def causal(model: ModelConfig) -> CausalModel:
@@ -125,18 +124,12 @@ class NextToken(Objective):
             weight=weight,
             total_tokens=total if self.masked is None else None,
             static=self.model.static(tokens.device),
-            context={"next_tokens": targets, **self.dropout_keys(rng)},
+            context={"next_tokens": targets} | (dropout.context(rng) if self.drops else {}),
         )
-
-    def dropout_keys(self, rng: SampleRNG) -> dict[str, Tensor]:
-        """What the model draws its dropout by, [b]."""
-        return {"dropout_keys": rng.keys("dropout")} if self.drops else {}
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """The batch without dropout."""
-        prepared = self.prepare(batch, rng)
-        off = {name: -torch.ones_like(keys) for name, keys in self.dropout_keys(rng).items()}
-        return {"": replace(prepared, context={**prepared.context, **off})}
+        return {"": dropout.without(self.prepare(batch, rng))}
 
     def loss(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]

@@ -1,0 +1,39 @@
+"""`size` of a [model] section: a name that stands for several of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from titan_dit.config.section import Section, UserError, show
+
+
+def shape_of(size: str | None, sizes: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
+    """hidden, layers and heads of a size; None without one. UserError if it is not in `sizes`."""
+    if size is not None and size not in sizes:
+        raise UserError(
+            f"[model] size={show(size)} is not one of {', '.join(sizes)}. "
+            "Set one of them, or hidden, layers and heads."
+        )
+    return None if size is None else sizes[size]
+
+
+def fill_in(section: Section, size: str | None, values: Sequence[int] | None, example: str) -> None:
+    """Set the keys that `size` replaces to its values, or, without a size, demand them.
+
+    Raises UserError if a key is given and differs, or is missing; `example`: a size.
+    """
+    keys = section.replaces["size"]
+    given = {key: getattr(section, key) for key in keys}
+    if values is None:
+        if missing := [key for key, value in given.items() if value is None]:
+            raise UserError(
+                f'[model] {", ".join(missing)} missing. Set them, or size = "{example}".'
+            )
+        return
+    for key, value in zip(keys, values, strict=True):
+        if given[key] not in (None, value):
+            raise UserError(
+                f"[model] {key}={given[key]} disagrees with size={show(size)}, which has "
+                f"{key}={value}. Give either size or {', '.join(keys)}."
+            )
+        object.__setattr__(section, key, value)
