@@ -15,9 +15,8 @@ from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.config import config_file
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
-from titan_dit.data.base import Source
+from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.order import SampleOrder
 from titan_dit.execution.build import Built
 from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic

@@ -27,9 +27,9 @@ from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
 from titan_dit.config.section import UserError
 from titan_dit.data import loader
-from titan_dit.data.base import Source
+from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.order import BatchPlan, SampleOrder
+from titan_dit.data.order import BatchPlan
 from titan_dit.data.sample_ranges import numbers_of
 from titan_dit.execution.base import Output, first_of
 from titan_dit.execution.build import Built, build

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError, hints_of, show
 from titan_dit.data.keys import DataKeys
-from titan_dit.data.order import EpochOrder, SampleOrder
 
 Fields: TypeAlias = Mapping[str, Tensor]
 """Tensors of a batch by name, batch dim first, in the stored dtype."""
@@ -83,6 +82,18 @@ class DataFacts:
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
+@runtime_checkable
+class SampleOrder(Protocol):
+    """Sample number -> dataset row, without state."""
+
+    @property
+    def num_rows(self) -> int:
+        """Samples of an epoch."""
+
+    def rows(self, sample_numbers: Sequence[int]) -> list[int]:
+        """Map sample numbers, in any order, to rows."""
+
+
 class Source:
     """Random access to stored samples; several processes read it at once.
 
@@ -117,6 +128,9 @@ class Source:
 
     def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
         """Return the order of training, without the `held_out` rows."""
+        # Here: the interface needs no numpy, and benchmarks/gpu.py has none.
+        from titan_dit.data.order import EpochOrder
+
         return EpochOrder.of(seed, len(self), held_out, data_order)
 
 

@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from titan_dit.config.section import UserError, show
-from titan_dit.data.base import Source
-from titan_dit.data.order import EpochOrder, Numbers, SampleOrder
+from titan_dit.data.base import SampleOrder, Source
+from titan_dit.data.order import EpochOrder, Numbers
 from titan_dit.rng import stream_key
 
 SLOTS = 1 << 16

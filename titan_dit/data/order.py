@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_dit.data.base import SampleOrder
 from titan_dit.data.feistel import LEAST_SIZE, Permutation
 from titan_dit.data.sample_ranges import SampleRange
 from titan_dit.rng import permutation
@@ -47,18 +48,6 @@ class BatchPlan:
         parts.append(range(cursor, cursor + wanted))
         numbers = parts[0] if len(parts) == 1 else list(chain(*parts))
         return numbers, cursor + wanted
-
-
-@runtime_checkable
-class SampleOrder(Protocol):
-    """Sample number -> dataset row, without state."""
-
-    @property
-    def num_rows(self) -> int:
-        """Samples of an epoch."""
-
-    def rows(self, sample_numbers: Sequence[int]) -> list[int]:
-        """Map sample numbers, in any order, to rows."""
 
 
 @dataclass(frozen=True)
