@@ -136,6 +136,7 @@ def test_damaged_and_foreign_files_are_named(tmp_path):
     torch.save({"state_dict": A}, tmp_path / "deeper.pt")
     assert 'torch.save(content["state_dict"], FILE)' in refused(tmp_path / "deeper.pt")
     assert "no such file" in refused(tmp_path / "missing.pt")
+    (tmp_path / "weights.bin").touch()
     assert ".pt, .pth, .safetensors" in refused(tmp_path / "weights.bin")
 
 
