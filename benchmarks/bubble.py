@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -106,7 +107,10 @@ class Nap(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A stage with one weight and known durations."""
+    """A stage with one weight and known durations, and no tied one."""
+
+    tied: Mapping[str, str] = MappingProxyType({})
+    embed = head = None
 
     def __init__(self, forward: float, input_: float, weight: float, is_first: bool) -> None:
         super().__init__()
@@ -172,6 +176,7 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
         mean,
         1,
         torch.device("cpu"),
+        torch.float32,
     )
     tokens = torch.randn(rows, TOKENS, WIDTH)
     prepared = Prepared({"tokens": tokens}, {"x": tokens}, torch.ones(rows), float(rows))
