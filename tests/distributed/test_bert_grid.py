@@ -5,12 +5,8 @@ import json
 import pytest
 from harness import on_ranks
 from test_grid import COPIES, CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, compare, schedule
-from tiny import randomize, torch_rng, whole
+from text_grid import check, key_of, measure
 from tiny_bert import bert_config
-
-from titan_dit.data import loader
-from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -83,28 +79,6 @@ def case_config(parallel, pipeline, kind, dtype="fp32", mode="none", layers=5):
     )
 
 
-def measure(world, config):
-    """Loss, gradients, their norm and logits."""
-    trainer = Trainer(config, world)
-    randomize(trainer.parameters)
-    batch = next(trainer.batches())
-    rows = [(number, number) for number in range(3)]
-    inspect, device = trainer.objective.inspect, world.device
-    first = loader.load_samples(trainer.source, rows, inspect, device, 3.0)
-    few = trainer.objective.prepare(first, torch_rng(trainer, first))
-    lengths = {name: value for name, value in few.context.items() if name == "lengths"}
-    logits = trainer.executor.predict(few.inputs, few.static, lengths)
-    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
-    loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
-    gradients = {name: whole(p.grad) for name, p in trainer.parameters.items()}
-    norm = clip_norm(trainer.parameters.values(), 0).item()
-    return loss, gradients, norm, logits
-
-
-def key_of(kind, dtype, layers):
-    return json.dumps([kind, dtype, layers])
-
-
 def reference(world, kinds):
     found = {}
     for kind, dtype, layers in kinds:
@@ -132,21 +106,6 @@ def all_cases(world, references, cases):
 def references():
     kinds = [(kind, dtype, 5) for kind in KINDS for dtype in ("fp32", "fp64")]
     return on_ranks(1, reference, [*kinds, (POST_PAIRS, "fp32", 8)])[0]
-
-
-def check(by_rank, references):
-    for case in by_rank[0]:
-        _, _, kind, dtype = json.loads(case)
-        names = set().union(*(results[case]["names"] for results in by_rank))
-        wholes = [set(found[1]) for key, found in references.items() if json.loads(key)[0] == kind]
-        assert names in wholes, case
-        tolerance = {"fp32": 1e-6, "fp64": 1e-9}[dtype]
-        for results in by_rank:
-            found = results[case]
-            assert found["loss"] <= 1e-6, case  # It is summed and shown in fp32.
-            for what in ("norm", "prediction", "gradient"):
-                limit = 1e-6 if what == "norm" else tolerance
-                assert found[what] <= limit, (case, what, found[what], found["worst"])
 
 
 @pytest.mark.parametrize("num_ranks", CASES)

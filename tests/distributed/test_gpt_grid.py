@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks
 from test_grid import CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, compare, schedule
-from tiny import randomize, torch_rng, whole
+from text_grid import check, key_of, measure
+from tiny import whole
 from tiny_gpt import gpt_config
 
-from titan_dit.data import loader
-from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)
@@ -80,27 +79,10 @@ def case_config(parallel, pipeline, model, dtype="fp32", mode="none"):
     )
 
 
-def measure(world, config):
-    """Loss, gradients, their norm and logits."""
-    trainer = Trainer(config, world)
-    randomize(trainer.parameters)
-    batch = next(trainer.batches())
-    first = loader.load_samples(
-        trainer.source, [(0, 0), (1, 1), (2, 2)], trainer.objective.inspect, world.device, 3.0
-    )
-    few = trainer.objective.prepare(first, torch_rng(trainer, first))
-    logits = trainer.executor.predict(few.inputs, few.static)
-    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
-    loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
-    gradients = {name: whole(p.grad) for name, p in trainer.parameters.items()}
-    norm = clip_norm(trainer.parameters.values(), 0).item()
-    return loss, gradients, norm, logits
-
-
 def reference(world):
     kinds = [(m, dtype, n) for m in (TIED, UNTIED) for dtype in ("fp32", "fp64") for n in (5, 8)]
     return {
-        json.dumps([m, dtype, n]): measure(world, case_config({}, {}, {"layers": n, **m}, dtype))
+        key_of(m, dtype, n): measure(world, case_config({}, {}, {"layers": n, **m}, dtype))
         for m, dtype, n in kinds
     }
 
@@ -117,7 +99,7 @@ def all_cases(world, references, cases):
             if dtype == "fp64" and parallel not in IN_FP64:
                 continue
             config = case_config(parallel, pipeline, model, dtype, *mode)
-            expected = references[json.dumps([model, dtype, config.model.shape[1]])]
+            expected = references[key_of(model, dtype, config.model.shape[1])]
             key = json.dumps([parallel, pipeline, model, dtype])
             results[key] = compare(measure(world, config), expected)
     return results
@@ -125,19 +107,7 @@ def all_cases(world, references, cases):
 
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
-    by_rank = on_ranks(num_ranks, all_cases, references, CASES[num_ranks])
-    for case in by_rank[0]:
-        _, _, model, dtype = json.loads(case)
-        names = set().union(*(results[case]["names"] for results in by_rank))
-        wholes = [set(found[1]) for key, found in references.items() if json.loads(key)[0] == model]
-        assert names in wholes, case
-        tolerance = {"fp32": 1e-6, "fp64": 1e-9}[dtype]
-        for results in by_rank:
-            found = results[case]
-            assert found["loss"] <= 1e-6, case  # It is summed and shown in fp32.
-            for what in ("norm", "prediction", "gradient"):
-                limit = 1e-6 if what == "norm" else tolerance
-                assert found[what] <= limit, (case, what, found[what], found["worst"])
+    check(on_ranks(num_ranks, all_cases, references, CASES[num_ranks]), references)
 
 
 def drifting(world):
