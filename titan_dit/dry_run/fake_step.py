@@ -35,6 +35,7 @@ from titan_dit.execution.build import (
     own_parameters,
     place_modules,
 )
+from titan_dit.kernels import cross_entropy
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
@@ -113,7 +114,8 @@ def take_fake_step(
     reports = []
     progress = ProgressLine(sizes.pp, "ranks", what=f"dry run ({sizes})")
     for stage_rank in range(sizes.pp):
-        with fake_world(stage_rank * (plan.world_size // sizes.pp), plan.world_size):
+        world = fake_world(stage_rank * (plan.world_size // sizes.pp), plan.world_size)
+        with world, chunks_of_a_device():
             mesh = Mesh(sizes, "cpu")
             fake_rank = FakeRank(plan, objective, fields, mesh, mode, (training, optimizer, ema))
             peak, traffic = fake_rank.run(share, size, fewer, enough, count)
@@ -146,6 +148,16 @@ def take_fake_step(
         num_run=enough,
         ranks=tuple(replace(r, idle=share) for r, share in zip(reports, idle, strict=True)),
     )
+
+
+@contextmanager
+def chunks_of_a_device() -> Iterator[None]:
+    """Score logits in a GPU's chunks: fake tensors are on the CPU, whose thousands take minutes."""
+    own, cross_entropy.CHUNK = cross_entropy.CHUNK, cross_entropy.CHUNK_ON_DEVICE
+    try:
+        yield
+    finally:
+        cross_entropy.CHUNK = own
 
 
 @contextmanager
