@@ -69,6 +69,16 @@ class PipelineConfig(Section):
     """Stages per rank of an interleaved schedule; V schedules always have two."""
     split: tuple[PositiveInt, ...] = ()
     """Layers per stage; empty balances the stages, with the costs of embed and head."""
+    order: str = "planned"
+    """planned runs the actions as the schedule lists them, run_time whatever has arrived, FILE.csv
+    an order of `pipeline plan`. All give the same gradients (docs/pipelines.md)."""
+    memory: Annotated[float, Bound(least=1)] = 1.0
+    """run_time: activations that a rank may hold, in units of the planned order's peak."""
+    transport: Literal["auto", "process_group", "shared_memory", "nixl"] = "auto"
+    """run_time: how streams travel between ranks. auto takes shared memory within a host; between
+    hosts nixl (RDMA, an extra) if it is installed, else the process group."""
+    network: str = ""
+    """run_time with nixl: interface or address of this host, if it has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
