@@ -17,6 +17,7 @@ from titan_dit.parallel import fsdp
 from titan_dit.parallel.links import Links
 from titan_dit.schedules.action import Action, Kind
 from titan_dit.schedules.messages import Channels, inputs_of, output_of, reader_of
+from titan_dit.schedules.moments import CAUSE, Mark, Moment, unmarked
 
 AHEAD = 2
 """Receives are posted this many actions before the action that uses them. With 1, a link as slow as
@@ -69,9 +70,10 @@ class Loop:
         channels: Channels,
         links: Links,
         device: torch.device,
+        mark: Mark = unmarked,
     ) -> None:
         self.stages, self.stage_ranks = stages, stage_ranks
-        self.links, self.device = links, device
+        self.links, self.device, self.mark = links, device, mark
         self.stream = next(iter(stages.values())).stream
         self.inbox = Inbox(channels, links, self.empty)
         self.made: dict[Action, Stream] = {}
@@ -129,11 +131,13 @@ class Loop:
             received = self.take(action._replace(stage=action.stage - 1))
             pairs = zip(received, self.stream, strict=True)
             stream = tuple(t.detach().requires_grad_(learns and s.requires_grad) for t, s in pairs)
+        self.mark(Moment.BEGINS, action)
         out = stage.forward(given if stage.is_first else stream, side_inputs)
         if stage.is_last:
             out = (finish(out, action.microbatch),)
         if learns:
             stage.keep(action.microbatch, stream, tuple(out))
+        self.mark(Moment.ENDS, action)
         self.pass_on(action, tuple(out))
 
     def backward(self, action: Action) -> None:
@@ -141,15 +145,26 @@ class Loop:
         kind, index, number = action
         stage, message = self.stages[index], output_of(action)
         if kind is Kind.BACKWARD_WEIGHT:
+            self.mark(Moment.BEGINS, action)
             stage.backward_weight(number)
+            self.mark(Moment.ENDS, action)
             return
         gradients = None if stage.is_last else self.take(message._replace(stage=index + 1))
         run = stage.backward if kind is Kind.BACKWARD else stage.backward_input
-        self.pass_on(message, run(number, gradients))
+        self.mark(Moment.BEGINS, action)
+        found = run(number, gradients)
+        self.mark(Moment.ENDS, action)
+        self.pass_on(message, found)
 
     def take(self, message: Action) -> Stream:
         """An input from another stage of this rank, or from another rank."""
-        return self.made.pop(message) if message in self.made else self.inbox.take(message)
+        if message in self.made:
+            return self.made.pop(message)
+        self.mark(Moment.WAITS, CAUSE[message.kind])
+        tensors = self.inbox.take(message)
+        self.mark(Moment.ARRIVED, message)
+        self.mark(Moment.WAITS, None)
+        return tensors
 
     def pass_on(self, message: Action, tensors: Stream) -> None:
         """Give an output to the stage that uses it; the pipeline's own outputs have none."""
@@ -159,6 +174,7 @@ class Loop:
         elif 0 <= reader < len(self.stage_ranks):
             whole = tuple(tensor.detach().contiguous() for tensor in tensors)
             self.sends = [sent for sent in self.sends if not sent[1].is_completed()]
+            self.mark(Moment.SENDS, message)
             works = self.links.send(whole, self.stage_ranks[reader])
             self.sends += [(whole, work) for work in works]
 

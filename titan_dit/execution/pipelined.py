@@ -27,10 +27,14 @@ from titan_dit.parallel.links import Links
 from titan_dit.parallel.tied import TiedWeights
 from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.messages import Channels, channels
+from titan_dit.schedules.moments import Mark, Moment, unmarked
 
 
 class PipelinedExecutor(Executor):
     """Runs this rank's stages of a pipeline; `links` between the neighbours are open."""
+
+    mark: Mark = staticmethod(unmarked)
+    """Told the moments of every pass, see `schedules/moments.py`."""
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class PipelinedExecutor(Executor):
             losses.append(loss.detach())
             return with_factor(loss, factor)
 
+        self.mark(Moment.STARTS, None)
         self.tied.fetch()
         for stage in self.stages.values():
             fsdp.gather(stage.part)
@@ -78,6 +83,7 @@ class PipelinedExecutor(Executor):
             loss_of,
         )
         self.tied.add_gradients()
+        self.mark(Moment.FINISHED, None)
         return sum(losses, torch.zeros((), device=prepared.weight.device))
 
     def perform(
@@ -89,7 +95,8 @@ class PipelinedExecutor(Executor):
         finish: Callable[[Output, int], Tensor],
     ) -> None:
         """This rank's actions of an order; see `Loop.run`."""
-        loop = Loop(self.stages, self.stage_ranks, sequences, self.links, self.device)
+        given = self.stages, self.stage_ranks, sequences, self.links, self.device
+        loop = Loop(*given, self.mark)
         actions = loop.planned(order[self.links.rank])
         loop.run(actions, inputs, side_inputs, finish)
 
