@@ -1,23 +1,29 @@
 """Simulates an order: start and end of every action, from the costs of actions.
 
-A rank runs its actions in order, each as soon as its input has arrived. Messages have a latency but
-do not occupy the ranks, and between two ranks they stay in sequence. Times are in the unit of the
+A rank runs its actions as planned, each as soon as its input has arrived, or as a `Decider` says,
+the same one as in a run. Messages have a latency but do not occupy the ranks, and they stay in
+sequence: between two ranks, or in a run-time order between two stages. Times are in the unit of the
 costs.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from titan_dit.schedules.action import Action, Kind, Order, peak_activations
+from titan_dit.schedules.decide import Decider, Waiting
 from titan_dit.schedules.messages import inputs_of, output_of, reader_of
 from titan_dit.schedules.proof import execution, num_stages_of
 
 Costs: TypeAlias = Mapping[tuple[Kind, int], float]
 """Time of one microbatch by (kind, stage)."""
+
+CostOf: TypeAlias = Callable[[Action], float]
+"""Time of an action, where microbatches differ."""
 
 Latency: TypeAlias = float | Callable[[int, int], float]
 """Time from the end of an action to the arrival of its output; may depend on (source, target)."""
@@ -42,6 +48,17 @@ class Simulation:
     """Busy time of each rank."""
     peak_activations: tuple[int, ...]
     """See `action.peak_activations`."""
+    waits: tuple[Mapping[Waiting, float], ...]
+    """Time that each rank waits before its last action, by cause."""
+
+    @property
+    def order(self) -> Order:
+        """The order as run."""
+        spans = self.timeline
+        return tuple(
+            tuple(span.action for span in spans if span.rank == rank)
+            for rank in range(len(self.busy))
+        )
 
     @property
     def makespan(self) -> float:
@@ -91,23 +108,52 @@ def stage_costs(
 
 def simulate(
     order: Order,
-    costs: Costs,
+    costs: Costs | CostOf,
     *,
     latency: Latency = 0.0,
     slowness: Sequence[float] | None = None,
     jitter: float = 0.0,
     seed: int = 0,
+    memory: float | None = None,
 ) -> Simulation:
     """Simulate an order. Raises ValueError on a deadlock.
 
     `slowness`: a factor on the costs of each rank. `jitter`: standard deviation of the log of a
     random factor (mean 1) on every cost and latency. It is drawn from (seed, action): two orders of
-    the same stages get the same factors.
+    the same stages get the same factors. `memory`: None runs the order as planned; a number lets
+    every rank decide at run time within this memory (see `Decider`).
     """
+
+    def took(rank: int, action: Action) -> float:
+        cost = costs(action) if callable(costs) else costs[action.kind, action.stage]
+        cost *= slowness[rank] if slowness else 1.0
+        return cost * jitter_factor(jitter, seed, str(action))
+
+    def travel(source: int, target: int, message: Action) -> float:
+        time = latency(source, target) if callable(latency) else latency
+        return time * jitter_factor(jitter, seed, f"message {message}")
+
+    times = _Times(took, travel)
+    if memory is None:
+        return _simulate_planned(order, times)
+    return _RunTime(order, times, memory).simulate()
+
+
+class _Times(NamedTuple):
+    """How long everything takes."""
+
+    took: Callable[[int, Action], float]
+    """(rank, action)"""
+    travel: Callable[[int, int, Action], float]
+    """(source, target, message)"""
+
+
+def _simulate_planned(order: Order, times: _Times) -> Simulation:
     num_stages = num_stages_of(order)
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    rank_of = _ranks_of(order)
     free = [0.0] * len(order)
     busy = [0.0] * len(order)
+    waits = [dict.fromkeys(Waiting, 0.0) for _ in order]
     made: dict[Action, float] = {}
     arrived: dict[Action, float] = {}
     last: dict[tuple[int, int, Kind], float] = {}
@@ -118,8 +164,9 @@ def simulate(
             for x in inputs_of(action, num_stages)
         )
         start = max(free[rank], *inputs, 0.0)
-        took = costs[action.kind, action.stage] * jitter_factor(jitter, seed, str(action))
-        took *= slowness[rank] if slowness else 1.0
+        is_forward = action.kind is Kind.FORWARD
+        waits[rank][Waiting.INPUT if is_forward else Waiting.GRADIENT] += start - free[rank]
+        took = times.took(rank, action)
         free[rank] = start + took
         busy[rank] += took
         timeline.append(TimedAction(rank, action, start, free[rank]))
@@ -128,13 +175,96 @@ def simulate(
         made[message] = free[rank]
         target = rank_of.get(reader_of(message), rank)
         if target != rank:
-            travel = latency(rank, target) if callable(latency) else latency
-            travel *= jitter_factor(jitter, seed, f"message {message}")
             channel = rank, target, message.kind
             # Messages do not overtake each other.
-            last[channel] = max(last.get(channel, 0.0), free[rank] + travel)
-            arrived[message] = last[channel]
-    return Simulation(tuple(timeline), tuple(busy), peak_activations(order))
+            arrives = free[rank] + times.travel(rank, target, message)
+            arrived[message] = last[channel] = max(last.get(channel, 0.0), arrives)
+    return Simulation(tuple(timeline), tuple(busy), peak_activations(order), tuple(waits))
+
+
+class _RunTime:
+    """Virtual time in which every rank runs what its `Decider` says."""
+
+    def __init__(self, order: Order, times: _Times, memory: float) -> None:
+        num_stages = num_stages_of(order)
+        self.times, self.rank_of = times, _ranks_of(order)
+        self.deciders = [Decider(actions, num_stages, memory) for actions in order]
+        self.busy = [0.0] * len(order)
+        self.running: list[Action | None] = [None] * len(order)
+        self.waits = [dict.fromkeys(Waiting, 0.0) for _ in order]
+        self.waiting: list[tuple[Waiting, float] | None] = [None] * len(order)
+        """Each rank's cause of waiting, and since when."""
+        self.timeline: list[TimedAction] = []
+        self.lanes: dict[tuple[Kind, int], float] = {}
+        """(Kind, source stage) -> arrival of its last message."""
+        self.events: list[tuple[float, int, int, Action, bool]] = []
+        """(Time, number, rank, action, True if it is a message that arrives)."""
+        self.num_events = 0
+
+    def simulate(self) -> Simulation:
+        """Run until every rank has finished."""
+        for rank in range(len(self.deciders)):
+            self.decide(rank, 0.0)
+        while self.events:
+            now = self.events[0][0]
+            # All that happens at a moment is known before a rank decides.
+            ranks = {self.happen(*heapq.heappop(self.events)) for _ in self.simultaneous(now)}
+            for rank in sorted(ranks):
+                self.decide(rank, now)
+        stuck = [str(rank) for rank, decider in enumerate(self.deciders) if not decider.finished]
+        if stuck:
+            raise ValueError(f"Deadlock: ranks {', '.join(stuck)} wait for each other.")
+        timeline, waits = tuple(self.timeline), tuple(self.waits)
+        found = Simulation(timeline, tuple(self.busy), (), waits)
+        return replace(found, peak_activations=peak_activations(found.order))
+
+    def simultaneous(self, now: float) -> Iterator[None]:
+        """Once for every event at this moment, also those that these events cause."""
+        while self.events and self.events[0][0] == now:
+            yield
+
+    def happen(self, now: float, _: int, rank: int, action: Action, is_message: bool) -> int:
+        """Tell the rank of an arrival or an end; returns the rank."""
+        if is_message:
+            self.deciders[rank].arrived(action)
+            return rank
+        self.deciders[rank].done(action)
+        self.running[rank] = None
+        message = output_of(action)
+        target = self.rank_of.get(reader_of(message), rank)
+        if target != rank:
+            lane = message.kind, message.stage
+            arrives = now + self.times.travel(rank, target, message)
+            self.lanes[lane] = max(self.lanes.get(lane, 0.0), arrives)
+            self.add(self.lanes[lane], target, message, is_message=True)
+        return rank
+
+    def decide(self, rank: int, now: float) -> None:
+        """Begin the next action of a rank, or note the cause of its wait."""
+        if self.running[rank] or self.deciders[rank].finished:
+            return
+        if waiting := self.waiting[rank]:
+            cause, since = waiting
+            self.waits[rank][cause] += now - since
+            self.waiting[rank] = None
+        found = self.deciders[rank].next()
+        if isinstance(found, Waiting):
+            self.waiting[rank] = found, now
+            return
+        took = self.times.took(rank, found)
+        self.running[rank] = found
+        self.busy[rank] += took
+        self.timeline.append(TimedAction(rank, found, now, now + took))
+        self.add(now + took, rank, found, is_message=False)
+
+    def add(self, at: float, rank: int, action: Action, *, is_message: bool) -> None:
+        """Add an event; those of one moment stay in sequence."""
+        self.num_events += 1
+        heapq.heappush(self.events, (at, self.num_events, rank, action, is_message))
+
+
+def _ranks_of(order: Order) -> dict[int, int]:
+    return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
 
 def jitter_factor(jitter: float, seed: int, name: str) -> float:

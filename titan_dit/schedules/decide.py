@@ -1,0 +1,209 @@
+"""What a pipeline rank runs next, decided at run time from what has arrived.
+
+The planned order stays the rule book. It names every action, the kinds of each backward (B, or I
+and W) and how many activations a rank holds at most. A `Decider` only lets a rank do something else
+while the planned action cannot run:
+
+- Each stage runs its forwards, its backwards and its weight gradients in the planned sequence, so
+  that every gradient is the same sum in the same sequence as in the planned order.
+- The k-th forward of the rank's plan may start once k < released + window. `released` counts the
+  finished B and W, `window` is the planned peak of held activations, times `memory`.
+
+No rank waits for ever. All ranks together have a first action in the planned execution that is not
+done: all before it are. Its inputs have been sent, each of its stage's sequences has come to it,
+and if it is a forward, the window is open: the plan held no more than its peak at this point, so
+k < planned released + peak, and at least as much has been released. Bounding what is held
+(held < window) instead deadlocks: forwards that came early fill the memory, and the one forward for
+which the other ranks wait finds no room.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import StrEnum
+
+from titan_dit.schedules.action import Action, Kind, Order, peak_activations
+from titan_dit.schedules.messages import inputs_of, output_of
+
+GRADIENTS_AHEAD = 1
+"""Gradients of a stage that may arrive before the backward in front of theirs has run."""
+
+
+class Waiting(StrEnum):
+    """Why a rank has nothing to run."""
+
+    INPUT = "input"
+    """No forward's input is here, and no backward is due."""
+    GRADIENT = "gradient"
+    """A stage has run forward and waits for the gradient of its output."""
+    MEMORY = "memory"
+    """A forward's input is here, but the window is full."""
+
+
+def windows(order: Order, memory: float) -> tuple[int, ...]:
+    """Each rank's window: its planned peak of activations x `memory`, rounded down."""
+    # 20 x 1.15 is 22.999999999999996 in floating point.
+    return tuple(int(peak * memory + 1e-9) for peak in peak_activations(order))
+
+
+class Decider:
+    """Decides what one rank of a planned order runs next.
+
+    It is told what arrives and what is done; `next` changes nothing, so that it may be asked at any
+    time. At memory 1 the first in plan of all ready actions comes next. Above 1 forwards and
+    backwards take turns, and a weight gradient runs only where neither of them can.
+    """
+
+    def __init__(self, actions: Sequence[Action], num_stages: int, memory: float = 1.0) -> None:
+        """`actions`: the rank's plan; `num_stages`: of the whole pipeline."""
+        self.num_stages, self.memory = num_stages, memory
+        (self.window,) = windows((tuple(actions),), memory)
+        self.released = 0
+        """Finished B and W."""
+        self._position = {action: place for place, action in enumerate(actions)}
+        forwards = [action for action in actions if action.kind is Kind.FORWARD]
+        self._number = {action: number for number, action in enumerate(forwards)}
+        self._lanes = _lanes(actions)
+        self._stages = sorted({action.stage for action in actions})
+        self._made: set[Action] = set()
+        self._num_done = 0
+        self._last_was_forward = False
+        self._posted: dict[tuple[Kind, int], int] = {}
+
+    @property
+    def finished(self) -> bool:
+        """True once every action is done."""
+        return self._num_done == len(self._position)
+
+    @property
+    def held(self) -> int:
+        """(Microbatch, stage) pairs whose activations the rank holds."""
+        return sum(lane.done for lane in self._lanes[Kind.FORWARD].values()) - self.released
+
+    def arrived(self, message: Action) -> None:
+        """Take note of another rank's message, named by the action that made it (F or I)."""
+        self._made.add(message)
+
+    def done(self, action: Action) -> None:
+        """Take note of a finished action, and of its output for the rank's other stages."""
+        self._made.add(output_of(action))
+        self._num_done += 1
+        for kind in _LANES_OF[action.kind]:
+            lane = self._lanes[kind][action.stage]
+            assert lane.head == action, f"{action} is not the next of its stage"
+            lane.done += 1
+        self.released += action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        if action.kind is not Kind.BACKWARD_WEIGHT:
+            self._last_was_forward = action.kind is Kind.FORWARD
+
+    def next(self) -> Action | Waiting:
+        """The action to run now, or what the rank waits for. Raises IndexError if finished."""
+        if self.finished:
+            raise IndexError("Every action is done.")
+        ready = [action for stage in self._stages for action in self._ready(stage)]
+        if not ready:
+            return self._cause()
+        if self.memory == 1:
+            return min(ready, key=self._position.__getitem__)
+        return min(ready, key=self._turn)
+
+    def may_receive(self) -> list[Action]:
+        """Messages of other ranks that may arrive from now on, each returned once.
+
+        Those of a lane (source stage, kind) are in sequence. An input may arrive if its forward is
+        within the window, and one more for each stage. A gradient may once its forward is done, if
+        at most `GRADIENTS_AHEAD` backwards of its stage come before.
+        """
+        allowed: list[Action] = []
+        for stage in self._stages:
+            if stage > 0 and stage - 1 not in self._stages:
+                allowed += self._more(Kind.FORWARD, stage)
+            if stage < self.num_stages - 1 and stage + 1 not in self._stages:
+                allowed += self._more(Kind.BACKWARD_INPUT, stage)
+        return allowed
+
+    def _ready(self, stage: int) -> list[Action]:
+        """The stage's actions that can run now: at most one of each lane."""
+        found = []
+        forward, backward, weights = (self._lanes[kind][stage].head for kind in _KINDS)
+        if forward and self._in_window(forward) and self._has_inputs(forward):
+            found.append(forward)
+        # A full backward comes after the weight gradients that are planned before it.
+        fits = backward and (backward.kind is not Kind.BACKWARD or backward == weights)
+        if backward and fits and self._has_inputs(backward):
+            found.append(backward)
+        if weights and weights.kind is not Kind.BACKWARD and self._has_inputs(weights):
+            found.append(weights)
+        return found
+
+    def _turn(self, action: Action) -> tuple[int, int]:
+        """Sort key of spare memory: the other direction, the same one, weight gradients."""
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            turn = 2
+        else:
+            turn = int((action.kind is Kind.FORWARD) == self._last_was_forward)
+        return turn, self._position[action]
+
+    def _cause(self) -> Waiting:
+        """Why no action is ready."""
+        heads = [self._lanes[Kind.FORWARD][stage].head for stage in self._stages]
+        if any(head and self._has_inputs(head) for head in heads):
+            return Waiting.MEMORY
+        backwards = [self._lanes[Kind.BACKWARD_INPUT][stage].head for stage in self._stages]
+        own = (head and head._replace(kind=Kind.FORWARD) for head in backwards)
+        return Waiting.GRADIENT if any(f in self._made for f in own) else Waiting.INPUT
+
+    def _in_window(self, forward: Action) -> bool:
+        return self._number[forward] < self.released + self.window
+
+    def _has_inputs(self, action: Action) -> bool:
+        return self._made.issuperset(inputs_of(action, self.num_stages))
+
+    def _more(self, kind: Kind, stage: int) -> list[Action]:
+        """The next messages of a stage's inputs (F) or gradients (I) that may arrive."""
+        lane = self._lanes[kind][stage]
+        may = self._input_may_arrive if kind is Kind.FORWARD else self._gradient_may_arrive
+        posted = self._posted.get((kind, stage), 0)
+        more = []
+        source = stage - 1 if kind is Kind.FORWARD else stage + 1
+        while posted < len(lane.actions) and may(lane, posted):
+            more.append(Action(kind, source, lane.actions[posted].microbatch))
+            posted += 1
+        self._posted[kind, stage] = posted
+        return more
+
+    def _input_may_arrive(self, lane: _Lane, place: int) -> bool:
+        # The last one before this is within the window: this one is the message beyond it, at most.
+        return place == 0 or self._in_window(lane.actions[place - 1])
+
+    def _gradient_may_arrive(self, lane: _Lane, place: int) -> bool:
+        forward = lane.actions[place]._replace(kind=Kind.FORWARD)
+        return place <= lane.done + GRADIENTS_AHEAD and forward in self._made
+
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""The lanes of a stage; a full backward is in the last two."""
+_LANES_OF = {kind: (kind,) for kind in _KINDS} | {Kind.BACKWARD: _KINDS[1:]}
+
+
+class _Lane:
+    """Actions that a stage runs in sequence, of which the first `done` are done."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.done = 0
+
+    @property
+    def head(self) -> Action | None:
+        """The next one, or None."""
+        return self.actions[self.done] if self.done < len(self.actions) else None
+
+
+def _lanes(actions: Sequence[Action]) -> dict[Kind, dict[int, _Lane]]:
+    """The lanes of every stage, in the planned sequence."""
+    lanes: dict[Kind, dict[int, _Lane]] = {kind: defaultdict(_Lane) for kind in _KINDS}
+    for action in actions:
+        for kind in _LANES_OF[action.kind]:
+            lanes[kind][action.stage].actions.append(action)
+    return lanes
