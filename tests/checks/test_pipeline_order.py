@@ -126,7 +126,7 @@ def test_kinds_of_a_file_decide_whether_the_backward_is_split(file):
         ({"compile": {"enabled": True}}, "splits the backward pass"),
         ({"remat": {"mode": "full"}}, "does not work with"),
     ):
-        with pytest.raises(UserError, match='order="own.csv".*order = "planned"') as found:
+        with pytest.raises(UserError, match=r'order="own.csv".*order = "planned"') as found:
             check({"pp": 2}, pipeline=keys, **sections, **other)
         assert words in str(found.value)
     full = {"order": file(stock("1f1b")), "schedule": "interleaved_zero_bubble"}
