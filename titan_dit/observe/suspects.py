@@ -90,8 +90,9 @@ def slowness(
 ) -> tuple[dict[int, float], frozenset[int]]:
     """Each rank's seconds per layer against the others', and the ranks with ends of the model only.
 
-    The ratio is the median over microbatches, passes and directions: neither jitter nor microbatches
-    of different lengths change it. It is taken on stages without an end, where a rank has one.
+    The ratio is the median over microbatches, passes and directions: neither jitter nor
+    microbatches of different lengths change it. It is taken on stages without an end of the model,
+    where a rank has one.
     """
     ends = {0, len(stage_ranks) - 1}
     middle = {rank for stage, rank in enumerate(stage_ranks) if stage not in ends}

@@ -1,8 +1,8 @@
 """The timeline of a pipeline: what every rank did in each moment of a window of steps.
 
-Every moment of a rank has one kind: computing F, B, I or W; idle in a pass, by cause; or outside the
-passes. So the kinds of a rank add up to its wall time. All times are seconds on the first rank's
-clock since the window began there.
+Every moment of a rank has one kind: computing F, B, I or W; idle in a pass, by cause; or outside
+the passes. So the kinds of a rank add up to its wall time. All times are seconds on the first
+rank's clock since the window began there.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def predicted(timeline: Timeline) -> Iterator[str]:
     as_run = statistics.mean(makespan(simulated(timeline, number)) for number in numbers)
     yield f"pass over the microbatches: {1e3 * measured:10.3f} ms measured"
     yield f"{'as it was run':26}: {1e3 * as_run:10.3f} ms simulated, {as_run / measured:.3f} of it"
-    planned = replay(timeline.planned, median_costs(timeline), timeline.links)
+    planned = replay(timeline.planned, median_seconds(timeline), timeline.links)
     ratio = makespan(planned) / measured
     yield f"{'as planned':26}: {1e3 * makespan(planned):10.3f} ms simulated, {ratio:.3f} of it"
 
@@ -69,21 +69,9 @@ def makespan(spans: tuple[TimedAction, ...]) -> float:
     return max(span.end for span in spans)
 
 
-def median_costs(timeline: Timeline) -> Mapping[Action, float]:
-    """Seconds of every action of the plan; of one that was not run as planned, those of its parts."""
-    found = {action: statistics.median(times) for action, times in timeline.durations.items()}
-    for action in (action for actions in timeline.planned for action in actions):
-        if action not in found:
-            found[action] = other_parts(found, action)
-    return found
-
-
-def other_parts(seconds: Mapping[Action, float], action: Action) -> float:
-    """The cost of an action by those of its microbatch that were run instead of it."""
-    parts = [action._replace(kind=kind) for kind in Kind if kind is not Kind.FORWARD]
-    return sum(seconds.get(part, 0.0) for part in parts) / (
-        1 if action.kind is Kind.BACKWARD else 2
-    )
+def median_seconds(timeline: Timeline) -> Mapping[Action, float]:
+    """Seconds of every action."""
+    return {action: statistics.median(times) for action, times in timeline.durations.items()}
 
 
 def table(timeline: Timeline) -> Iterator[str]:

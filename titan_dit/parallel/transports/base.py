@@ -288,7 +288,7 @@ class Transport:
         self.posted.remove(message)
         return self.receivers[self.lane_of(message)].take(message.microbatch)
 
-    def flush(self) -> None:  # noqa: B027 Some have nothing to wait for.
+    def flush(self) -> None:
         """Wait until everything sent has left. At the end of a pass, before any collective."""
         while any(out.waiting for out in self.outgoing.values()):
             self.go_on()
