@@ -15,6 +15,7 @@ from titan_dit.execution.base import Executor, Shapes, TokenLoss, by_name
 from titan_dit.execution.deciding import DecidingExecutor
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.execution.pipelined import PipelinedExecutor
+from titan_dit.execution.recording import PipelineRecording, recording_of
 from titan_dit.execution.sliced import SlicedExecutor, TokenDims
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
 from titan_dit.models.layers import Attention
@@ -49,6 +50,8 @@ class Built:
     """FLOPs of forward and backward of the whole network."""
     notes: Sequence[str]
     """Console lines about the build."""
+    recording: PipelineRecording | None
+    """Of the timeline of a pipeline; None without one."""
 
 
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
@@ -64,7 +67,8 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     executor = executor_of(plan, objective, mesh, parts, device)
     notes = [*float8.console_lines(parts.values(), plan.precision), *executor.notes]
     prepare = compile_prepare(objective, plan.compile, device)
-    return Built(executor, prepare, parameters, copies_of(parts), count, flops, notes)
+    recording = recording_of(executor, plan, mesh)
+    return Built(executor, prepare, parameters, copies_of(parts), count, flops, notes, recording)
 
 
 def own_parameters(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_dit.execution.base import Executor
 from titan_dit.execution.pipelined import PipelinedExecutor
+from titan_dit.execution.sliced import SlicedExecutor
 from titan_dit.observe import timeline_picture, timeline_text, timeline_trace
 from titan_dit.observe.recorder import Noted, Recorder
 from titan_dit.observe.suspects import suspects
 from titan_dit.observe.timeline import RankTimeline, Reader, Timeline
 from titan_dit.parallel import clocks
 from titan_dit.parallel.clocks import Clock, Offset
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.plan import RunPlan
 from titan_dit.schedules.action import Order
 from titan_dit.schedules.moments import Moment, unmarked
 
@@ -65,10 +70,8 @@ class PipelineRecording:
         if self.takes_part:
             self.recorder.mark(Moment.OUTSIDE, None)
 
-    def write(self, folder: Path) -> list[str]:
-        """End the window, write its files and return the console lines, on the first rank."""
-        if not self.takes_part:
-            return []
+    def end(self) -> Timeline | None:
+        """End the window; the first rank gets the timeline of all. Collective."""
         self.recorder.mark(Moment.OUTSIDE, None)
         self.executor.mark = unmarked
         noted = [(str(moment), what, at) for moment, what, at in self.recorder.read()]
@@ -77,13 +80,20 @@ class PipelineRecording:
         everyone: list[Written] = [()] * self.mesh.size()
         dist.all_gather_object(everyone, noted, group=group)
         if self.mesh.get_local_rank() > 0:
-            return []
-        pairs = zip(self.before, after, strict=True)
-        ranks = read_all(everyone, [Clock(*offsets) for offsets in pairs])
-        stage_ranks = tuple(self.executor.stage_ranks)
+            return None
+        offsets = zip(self.before, after, strict=True)
+        ranks = read_all(everyone, [Clock(*pair) for pair in offsets])
         order = self.executor.order
-        found = Timeline(ranks, stage_ranks, self.sizes, order, microbatches_of(order))
-        return write_files(folder, found)
+        place = tuple(self.executor.stage_ranks), self.sizes
+        return Timeline(ranks, *place, order, microbatches_of(order))
+
+    def write(self, folder: Path, note: str = "") -> list[str]:
+        """End the window, write its files and return the console lines, on the first rank.
+
+        `note`: a line of the text. Collective.
+        """
+        timeline = self.end() if self.takes_part else None
+        return write_files(folder, timeline, note) if timeline else []
 
 
 def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankTimeline, ...]:
@@ -92,9 +102,13 @@ def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankT
     found = []
     for rank, (written, clock) in enumerate(zip(everyone, ranks, strict=True)):
         noted = [Noted(Moment(moment), what, at) for moment, what, at in written]
-        reader = Reader(rank, lambda at, clock=clock: (clock.to_first(at) - origin) / 1e9)
-        found.append(reader.read(noted))
+        found.append(Reader(rank, seconds_since(clock, origin)).read(noted))
     return tuple(found)
+
+
+def seconds_since(clock: Clock, origin: float) -> Callable[[float], float]:
+    """A rank's nanoseconds to seconds since `origin` on the first rank's clock."""
+    return lambda at_ns: (clock.to_first(at_ns) - origin) / 1e9
 
 
 def microbatches_of(order: Order) -> int:
@@ -102,14 +116,14 @@ def microbatches_of(order: Order) -> int:
     return 1 + max(action.microbatch for actions in order for action in actions)
 
 
-def write_files(folder: Path, timeline: Timeline) -> list[str]:
+def write_files(folder: Path, timeline: Timeline, note: str = "") -> list[str]:
     """Write the trace, the picture, the text and the costs; return the console lines."""
     if not timeline.num_passes:
         return ["no pipeline timeline: no step of its window has ended"]
     folder.mkdir(parents=True, exist_ok=True)
     name = f"timeline-steps-{timeline.first_step}-{timeline.last_step}"
     blamed = suspects(timeline)
-    lines = timeline_text.lines(timeline, blamed)
+    lines = [*timeline_text.lines(timeline, blamed), *([note] if note else [])]
     timeline_trace.write(folder / f"{name}.json.gz", timeline)
     timeline_picture.draw(folder / f"{name}.png", timeline, blamed)
     (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
@@ -117,9 +131,14 @@ def write_files(folder: Path, timeline: Timeline) -> list[str]:
     return [*lines, f"pipeline timeline in {folder / name}.json.gz"]
 
 
-def stage_sizes(layers: Sequence[range], embed: float, head: float) -> list[float]:
-    """The expected costs of the stages, in layers."""
-    sizes = [float(len(of_stage)) for of_stage in layers]
-    sizes[0] += embed
-    sizes[-1] += head
-    return sizes
+def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecording | None:
+    """The recording of a run's first pipeline; None without pp. On every rank."""
+    pipelined = executor.inner if isinstance(executor, SlicedExecutor) else executor
+    if not isinstance(pipelined, PipelinedExecutor):
+        return None
+    sizes = [float(len(layers)) for layers in plan.stage_layers]
+    sizes[0] += plan.spec.embed_cost
+    sizes[-1] += plan.spec.head_cost
+    others = [field.name for field in fields(AxisSizes) if field.name != "pp"]
+    takes_part = not any(mesh.axis(name).get_local_rank() for name in others)
+    return PipelineRecording(pipelined, mesh.axis("pp"), sizes, takes_part=takes_part)

@@ -45,13 +45,13 @@ class Recorder:
 
     def mark_device(self, moment: Moment, what: object) -> None:
         """Note a moment at the device's time, known later."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self.events.append((moment, what, event))
 
     def anchor(self) -> tuple[torch.cuda.Event, int]:
         """An event and the host's time of it. Waits for the device."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.device)
         event.record()
         event.synchronize()

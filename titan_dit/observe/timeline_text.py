@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_dit.observe.suspects import Suspects
-from titan_dit.observe.timeline import COMPUTING, IDLE, OUTSIDE, Timeline
+from titan_dit.observe.timeline import COMPUTING, IDLE, OUTSIDE, Done, Pass, Timeline
 from titan_dit.schedules.action import Action, Kind
-from titan_dit.schedules.replay import replay
+from titan_dit.schedules.messages import output_of
+from titan_dit.schedules.replay import Taken, replay
 from titan_dit.schedules.simulator import TimedAction
 
 FORMAT = 1
@@ -50,7 +51,7 @@ def predicted(timeline: Timeline) -> Iterator[str]:
     as_run = statistics.mean(makespan(simulated(timeline, number)) for number in numbers)
     yield f"pass over the microbatches: {1e3 * measured:10.3f} ms measured"
     yield f"{'as it was run':26}: {1e3 * as_run:10.3f} ms simulated, {as_run / measured:.3f} of it"
-    planned = replay(timeline.planned, median_costs(timeline), timeline.links)
+    planned = replay(timeline.planned, median_seconds(timeline), timeline.links)
     ratio = makespan(planned) / measured
     yield f"{'as planned':26}: {1e3 * makespan(planned):10.3f} ms simulated, {ratio:.3f} of it"
 
@@ -58,7 +59,7 @@ def predicted(timeline: Timeline) -> Iterator[str]:
 def simulated(timeline: Timeline, number: int) -> tuple[TimedAction, ...]:
     """A pass, from its actions as they were, its order as it was and the links' usual latency."""
     passes = timeline.passes(number)
-    seconds = {action: end - start for one in passes for action, start, end in one.actions}
+    seconds = {done.action: taken(one, done) for one in passes for done in one.actions}
     origin = min(one.ready for one in passes)
     ready = [one.ready - origin for one in passes]
     return replay(timeline.order(number), seconds, timeline.links, ready)
@@ -69,21 +70,23 @@ def makespan(spans: tuple[TimedAction, ...]) -> float:
     return max(span.end for span in spans)
 
 
-def median_costs(timeline: Timeline) -> Mapping[Action, float]:
-    """Seconds of every action of the plan; of one that was not run as planned, those of its parts."""
-    found = {action: statistics.median(times) for action, times in timeline.durations.items()}
-    for action in (action for actions in timeline.planned for action in actions):
-        if action not in found:
-            found[action] = other_parts(found, action)
-    return found
+def taken(one: Pass, done: Done) -> Taken:
+    """The seconds of an action as it was."""
+    left = one.sent.get(output_of(done.action), done.end)
+    return Taken(done.end - done.start, left - done.start, done.free - done.start)
 
 
-def other_parts(seconds: Mapping[Action, float], action: Action) -> float:
-    """The cost of an action by those of its microbatch that were run instead of it."""
-    parts = [action._replace(kind=kind) for kind in Kind if kind is not Kind.FORWARD]
-    return sum(seconds.get(part, 0.0) for part in parts) / (
-        1 if action.kind is Kind.BACKWARD else 2
-    )
+def median_seconds(timeline: Timeline) -> Mapping[Action, Taken]:
+    """The median seconds of every action."""
+    found: defaultdict[Action, list[Taken]] = defaultdict(list)
+    for number in range(timeline.num_passes):
+        for one in timeline.passes(number):
+            for done in one.actions:
+                found[done.action].append(taken(one, done))
+    return {
+        action: Taken(*map(statistics.median, zip(*times, strict=True)))
+        for action, times in found.items()
+    }
 
 
 def table(timeline: Timeline) -> Iterator[str]:
@@ -112,7 +115,7 @@ def bubbles(timeline: Timeline, length: Callable[[int], float]) -> list[float]:
     """Each rank's seconds without computing in passes of a length, which may be simulated."""
     total = sum(length(number) for number in range(timeline.num_passes))
     busy = (
-        sum(end - start for one in rank.passes for _, start, end in one.actions)
+        sum(end - start for one in rank.passes for _, start, end, _ in one.actions)
         for rank in timeline.ranks
     )
     return [total - of_rank for of_rank in busy]
