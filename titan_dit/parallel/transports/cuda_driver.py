@@ -60,7 +60,7 @@ class Cuda:
         with torch.cuda.device(device):
             # The driver acts on the current context of the thread: make it torch's.
             torch.cuda.current_stream().synchronize()
-            self.side = torch.cuda.Stream()
+            self.side = torch.cuda.Stream(device)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of the driver; DriverFailed unless it succeeds."""
