@@ -27,7 +27,7 @@ class Ranks:
     """Ranks that run a planned order in virtual time and note their moments."""
 
     def __init__(self, order, seconds, latency=lambda source, target: 1e-4):
-        """`seconds`: (action, pass) -> its time; `latency`: (source, target) -> that of messages."""
+        """`seconds`: (action, pass) -> its time; `latency`: (source, target) -> of messages."""
         self.order, self.seconds, self.latency = order, seconds, latency
         self.noted = [[] for _ in order]
         self.free = [0.0] * len(order)
@@ -100,4 +100,3 @@ def costs_of(order, seed, slow=None, sigma=0.05, unit=5e-3, lengths=False):
         return unit * share * sizes[action.microbatch] * draws.lognormvariate(0, sigma)
 
     return seconds
-

@@ -72,4 +72,6 @@ def test_of_a_rank_with_an_end_only_the_line_says_so():
 
 def test_nobody_is_said_to_be_nobody():
     order = order_of()
-    assert suspects(timeline_of(order, costs_of(order, 0))).lines() == ["no slow rank, no slow link"]
+    assert suspects(timeline_of(order, costs_of(order, 0))).lines() == [
+        "no slow rank, no slow link"
+    ]

@@ -107,9 +107,7 @@ def test_the_text_has_a_column_per_rank_that_adds_up():
     order = order_of()
     timeline = timeline_of(order, costs_of(order, seed=3, slow=2))
     lines = timeline_text.lines(timeline, suspects(timeline))
-    assert lines[0] == (
-        "pipeline timeline, steps 10 to 11: 4 ranks, 8 stages, 8 microbatches"
-    )
+    assert lines[0] == ("pipeline timeline, steps 10 to 11: 4 ranks, 8 stages, 8 microbatches")
     assert lines[-1].startswith("slow rank: 2, 1.")
     rows = {line[:26].strip(): [float(x) for x in line[26:].split()] for line in lines[6:-3]}
     everything = rows.pop("all")
