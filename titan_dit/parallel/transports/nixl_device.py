@@ -104,7 +104,7 @@ class DeviceNixlReceiver(CudaReceiver):
 
     def post(self, number: int) -> tuple[bytes, Sequence[int]]:
         """See `Receiver.post`: the sender cannot wait for this device, so a slot must be read."""
-        read = (i for i in self.free if self.cuda.is_done(self.slots[i].read))
+        read = (i for i in tuple(self.free) if self.cuda.is_done(self.slots[i].read))
         if (index := next(read, None)) is None:
             index = len(self.slots)
             self.grow()
