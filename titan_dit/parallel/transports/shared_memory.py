@@ -136,8 +136,9 @@ class SharedReceiver(Receiver):
 
     def grow(self) -> None:
         """Add a slot."""
-        slot, what = len(self.slots), f"stream {self.end.lane} of pipeline rank"
-        file, mapping = new_slot(self.layout.num_bytes, f"{what} {self.end.lane.target}")
+        slot, lane = len(self.slots), self.end.lane
+        what = f"messages {lane} to pipeline rank {lane.target}"
+        file, mapping = new_slot(self.layout.num_bytes, what)
         self.slots.append(mapping)
         self.files[slot] = file
         self.free.append(slot)
