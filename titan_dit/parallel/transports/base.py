@@ -235,7 +235,8 @@ class Transport:
     def sleep(self, seconds: float) -> None:
         """Sleep until a notice comes, at most `seconds`; briefly while a device is at work."""
         if any([end.progress() for end in self.working()]):
-            seconds = min(seconds, POLL_S)
+            time.sleep(min(seconds, POLL_S))  # poll() would round it up to a millisecond.
+            return
         poll = select.poll()
         for peer in self.peers.values():
             if not peer.has_left:
