@@ -6,13 +6,16 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from harness import on_ranks
 from joined import content, forward, gradient, pair, same
+from test_transports import LOOPED, V, random_passes
 
 from titan_dit.config.section import UserError
 from titan_dit.parallel.transports.nixl import NixlReceiver, NixlSender
 from titan_dit.parallel.transports.nixl_agent import Agent, Piece, interface_of, ucx_devices
 
 CPU = torch.device("cpu")
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl")
 
 
 class SimulatedAgent:
@@ -125,9 +128,8 @@ def test_a_rank_that_expects_a_message_helps_to_receive_it_and_one_that_does_not
     assert not receiver.progress()
 
 
+@needs_nixl
 def test_both_directions_pass_through_nixl():
-    if find_spec("nixl") is None:
-        pytest.skip("needs nixl")
     agents = [Agent(CPU), Agent(CPU)]
     first, second = joined(agents)
     held = []
@@ -150,6 +152,24 @@ def test_both_directions_pass_through_nixl():
     second.flush()
     first.close()
     second.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize(("ways", "ranks"), [("", 4), ("tcp", 2)])
+def test_ranks_exchange_streams_by_nixl(ways, ranks):
+    cases = [("nixl", V if ranks == 4 else LOOPED, False), ("auto", tuple(range(ranks)), True)]
+    variables = {"UCX_TLS": ways} if ways else {}
+    count = f"({ranks - 1} link{'s' * (ranks > 2)})"
+    assert (
+        on_ranks(ranks, random_passes, cases, variables=variables, timeout=120)
+        == [
+            [
+                f"pipeline transport: nixl within a host {count}",
+                f"pipeline transport: nixl between hosts {count}",
+            ]
+        ]
+        * ranks
+    )
 
 
 def test_the_network_is_an_interface_or_an_address_of_this_host():
