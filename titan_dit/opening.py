@@ -12,6 +12,7 @@ from titan_dit.checks import validate
 from titan_dit.checks.device import attention_hint, attention_kernel, format_hint, with_kernel
 from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
+from titan_dit.checks.pipeline_order import order_hint
 from titan_dit.config import config_file
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
@@ -92,6 +93,7 @@ class Opened:
         found = (
             attention_hint(self.plan, device, built.flops_per_sample),
             format_hint(self.plan.precision, device),
+            order_hint(self.plan),
         )
         yield from (hint for hint in found if hint)
 

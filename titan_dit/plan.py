@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,12 +22,13 @@ from titan_dit.config.layout import (
     PrecisionConfig,
     RematConfig,
 )
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.models.base import ModelSpec
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.mesh import AxisSizes, solve
 from titan_dit.parallel.tensor import TensorPlan, uncut
-from titan_dit.schedules.action import Order
+from titan_dit.schedules import order_file
+from titan_dit.schedules.action import Kind, Order
 from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
 from titan_dit.schedules.placement import (
     check_schedule,
@@ -134,8 +136,32 @@ class RunPlan:
 
     @property
     def splits_backward(self) -> bool:
-        """True if the pipeline schedule computes input and weight gradients separately."""
+        """True if the pipeline computes any input and weight gradients separately."""
+        if self.sizes.pp > 1 and (order := self.order_of_file):
+            return any(a.kind is Kind.BACKWARD_INPUT for actions in order for a in actions)
         return self.sizes.pp > 1 and schedule_of(self.pipeline.schedule).splits_backward
+
+    @property
+    def what_splits(self) -> tuple[str, str]:
+        """The [pipeline] key that makes `splits_backward` True, and keys that make it False."""
+        pipeline, unsplit = self.pipeline, 'schedule = "interleaved_1f1b"'
+        if self.order_of_file is None:
+            return f"schedule={show(pipeline.schedule)}", unsplit
+        if schedule_of(pipeline.schedule).splits_backward:
+            return f"order={show(pipeline.order)}", f'order = "planned" with {unsplit}'
+        return f"order={show(pipeline.order)}", 'order = "planned"'
+
+    @property
+    def decides_at_run_time(self) -> bool:
+        """True if the ranks of a pipeline run whatever has arrived."""
+        return self.sizes.pp > 1 and self.pipeline.order == "run_time"
+
+    @cached_property
+    def order_of_file(self) -> Order | None:
+        """The order in [pipeline] order = FILE.csv; None without a file. Raises UserError."""
+        if self.pipeline.order in ("planned", "run_time"):
+            return None
+        return order_file.read(Path(self.pipeline.order))
 
     @property
     def stage_ranks(self) -> list[int]:
@@ -162,13 +188,23 @@ class RunPlan:
         return stages_of_rank(pipeline.schedule, pipeline_rank, pp, pipeline.virtual_stages)
 
     def order(self, num_microbatches: int) -> Order:
-        """The actions of every pipeline rank for `num_microbatches`."""
+        """The actions of every pipeline rank for `num_microbatches`.
+
+        Those of a file, which is for a training step, if it has as many; else the schedule's. A
+        run-time order keeps to the rules of the schedule's (`schedules.decide`).
+        """
+        if (order := self.order_of_file) and _microbatches_of(order) == num_microbatches:
+            return order
         return pipeline_order(
             self.pipeline.schedule,
             num_ranks=self.sizes.pp,
             num_microbatches=num_microbatches,
             virtual_stages=self.pipeline.virtual_stages,
         )
+
+
+def _microbatches_of(order: Order) -> int:
+    return 1 + max(action.microbatch for actions in order for action in actions)
 
 
 def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from titan_dit.checks import device, formats, layout, torch_parts
+from titan_dit.checks import device, formats, layout, pipeline_order, torch_parts
 from titan_dit.config.job import JobConfig
 from titan_dit.plan import RunPlan
 
@@ -22,6 +22,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     layout.check_context(plan)
     layout.check_tensor_specs(plan)
     layout.check_pipeline(plan)
+    pipeline_order.check_order(plan)
     formats.check_compile(plan)
     formats.check_remat(plan)
     formats.check_float8(plan)

@@ -12,12 +12,12 @@ from titan_dit.plan import RunPlan
 
 def check_compile(plan: RunPlan) -> None:
     """Refuse compiling a split backward, and CUDA graphs with several ranks or microbatches."""
-    settings, pipeline = plan.compile, plan.pipeline
-    if plan.splits_backward and settings.enabled:
+    settings = plan.compile
+    if settings.enabled and plan.splits_backward:
+        key, other = plan.what_splits
         raise UserError(
-            f"[pipeline] schedule={show(pipeline.schedule)} splits the backward pass, which torch "
-            "does not support for compiled blocks. Set [compile] enabled = false, or schedule = "
-            '"interleaved_1f1b".'
+            f"[pipeline] {key} splits the backward pass, which torch does not support for compiled "
+            f"blocks. Set [compile] enabled = false, or {other}."
         )
     if not (settings.enabled and settings.cuda_graphs):
         return
@@ -37,14 +37,15 @@ def check_compile(plan: RunPlan) -> None:
 
 def check_remat(plan: RunPlan) -> None:
     """Refuse modes that torch cannot run, or that would recompute a block several times."""
-    config, pipeline, sizes = plan.remat, plan.pipeline, plan.sizes
-    if plan.splits_backward and config.mode in ("selective", "full"):
+    config, sizes = plan.remat, plan.sizes
+    if config.mode in ("selective", "full") and plan.splits_backward:
         # selective: "Trying to backward an extra time". full: correct, but each partial backward
         # (one for the inputs, one per linear layer) recomputes the whole forward.
+        key, other = plan.what_splits
         raise UserError(
-            f'[remat] mode="{config.mode}" does not work with [pipeline] '
-            f'schedule="{pipeline.schedule}": its backward is split, and torch would recompute a '
-            'block for each part. Set mode = "attention" or schedule = "interleaved_1f1b".'
+            f'[remat] mode="{config.mode}" does not work with [pipeline] {key}: its backward is '
+            "split, and torch would recompute a block for each part. "
+            f'Set mode = "attention" or {other}.'
         )
     if config.mode in ("attention", "full") and plan.compile.enabled and sizes.tp > 1:
         # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".

@@ -114,10 +114,10 @@ def check_modules(plan: RunPlan, objective: Objective) -> None:
     if modules is None:
         return
     if plan.splits_backward:
+        key, other = plan.what_splits
         raise UserError(
-            f"[pipeline] schedule={show(plan.pipeline.schedule)} splits the backward pass, which "
-            "skips the objective's own parameters. Set "
-            'schedule = "interleaved_1f1b".'
+            f"[pipeline] {key} splits the backward pass, which skips the objective's own "
+            f"parameters. Set {other}."
         )
     built = [name for name, p in modules.named_parameters() if p.device.type != "meta"]
     if built:

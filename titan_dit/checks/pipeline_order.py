@@ -1,0 +1,98 @@
+"""Checks of [pipeline] order and memory: the file of an order, and where run-time order fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_dit.config import did_you_mean
+from titan_dit.config.section import UserError, show
+from titan_dit.plan import RunPlan
+from titan_dit.schedules.action import Order
+from titan_dit.schedules.order_file import REMEDY
+from titan_dit.schedules.proof import check
+
+NAMES = ("planned", "run_time")
+
+
+def check_order(plan: RunPlan) -> None:
+    """Refuse an unknown order, one without a pipeline, memory that it does not use, a bad file."""
+    pipeline, pp = plan.pipeline, plan.sizes.pp
+    order, memory = show(pipeline.order), show(pipeline.memory)
+    if pipeline.order not in NAMES:
+        check_path(pipeline.order)
+    if pp == 1 and pipeline.order != "planned":
+        raise UserError(
+            f"[pipeline] order={order} is for a pipeline, but [parallel] pp=1. "
+            'Set order = "planned", or pp above 1.'
+        )
+    if pipeline.memory != 1 and pipeline.order != "run_time":
+        raise UserError(
+            f'[pipeline] memory={memory} is for order="run_time", but order={order}. '
+            'Set memory = 1.0 or order = "run_time".'
+        )
+    if found := plan.order_of_file:
+        check_file(plan, found)
+
+
+def check_path(name: str) -> None:
+    """Refuse what is neither a name nor an existing FILE.csv."""
+    if not name.lower().endswith(".csv"):
+        hint = did_you_mean.for_value(name, NAMES)
+        raise UserError(
+            f'[pipeline] order={show(name)} is not "planned", "run_time" or a FILE.csv.{hint}'
+        )
+    if not Path(name).is_file():
+        raise UserError(
+            f"[pipeline] order={show(name)}: there is no such file in {Path.cwd()}. Correct the "
+            'path, or set order = "planned".'
+        )
+
+
+def check_file(plan: RunPlan, order: Order) -> None:
+    """Refuse an order for other ranks, stages or microbatches, or one that deadlocks."""
+    if reason := next(misfits(plan, order), None):
+        raise UserError(f"[pipeline] order={show(plan.pipeline.order)} {reason}. {REMEDY}")
+    try:
+        check(order, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+    except ValueError as error:
+        raise UserError(f"[pipeline] order={show(plan.pipeline.order)}: {error} {REMEDY}") from None
+
+
+def misfits(plan: RunPlan, order: Order) -> Iterator[str]:
+    """How an order differs from the plan's ranks, stages, placement and microbatches."""
+    pp, schedule = plan.sizes.pp, plan.pipeline.schedule
+    if len(order) != pp:
+        yield f"is for {len(order)} pipeline ranks, but [parallel] pp={pp}"
+    every = [action for actions in order for action in actions]
+    stages = 1 + max(action.stage for action in every)
+    if stages != plan.num_stages:
+        yield (
+            f"is for {stages} stages, but schedule={show(schedule)} with virtual_stages="
+            f"{plan.pipeline.virtual_stages} on [parallel] pp={pp} has {plan.num_stages}"
+        )
+    microbatches = 1 + max(action.microbatch for action in every)
+    if microbatches != plan.num_microbatches:
+        yield (
+            f"is for {microbatches} microbatches, but a step has {plan.num_microbatches} on each "
+            "rank ([training] global_batch_size and microbatch_size)"
+        )
+    for rank, actions in enumerate(order):
+        for action in actions:
+            if (place := plan.stage_ranks[action.stage]) != rank:
+                yield (
+                    f"has stage {action.stage} on rank {rank}, but schedule={show(schedule)} on "
+                    f"rank {place}"
+                )
+
+
+def order_hint(plan: RunPlan) -> str | None:
+    """Console line if run-time order seldom pays here: full backwards at memory 1; else None."""
+    memory = plan.pipeline.memory
+    if not plan.decides_at_run_time or memory != 1 or plan.splits_backward:
+        return None
+    return (
+        f'[pipeline] order="run_time" seldom pays with schedule={show(plan.pipeline.schedule)} at '
+        "memory=1.0: a rank has nothing else to run while it waits. Set memory = 1.5, or "
+        'schedule = "interleaved_zero_bubble" (docs/pipelines.md)'
+    )
