@@ -10,7 +10,8 @@ from tiny import gradients, randomize, tiny_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch_runtime import gradients_in_torch
 
-from titan_dit.execution.loop import AHEAD, Inbox, Loop
+from titan_dit.execution.loop import Loop
+from titan_dit.execution.planned import AHEAD, Planned
 from titan_dit.parallel.links import Links
 from titan_dit.trainer import Trainer
 
@@ -100,7 +101,7 @@ def test_the_loop_gives_the_bits_of_torchs_runtime_with_fsdp():
 
 def most_buffers(world, schedule, virtual_stages):
     """The most messages that had been posted and not used during a step, and after it."""
-    most, loops, post, create = [0], [], Inbox.post, Loop.__init__
+    most, loops, post, create = [0], [], Planned.post, Loop.__init__
 
     def counted(self, message):
         post(self, message)
@@ -111,13 +112,13 @@ def most_buffers(world, schedule, virtual_stages):
         loops.append(self)
 
     trainer = trainer_of(world, schedule, virtual_stages)
-    with mock.patch.object(Inbox, "post", counted), mock.patch.object(Loop, "__init__", noted):
+    with mock.patch.object(Planned, "post", counted), mock.patch.object(Loop, "__init__", noted):
         gradients(trainer)
     (loop,) = loops
     kept = [
         len(stage.kept) + len(stage.halves) + len(stage.postponed) for stage in loop.stages.values()
     ]
-    return most[0], kept, len(loop.inbox.arriving) + len(loop.made)
+    return most[0], kept, len(loop.source.arriving) + len(loop.made)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -133,7 +134,7 @@ def test_a_rank_holds_few_messages_and_nothing_after_a_step(schedule, two_ranks)
 def messages(world, schedule, virtual_stages):
     """By direction, the names of all messages of a step and of a prediction, as posted."""
     sent, received, names = {}, {}, []
-    pass_on, empty, send, receive = Loop.pass_on, Loop.empty, Links.send, Links.receive
+    pass_on, empty, send, receive = Loop.pass_on, Planned.empty, Links.send, Links.receive
 
     def named(self, message, tensors):
         names[:] = [str(message)]
@@ -159,7 +160,8 @@ def messages(world, schedule, virtual_stages):
         "labels": torch.arange(3),
     }
     with (
-        mock.patch.multiple(Loop, pass_on=named, empty=created),
+        mock.patch.object(Loop, "pass_on", named),
+        mock.patch.object(Planned, "empty", created),
         mock.patch.multiple(Links, send=sending, receive=receiving),
     ):
         gradients(trainer)

@@ -1,13 +1,13 @@
 """When the actions of an order run if NCCL carries its messages.
 
 NCCL runs the operations of one queue one after another. An operation starts when it is the first of
-its queue on both ends, and when the computations before it on both ends are done. `execution.loop`
+its queue on both ends, and when the computations before it on both ends are done. `execution.planned`
 itself says what a rank posts, and when.
 """
 
 from types import SimpleNamespace
 
-from titan_dit.execution.loop import Inbox, Loop
+from titan_dit.execution.planned import Planned
 from titan_dit.schedules.messages import channels, inputs_of, output_of
 
 LATENCY = 0.02
@@ -28,10 +28,10 @@ def posted(order, stage_ranks, rank):
     line = []
     sequences = channels(order, stage_ranks)
     links = SimpleNamespace(rank=rank, receive=lambda message, _: line.append(("receive", message)))
-    loop = object.__new__(Loop)
-    loop.stage_ranks, loop.inbox = stage_ranks, Inbox(sequences, links, lambda message: message)
+    source = Planned(stage_ranks, sequences, links, (), None)
+    source.empty = lambda message: message
     sent = {message for (source, _), out in sequences.items() if source == rank for message in out}
-    for action in loop.planned(order[rank]):
+    for action in source.actions(order[rank]):
         line.append(("run", action))
         if output_of(action) in sent:
             line.append(("send", output_of(action)))

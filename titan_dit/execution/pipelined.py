@@ -19,6 +19,7 @@ from titan_dit.execution.base import (
     scaled,
 )
 from titan_dit.execution.loop import Loop
+from titan_dit.execution.planned import Planned
 from titan_dit.execution.stage import Stage
 from titan_dit.models.base import Model, SideInputs
 from titan_dit.objectives.base import Prepared
@@ -27,10 +28,14 @@ from titan_dit.parallel.links import Links
 from titan_dit.parallel.tied import TiedWeights
 from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.messages import Channels, channels
+from titan_dit.schedules.moments import Mark, Moment, unmarked
 
 
 class PipelinedExecutor(Executor):
     """Runs this rank's stages of a pipeline; `links` between the neighbours are open."""
+
+    mark: Mark = staticmethod(unmarked)
+    """Told the moments of every pass, see `schedules/moments.py`."""
 
     def __init__(
         self,
@@ -66,32 +71,41 @@ class PipelinedExecutor(Executor):
             losses.append(loss.detach())
             return with_factor(loss, factor)
 
+        self.mark(Moment.STARTS, None)
         self.tied.fetch()
         for stage in self.stages.values():
             fsdp.gather(stage.part)
             fsdp.hold_gradients(stage.part)
-        self.perform(
-            self.order,
-            self.channels,
-            [part.inputs for part in parts],
-            [part.side_inputs for part in parts],
-            loss_of,
-        )
+        inputs = [part.inputs for part in parts], [part.side_inputs for part in parts]
+        self.learn(*inputs, loss_of)
         self.tied.add_gradients()
+        self.mark(Moment.FINISHED, None)
         return sum(losses, torch.zeros((), device=prepared.weight.device))
+
+    def learn(
+        self,
+        inputs: Sequence[Mapping[str, Tensor]],
+        side_inputs: Sequence[SideInputs],
+        finish: Callable[[Output, int], Tensor],
+    ) -> None:
+        """Forward and backward of all microbatches; the gradients are reduced. See `Loop.run`."""
+        self.perform(self.order, self.channels, inputs, side_inputs, finish)
 
     def perform(
         self,
         order: Order,
         sequences: Channels,
         inputs: Sequence[Mapping[str, Tensor]],
-        side_inputs: Sequence[SideInputs],
+        side_inputs: Sequence[Mapping[str, Tensor]],
         finish: Callable[[Output, int], Tensor],
     ) -> None:
         """This rank's actions of an order; see `Loop.run`."""
-        loop = Loop(self.stages, self.stage_ranks, sequences, self.links, self.device)
-        actions = loop.planned(order[self.links.rank])
-        loop.run(actions, inputs, side_inputs, finish)
+        network = self.stage_ranks, sequences, self.links
+        source = Planned(*network, self.shapes.stream, self.device, self.mark)
+        actions = source.actions(order[self.links.rank])
+        loop = Loop(self.stages, len(self.stage_ranks), source, self.mark)
+        # All replicas run the same order: they reduce a stage while others still compute.
+        loop.run(actions, inputs, side_inputs, finish, reduce_gradients)
 
     @torch.no_grad()
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
@@ -162,6 +176,11 @@ class PipelinedExecutor(Executor):
 def with_factor(loss: Tensor, factor: Tensor) -> Tensor:
     """The loss with the factor of its gradient (see `scored`): its backward runs without one."""
     return loss * factor
+
+
+def reduce_gradients(stage: Stage) -> None:
+    """Reduce the gradients of a stage over its replicas and shards."""
+    fsdp.reduce_gradients(stage.part)
 
 
 def forward_order(stage_ranks: Sequence[int], num_microbatches: int) -> Order:

@@ -25,8 +25,9 @@ from titan_dit.launcher import groups
 class Links:
     """The groups of this rank along a mesh axis, opened by their two ends alone."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, label: str = "") -> None:
+        """`label` tells links apart that have the same ends, such as those of two stages."""
+        self.mesh, self.label = mesh, label
         self.rank = mesh.get_local_rank()
         self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}
 
@@ -37,7 +38,7 @@ class Links:
             if self.rank not in (source, target) or (source, target) in self.groups:
                 continue
             # A second mesh over all ranks of the world has the same group, and so the same names.
-            name = f"{self.mesh.get_group().group_name}:{source}->{target}"
+            name = f"{self.mesh.get_group().group_name}:{self.label}{source}->{target}"
             if group := opened(name):
                 self.groups[source, target] = group
                 continue

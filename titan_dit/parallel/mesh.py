@@ -142,6 +142,17 @@ class Mesh:
         return self.data.get_local_rank()
 
     @property
+    def same_work(self) -> list[int]:
+        """The ranks in the world that hold the same stages for the same samples: tp x cp ranks."""
+        apart = axes("samples") + ("pp",)
+        own = [
+            self.whole[name].get_local_rank() if name in apart else slice(None)
+            for name in self.whole.mesh_dim_names or ()
+        ]
+        ranks: list[int] = self.whole.mesh[tuple(own)].flatten().tolist()
+        return ranks
+
+    @property
     def fsdp(self) -> DeviceMesh:
         """The mesh for FSDP2, over dp_shard and cp; 2D (copies, shard) for HSDP."""
         if self.sizes.product("copies") == 1:

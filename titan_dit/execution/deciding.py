@@ -1,0 +1,170 @@
+"""Run-time order: a pipeline rank runs what has arrived, inside its planned order's rules."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_dit.execution.base import Output
+from titan_dit.execution.loop import Loop
+from titan_dit.execution.pipelined import PipelinedExecutor, reduce_gradients
+from titan_dit.models.base import SideInputs, Stream
+from titan_dit.parallel.decisions import Decisions
+from titan_dit.parallel.transports.base import Transport
+from titan_dit.schedules.action import Action
+from titan_dit.schedules.decide import Decider, Waiting
+from titan_dit.schedules.messages import inputs_of
+from titan_dit.schedules.moments import Mark, Moment
+
+AHEAD = 2
+"""Actions on a device that have not ended: one that runs, and one for the device to go on with.
+Decided earlier, an action would not know what arrives meanwhile."""
+POLL_S = 5e-5
+"""A host that is AHEAD looks this often if its device has ended an action."""
+
+
+class DecidingExecutor(PipelinedExecutor):
+    """Runs training passes in run-time order; passes without backward keep the planned one."""
+
+    def __init__(
+        self, *planned: Any, memory: float, transport: Transport, decisions: Decisions
+    ) -> None:
+        """`planned`: the arguments of `PipelinedExecutor`; `memory`: see `Decider`."""
+        super().__init__(*planned)
+        self.memory, self.transport, self.decisions = memory, transport, decisions
+
+    def learn(
+        self,
+        inputs: Sequence[Mapping[str, Tensor]],
+        side_inputs: Sequence[SideInputs],
+        finish: Callable[[Output, int], Tensor],
+    ) -> None:
+        """See `PipelinedExecutor.learn`."""
+        decider = Decider(self.order[self.links.rank], len(self.stage_ranks), self.memory)
+        channels = decider, self.transport, self.decisions
+        source = Deciding(*channels, self.stage_ranks, self.links.rank, self.device, self.mark)
+        loop = Loop(self.stages, len(self.stage_ranks), source, self.mark)
+        loop.run(source.actions(), inputs, side_inputs, finish)
+        # Replicas decide differently and end their stages in different sequences: their
+        # collectives must not.
+        for _, stage in sorted(self.stages.items()):
+            reduce_gradients(stage)
+
+
+class Deciding:
+    """The source of actions of one pass, and its messages.
+
+    In a tp x cp group the first rank's `Decider` chooses. The Deciders of the others only say what
+    may be received; they run what they are told, once its messages are there.
+    """
+
+    def __init__(
+        self,
+        decider: Decider,
+        transport: Transport,
+        decisions: Decisions,
+        stage_ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        mark: Mark,
+    ) -> None:
+        self.decider, self.transport, self.decisions = decider, transport, decisions
+        self.stage_ranks, self.rank = stage_ranks, rank
+        self.queue, self.mark = DeviceQueue(device), mark
+        self.here: set[Action] = set()
+        """Messages of other ranks that have arrived and are not taken."""
+
+    def actions(self) -> Iterator[Action]:
+        """What this rank runs next, until everything has run."""
+        choose = self.chosen if self.decisions.leads else self.followed
+        while not self.decider.finished:
+            action = choose()
+            yield action
+            self.queue.grow()
+            self.decider.done(action)
+
+    def chosen(self) -> Action:
+        """What to run next; waits for messages while nothing can run."""
+        while self.queue.is_full():
+            self.transport.wait(POLL_S)
+        self.mark(Moment.DECIDES, None)
+        self.receive()
+        waits = False
+        while isinstance(found := self.decider.next(), Waiting):
+            if not waits:
+                self.mark(Moment.WAITS, found)
+            waits = True
+            self.transport.wait()
+            self.receive()
+        if waits:
+            self.mark(Moment.WAITS, None)
+        self.decisions.tell(found)
+        return found
+
+    def followed(self) -> Action:
+        """What the first rank of the group runs next; waits for its messages."""
+        self.receive()
+        action = self.decisions.told()
+        needed = self.remote_inputs(action)
+        self.receive()
+        if waits := not needed <= self.here:
+            self.mark(Moment.WAITS, Waiting.INPUT)
+        while not needed <= self.here:
+            self.transport.wait()
+            self.receive()
+        if waits:
+            self.mark(Moment.WAITS, None)
+        return action
+
+    def remote_inputs(self, action: Action) -> set[Action]:
+        """The messages of other ranks that an action uses."""
+        inputs = inputs_of(action, len(self.stage_ranks))
+        return {message for message in inputs if self.stage_ranks[message.stage] != self.rank}
+
+    def receive(self) -> None:
+        """Note what has arrived, and let arrive what may."""
+        for message in self.transport.arrived():
+            self.mark(Moment.ARRIVED, message)
+            self.here.add(message)
+            self.decider.arrived(message)
+        for message in self.decider.may_receive():
+            self.transport.post(message)
+
+    def take(self, message: Action) -> Stream:
+        """A message that has arrived."""
+        self.here.remove(message)
+        return self.transport.take(message)
+
+    def send(self, message: Action, tensors: Stream) -> None:
+        """Give a message to the rank of its reader."""
+        self.transport.send(message, tensors)
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has left."""
+        self.transport.flush()
+        self.decisions.flush()
+
+
+class DeviceQueue:
+    """How many actions a device has not ended, known by events; none on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ends: deque[torch.cuda.Event] = deque()
+
+    def grow(self) -> None:
+        """Call after an action is enqueued."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self.ends.append(event)
+
+    def is_full(self) -> bool:
+        """True while the device has AHEAD actions that have not ended."""
+        while self.ends and self.ends[0].query():
+            self.ends.popleft()
+        return len(self.ends) >= AHEAD

@@ -1,0 +1,62 @@
+"""What the ranks of a tp x cp group run next: the first one decides and tells the others.
+
+They take part in each other's collectives, so they must run the same actions in the same sequence,
+although messages may arrive in another one on each. Decisions travel over sockets of the hosts,
+also in a run on GPUs: no device waits for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from titan_dit.launcher import groups
+from titan_dit.parallel.links import named, opened
+from titan_dit.parallel.transports.meeting import Peer, meet
+from titan_dit.schedules.action import Action, Kind
+
+
+class Decisions:
+    """The decisions of a group of ranks; the first one has them, the others receive them."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """`ranks`: in the world. Collective over them."""
+        own = list(ranks).index(dist.get_rank())
+        self.leads = own == 0
+        self.peers: list[Peer] = []
+        """On the first rank the others, on the others the first one."""
+        if len(ranks) > 1:
+            wanted = range(1, len(ranks)) if self.leads else [0]
+            self.peers = [*meet(open_group(ranks), wanted).values()]
+        self.received: deque[Action] = deque()
+
+    def tell(self, action: Action) -> None:
+        """Tell the other ranks what this one runs next; never blocks."""
+        for peer in self.peers:
+            peer.tell(action.stage, action.microbatch, action.kind.encode())
+
+    def told(self) -> Action | None:
+        """The next action on a rank that does not lead; None if it is not here yet."""
+        for peer in self.peers:
+            for stage, microbatch, kind, _ in peer.exchange():
+                self.received.append(Action(Kind(kind.decode()), stage, microbatch))
+        return self.received.popleft() if self.received else None
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for peer in self.peers:
+            peer.close()
+
+
+def open_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The CPU group of the ranks, over which they meet; they open it alone."""
+    name = f"decisions of ranks {','.join(map(str, ranks))}"
+    if group := opened(name):  # Of an earlier build in this process.
+        return group
+    with groups.opening(f"the group of the {name}"), named(name):
+        found: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend="gloo", use_local_synchronization=True, group_desc=name
+        )
+    return found
