@@ -81,7 +81,7 @@ def test_the_plan_of_a_run_is_written_and_its_gain_is_said(run, monkeypatch, cap
     assert rows["idle"] == [f"{x.idle_fraction:.1%}" for x in (before, after)]
     assert rows["peak"][1:] == [*map(str, [*before.peak_activations, *after.peak_activations])]
     gain = float(re.search(r"wrote order.csv: ([\d.]+) x as fast", said)[1])
-    assert gain == pytest.approx(before.makespan / after.makespan, abs=1e-3)
+    assert gain == pytest.approx(before.makespan / after.makespan, abs=6e-3)
     assert gain > 1.1
     assert said.endswith("Run it with --pipeline.order order.csv\n")
 
@@ -92,7 +92,7 @@ def test_a_plan_that_does_not_pay_says_so_and_is_the_planned_order(run, monkeypa
     costs_file.write(run / PROFILE, replace(measured(0.0), seconds=even))
     plan(monkeypatch)
     said = capsys.readouterr().out
-    assert "it does not pay: 1.000 x as fast" in said
+    assert "wrote order.csv, the planned order: no other is 1% faster within this memory" in said
     assert said.endswith("Stay with --pipeline.order planned\n")
     assert order_file.read(run.parent.parent / "order.csv") == ORDER
 

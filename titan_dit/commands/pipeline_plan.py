@@ -111,7 +111,12 @@ def ms(seconds: float) -> str:
 
 def verdict(found: planning.Plan, out: Path) -> str:
     """What to run next."""
-    times = f"{found.gain:.3f} x as fast as planned, simulated"
     if found.pays:
-        return f"wrote {out}: {times}. Run it with --pipeline.order {out}"
-    return f"wrote {out}, but it does not pay: {times}. Stay with --pipeline.order planned"
+        return (
+            f"wrote {out}: {found.gain:.2f} x as fast as planned, simulated. Run it with "
+            f"--pipeline.order {out}"
+        )
+    return (
+        f"wrote {out}, the planned order: no other is {planning.PAYS - 1:.0%} faster within this "
+        "memory. Stay with --pipeline.order planned"
+    )
