@@ -79,7 +79,7 @@ class Trainer:
         self.stop = StopRequest(world.size, device)
         limits = config.faults.step_timeout_s, groups.set_timeouts
         self.watchdog = Watchdog(self.folder, world.rank, *limits)
-        self.profile = Profile(config.profile, self.folder / "profile", world.rank, device)
+        self.profile = Profile(config.profile, self.folder, world.rank, device, built.recording)
         self.sample_log: SampleLog | None = None
         self.row: Row = {}
 

@@ -82,7 +82,7 @@ def wall_and_clock(folder):
     config = ProfileConfig(enabled=True, start=2, steps=2)
     _, over = profile_steps(folder, config, 4, work)
     assert over == [13]
-    with gzip.open(folder / "rank-0-steps-12-13.json.gz", "rt") as file:
+    with gzip.open(folder / "profile" / "rank-0-steps-12-13.json.gz", "rt") as file:
         summary = summarize(json.load(file)["traceEvents"])
     # From the start of the second step to the end of the third.
     return summary, 1e3 * (ticks[5] - ticks[2])
@@ -106,7 +106,7 @@ def test_a_launch_that_ends_early_writes_what_it_has(tmp_path):
     assert over == []
     assert profile.is_over(stopped=True)
     assert "steps 11 to 12" in profile.write()[0]
-    assert (tmp_path / "summary-rank-0-steps-11-12.png").is_file()
+    assert (tmp_path / "profile" / "summary-rank-0-steps-11-12.png").is_file()
     assert not profile.is_over(stopped=True)
 
 
@@ -117,7 +117,7 @@ def test_steps_that_are_done_anew_count_as_often_as_they_are_done(tmp_path):
         time.sleep(0.01)
     assert profile.is_over()
     table = table_of("\n".join(profile.write()))
-    with gzip.open(tmp_path / "rank-0-steps-8-7.json.gz", "rt") as file:
+    with gzip.open(tmp_path / "profile" / "rank-0-steps-8-7.json.gz", "rt") as file:
         wall_ms = summarize(json.load(file)["traceEvents"]).wall_ms
     assert table["all"] == pytest.approx(wall_ms / 3, abs=1e-3)
 
@@ -151,4 +151,4 @@ def test_kernels_and_memory_of_a_gpu(tmp_path):
     assert profile.is_over()
     table = table_of("\n".join(profile.write()))
     assert min(table["GEMM"], table["optimizer"], table["elementwise"]) > 0
-    assert (tmp_path / "memory-rank-0-steps-2-4.pickle").stat().st_size > 0
+    assert (tmp_path / "profile" / "memory-rank-0-steps-2-4.pickle").stat().st_size > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeAlias
@@ -108,6 +108,9 @@ class Executor(ABC):
 
     score: Callable[[TokenLoss, Output, Prepared], Scored] = staticmethod(scored)
     """For training: perhaps compiled."""
+
+    notes: Sequence[str] = ()
+    """Console lines about how it runs."""
 
     def step(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """Forward and backward over this rank's samples; gradients stay on the parameters.

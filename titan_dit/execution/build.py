@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Batch
 from titan_dit.execution.base import Executor, Shapes, TokenLoss, by_name
+from titan_dit.execution.deciding import DecidingExecutor
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.execution.pipelined import PipelinedExecutor
+from titan_dit.execution.recording import PipelineRecording, recording_of
 from titan_dit.execution.sliced import SlicedExecutor, TokenDims
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
 from titan_dit.models.layers import Attention
@@ -22,8 +24,10 @@ from titan_dit.parallel import float8, fsdp, tensor, tied
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile_objective import compile_prepare, compile_score
 from titan_dit.parallel.context import slicing_of
+from titan_dit.parallel.decisions import Decisions
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
+from titan_dit.parallel.transports.choice import open_transport
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 from titan_dit.schedules.messages import neighbours
@@ -46,6 +50,8 @@ class Built:
     """FLOPs of forward and backward of the whole network."""
     notes: Sequence[str]
     """Console lines about the build."""
+    recording: PipelineRecording | None
+    """Of the timeline of a pipeline; None without one."""
 
 
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
@@ -59,9 +65,10 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
-    notes = float8.console_lines(parts.values(), plan.precision)
+    notes = [*float8.console_lines(parts.values(), plan.precision), *executor.notes]
     prepare = compile_prepare(objective, plan.compile, device)
-    return Built(executor, prepare, parameters, copies_of(parts), count, flops, notes)
+    recording = recording_of(executor, plan, mesh)
+    return Built(executor, prepare, parameters, copies_of(parts), count, flops, notes, recording)
 
 
 def own_parameters(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
@@ -192,16 +199,28 @@ def whole_token_executor(
     """The pipelined executor, or the local one without pp."""
     if mesh.sizes.pp == 1:
         return LocalExecutor(parts[0], loss, plan.microbatch_size)
-    return PipelinedExecutor(
+    shapes, pipeline = shapes_of(plan), plan.pipeline
+    given = (
         parts,
         mesh.links,
         plan.order(plan.num_microbatches),
         plan.stage_ranks,
-        shapes_of(plan),
+        shapes,
         loss,
         plan.microbatch_size,
         device,
         plan.dtype,
+    )
+    if pipeline.order != "run_time":
+        return PipelinedExecutor(*given)
+    how = pipeline.transport, pipeline.network
+    transport, line = open_transport(mesh.links, plan.stage_ranks, shapes.stream, device, *how)
+    return DecidingExecutor(
+        *given,
+        memory=pipeline.memory,
+        transport=transport,
+        decisions=Decisions(mesh.same_work),
+        notes=[line],
     )
 
 

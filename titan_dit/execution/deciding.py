@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,11 +32,20 @@ class DecidingExecutor(PipelinedExecutor):
     """Runs training passes in run-time order; passes without backward keep the planned one."""
 
     def __init__(
-        self, *planned: Any, memory: float, transport: Transport, decisions: Decisions
+        self,
+        *planned: Any,
+        memory: float,
+        transport: Transport,
+        decisions: Decisions,
+        notes: Sequence[str] = (),
     ) -> None:
         """`planned`: the arguments of `PipelinedExecutor`; `memory`: see `Decider`."""
         super().__init__(*planned)
+        self.notes = notes
         self.memory, self.transport, self.decisions = memory, transport, decisions
+        transport.watched += decisions.peers
+        # Nobody ends an executor; a process that ends closes its sockets itself.
+        weakref.finalize(self, close, transport, decisions)
 
     def learn(
         self,
@@ -53,6 +63,12 @@ class DecidingExecutor(PipelinedExecutor):
         # collectives must not.
         for _, stage in sorted(self.stages.items()):
             reduce_gradients(stage)
+
+
+def close(transport: Transport, decisions: Decisions) -> None:
+    """Close the sockets and memory of an executor."""
+    transport.close()
+    decisions.close()
 
 
 class Deciding:
@@ -107,15 +123,17 @@ class Deciding:
 
     def followed(self) -> Action:
         """What the first rank of the group runs next; waits for its messages."""
+        self.mark(Moment.DECIDES, None)
         self.receive()
+        waits = False
         action = self.decisions.told()
-        needed = self.remote_inputs(action)
-        self.receive()
-        if waits := not needed <= self.here:
-            self.mark(Moment.WAITS, Waiting.INPUT)
-        while not needed <= self.here:
+        while not (action and self.remote_inputs(action) <= self.here):
+            if not waits:
+                self.mark(Moment.WAITS, Waiting.INPUT)
+            waits = True
             self.transport.wait()
             self.receive()
+            action = action or self.decisions.told()
         if waits:
             self.mark(Moment.WAITS, None)
         return action
@@ -146,7 +164,6 @@ class Deciding:
     def flush(self) -> None:
         """Wait until everything that was sent has left."""
         self.transport.flush()
-        self.decisions.flush()
 
 
 class DeviceQueue:
@@ -159,12 +176,12 @@ class DeviceQueue:
     def grow(self) -> None:
         """Call after an action is enqueued."""
         if self.device.type == "cuda":
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
             self.ends.append(event)
 
     def is_full(self) -> bool:
         """True while the device has AHEAD actions that have not ended."""
-        while self.ends and self.ends[0].query():
+        while self.ends and self.ends[0].query():  # type: ignore[no-untyped-call]
             self.ends.popleft()
         return len(self.ends) >= AHEAD

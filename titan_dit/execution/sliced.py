@@ -53,7 +53,7 @@ class SlicedExecutor(Executor):
         dims: TokenDims,
         slicing: Slicing = "contiguous",
     ) -> None:
-        self.inner = inner
+        self.inner, self.notes = inner, inner.notes
         self.mesh = mesh
         self.dims = dims
         self.slicing = slicing

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -14,18 +16,44 @@ from titan_dit.config.operation import ProfileConfig
 from titan_dit.observe import memory_snapshot, profile_picture
 from titan_dit.observe.profile_summary import MARK, STEPS, summarize
 
+SLOWED = "recorded while the ranks of [profile] were profiled, which slows them down"
+
+
+class Recording(Protocol):
+    """A recording of the timeline of a pipeline; the ranks of a run call it together."""
+
+    def begin(self) -> None:
+        """Begin a window; an unwritten one is forgotten."""
+
+    def step(self, step: int) -> None:
+        """A step of the window begins."""
+
+    def outside(self, name: str) -> AbstractContextManager[None]:
+        """Attribute the block to `name`."""
+
+    def write(self, folder: Path, note: str) -> list[str]:
+        """End the window, write its files with a note, and return console lines."""
+
 
 class Profile:
     """Profiles the steps of [profile] on this rank; does nothing if disabled.
 
     Every rank has one: call `begin` before and `is_over` after every step. Only the ranks of
-    [profile] record.
+    [profile] record. A pipeline's timeline is that of as many steps after them: the profiler slows
+    its ranks down. A launch that ends before those writes that of the profiled steps.
     """
 
     def __init__(
-        self, config: ProfileConfig, folder: Path, rank: int, device: torch.device
+        self,
+        config: ProfileConfig,
+        run: Path,
+        rank: int,
+        device: torch.device,
+        pipeline: Recording | None = None,
     ) -> None:
-        self.config, self.folder, self.rank, self.device = config, folder, rank, device
+        self.config, self.rank, self.device = config, rank, device
+        self.folder, self.pipeline = run / "profile", pipeline
+        self.recording = self.stopped = False
         self.is_chosen = rank in (config.ranks or (0,))
         self.taken = 0
         """Steps started in this launch."""
@@ -42,6 +70,8 @@ class Profile:
         first = self.config.start
         if first <= self.taken < first + self.config.steps:
             self.span = (self.span[0] if self.span else step, step)
+        if self.pipeline:
+            self._record(self.pipeline, step)
         if not self.is_chosen:
             return
         # One step early: the profiler's set-up must not fall into the first profiled step.
@@ -52,15 +82,29 @@ class Profile:
 
     def mark(self, name: str) -> AbstractContextManager[object]:
         """Attribute the kernels and waits of the block to `name`."""
-        return record_function(MARK + name) if self.window else nullcontext()
+        profiled = record_function(MARK + name) if self.window else nullcontext()
+        return self._both(profiled, name) if self.recording else profiled
 
     def is_over(self, *, stopped: bool = False) -> bool:
         """True if a profile is ready to write: after its last step, or when training `stopped`."""
-        if not self.config.enabled or self.span is None:
+        if not self.config.enabled:
             return False
-        return stopped or self.taken == self.config.start + self.config.steps - 1
+        self.stopped, first, steps = stopped, self.config.start, self.config.steps
+        if self.span is not None:
+            return stopped or self.taken == first + steps - 1
+        return self.recording and (stopped or self.taken == first + 2 * steps - 1)
 
     def write(self) -> list[str]:
+        """Write what `is_over`: the profile, the pipeline's timeline; return console lines."""
+        lines = self._write_profile() if self.span else []
+        first, steps = self.config.start, self.config.steps
+        is_clean = self.taken >= first + steps
+        if self.recording and self.pipeline and (self.stopped or is_clean):
+            self.recording = False
+            lines += self.pipeline.write(self.folder, "" if is_clean else SLOWED)
+        return lines
+
+    def _write_profile(self) -> list[str]:
         """Stop the profile, write its files on the chosen ranks, and return console lines."""
         assert self.span
         (first, last), self.span = self.span, None
@@ -90,6 +134,20 @@ class Profile:
             f"[profile] start={self.config.start}: nothing was profiled, this launch took only "
             f"{self.taken} steps. Lower start."
         )
+
+    def _record(self, pipeline: Recording, step: int) -> None:
+        first = self.config.start
+        if self.taken in (first, first + self.config.steps):
+            pipeline.begin()
+            self.recording = True
+        if self.recording:
+            pipeline.step(step)
+
+    @contextmanager
+    def _both(self, profiled: AbstractContextManager[object], name: str) -> Iterator[None]:
+        assert self.pipeline
+        with self.pipeline.outside(name), profiled:
+            yield
 
     def _prepare(self) -> None:
         activities = [ProfilerActivity.CPU]

@@ -144,7 +144,7 @@ class Mesh:
     @property
     def same_work(self) -> list[int]:
         """The ranks in the world that hold the same stages for the same samples: tp x cp ranks."""
-        apart = axes("samples") + ("pp",)
+        apart = (*axes("samples"), "pp")
         own = [
             self.whole[name].get_local_rank() if name in apart else slice(None)
             for name in self.whole.mesh_dim_names or ()

@@ -12,8 +12,12 @@ from titan_dit.schedules.action import Kind
 class Moment(StrEnum):
     """What has just happened on a rank; in brackets what `Mark` is called with."""
 
+    STEP = "step"
+    """A training step begins (its number)."""
+    OUTSIDE = "outside"
+    """Something outside the pipeline begins (its name), such as the optimizer, or ends (None)."""
     STARTS = "starts"
-    """A training pass over the microbatches (None); moments outside a pass do not count."""
+    """A training pass over the microbatches begins (None). Without it no later moment counts."""
     FINISHED = "finished"
     """The pass is over (None)."""
     DECIDES = "decides"

@@ -29,6 +29,8 @@ from titan_dit.schedules.action import Action, Kind
 
 POLL_S = 2e-4
 """Sleep between two looks at a device or a network card, which cannot wake a poll()."""
+SHORTEST_POLL_S = 1e-3
+"""poll() counts in milliseconds."""
 
 
 class Lane(NamedTuple):
@@ -183,6 +185,8 @@ class Transport:
     ) -> None:
         """`peers` by rank; `senders` and `receivers` by the index of their lane."""
         self.peers, self.receivers = peers, receivers
+        self.watched: list[Peer] = []
+        """Sockets without lanes, whose notices end a `wait`, too; their owner reads them."""
         self.outgoing = {index: Outgoing(sender) for index, sender in senders.items()}
         names = {(e.lane.kind, e.lane.stage): i for i, e in self.ends().items()}
         self.names: dict[tuple[Kind, int], int] = names
@@ -223,23 +227,32 @@ class Transport:
         return found
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep until a message has arrived or one that waited has gone, or for `timeout_s`."""
+        """Sleep until a message has arrived or one that waited has gone, or for `timeout_s`.
+
+        Also until a watched socket has a notice.
+        """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not (self.stir() or self.fresh):
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self.sleep(left):
                 return
-            self.sleep(left)
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep until a notice comes, at most `seconds`; briefly while a device is at work."""
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until a notice comes, at most `seconds`; briefly while a device is at work.
+
+        True if it is one for the owner of a watched socket.
+        """
         if any([end.progress() for end in self.working()]):
             seconds = min(seconds, POLL_S)
+        if seconds < SHORTEST_POLL_S:
+            time.sleep(seconds)
+            seconds = 0.0
         poll = select.poll()
-        for peer in self.peers.values():
+        for peer in (*self.peers.values(), *self.watched):
             if not peer.has_left:
                 poll.register(peer.socket, select.POLLIN | (select.POLLOUT * peer.has_backlog))
-        poll.poll(None if seconds == math.inf else math.ceil(seconds * 1e4) / 10)
+        ready = dict(poll.poll(None if seconds == math.inf else seconds * 1e3))
+        return any(ready.get(peer.socket.fileno(), 0) & select.POLLIN for peer in self.watched)
 
     def working(self) -> list[Sender | Receiver]:
         """All ends of this rank."""
@@ -247,6 +260,8 @@ class Transport:
 
     def stir(self) -> bool:
         """Read all notices, send what can go; True if a message has arrived or gone. No waiting."""
+        for peer in self.watched:
+            peer.write()
         for peer in self.peers.values():
             for notice in peer.exchange():
                 if notice.lane in self.receivers:
@@ -273,7 +288,7 @@ class Transport:
         self.posted.remove(message)
         return self.receivers[self.lane_of(message)].take(message.microbatch)
 
-    def flush(self) -> None:  # noqa: B027 Some have nothing to wait for.
+    def flush(self) -> None:
         """Wait until everything sent has left. At the end of a pass, before any collective."""
         while any(out.waiting for out in self.outgoing.values()):
             self.go_on()

@@ -1,0 +1,142 @@
+"""Records the timeline of one pipeline of a run: all its ranks note, its first rank writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_dit.execution.base import Executor
+from titan_dit.execution.pipelined import PipelinedExecutor
+from titan_dit.execution.sliced import SlicedExecutor
+from titan_dit.observe import timeline_picture, timeline_text, timeline_trace
+from titan_dit.observe.recorder import Noted, Recorder
+from titan_dit.observe.suspects import suspects
+from titan_dit.observe.timeline import RankTimeline, Reader, Timeline
+from titan_dit.parallel import clocks
+from titan_dit.parallel.clocks import Clock, Offset
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.plan import RunPlan
+from titan_dit.schedules.action import Order
+from titan_dit.schedules.moments import Moment, unmarked
+
+Written: TypeAlias = Sequence[tuple[str, object, float]]
+"""Moments by name, as they travel between ranks."""
+
+
+class PipelineRecording:
+    """The recording of this rank's pipeline; of several pipelines only one is recorded.
+
+    `begin` and `write` are collective over the ranks of the pipeline, which talk on the CPU.
+    """
+
+    def __init__(
+        self,
+        executor: PipelinedExecutor,
+        mesh: DeviceMesh,
+        sizes: Sequence[float],
+        *,
+        takes_part: bool,
+    ) -> None:
+        """`sizes`: the expected costs of the stages, in layers. `mesh`: of the pipeline."""
+        self.executor, self.mesh, self.sizes = executor, mesh, tuple(sizes)
+        self.takes_part = takes_part
+        self.recorder = Recorder(executor.device)
+        self.before: list[Offset] = []
+
+    def begin(self) -> None:
+        """Begin a window; an unwritten one is forgotten."""
+        if self.takes_part:
+            self.before = clocks.measure(self.mesh.get_group())
+            self.recorder.begin()
+            self.executor.mark = self.recorder.mark
+
+    def step(self, step: int) -> None:
+        """A step of the window begins."""
+        if self.takes_part:
+            self.recorder.mark(Moment.STEP, step)
+
+    @contextmanager
+    def outside(self, name: str) -> Iterator[None]:
+        """Something outside the pipeline; see `timeline.OUTSIDE`."""
+        if self.takes_part:
+            self.recorder.mark(Moment.OUTSIDE, name)
+        yield
+        if self.takes_part:
+            self.recorder.mark(Moment.OUTSIDE, None)
+
+    def write(self, folder: Path, note: str = "") -> list[str]:
+        """End the window, write its files and return the console lines, on the first rank.
+
+        `note`: a line of the text.
+        """
+        if not self.takes_part:
+            return []
+        self.recorder.mark(Moment.OUTSIDE, None)
+        self.executor.mark = unmarked
+        noted = [(str(moment), what, at) for moment, what, at in self.recorder.read()]
+        group = self.mesh.get_group()
+        after = clocks.measure(group)
+        everyone: list[Written] = [()] * self.mesh.size()
+        dist.all_gather_object(everyone, noted, group=group)
+        if self.mesh.get_local_rank() > 0:
+            return []
+        pairs = zip(self.before, after, strict=True)
+        ranks = read_all(everyone, [Clock(*offsets) for offsets in pairs])
+        stage_ranks = tuple(self.executor.stage_ranks)
+        order = self.executor.order
+        found = Timeline(ranks, stage_ranks, self.sizes, order, microbatches_of(order))
+        return write_files(folder, found, note)
+
+
+def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankTimeline, ...]:
+    """The timelines of all ranks on the first rank's clock, from its first step on."""
+    origin = next(at for moment, _, at in everyone[0] if moment == Moment.STEP)
+    found = []
+    for rank, (written, clock) in enumerate(zip(everyone, ranks, strict=True)):
+        noted = [Noted(Moment(moment), what, at) for moment, what, at in written]
+        found.append(Reader(rank, seconds_since(clock, origin)).read(noted))
+    return tuple(found)
+
+
+def seconds_since(clock: Clock, origin: float) -> Callable[[float], float]:
+    """A rank's nanoseconds to seconds since `origin` on the first rank's clock."""
+    return lambda at_ns: (clock.to_first(at_ns) - origin) / 1e9
+
+
+def microbatches_of(order: Order) -> int:
+    """Microbatches of a pass."""
+    return 1 + max(action.microbatch for actions in order for action in actions)
+
+
+def write_files(folder: Path, timeline: Timeline, note: str = "") -> list[str]:
+    """Write the trace, the picture, the text and the costs; return the console lines."""
+    if not timeline.num_passes:
+        return ["no pipeline timeline: no step of its window has ended"]
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"timeline-steps-{timeline.first_step}-{timeline.last_step}"
+    blamed = suspects(timeline)
+    lines = [*timeline_text.lines(timeline, blamed), *([note] if note else [])]
+    timeline_trace.write(folder / f"{name}.json.gz", timeline)
+    timeline_picture.draw(folder / f"{name}.png", timeline, blamed)
+    (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    timeline_text.write_costs(folder / f"{name}.costs.json", timeline)
+    return [*lines, f"pipeline timeline in {folder / name}.json.gz"]
+
+
+def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecording | None:
+    """The recording of a run's first pipeline; None without pp. On every rank."""
+    pipelined = executor.inner if isinstance(executor, SlicedExecutor) else executor
+    if not isinstance(pipelined, PipelinedExecutor):
+        return None
+    sizes = [float(len(layers)) for layers in plan.stage_layers]
+    sizes[0] += plan.spec.embed_cost
+    sizes[-1] += plan.spec.head_cost
+    others = [field.name for field in fields(AxisSizes) if field.name != "pp"]
+    takes_part = not any(mesh.axis(name).get_local_rank() for name in others)
+    return PipelineRecording(pipelined, mesh.axis("pp"), sizes, takes_part=takes_part)

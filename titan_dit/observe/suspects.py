@@ -1,0 +1,129 @@
+"""Names the slow rank or the slow link of a pipeline, from its timeline; or nobody.
+
+A rank is slow if its actions take longer than those of the other ranks on the same microbatch, per
+layer. A link is slow if its messages are late when their receiver already waits, so that a late
+receiver accuses no link.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from titan_dit.observe.timeline import Edge, Timeline
+from titan_dit.schedules.action import Action, Kind
+
+SLOW_RANK = 1.15
+"""Times the others' seconds per layer from which on a rank is slow."""
+SLOW_LINK = 5.0
+"""Times the others' latency from which on a link is slow..."""
+SLOW_LINK_FORWARDS = 0.25
+"""... if it is also this share of a forward: less does not delay a step."""
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """What is slow."""
+
+    ranks: Mapping[int, float]
+    """Times the others' seconds per layer, by rank."""
+    links: Mapping[Edge, float]
+    """Seconds of a message, by edge."""
+    usual_link: float
+    """Seconds of a message of the others."""
+    only_ends: frozenset[int] = frozenset()
+    """Ranks with nothing but an end of the model, whose costs are known less well."""
+
+    def __bool__(self) -> bool:
+        """True if anything is."""
+        return bool(self.ranks or self.links)
+
+    def lines(self) -> list[str]:
+        """A line per suspect, or one that there is none."""
+        lines = []
+        for rank, ratio in self.ranks.items():
+            why = ", or its end of the model costs more than planned" * (rank in self.only_ends)
+            lines.append(f"slow rank: {rank}, {ratio:.2f} times the others' time per layer{why}")
+        for (source, target), seconds in self.links.items():
+            usual = f"the others' {1e3 * self.usual_link:.2f} ms"
+            lines.append(
+                f"slow link: {source} -> {target}, {1e3 * seconds:.2f} ms per message, {usual}"
+            )
+        return lines or ["no slow rank, no slow link"]
+
+
+def suspects(timeline: Timeline) -> Suspects:
+    """The slow ranks and links of a timeline."""
+    ratios, only_ends = slowness(timeline.durations, timeline.stage_ranks, timeline.sizes)
+    forwards = [
+        s for a, times in timeline.durations.items() if a.kind is Kind.FORWARD for s in times
+    ]
+    slow, usual = slow_links(known_latencies(timeline), statistics.median(forwards))
+    ranks = {rank: ratio for rank, ratio in ratios.items() if ratio >= SLOW_RANK}
+    return Suspects(ranks, slow, usual, only_ends)
+
+
+def known_latencies(timeline: Timeline) -> dict[Edge, float]:
+    """The fastest message of each edge among those that their receiver waited for."""
+    return {
+        edge: min(waited)
+        for edge, samples in sorted(timeline.latencies.items())
+        if (waited := [seconds for seconds, did_wait in samples if did_wait])
+    }
+
+
+def slow_links(latencies: Mapping[Edge, float], forward: float) -> tuple[dict[Edge, float], float]:
+    """(The slow links and their seconds, the usual latency); `forward`: seconds of a forward."""
+    if not latencies:
+        return {}, 0.0
+    usual = statistics.median_low(latencies.values())
+    limit = max(SLOW_LINK_FORWARDS * forward, SLOW_LINK * usual)
+    return {edge: seconds for edge, seconds in latencies.items() if seconds > limit}, usual
+
+
+def slowness(
+    durations: Mapping[Action, Sequence[float]],
+    stage_ranks: Sequence[int],
+    sizes: Sequence[float],
+) -> tuple[dict[int, float], frozenset[int]]:
+    """Each rank's seconds per layer against the others', and the ranks with ends of the model only.
+
+    The ratio is the median over microbatches, passes and directions: neither jitter nor
+    microbatches of different lengths change it. It is taken on stages without an end of the model,
+    where a rank has one.
+    """
+    ends = {0, len(stage_ranks) - 1}
+    middle = {rank for stage, rank in enumerate(stage_ranks) if stage not in ends}
+    per_layer: defaultdict[tuple[bool, int, int], defaultdict[int, list[float]]]
+    per_layer = defaultdict(lambda: defaultdict(list))
+    for stage, is_forward, microbatch, number, seconds in whole(durations):
+        rank = stage_ranks[stage]
+        if rank not in middle or stage not in ends:
+            per_layer[is_forward, microbatch, number][rank].append(seconds / sizes[stage])
+    ratios: defaultdict[int, list[float]] = defaultdict(list)
+    for costs in per_layer.values():
+        mean = {rank: statistics.mean(of_rank) for rank, of_rank in costs.items()}
+        judges = [mean[rank] for rank in mean if rank in middle or not middle]
+        # Of an even number the faster one: of two ranks the slow one must not excuse itself.
+        usual = statistics.median_low(judges)
+        for rank, cost in mean.items():
+            ratios[rank].append(cost / usual if usual > 0 else 1.0)
+    found = {rank: statistics.median(of_rank) for rank, of_rank in sorted(ratios.items())}
+    return found, frozenset(set(stage_ranks) - middle)
+
+
+def whole(
+    durations: Mapping[Action, Sequence[float]],
+) -> Iterator[tuple[int, bool, int, int, float]]:
+    """(Stage, True if forward, microbatch, pass, seconds); halves of a backward are added."""
+    for action, times in durations.items():
+        kind, stage, microbatch = action
+        if kind is Kind.BACKWARD_WEIGHT:
+            continue
+        rest: Sequence[float] = [0.0] * len(times)
+        if kind is Kind.BACKWARD_INPUT:
+            rest = durations.get(action._replace(kind=Kind.BACKWARD_WEIGHT), rest)
+        for number, (seconds, more) in enumerate(zip(times, rest, strict=True)):
+            yield stage, kind is Kind.FORWARD, microbatch, number, seconds + more

@@ -1,0 +1,131 @@
+"""The timeline of a pipeline as text and as costs: predicted beside measured, and who is slow."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_dit.observe.suspects import Suspects
+from titan_dit.observe.timeline import COMPUTING, IDLE, OUTSIDE, Timeline
+from titan_dit.schedules.action import Action, Kind
+from titan_dit.schedules.replay import replay
+from titan_dit.schedules.simulator import TimedAction
+
+FORMAT = 1
+"""Of the costs file."""
+
+
+def lines(timeline: Timeline, suspects: Suspects) -> list[str]:
+    """The whole text."""
+    first, last = timeline.first_step, timeline.last_step
+    head = (
+        f"pipeline timeline, steps {first} to {last}: {len(timeline.ranks)} ranks, "
+        f"{len(timeline.stage_ranks)} stages, {timeline.num_microbatches} microbatches"
+    )
+    return [
+        head,
+        *predicted(timeline),
+        "",
+        *table(timeline),
+        "",
+        *messages(timeline),
+        *suspects.lines(),
+    ]
+
+
+def messages(timeline: Timeline) -> Iterator[str]:
+    """A line on every link."""
+    links = (f"{s} -> {t} {1e3 * seconds:.3f}" for (s, t), seconds in timeline.links.items())
+    yield f"ms per message: {', '.join(links) or 'no messages'}"
+
+
+def predicted(timeline: Timeline) -> Iterator[str]:
+    """The measured pass beside the simulated ones."""
+    numbers = range(timeline.num_passes)
+    measured = statistics.mean(timeline.length(number) for number in numbers)
+    as_run = statistics.mean(makespan(simulated(timeline, number)) for number in numbers)
+    yield f"pass over the microbatches: {1e3 * measured:10.3f} ms measured"
+    yield f"{'as it was run':26}: {1e3 * as_run:10.3f} ms simulated, {as_run / measured:.3f} of it"
+    planned = replay(timeline.planned, median_seconds(timeline), timeline.links)
+    ratio = makespan(planned) / measured
+    yield f"{'as planned':26}: {1e3 * makespan(planned):10.3f} ms simulated, {ratio:.3f} of it"
+
+
+def simulated(timeline: Timeline, number: int) -> tuple[TimedAction, ...]:
+    """A pass, from its actions as they were, its order as it was and the links' usual latency."""
+    passes = timeline.passes(number)
+    seconds = {action: end - start for one in passes for action, start, end in one.actions}
+    origin = min(one.ready for one in passes)
+    ready = [one.ready - origin for one in passes]
+    return replay(timeline.order(number), seconds, timeline.links, ready)
+
+
+def makespan(spans: tuple[TimedAction, ...]) -> float:
+    """The end of the last action."""
+    return max(span.end for span in spans)
+
+
+def median_seconds(timeline: Timeline) -> Mapping[Action, float]:
+    """Seconds of every action."""
+    return {action: statistics.median(times) for action, times in timeline.durations.items()}
+
+
+def table(timeline: Timeline) -> Iterator[str]:
+    """A column per rank, in milliseconds per step; kinds that no rank has are left out."""
+    count, ranks = len(timeline.ranks[0].steps), timeline.ranks
+    seconds = [rank.seconds() for rank in ranks]
+
+    def row(title: str, values: Iterable[float]) -> str:
+        return f"{title:26}" + "".join(f"{1e3 * value / count:12.3f}" for value in values)
+
+    def kinds(of: Sequence[str], prefix: str = "") -> Iterator[str]:
+        for kind in of:
+            if any(found[kind] for found in seconds):
+                yield row(prefix + kind, (found[kind] for found in seconds))
+
+    yield f"{'ms per step':26}" + "".join(f"{f'rank {rank.rank}':>12}" for rank in ranks)
+    yield from kinds(COMPUTING)
+    yield from kinds(IDLE, "idle: ")
+    yield from kinds(OUTSIDE)
+    yield row("all", (rank.wall for rank in ranks))
+    yield row("bubble, measured", bubbles(timeline, timeline.length))
+    yield row("bubble, simulated", bubbles(timeline, lambda n: makespan(simulated(timeline, n))))
+
+
+def bubbles(timeline: Timeline, length: Callable[[int], float]) -> list[float]:
+    """Each rank's seconds without computing in passes of a length, which may be simulated."""
+    total = sum(length(number) for number in range(timeline.num_passes))
+    busy = (
+        sum(end - start for one in rank.passes for _, start, end in one.actions)
+        for rank in timeline.ranks
+    )
+    return [total - of_rank for of_rank in busy]
+
+
+def costs(timeline: Timeline) -> dict[str, Any]:
+    """The content of the costs file: what each action and link took, and the order as it was."""
+    actions: defaultdict[str, list[float]] = defaultdict(list)
+    for (kind, stage, _), times in sorted(
+        timeline.durations.items(), key=lambda item: (item[0].stage, item[0].microbatch)
+    ):
+        actions[f"{stage}{kind}"].append(statistics.median(times))
+    numbers = range(timeline.num_passes)
+    return {
+        "format": FORMAT,
+        "stage_ranks": list(timeline.stage_ranks),
+        "num_microbatches": timeline.num_microbatches,
+        "splits_backward": any(action.kind is Kind.BACKWARD_INPUT for action in timeline.durations),
+        "order": [[str(a) for a in actions] for actions in timeline.order(timeline.typical)],
+        "actions": dict(actions),
+        "links": {f"{source}->{target}": s for (source, target), s in timeline.links.items()},
+        "step_s": statistics.median(timeline.length(number) for number in numbers),
+    }
+
+
+def write_costs(path: Path, timeline: Timeline) -> None:
+    """Write the costs file, which `pipeline plan` reads."""
+    path.write_text(json.dumps(costs(timeline)) + "\n")

@@ -1,0 +1,35 @@
+"""Simulates one step as it was: each action with its own time, each link with its latency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from titan_dit.schedules.action import Action, Order
+from titan_dit.schedules.messages import inputs_of, output_of
+from titan_dit.schedules.proof import execution, num_stages_of
+from titan_dit.schedules.simulator import TimedAction
+
+
+def replay(
+    order: Order,
+    seconds: Mapping[Action, float],
+    links: Mapping[tuple[int, int], float],
+    ready: Sequence[float] | None = None,
+) -> tuple[TimedAction, ...]:
+    """The timeline of an order; raises ValueError on a deadlock.
+
+    `links`: latency by (source, target) rank, else 0. `ready`: when each rank may begin.
+    """
+    num_stages = num_stages_of(order)
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    free = list(ready) if ready else [0.0] * len(order)
+    ends: dict[Action, float] = {}
+    timeline = []
+    for rank, action in execution(order):
+        start = free[rank]
+        for message in inputs_of(action, num_stages):
+            source = rank_of[message.stage]
+            start = max(start, ends[message] + (links.get((source, rank), 0.0)))
+        free[rank] = ends[output_of(action)] = start + seconds[action]
+        timeline.append(TimedAction(rank, action, start, free[rank]))
+    return tuple(timeline)
