@@ -5,12 +5,16 @@ import sys
 from dataclasses import replace
 
 import pytest
+from PIL import Image, ImageColor
 
 from titan_dit import __main__
+from titan_dit.commands.flags.pipeline_draw import Options
+from titan_dit.commands.pipeline_draw import Drawn
 from titan_dit.config.config_file import FORMAT
 from titan_dit.config.section import UserError
+from titan_dit.observe.timeline_picture import COMPUTED, GAP, IDLE, LEFT, RIGHT, ROW, TOP, WIDTH
 from titan_dit.schedules import costs_file, order_file
-from titan_dit.schedules.action import Kind, peak_activations
+from titan_dit.schedules.action import Action, Kind, peak_activations
 from titan_dit.schedules.costs_file import MeasuredCosts
 from titan_dit.schedules.placement import pipeline_order
 from titan_dit.schedules.proof import check
@@ -121,3 +125,42 @@ def test_what_cannot_be_planned_is_one_line(run, monkeypatch):
     said = refused(monkeypatch, "--out", "o.csv")
     assert "no timeline-steps-*.costs.json in" in said
     assert "Train the run a few steps with --profile.enabled true" in said
+
+
+def test_planned_and_run_time_order_are_drawn_below_each_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ("--ranks", 2, "--memory", 1.5, "--latency", 1, "--plan", "--out", "drawn/order.png")
+    typed(monkeypatch, "draw", *flags)
+    *lines, drew = capsys.readouterr().out.splitlines()
+    assert drew == "drew drawn/order.png"
+    names, steps = zip(
+        *(re.match(r"(.*): ([\d.]+) forwards", line).groups() for line in lines), strict=True
+    )
+    assert names == ("planned", "run_time, memory 1.5", "FILE.csv of pipeline plan, memory 1.5")
+    planned, run_time, plan = map(float, steps)
+    assert run_time <= plan < 0.8 * planned
+    sheet = Image.open("drawn/order.png").convert("RGB")
+    forward, pale = (ImageColor.getrgb(c) for c in (COMPUTED["F"][1], IDLE["input"][1]))
+    height = sheet.height // 3
+    for block in range(3):
+        # Of the second rank: the first forward, before it idle time, and the end of the step.
+        y = block * height + TOP + ROW + GAP + 5
+        row = [sheet.getpixel((x, y)) for x in range(LEFT, WIDTH - RIGHT)]
+        per_forward = len(row) / planned
+        assert row[round(1.4 * per_forward)] == pale
+        assert row[round(1.75 * per_forward)] == forward
+        end = max(x for x, colour in enumerate(row) if colour != (255, 255, 255)) / per_forward
+        assert end == pytest.approx(float(steps[block]), abs=0.05)
+    with pytest.raises(UserError, match=r"name a \.png file"):
+        typed(monkeypatch, "draw", "--out", "order.jpg")
+    assert list(tmp_path.iterdir()) == [tmp_path / "drawn"]
+
+
+def test_what_is_drawn_has_the_times_of_the_flags():
+    made = Drawn(Options(out="x.png", lengths=(1.0, 3.0), slowness=(1.0, 1.0, 1.3, 1.0)))
+    assert made.cost(Action(Kind.FORWARD, 1, 2)) == 0.5
+    assert made.cost(Action(Kind.FORWARD, 6, 3)) == pytest.approx(0.5 * 3 * 1.3)
+    planned, run_time = made.simulations().values()
+    assert planned.order == made.order != run_time.order
+    assert planned.makespan > 1.02 * run_time.makespan
+    assert planned.peak_activations == run_time.peak_activations
