@@ -16,8 +16,9 @@ from titan_dit.config.config_file import CONFIG_DIR
 from titan_dit.config.section import UserError
 from titan_dit.dry_run import report
 from titan_dit.dry_run.command import dry_run, smallest_world
-from titan_dit.dry_run.fake_step import FakeRank, microbatches_to_run, take_fake_step
+from titan_dit.dry_run.fake_step import FakeRank, take_fake_step
 from titan_dit.dry_run.memory import MemoryLog, StorageKind
+from titan_dit.dry_run.pipeline import microbatches_to_run
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import resolve
 

@@ -62,6 +62,15 @@ def test_async_tp_is_dropped_with_tp():
     assert found.flags.startswith("--parallel.tp 1 --parallel.async_tp false")
 
 
+def test_keys_of_run_time_order_are_dropped_with_pp():
+    pipeline = {"order": "run_time", "memory": 1.5, "transport": "process_group"}
+    sections = {"parallel": {"pp": 2}, "training": {"microbatch_size": 2}}
+    [found] = simpler.candidates(*planned(2, pipeline=pipeline, **sections))
+    words = "--pipeline.order planned --pipeline.memory 1.0 --pipeline.transport auto"
+    assert words in found.flags
+    assert simpler.word("") == '""'
+
+
 def test_a_layout_that_the_optimizer_refuses_is_not_named():
     def refused(*_):
         raise UserError("[optimizer] no.")

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from titan_dit.checks import device, formats, layout, pipeline_order, torch_parts
+from titan_dit.checks import (
+    device,
+    formats,
+    layout,
+    pipeline_order,
+    pipeline_transport,
+    torch_parts,
+)
 from titan_dit.config.job import JobConfig
 from titan_dit.plan import RunPlan
 
@@ -23,6 +30,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     layout.check_tensor_specs(plan)
     layout.check_pipeline(plan)
     pipeline_order.check_order(plan)
+    pipeline_transport.check_keys(plan.pipeline)
     formats.check_compile(plan)
     formats.check_remat(plan)
     formats.check_float8(plan)
@@ -32,6 +40,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
         return
     rings = plan.sizes.cp > 1 and plan.parallel.cp_method == "ring"
     torch_parts.check(profiles_memory=config.profile.memory, rings=rings)
+    pipeline_transport.check_host(plan.pipeline)
     device.check_writers(config.metrics)
     device.check_profiled(config.profile, plan)
     device.check_matmuls(plan.precision, plan.parallel.async_tp, on)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from titan_dit.config.catalog import SCHEDULES
@@ -79,6 +79,13 @@ class PipelineConfig(Section):
     hosts nixl (RDMA, an extra) if it is installed, else the process group."""
     network: str = ""
     """run_time with nixl: interface or address of this host, if it has several."""
+
+
+def as_planned(pipeline: PipelineConfig) -> PipelineConfig:
+    """The same pipeline in the schedule's own order, with no key that only run time uses."""
+    own = PipelineConfig()
+    given = ("order", "memory", "transport", "network")
+    return replace(pipeline, **{key: getattr(own, key) for key in given})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,11 @@ from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_dit.config.section import UserError
+from titan_dit.config.layout import as_planned
 from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
+from titan_dit.dry_run.pipeline import growth_of, idle_of, microbatches_to_run
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
 from titan_dit.execution.build import (
@@ -45,8 +46,6 @@ from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
-from titan_dit.schedules.action import peak_activations
-from titan_dit.schedules.simulator import simulate, stage_costs
 from titan_dit.system.progress import ProgressLine
 
 CPU = torch.device("cpu")
@@ -66,7 +65,7 @@ class RankReport:
     flops: float
     """Its share of the model FLOPs, forward and backward."""
     idle: float
-    """Pipeline bubble: share of the step spent waiting for other stages."""
+    """Pipeline bubble: share of the step spent waiting for other stages, in the planned order."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,15 @@ def take_fake_step(
     plan = replace(plan, compile=replace(plan.compile, enabled=False))
     # A whole tensor is one fake operation; drawn by the counter it is many, one for each chunk.
     plan = replace(plan, initial_weights="generator")
+    # In a planned order each rank runs alone. `growth_of` adds what a run-time order may hold more.
+    if plan.decides_at_run_time:
+        plan = replace(plan, pipeline=as_planned(plan.pipeline))
     # The CPU lacks most attention kernels. All fused ones save the same tensors.
     if plan.precision.attention != "math":
         plan = replace(plan, precision=replace(plan.precision, attention="auto"))
     share, size, count = plan.samples_per_rank, plan.microbatch_size, plan.num_microbatches
     fewer, enough = microbatches_to_run(plan, count)
-    growth = growth_of(plan, enough, count)
+    growth = growth_of(requested, enough, count)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     reports = []
     progress = ProgressLine(sizes.pp, "ranks", what=f"dry run ({sizes})")
@@ -283,39 +285,6 @@ def first_rows(prepared: Prepared, rows: int) -> Prepared:
     return next(prepared.microbatches(rows))
 
 
-MOST_MICROBATCHES = 16
-"""Run at most this many or four per pipeline rank. Only gpipe has more in flight."""
-
-
-def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
-    """Fewest microbatches that can run; fewest with the peak of `count`, or MOST_MICROBATCHES."""
-    pp = plan.sizes.pp
-    if pp == 1:
-        # From the second microbatch on, accumulated gradients are in memory, too.
-        return 1, min(count, 2)
-    wanted = peak_activations(plan.order(count))
-    fewer = None
-    for number in range(1, count):
-        try:
-            order = plan.order(number)
-        except UserError:
-            continue
-        enough = peak_activations(order) == wanted or number >= max(MOST_MICROBATCHES, 4 * pp)
-        # Two different counts give the traffic of one more microbatch.
-        if enough and fewer is not None:
-            return fewer, number
-        fewer = number if fewer is None else fewer
-    return count if fewer is None else fewer, count
-
-
-def growth_of(plan: RunPlan, run: int, count: int) -> list[float]:
-    """Per pipeline rank: peak activations with `count` microbatches over those with `run`."""
-    if plan.sizes.pp == 1:
-        return [1.0]
-    held, of_run = (peak_activations(plan.order(number)) for number in (count, run))
-    return [whole / part for whole, part in zip(held, of_run, strict=True)]
-
-
 def with_activations(peak: Peak, times: float) -> Peak:
     """A peak with its activations scaled by `times`."""
     more = {StorageKind.ACTIVATIONS: round(peak.bytes[StorageKind.ACTIVATIONS] * times)}
@@ -329,14 +298,3 @@ def flops_of(model_spec: ModelSpec, held: tuple[range, ...], flops_per_sample: i
     cost += embed * any(0 in layers for layers in held)
     cost += head * any(model_spec.num_layers - 1 in layers for layers in held)
     return flops_per_sample * cost / (model_spec.num_layers + embed + head)
-
-
-def idle_of(plan: RunPlan, count: int) -> list[float]:
-    """Pipeline bubble of each rank as a share of the step, from the simulator."""
-    if plan.sizes.pp == 1:
-        return [0.0]
-    # Forward, input gradient and weight gradient of a layer cost the same.
-    layers = [len(part) for part in plan.stage_layers]
-    costs = stage_costs(layers, embed=plan.spec.embed_cost, head=plan.spec.head_cost)
-    simulation = simulate(plan.order(count), costs)
-    return [idle / simulation.makespan for idle in simulation.idle]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from titan_dit.checks.pipeline_order import order_hint
 from titan_dit.dry_run import devices
 from titan_dit.dry_run.fake_step import RankReport, Report
 from titan_dit.dry_run.memory import StorageKind
+from titan_dit.dry_run.pipeline import most_held, simulated
+from titan_dit.plan import RunPlan
+from titan_dit.schedules.action import peak_activations
 
 LESS = "more ranks, a larger dp_shard, --remat.mode full, or a smaller --training.microbatch_size"
+JITTER = 0.3
+"""Standard deviation of the log of actions' times, where microbatches are not alike."""
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
@@ -63,6 +69,7 @@ def head(report: Report) -> Iterator[str]:
             f"pipe    {plan.pipeline.schedule}, "
             f"{sum(len(rank.layers) for rank in report.ranks)} stages; idle {idle:.1%} of the step"
         )
+        yield from order(plan, report.num_microbatches)
     if report.num_run < report.num_microbatches:
         rest = "memory and traffic of the rest are extrapolated"
         if plan.pipeline.schedule != "gpipe" or sizes.pp == 1:
@@ -72,6 +79,27 @@ def head(report: Report) -> Iterator[str]:
         yield "note    without the keys and values in flight in ring attention"
     if plan.compile.enabled:
         yield "note    without torch.compile (keeps 17 instead of 20 x hidden per token and layer)"
+
+
+def order(plan: RunPlan, count: int) -> Iterator[str]:
+    """Windows and simulated idle time of a run-time order, beside the planned one."""
+    if not plan.decides_at_run_time:
+        return
+    memory = plan.pipeline.memory
+    held, planned = (
+        "/".join(map(str, sorted(set(counts), reverse=True)))
+        for counts in (most_held(plan, count), peak_activations(plan.order(count)))
+    )
+    even, varied, varied_planned = (
+        simulated(plan, count, jitter=jitter, memory=within).idle_fraction
+        for jitter, within in ((0.0, memory), (JITTER, memory), (JITTER, None))
+    )
+    yield (
+        f"order   run_time, up to {held} activations of a stage on a rank (planned {planned}); "
+        f"idle {even:.1%}; with {JITTER:.0%} jitter {varied:.1%} (planned {varied_planned:.1%})"
+    )
+    if hint := order_hint(plan):
+        yield f"note    {hint}"
 
 
 def memory(report: Report, unit: int) -> Iterator[str]:

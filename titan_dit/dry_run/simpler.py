@@ -16,7 +16,7 @@ import torch
 
 from titan_dit.checks import validate
 from titan_dit.config.job import JobConfig
-from titan_dit.config.layout import ParallelConfig
+from titan_dit.config.layout import as_planned
 from titan_dit.config.section import UserError, show
 from titan_dit.dry_run import estimate
 from titan_dit.dry_run.devices import DEVICES_GIB, GIB, USABLE
@@ -116,20 +116,29 @@ def without(config: JobConfig, plan: RunPlan, dropped: list[str]) -> JobConfig:
     sizes |= {"dp_replicate": ranks // shard, "dp_shard": -1}
     if "tp" in dropped:
         sizes["async_tp"] = False
+    pipeline = as_planned(config.pipeline) if "pp" in dropped else config.pipeline
     size = math.gcd(plan.microbatch_size, plan.global_batch_size // ranks)
     return replace(
         config,
         parallel=replace(config.parallel, **sizes),
+        pipeline=pipeline,
         training=replace(config.training, microbatch_size=size),
     )
 
 
+def word(value: object) -> str:
+    """A value as the command line takes it."""
+    return value if value and isinstance(value, str) else show(value)
+
+
 def flags(config: JobConfig, simpler: JobConfig) -> str:
     """The command-line keys that turn one config into the other."""
+    sections = (config.parallel, simpler.parallel), (config.pipeline, simpler.pipeline)
     words = [
-        f"--parallel.{field.name} {show(getattr(simpler.parallel, field.name))}"
-        for field in fields(ParallelConfig)
-        if getattr(simpler.parallel, field.name) != getattr(config.parallel, field.name)
+        f"--{own.section}.{field.name} {word(getattr(other, field.name))}"
+        for own, other in sections
+        for field in fields(own)
+        if getattr(other, field.name) != getattr(own, field.name)
     ]
     size = simpler.training.microbatch_size
     if size != config.training.microbatch_size:

@@ -211,7 +211,7 @@ def whole_token_executor(
         device,
         plan.dtype,
     )
-    if pipeline.order != "run_time":
+    if not plan.decides_at_run_time:
         return PipelinedExecutor(*given)
     how = pipeline.transport, pipeline.network
     transport, line = open_transport(mesh.links, plan.stage_ranks, shapes.stream, device, *how)

@@ -151,6 +151,7 @@ class Deciding:
             self.decider.arrived(message)
         for message in self.decider.may_receive():
             self.transport.post(message)
+            self.mark(Moment.ALLOWS, message)
 
     def take(self, message: Action) -> Stream:
         """A message that has arrived."""

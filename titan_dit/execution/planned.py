@@ -67,6 +67,7 @@ class Planned:
             sent = next(self.next_of[source])
             buffers = self.empty(sent)
             self.arriving[sent] = buffers, self.links.receive(buffers, source)
+            self.mark(Moment.ALLOWS, sent)
 
     def take(self, message: Action) -> Stream:
         """Wait for a posted message."""

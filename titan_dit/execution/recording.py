@@ -70,13 +70,8 @@ class PipelineRecording:
         if self.takes_part:
             self.recorder.mark(Moment.OUTSIDE, None)
 
-    def write(self, folder: Path, note: str = "") -> list[str]:
-        """End the window, write its files and return the console lines, on the first rank.
-
-        `note`: a line of the text.
-        """
-        if not self.takes_part:
-            return []
+    def end(self) -> Timeline | None:
+        """End the window; the first rank gets the timeline of all. Collective."""
         self.recorder.mark(Moment.OUTSIDE, None)
         self.executor.mark = unmarked
         noted = [(str(moment), what, at) for moment, what, at in self.recorder.read()]
@@ -85,13 +80,20 @@ class PipelineRecording:
         everyone: list[Written] = [()] * self.mesh.size()
         dist.all_gather_object(everyone, noted, group=group)
         if self.mesh.get_local_rank() > 0:
-            return []
-        pairs = zip(self.before, after, strict=True)
-        ranks = read_all(everyone, [Clock(*offsets) for offsets in pairs])
-        stage_ranks = tuple(self.executor.stage_ranks)
+            return None
+        offsets = zip(self.before, after, strict=True)
+        ranks = read_all(everyone, [Clock(*pair) for pair in offsets])
         order = self.executor.order
-        found = Timeline(ranks, stage_ranks, self.sizes, order, microbatches_of(order))
-        return write_files(folder, found, note)
+        place = tuple(self.executor.stage_ranks), self.sizes
+        return Timeline(ranks, *place, order, microbatches_of(order))
+
+    def write(self, folder: Path, note: str = "") -> list[str]:
+        """End the window, write its files and return the console lines, on the first rank.
+
+        `note`: a line of the text. Collective.
+        """
+        timeline = self.end() if self.takes_part else None
+        return write_files(folder, timeline, note) if timeline else []
 
 
 def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankTimeline, ...]:

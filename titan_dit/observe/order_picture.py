@@ -48,7 +48,7 @@ def timeline_of(simulation: Simulation, stage_ranks: Sequence[int]) -> Timeline:
     ranks = []
     for number in range(len(order)):
         own = [span for span in simulation.timeline if span.rank == number]
-        done = [Done(span.action, span.start, span.end) for span in own]
+        done = [Done(span.action, span.start, span.end, span.end) for span in own]
         one = Pass(0.0, 0.0, simulation.makespan, done)
         gaps = list(gaps_of(own, simulation.makespan))
         ranks.append(RankTimeline(number, gaps, [(0, 0.0)], [one]))

@@ -1,8 +1,9 @@
 """Names the slow rank or the slow link of a pipeline, from its timeline; or nobody.
 
 A rank is slow if its actions take longer than those of the other ranks on the same microbatch, per
-layer. A link is slow if its messages are late when their receiver already waits, so that a late
-receiver accuses no link.
+layer. A link is slow if its messages are late when their receiver already waits or looks for them,
+so that a late receiver accuses no link. A link for which no rank ever waits is not accused: it
+delays nobody.
 """
 
 from __future__ import annotations
@@ -57,30 +58,34 @@ class Suspects:
 def suspects(timeline: Timeline) -> Suspects:
     """The slow ranks and links of a timeline."""
     ratios, only_ends = slowness(timeline.durations, timeline.stage_ranks, timeline.sizes)
-    forwards = [
-        s for a, times in timeline.durations.items() if a.kind is Kind.FORWARD for s in times
-    ]
-    slow, usual = slow_links(known_latencies(timeline), statistics.median(forwards))
+    durations = timeline.durations.items()
+    forwards = [s for action, times in durations if action.kind is Kind.FORWARD for s in times]
+    forward, passes = statistics.median(forwards), timeline.num_passes
+    slow, usual = slow_links(timeline.latencies, forward, passes)
     ranks = {rank: ratio for rank, ratio in ratios.items() if ratio >= SLOW_RANK}
     return Suspects(ranks, slow, usual, only_ends)
 
 
-def known_latencies(timeline: Timeline) -> dict[Edge, float]:
-    """The fastest message of each edge among those that their receiver waited for."""
-    return {
-        edge: min(waited)
-        for edge, samples in sorted(timeline.latencies.items())
-        if (waited := [seconds for seconds, did_wait in samples if did_wait])
-    }
+def slow_links(
+    latencies: Mapping[Edge, Sequence[tuple[float, float]]], forward: float, passes: int
+) -> tuple[dict[Edge, float], float]:
+    """(The slow links and their seconds, the usual seconds).
 
-
-def slow_links(latencies: Mapping[Edge, float], forward: float) -> tuple[dict[Edge, float], float]:
-    """(The slow links and their seconds, the usual latency); `forward`: seconds of a forward."""
-    if not latencies:
+    No message of a slow link may have been fast, and one per pass must surely have been slow:
+    nobody knows when a message arrived that its receiver took late. `latencies`: the least and most
+    seconds of each message; `forward`: seconds of a forward.
+    """
+    fastest = {edge: min(most for _, most in bounds) for edge, bounds in latencies.items()}
+    if not fastest:
         return {}, 0.0
-    usual = statistics.median_low(latencies.values())
+    usual = statistics.median_low(fastest.values())
     limit = max(SLOW_LINK_FORWARDS * forward, SLOW_LINK * usual)
-    return {edge: seconds for edge, seconds in latencies.items() if seconds > limit}, usual
+    slow = {}
+    for edge, bounds in latencies.items():
+        surely = [least for least, _ in bounds if least > limit]
+        if fastest[edge] > limit and len(surely) >= passes:
+            slow[edge] = statistics.median(surely)
+    return slow, usual
 
 
 def slowness(

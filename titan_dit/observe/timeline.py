@@ -25,6 +25,9 @@ IDLE = (*WAITING, "decision", "rest")
 OUTSIDE = ("data wait", "optimizer", "outside")
 KINDS = (*COMPUTING, *IDLE, *OUTSIDE)
 
+GOES_ON = (Moment.DECIDES, Moment.WAITS, Moment.BEGINS, Moment.FINISHED)
+"""What a rank does next after an action."""
+
 WAITED = 1e-4
 """Seconds: a shorter wait may be for a message that was here already."""
 
@@ -46,14 +49,32 @@ class Done(NamedTuple):
     action: Action
     start: float
     end: float
+    free: float
+    """When the rank had sent its output and could go on."""
 
 
 class Arrival(NamedTuple):
-    """A message as it was taken."""
+    """When a message was seen to be here."""
 
     at: float
     waiting_since: float | None
-    """None if the rank did not wait: the message may have been here before."""
+    """Since when the rank waited; None if it did not."""
+    absent: float | None
+    """When the rank last looked and the message was not here; None if it does not look."""
+
+    def bounds(self, left: float, allowed: float) -> tuple[float, float]:
+        """The least and most seconds that the message travelled, if it left at this time.
+
+        `allowed`: when its receive was posted; it may have been held up until then.
+        """
+        most, surely = max(0.0, self.at - left), max(0.0, self.at - max(left, allowed))
+        if self.waiting_since is not None:
+            # Taking a message that is here also takes a moment.
+            waited = self.at - self.waiting_since
+            if self.waiting_since <= left or waited > max(WAITED, most / 4):
+                return surely, most
+        seen = self.absent - left if self.absent is not None else 0.0
+        return max(0.0, min(seen, surely)), most
 
 
 @dataclass
@@ -66,6 +87,7 @@ class Pass:
     end: float = 0.0
     actions: list[Done] = field(default_factory=list)
     sent: dict[Action, float] = field(default_factory=dict)
+    allowed: dict[Action, float] = field(default_factory=dict)
     arrived: dict[Action, Arrival] = field(default_factory=dict)
     deciding: list[tuple[float, float]] = field(default_factory=list)
 
@@ -97,7 +119,7 @@ class RankTimeline:
         """(Time, microbatches held over all stages of this rank), whenever that changes."""
         count = 0
         for one in self.passes:
-            for (kind, _, _), start, end in one.actions:
+            for (kind, _, _), start, end, _ in one.actions:
                 if kind is Kind.FORWARD:
                     count += 1
                     yield start, count
@@ -113,8 +135,12 @@ class Reader:
         self.found, self.seconds = RankTimeline(rank), seconds
         self.kind, self.since = "", 0.0
         self.one: Pass | None = None
+        self.is_sending = False
+        """The last action has ended, and the rank has not gone on."""
         self.waited: tuple[float, float] | None = None
         """The last wait, from and to, if nothing was computed since."""
+        self.looked: tuple[float | None, float | None] = None, None
+        """When the rank last looked for messages, and the time before."""
 
     def read(self, noted: Sequence[Noted]) -> RankTimeline:
         """The timeline of a window; it begins with a STEP and ends with the last moment."""
@@ -143,17 +169,20 @@ class Reader:
         elif moment is Moment.OUTSIDE:
             self.turn(str(what) if what in OUTSIDE else "outside", at)
         elif moment is Moment.STARTS:
-            self.one = Pass(at)
+            self.one, self.looked = Pass(at), (None, None)
             self.turn("rest", at)
 
     def inside(self, one: Pass, moment: Moment, what: object, at: float) -> None:
         """A moment of a pass."""
-        if not one.ready and moment in (Moment.DECIDES, Moment.WAITS, Moment.BEGINS):
+        if not one.ready and moment in GOES_ON:
             one.ready = at
+        if self.is_sending and moment in GOES_ON:
+            one.actions[-1], self.is_sending = one.actions[-1]._replace(free=at), False
         if self.kind == "decision" and moment in (Moment.WAITS, Moment.BEGINS):
             one.deciding.append((self.since, at))
         match moment:
             case Moment.DECIDES:
+                self.looked = at, self.looked[0]
                 self.turn("decision", at)
             case Moment.WAITS:
                 self.waited = (self.since, at) if self.kind in WAITING else self.waited
@@ -164,7 +193,8 @@ class Reader:
                 self.turn(str(what.kind), at)
             case Moment.ENDS:
                 assert isinstance(what, Action)
-                one.actions.append(Done(what, self.since, at))
+                one.actions.append(Done(what, self.since, at, at))
+                self.is_sending = True
                 self.turn("rest", at)
             case Moment.FINISHED:
                 one.end, self.one = at, None
@@ -177,11 +207,13 @@ class Reader:
         """A message leaves or is here."""
         if isinstance(what, Action) and moment is Moment.SENDS:
             one.sent[what] = at
+        elif isinstance(what, Action) and moment is Moment.ALLOWS:
+            one.allowed[what] = at
         elif isinstance(what, Action) and moment is Moment.ARRIVED:
             since = self.since if self.kind in WAITING else None
             if since is None and self.waited and at - self.waited[1] < WAITED:
                 since = self.waited[0]
-            one.arrived[what] = Arrival(at, since)
+            one.arrived[what] = Arrival(at, since, self.looked[since is None])
 
 
 @dataclass(frozen=True)
@@ -239,12 +271,12 @@ class Timeline:
         found: defaultdict[Action, list[float]] = defaultdict(list)
         for number in range(self.num_passes):
             for one in self.passes(number):
-                for action, start, end in one.actions:
+                for action, start, end, _ in one.actions:
                     found[action].append(end - start)
         return dict(found)
 
-    def messages(self) -> Iterator[tuple[int, int, Action, float, Arrival]]:
-        """(Source, target, message, when it left, when it arrived) of every message."""
+    def messages(self) -> Iterator[tuple[int, int, Action, tuple[float, float], Arrival]]:
+        """(Source, target, message, when it left and was allowed, when it arrived) of all."""
         for number in range(self.num_passes):
             passes = self.passes(number)
             sent = {m: (rank, at) for rank, one in enumerate(passes) for m, at in one.sent.items()}
@@ -252,25 +284,29 @@ class Timeline:
                 for message, arrival in one.arrived.items():
                     if message in sent:
                         source, left = sent[message]
-                        yield source, target, message, left, arrival
+                        allowed = one.allowed.get(message, left)
+                        yield source, target, message, (left, allowed), arrival
 
     @cached_property
-    def latencies(self) -> dict[Edge, list[tuple[float, bool]]]:
-        """(Seconds from sent to taken, True if the receiver waited for it) of every message."""
-        found: defaultdict[Edge, list[tuple[float, bool]]] = defaultdict(list)
-        for source, target, _, left, (at, since) in self.messages():
-            waited = since is not None and (since <= left or at - since > WAITED)
-            found[source, target].append((max(0.0, at - left), waited))
-        return dict(found)
+    def latencies(self) -> dict[Edge, list[tuple[float, float]]]:
+        """(Least, most) seconds that each message of an edge travelled."""
+        found: defaultdict[Edge, list[tuple[float, float]]] = defaultdict(list)
+        for source, target, _, since, arrival in self.messages():
+            found[source, target].append(arrival.bounds(*since))
+        return dict(sorted(found.items()))
 
     @cached_property
     def links(self) -> dict[Edge, float]:
-        """Median seconds of a message by edge, free of the receiver's lateness if it ever waited.
+        """Median seconds of a message by edge, free of the receiver's lateness.
 
-        Where it never waited, the smallest time in which a message was taken: an upper bound.
+        An edge whose receiver seldom waits for a message has those of the other edges, or its
+        fastest message if that is faster.
         """
-        found = {}
-        for edge, samples in sorted(self.latencies.items()):
-            waited = [seconds for seconds, did_wait in samples if did_wait]
-            found[edge] = statistics.median(waited) if waited else min(s for s, _ in samples)
-        return found
+        known = {}
+        for edge, bounds in self.latencies.items():
+            sure = [most for least, most in bounds if least >= most / 2]
+            if len(sure) >= self.num_passes:
+                known[edge] = statistics.median(sure)
+        usual = statistics.median_low(known.values()) if known else 0.0
+        fastest = {edge: min(m for _, m in bounds) for edge, bounds in self.latencies.items()}
+        return {edge: known.get(edge, min(most, usual)) for edge, most in fastest.items()}

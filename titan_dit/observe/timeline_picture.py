@@ -76,7 +76,7 @@ class Picture:
     def busy(self, rank: RankTimeline) -> float:
         """Share of the pass in which a rank computes."""
         spans = rank.passes[self.number].actions
-        return sum(end - start for _, start, end in spans) / self.length
+        return sum(end - start for _, start, end, _ in spans) / self.length
 
     def row(self, rank: RankTimeline, accused: bool) -> None:
         """A rank: idle time behind its actions."""
@@ -92,7 +92,7 @@ class Picture:
                 box = self.x(start), top, self.x(end), top + ROW
                 self.pen.rectangle(box, fill=IDLE[kind][1])
         turns = [s for s, place in enumerate(self.timeline.stage_ranks) if place == rank.rank]
-        for action, start, end in rank.passes[self.number].actions:
+        for action, start, end, _ in rank.passes[self.number].actions:
             self.action(action, turns.index(action.stage) % 2, (self.x(start), self.x(end)), top)
         words = "slow" if accused else f"{self.busy(rank):.0%} busy"
         at = WIDTH - RIGHT + 12, top + ROW // 2

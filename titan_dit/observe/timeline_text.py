@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from titan_dit.observe.suspects import Suspects
-from titan_dit.observe.timeline import COMPUTING, IDLE, OUTSIDE, Timeline
+from titan_dit.observe.timeline import COMPUTING, IDLE, OUTSIDE, Done, Pass, Timeline
 from titan_dit.schedules import costs_file
 from titan_dit.schedules.action import Action
 from titan_dit.schedules.costs_file import MeasuredCosts
-from titan_dit.schedules.replay import replay
+from titan_dit.schedules.messages import output_of
+from titan_dit.schedules.replay import Taken, replay
 from titan_dit.schedules.simulator import TimedAction
 
 
@@ -54,7 +56,7 @@ def predicted(timeline: Timeline) -> Iterator[str]:
 def simulated(timeline: Timeline, number: int) -> tuple[TimedAction, ...]:
     """A pass, from its actions as they were, its order as it was and the links' usual latency."""
     passes = timeline.passes(number)
-    seconds = {action: end - start for one in passes for action, start, end in one.actions}
+    seconds = {done.action: taken(one, done) for one in passes for done in one.actions}
     origin = min(one.ready for one in passes)
     ready = [one.ready - origin for one in passes]
     return replay(timeline.order(number), seconds, timeline.links, ready)
@@ -65,9 +67,23 @@ def makespan(spans: tuple[TimedAction, ...]) -> float:
     return max(span.end for span in spans)
 
 
-def median_seconds(timeline: Timeline) -> Mapping[Action, float]:
-    """Seconds of every action."""
-    return {action: statistics.median(times) for action, times in timeline.durations.items()}
+def taken(one: Pass, done: Done) -> Taken:
+    """The seconds of an action as it was."""
+    left = one.sent.get(output_of(done.action), done.end)
+    return Taken(done.end - done.start, left - done.start, done.free - done.start)
+
+
+def median_seconds(timeline: Timeline) -> Mapping[Action, Taken]:
+    """The median seconds of every action."""
+    found: defaultdict[Action, list[Taken]] = defaultdict(list)
+    for number in range(timeline.num_passes):
+        for one in timeline.passes(number):
+            for done in one.actions:
+                found[done.action].append(taken(one, done))
+    return {
+        action: Taken(*map(statistics.median, zip(*times, strict=True)))
+        for action, times in found.items()
+    }
 
 
 def table(timeline: Timeline) -> Iterator[str]:
@@ -96,7 +112,7 @@ def bubbles(timeline: Timeline, length: Callable[[int], float]) -> list[float]:
     """Each rank's seconds without computing in passes of a length, which may be simulated."""
     total = sum(length(number) for number in range(timeline.num_passes))
     busy = (
-        sum(end - start for one in rank.passes for _, start, end in one.actions)
+        sum(end - start for one in rank.passes for _, start, end, _ in one.actions)
         for rank in timeline.ranks
     )
     return [total - of_rank for of_rank in busy]
@@ -108,7 +124,7 @@ def costs(timeline: Timeline) -> MeasuredCosts:
         stage_ranks=timeline.stage_ranks,
         num_microbatches=timeline.num_microbatches,
         order=timeline.order(timeline.typical),
-        seconds={action: statistics.median(s) for action, s in timeline.durations.items()},
+        seconds={action: taken.free for action, taken in median_seconds(timeline).items()},
         links=timeline.links,
         step_s=statistics.median(map(timeline.length, range(timeline.num_passes))),
     )

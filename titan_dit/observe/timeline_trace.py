@@ -57,7 +57,7 @@ def named(rank: int, name: str) -> Iterator[Event]:
 def computed(rank: RankTimeline, origin: float) -> Iterator[Event]:
     """The compute track: actions, idle time by cause, time outside the pipeline, steps."""
     for one in rank.passes:
-        for action, start, end in one.actions:
+        for action, start, end, _ in one.actions:
             args = {"stage": action.stage, "microbatch": action.microbatch}
             yield sliced(rank.rank, COMPUTE, str(action), str(action.kind), start - origin,
                          end - start, args)  # fmt: skip
@@ -115,7 +115,7 @@ class Travel(NamedTuple):
 def travelled(timeline: Timeline, origin: float) -> Iterator[Travel]:
     """All messages of the window."""
     for number, travel in enumerate(timeline.messages()):
-        source, target, message, left, arrival = travel
+        source, target, message, (left, _), arrival = travel
         # Clocks are known to microseconds: no message arrives before it left.
         at = max(arrival.at, left)
         yield Travel(left - origin, at - origin, source, target, message, number + 1)

@@ -62,6 +62,7 @@ class Decider:
         self.released = 0
         """Finished B and W."""
         self._position = {action: place for place, action in enumerate(actions)}
+        self._inputs = {action: tuple(inputs_of(action, num_stages)) for action in actions}
         forwards = [action for action in actions if action.kind is Kind.FORWARD]
         self._number = {action: number for number, action in enumerate(forwards)}
         self._lanes = _lanes(actions)
@@ -158,7 +159,7 @@ class Decider:
         return self._number[forward] < self.released + self.window
 
     def _has_inputs(self, action: Action) -> bool:
-        return self._made.issuperset(inputs_of(action, self.num_stages))
+        return self._made.issuperset(self._inputs[action])
 
     def _more(self, kind: Kind, stage: int) -> list[Action]:
         """The next messages of a stage's inputs (F) or gradients (I) that may arrive."""

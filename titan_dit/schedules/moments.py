@@ -24,6 +24,8 @@ class Moment(StrEnum):
     """The rank begins to choose its next action (None); until BEGINS or WAITS."""
     WAITS = "waits"
     """The rank begins to wait (a cause: "input", "gradient", "memory"), or stops (None)."""
+    ALLOWS = "allows"
+    """A message of another rank may arrive from now on (the message): its receive is posted."""
     ARRIVED = "arrived"
     """A message of another rank is here (the message)."""
     BEGINS = "begins"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from titan_dit.schedules.action import Action, Order
 from titan_dit.schedules.messages import inputs_of, output_of
@@ -10,9 +11,19 @@ from titan_dit.schedules.proof import execution, num_stages_of
 from titan_dit.schedules.simulator import TimedAction
 
 
+class Taken(NamedTuple):
+    """Seconds since an action began."""
+
+    computed: float
+    left: float
+    """Its output has left for another rank."""
+    free: float
+    """The rank can go on."""
+
+
 def replay(
     order: Order,
-    seconds: Mapping[Action, float],
+    seconds: Mapping[Action, Taken],
     links: Mapping[tuple[int, int], float],
     ready: Sequence[float] | None = None,
 ) -> tuple[TimedAction, ...]:
@@ -29,7 +40,8 @@ def replay(
         start = free[rank]
         for message in inputs_of(action, num_stages):
             source = rank_of[message.stage]
-            start = max(start, ends[message] + (links.get((source, rank), 0.0)))
-        free[rank] = ends[output_of(action)] = start + seconds[action]
-        timeline.append(TimedAction(rank, action, start, free[rank]))
+            start = max(start, ends[message] + links.get((source, rank), 0.0))
+        took = seconds[action]
+        ends[output_of(action)], free[rank] = start + took.left, start + took.free
+        timeline.append(TimedAction(rank, action, start, start + took.computed))
     return tuple(timeline)

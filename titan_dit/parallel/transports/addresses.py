@@ -36,3 +36,17 @@ def own_addresses() -> tuple[str, ...]:
     every = dict.fromkeys([*first, *others, *named, "127.0.0.1"])
     # Loopback is for ranks of this host without a common Unix socket.
     return tuple(sorted(every, key=lambda address: address.startswith(("127.", "::1"))))
+
+
+def address_of(network: str) -> str | None:
+    """The address of an interface of this host, or one that is its own; None for any other."""
+    if address := interfaces().get(network):
+        return address
+    family = socket.AF_INET6 if ":" in network else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            socket.inet_pton(family, network)
+            probe.bind((network, 0))
+        except OSError:
+            return None
+    return network

@@ -11,6 +11,7 @@ as the lane's Sender and Receiver have it.
 from __future__ import annotations
 
 import math
+import os
 import select
 import time
 from abc import ABC, abstractmethod
@@ -304,6 +305,10 @@ class Transport:
 
     def close(self) -> None:
         """Close all lanes and sockets. Both ends flush before."""
+        for outgoing in self.outgoing.values():
+            for credit in outgoing.credits:
+                for file in credit.files:
+                    os.close(file)
         for end in self.working():
             end.close()
         for peer in self.peers.values():

@@ -14,6 +14,7 @@ from titan_dit.parallel.links import Links
 from titan_dit.parallel.transports import process_group
 from titan_dit.parallel.transports.base import End, Lane, Receiver, Sender, Transport, lanes
 from titan_dit.parallel.transports.meeting import Peer, meet
+from titan_dit.parallel.transports.shared_memory import SharedReceiver, SharedSender
 
 Name: TypeAlias = Literal["auto", "process_group", "shared_memory", "nixl"]
 Ends: TypeAlias = tuple[type[Sender], type[Receiver]]
@@ -21,6 +22,8 @@ Ends: TypeAlias = tuple[type[Sender], type[Receiver]]
 
 def ends_of(name: Name, peer: Peer, device: torch.device) -> tuple[str, Ends]:
     """How a lane to another rank travels, in words, and its two ends; equal on both ranks."""
+    if peer.is_local and device.type == "cpu" and name in ("auto", "shared_memory"):
+        return "shared memory", (SharedSender, SharedReceiver)
     return "process group", process_group.ends(device)
 
 

@@ -34,6 +34,8 @@ MEETING_S = 60.0
 CONNECT_S = 3.0
 """For one address of another host."""
 ITEM = array.array("i").itemsize
+READ = 1 << 16
+"""Bytes of a read."""
 MAX_FILES = 16
 """Files that come with one read."""
 
@@ -114,18 +116,18 @@ class Peer:
         if self.backlog:
             self.write()
         notices: list[Notice] = []
-        while self.fill():
+        may_have_more = True
+        while may_have_more and not self.has_left:
+            may_have_more = self.fill()
             notices += self.parsed()
-            if self.has_left:
-                break
         return notices
 
     def fill(self) -> bool:
-        """Read once; False if nothing is there."""
+        """Read once; False if nothing more is there."""
         try:
             # As `socket.recv_fds`, which ignores its flags.
             room = socket.CMSG_LEN(MAX_FILES * ITEM) if self.is_local else 0
-            data, rights, flags, _ = self.socket.recvmsg(1 << 16, room, socket.MSG_CMSG_CLOEXEC)
+            data, rights, flags, _ = self.socket.recvmsg(READ, room, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -140,7 +142,8 @@ class Peer:
         self.read += data
         for _, _, passed in rights:
             self.files += array.array("i", passed[: len(passed) // ITEM * ITEM])
-        return True
+        # A read ends at passed files.
+        return len(data) == READ or bool(rights)
 
     def parsed(self) -> list[Notice]:
         """The whole notices that were read."""
