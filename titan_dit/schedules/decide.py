@@ -43,7 +43,7 @@ class Waiting(StrEnum):
 
 def windows(order: Order, memory: float) -> tuple[int, ...]:
     """Each rank's window: its planned peak of activations x `memory`, rounded down."""
-    # 20 x 1.15 is 22.999999999999996 in floating point.
+    # 25 x 1.16 is 28.999999999999996 in floating point.
     return tuple(int(peak * memory + 1e-9) for peak in peak_activations(order))
 
 
