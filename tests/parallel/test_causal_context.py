@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from simulated_peers import SimulatedPeers, from_ranks, on_threads, to_ranks, rounding
+from simulated_peers import SimulatedPeers, from_ranks, on_threads, rounding, to_ranks
 
 from titan_dit.kernels.attention_kernels import CPU, MATH, Kernel
 from titan_dit.models.layers import attend

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_peers import SimulatedPeers, from_ranks, to_ranks, rounding
+from simulated_peers import SimulatedPeers, from_ranks, rounding, to_ranks
 from torch.utils.checkpoint import checkpoint
 
 from titan_dit.config.section import UserError
