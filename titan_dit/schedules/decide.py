@@ -102,7 +102,7 @@ class Decider:
         """The action to run now, or what the rank waits for. Raises IndexError if finished."""
         if self.finished:
             raise IndexError("Every action is done.")
-        ready = [action for stage in self._stages for action in self._ready(stage)]
+        ready = [action for stage in self._stages for action in self.ready_of(stage)]
         if not ready:
             return self._cause()
         if self.memory == 1:
@@ -124,7 +124,7 @@ class Decider:
                 allowed += self._more(Kind.BACKWARD_INPUT, stage)
         return allowed
 
-    def _ready(self, stage: int) -> list[Action]:
+    def ready_of(self, stage: int) -> list[Action]:
         """The stage's actions that can run now: at most one of each lane."""
         found = []
         forward, backward, weights = (self._lanes[kind][stage].head for kind in _KINDS)

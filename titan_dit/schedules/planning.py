@@ -154,12 +154,12 @@ class InPlannedSequence(Decider):
         backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
         self.backwards = deque(action for action in actions if action.kind in backward)
 
-    def _ready(self, stage: int) -> list[Action]:
-        """See `Decider._ready`."""
+    def ready_of(self, stage: int) -> list[Action]:
+        """See `Decider.ready_of`."""
         heads = {*list(self.forwards)[:1], *list(self.backwards)[:1]}
         return [
             action
-            for action in super()._ready(stage)
+            for action in super().ready_of(stage)
             if action.kind is Kind.BACKWARD_WEIGHT or action in heads
         ]
 
