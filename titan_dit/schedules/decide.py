@@ -114,7 +114,8 @@ class Decider:
 
         Those of a lane (source stage, kind) are in sequence. An input may arrive if its forward is
         within the window, and one more for each stage. A gradient may once its forward is done, if
-        at most `GRADIENTS_AHEAD` backwards of its stage come before.
+        at most `GRADIENTS_AHEAD` backwards of its stage come before. So the next message that a
+        stage needs always may: no rank waits for ever for its own consent.
         """
         allowed: list[Action] = []
         for stage in self._stages:

@@ -247,8 +247,11 @@ def welcome(
         NetworkFailure: none comes in time.
     """
     while (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select(listeners, [], [], left)
-        for listener in ready[:1]:
+        poll = select.poll()  # Not select(), which takes no file above 1023.
+        for listener in listeners:
+            poll.register(listener, select.POLLIN)
+        ready = {file for file, _ in poll.poll(left * 1e3)}
+        for listener in [listener for listener in listeners if listener.fileno() in ready][:1]:
             connection, _ = listener.accept()
             connection.settimeout(CONNECT_S)
             try:
