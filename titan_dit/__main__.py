@@ -27,6 +27,8 @@ COMMANDS = {
     "data show": "print a dataset's metadata and samples",
     "data tokenize": "turn text files into Megatron's .bin and .idx",
     "data train-tokenizer": "train a tokenizer on text files",
+    "pipeline plan": "plan a run's pipeline order from its measured costs",
+    "pipeline draw": "draw a pipeline schedule, planned and at run time",
     "bench attention": "benchmark every attention kernel on one shape",
     "checkpoint list": "list the checkpoints of a run",
     "checkpoint verify": "check the SHA-256 of every checkpoint file",

@@ -35,12 +35,12 @@ class Jitter:
         self.peak = max(self.peak, self.held)
 
 
-def config_of(family, parallel, pipeline, mode="none"):
+def config_of(family, parallel, pipeline, mode="none", dtype="fp32"):
     """A tiny config with eight samples, in microbatches of one, or two in a pipeline alone."""
     per_rank = stages_per_rank(pipeline["schedule"], pipeline["virtual_stages"])
     layers = max(5, parallel["pp"] * per_rank)
     if family == "dit":
-        return case_config(parallel, pipeline, {}, mode=mode, layers=layers)
+        return case_config(parallel, pipeline, {}, dtype, mode, layers)
     make = {"gpt": gpt_config, "bert": bert_config}[family]
     return make(
         model={"layers": layers},
@@ -48,6 +48,7 @@ def config_of(family, parallel, pipeline, mode="none"):
         pipeline=pipeline,
         training={"microbatch_size": 1},
         remat={"mode": mode},
+        precision={"dtype": dtype},
     )
 
 
@@ -66,10 +67,10 @@ def ran(world, config, seed):
     return loss, found, jitter, executor
 
 
-def compared(world, family, parallel, pipeline, run_time, mode="none", seed=0):
+def compared(world, family, parallel, pipeline, run_time, mode="none", dtype="fp32", seed=0):
     """What differs between a planned step and one in run-time order; see `expect`."""
-    planned = config_of(family, parallel, pipeline, mode)
-    deciding = config_of(family, parallel, pipeline | {"order": "run_time"} | run_time, mode)
+    planned = config_of(family, parallel, pipeline, mode, dtype)
+    deciding = config_of(family, parallel, pipeline | {"order": "run_time"} | run_time, mode, dtype)
     loss, expected, jitter, executor = ran(world, planned, seed)
     order = list(executor.order[executor.links.rank])
     assert jitter.ran == order

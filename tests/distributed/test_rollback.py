@@ -1,25 +1,38 @@
 """Runs that meet bad numbers and go back; several of them in one launch."""
 
 import json
+import time
 from collections import Counter
 
+import pytest
 import torch
 from harness import on_ranks
 from tiny import state, tiny_config
 
 from titan_dit.config.section import UserError
 from titan_dit.launcher.stop_request import Reason
+from titan_dit.parallel import clocks
 from titan_dit.recovery.ledger import Ledger, Skipped
 from titan_dit.recovery.sample_log import trained
 from titan_dit.trainer import Trainer
 
 
 def built(
-    world, folder, steps=10, skip=(), faults=(), spoil=None, numbers=(), every=1, saved=(2, 0)
+    world,
+    folder,
+    steps=10,
+    skip=(),
+    faults=(),
+    spoil=None,
+    numbers=(),
+    every=1,
+    saved=(2, 0),
+    **sections,
 ):
     """A trainer of which the samples `numbers` are spoiled on their way in."""
     config = tiny_config(
-        model={"layers": 1},
+        model={"layers": 2 if "parallel" in sections else 1},
+        **sections,
         job={"dir": str(folder)},
         training={"steps": steps},
         checkpoint={"every": saved[0], "keep": saved[1]},
@@ -131,6 +144,19 @@ def gives_up(world, folder):
     return None
 
 
+def is_recorded(world, folder):
+    """The timeline of a pipeline that goes back within its window, and ends within a later one."""
+    parallel = {"pp": 2}
+    profile = {"enabled": True, "start": 4, "steps": 3, "ranks": (1,)}
+    trainer = built(world, folder / "recorded", **NAN, parallel=parallel, profile=profile)
+    trainer.fit()
+    profile |= {"start": 1, "steps": 2}
+    resumed = {"steps": 12, "parallel": parallel, "profile": profile}
+    built(world, folder / "recorded", **NAN, **resumed).fit()
+    group, own = trainer.mesh.axis("pp").get_group(), time.perf_counter_ns
+    return clocks.measure(group, lambda: own() + 10**12 * world.rank)
+
+
 SPIKE = {"spoil": 300.0, "numbers": range(97, 98), "faults": {"spike_ratio": 5, "spike_after": 3}}
 
 
@@ -160,7 +186,7 @@ def drops_a_batch(world, folder):
 
 RUNS = {
     1: (goes_back, looks_seldom, keeps_one, is_stopped, meets_a_spike, drops_a_batch),
-    2: (goes_back, meets_a_damaged_one, is_killed, gives_up),
+    2: (goes_back, meets_a_damaged_one, is_killed, gives_up, is_recorded),
 }
 """By number of ranks: on two what ranks do together, on one what each does for itself."""
 
@@ -204,6 +230,7 @@ def test_bad_numbers_on_two_ranks(tmp_path):
     assert "step-00000004.damaged-1" in names
     was_killed(first, tmp_path)
     gave_up(first["gives_up"], second["gives_up"], tmp_path)
+    was_recorded(first["is_recorded"], tmp_path / "recorded" / "profile")
 
 
 def went_back(results, folder):
@@ -248,6 +275,29 @@ def gave_up(message, other, folder):
     assert skipped == [[32, 80], [80, 128]]
     attempts = sorted(path.name for path in (folder / "up" / "samples-seen").iterdir())
     assert attempts == [f"attempt-{n:05d}" for n in (1, 2, 3)]
+
+
+def was_recorded(offsets, folder):
+    """The three steps after the profiled ones, of which the last is after the rollback."""
+    ends = (".json.gz", ".png", ".txt", ".costs.json")
+    names = {path.name for path in folder.iterdir() if path.name.startswith("timeline")}
+    # The resumed run ended after the profiled steps.
+    assert names == {f"timeline-steps-{of}{end}" for of in ("7-5", "11-12") for end in ends}
+    text = (folder / "timeline-steps-7-5.txt").read_text()
+    assert "2 ranks, 2 stages, 16 microbatches" in text
+    table = text.split("\n\n")[1].splitlines()[1:]
+    rows = {line[:26].strip(): [float(cell) for cell in line[26:].split()] for line in table}
+    wall, *_ = rows.pop("all"), rows.pop("bubble, measured"), rows.pop("bubble, simulated")
+    for rank in range(2):
+        assert sum(row[rank] for row in rows.values()) == pytest.approx(wall[rank], abs=0.02)
+    assert min(rows["F"] + rows["B"] + rows["optimizer"] + rows["data wait"]) > 0
+    costs = json.loads((folder / "timeline-steps-7-5.costs.json").read_text())
+    assert set(costs["actions"]) == {"0F", "0B", "1F", "1B"}
+    assert set(costs["links"]) == {"0->1", "1->0"}
+    assert "were profiled" not in text
+    assert "were profiled" in (folder / "timeline-steps-11-12.txt").read_text()
+    # The second clock is set 1000 s ahead; both ranks have the same.
+    assert abs(offsets[1].offset_ns - 10**12) <= offsets[1].round_trip_ns / 2
 
 
 def met_a_spike(straight, resumed, states, folder):

@@ -12,13 +12,13 @@ ZBV, DUAL = schedule("zbv_zero_bubble"), schedule("dualpipev")
 BY_GROUP = {"transport": "process_group"}
 SHARED = {"transport": "auto", "memory": 1.5}
 SPARE = {"memory": 1.5}
-# Family, [parallel], [pipeline], what run-time order gets, the mode of [remat] if any.
+# Family, [parallel], [pipeline], what run-time order gets; mode of [remat], [precision] dtype.
 CASES = {
     2: [
         ("dit", PP, schedule("gpipe"), BY_GROUP),
         ("dit", PP, schedule("1f1b", split=[2, 3]), SHARED, "full"),
         ("dit", PP, FOLDED, BY_GROUP),
-        ("dit", PP, ZERO_BUBBLE, SHARED),
+        ("dit", PP, ZERO_BUBBLE, SHARED, "none", "bf16"),
         ("dit", PP, ZBV, BY_GROUP),
         ("dit", PP, DUAL, SHARED),
         ("gpt", PP, ZERO_BUBBLE, SPARE),
@@ -26,7 +26,7 @@ CASES = {
     ],
     4: [
         ("dit", {"pp": 4}, ZBV, {}),
-        ("dit", PP | DP, ZERO_BUBBLE, SPARE),
+        ("dit", PP | DP, ZERO_BUBBLE, SPARE, "none", "bf16"),
         ("dit", PP | TP, ZERO_BUBBLE, SPARE),
         ("dit", PP | ULYSSES, DUAL, BY_GROUP),
         ("gpt", PP | CP, FOLDED, SHARED),
@@ -51,7 +51,7 @@ LONG = {
         ("dit", PP | DP, FOLDED, BY_GROUP, "selective"),
     ],
     8: [
-        ("dit", PP | HSDP, ZERO_BUBBLE, SPARE),
+        ("dit", PP | HSDP, ZERO_BUBBLE, SPARE, "none", "bf16"),
         ("dit", PP | TP | CP, FOLDED, SPARE),
         ("gpt", PP | DP | TP, ZBV, SPARE),
         ("dit", {"pp": 4, "tp": 2}, ZERO_BUBBLE, BY_GROUP),

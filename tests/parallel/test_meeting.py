@@ -67,9 +67,11 @@ def test_files_come_with_their_notice():
     b.close()
 
 
-def test_a_rank_that_ends_without_farewell_ends_the_wait_of_the_other():
+@pytest.mark.parametrize("has_unread_notices", [True, False])
+def test_a_rank_that_ends_without_farewell_ends_the_wait_of_the_other(has_unread_notices):
     source, target = pair()
-    target.post(forward(0))
+    if has_unread_notices:  # Then the socket is reset; else it ends.
+        target.post(forward(0))
     source.peers[1].socket.close()  # As the kernel does for a killed rank.
     with pytest.raises(NetworkFailure, match="pipeline rank 0 has ended") as error:
         target.wait(5)

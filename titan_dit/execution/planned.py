@@ -1,4 +1,4 @@
-"""Planned order: a pipeline rank runs its actions as listed and waits for what the next one needs."""
+"""Planned order: a rank runs its actions as listed, and waits for what the next one needs."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from titan_dit.config.section import UserError
 from titan_dit.execution.base import Output
 from titan_dit.execution.split_backward import WeightHalf, backward_input
 from titan_dit.models.base import Model, SideInputs, Stream
+from titan_dit.parallel import fsdp
 
 Gradients: TypeAlias = Sequence[Tensor] | None
 """Of the floating-point tensors of a stage's output stream; None if the output is the loss."""
@@ -78,6 +79,7 @@ class Stage:
             self.backward(microbatch, self.postponed.pop(microbatch))
         else:
             self.halves.pop(microbatch).run()
+            fsdp.accumulate_gradients(self.part)
 
     def graph_of(
         self, microbatch: int, gradients: Gradients

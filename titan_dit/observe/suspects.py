@@ -110,12 +110,14 @@ def slowness(
     ratios: defaultdict[int, list[float]] = defaultdict(list)
     for costs in per_layer.values():
         mean = {rank: statistics.mean(of_rank) for rank, of_rank in costs.items()}
-        judges = [mean[rank] for rank in mean if rank in middle or not middle]
-        # Of an even number the faster one: of two ranks the slow one must not excuse itself.
-        usual = statistics.median_low(judges)
+        # The same for all ranks: it only makes microbatches of different lengths comparable.
+        usual = statistics.median(mean.values())
         for rank, cost in mean.items():
             ratios[rank].append(cost / usual if usual > 0 else 1.0)
     found = {rank: statistics.median(of_rank) for rank, of_rank in sorted(ratios.items())}
+    # Of an even number the faster one: of two ranks the slow one must not excuse itself.
+    others = statistics.median_low(found[rank] for rank in found if rank in middle or not middle)
+    found = {rank: ratio / others for rank, ratio in found.items()}
     return found, frozenset(set(stage_ranks) - middle)
 
 

@@ -65,16 +65,18 @@ class Arrival(NamedTuple):
     def bounds(self, left: float, allowed: float) -> tuple[float, float]:
         """The least and most seconds that the message travelled, if it left at this time.
 
-        `allowed`: when its receive was posted; it may have been held up until then.
+        `allowed`: when its receive was posted. A message that left before was held up until then,
+        and until its sender knew: nobody can tell how long it travelled.
         """
-        most, surely = max(0.0, self.at - left), max(0.0, self.at - max(left, allowed))
+        most = max(0.0, self.at - left)
+        if allowed > left:
+            return 0.0, most
         if self.waiting_since is not None:
             # Taking a message that is here also takes a moment.
             waited = self.at - self.waiting_since
             if self.waiting_since <= left or waited > max(WAITED, most / 4):
-                return surely, most
-        seen = self.absent - left if self.absent is not None else 0.0
-        return max(0.0, min(seen, surely)), most
+                return most, most
+        return max(0.0, self.absent - left) if self.absent is not None else 0.0, most
 
 
 @dataclass

@@ -32,10 +32,12 @@ TOP, ROW, GAP = 96, 46, 10
 class Picture:
     """The sheet, and where a moment is on it."""
 
-    def __init__(self, timeline: Timeline, number: int) -> None:
+    def __init__(self, timeline: Timeline, number: int, width_s: float | None = None) -> None:
+        """`width_s`: seconds of the whole width, if not of the pass alone."""
         self.timeline, self.number = timeline, number
         self.start, end = timeline.span_of(number)
         self.length = end - self.start
+        self.width_s = width_s or self.length
         self.bottom = TOP + len(timeline.ranks) * (ROW + GAP)
         self.sheet = Image.new("RGB", (WIDTH, self.bottom + 84), "white")
         self.pen = ImageDraw.Draw(self.sheet)
@@ -43,20 +45,27 @@ class Picture:
 
     def x(self, at: float) -> int:
         """The pixel of a moment, within the row."""
-        share = (at - self.start) / self.length if self.length else 0.0
+        share = (at - self.start) / self.width_s if self.width_s else 0.0
         return LEFT + round(min(1.0, max(0.0, share)) * (WIDTH - LEFT - RIGHT))
 
-    def heading(self) -> None:
-        """The title and the legend."""
-        timeline = self.timeline
-        step = timeline.ranks[0].steps[min(self.number, len(timeline.ranks[0].steps) - 1)][0]
-        idle = 1 - sum(map(self.busy, timeline.ranks)) / len(timeline.ranks)
-        title = f"step {step}: {1e3 * self.length:.1f} ms, {idle:.0%} of it idle"
+    @property
+    def idle(self) -> float:
+        """Share of the pass in which the ranks compute nothing."""
+        return 1 - sum(map(self.busy, self.timeline.ranks)) / len(self.timeline.ranks)
+
+    def title(self) -> None:
+        """Step, time and idle share."""
+        steps = self.timeline.ranks[0].steps
+        step = steps[min(self.number, len(steps) - 1)][0]
+        self.heading(f"step {step}: {1e3 * self.length:.1f} ms, {self.idle:.0%} of it idle")
+
+    def heading(self, title: str) -> None:
+        """A title and the legend."""
         self.pen.text((LEFT, 14), title, fill=INK, font=ImageFont.load_default(20))
-        passes = timeline.passes(self.number)
+        passes = self.timeline.passes(self.number)
         kinds = {str(done.action.kind) for one in passes for done in one.actions}
         shown = [(name, colour) for kind, (name, colour, _) in COMPUTED.items() if kind in kinds]
-        causes = {span.kind for rank in timeline.ranks for span in rank.spans}
+        causes = {span.kind for rank in self.timeline.ranks for span in rank.spans}
         shown += [legend for cause, legend in IDLE.items() if cause in causes]
         x = LEFT
         for name, colour in shown:
@@ -76,7 +85,8 @@ class Picture:
             (LEFT - 12, top + ROW // 2), f"rank {rank.rank}", anchor="rm",
             fill=OTHER if accused else INK, font=self.font,
         )  # fmt: skip
-        self.pen.rectangle((LEFT, top, WIDTH - RIGHT, top + ROW), fill=IDLE["rest"][1])
+        edge = self.x(self.start + self.length)
+        self.pen.rectangle((LEFT, top, edge, top + ROW), fill=IDLE["rest"][1])
         for kind, start, end in rank.spans:
             if kind in IDLE and start < self.start + self.length and end > self.start:
                 box = self.x(start), top, self.x(end), top + ROW
@@ -100,22 +110,22 @@ class Picture:
             middle = (first + last) / 2, top + ROW / 2
             self.pen.text(middle, number, fill="white", font=self.small, anchor="mm")
 
-    def axis(self) -> None:
-        """Milliseconds since the pass began."""
+    def axis(self, unit: str = "ms", per_second: float = 1e3) -> None:
+        """Time since the pass began."""
         self.pen.line((LEFT, self.bottom, WIDTH - RIGHT, self.bottom), fill=GRID)
-        for value in ticks(0.0, 1e3 * self.length):
-            x = self.x(self.start + value / 1e3)
+        for value in ticks(0.0, per_second * self.width_s):
+            x = self.x(self.start + value / per_second)
             self.pen.line((x, self.bottom, x, self.bottom + 6), fill=INK)
             text = f"{value:g}"
             self.pen.text((x, self.bottom + 10), text, fill=INK, font=self.font, anchor="ma")
         at = WIDTH - RIGHT + 12, self.bottom + 10
-        self.pen.text(at, "ms", fill=INK, font=self.font, anchor="la")
+        self.pen.text(at, unit, fill=INK, font=self.font, anchor="la")
 
 
 def draw(path: Path, timeline: Timeline, suspects: Suspects) -> None:
     """Write the picture of the pass of median length."""
     picture = Picture(timeline, timeline.typical)
-    picture.heading()
+    picture.title()
     for rank in timeline.ranks:
         picture.row(rank, rank.rank in suspects.ranks)
     picture.axis()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from titan_dit.observe.suspects import Suspects
 from titan_dit.observe.timeline import COMPUTING, IDLE, OUTSIDE, Done, Pass, Timeline
-from titan_dit.schedules.action import Action, Kind
+from titan_dit.schedules import costs_file
+from titan_dit.schedules.action import Action
+from titan_dit.schedules.costs_file import MeasuredCosts
 from titan_dit.schedules.messages import output_of
 from titan_dit.schedules.replay import Taken, replay
 from titan_dit.schedules.simulator import TimedAction
-
-FORMAT = 1
-"""Of the costs file."""
 
 
 def lines(timeline: Timeline, suspects: Suspects) -> list[str]:
@@ -121,26 +118,18 @@ def bubbles(timeline: Timeline, length: Callable[[int], float]) -> list[float]:
     return [total - of_rank for of_rank in busy]
 
 
-def costs(timeline: Timeline) -> dict[str, Any]:
-    """The content of the costs file: what each action and link took, and the order as it was."""
-    actions: defaultdict[str, list[float]] = defaultdict(list)
-    for (kind, stage, _), times in sorted(
-        timeline.durations.items(), key=lambda item: (item[0].stage, item[0].microbatch)
-    ):
-        actions[f"{stage}{kind}"].append(statistics.median(times))
-    numbers = range(timeline.num_passes)
-    return {
-        "format": FORMAT,
-        "stage_ranks": list(timeline.stage_ranks),
-        "num_microbatches": timeline.num_microbatches,
-        "splits_backward": any(action.kind is Kind.BACKWARD_INPUT for action in timeline.durations),
-        "order": [[str(a) for a in actions] for actions in timeline.order(timeline.typical)],
-        "actions": dict(actions),
-        "links": {f"{source}->{target}": s for (source, target), s in timeline.links.items()},
-        "step_s": statistics.median(timeline.length(number) for number in numbers),
-    }
+def costs(timeline: Timeline) -> MeasuredCosts:
+    """What each action and link took, and the order of the typical pass."""
+    return MeasuredCosts(
+        stage_ranks=timeline.stage_ranks,
+        num_microbatches=timeline.num_microbatches,
+        order=timeline.order(timeline.typical),
+        seconds={action: taken.free for action, taken in median_seconds(timeline).items()},
+        links=timeline.links,
+        step_s=statistics.median(map(timeline.length, range(timeline.num_passes))),
+    )
 
 
 def write_costs(path: Path, timeline: Timeline) -> None:
     """Write the costs file, which `pipeline plan` reads."""
-    path.write_text(json.dumps(costs(timeline)) + "\n")
+    costs_file.write(path, costs(timeline))

@@ -136,6 +136,22 @@ def hold_gradients(model: nn.Module) -> None:
             module.set_manual_backward_finalization(True)
 
 
+def accumulate_gradients(model: nn.Module) -> None:
+    """Add the gradients of a microbatch to those before, in the format in which they are reduced.
+
+    FSDP's hooks do this at the end of a backward. A split backward runs them in its first half:
+    the second halves between two of them would add up in bf16, in another way for every order.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in groups_of(state):
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter.accumulate_unsharded_grad_if_needed()
+                        parameter.to_accumulated_grad_if_needed()
+
+
 def reduce_gradients(model: nn.Module) -> None:
     """Reduce the accumulated gradients and free the all-gathered parameters.
 

@@ -58,7 +58,7 @@ class Waiting(StrEnum):
 
 def windows(order: Order, memory: float) -> tuple[int, ...]:
     """Each rank's window: its planned peak of activations x `memory`, rounded down."""
-    # 20 x 1.15 is 22.999999999999996 in floating point.
+    # 25 x 1.16 is 28.999999999999996 in floating point.
     return tuple(int(peak * memory + 1e-9) for peak in peak_activations(order))
 
 
@@ -124,7 +124,7 @@ class Decider:
         """The action to run now, or what the rank waits for. Raises IndexError if finished."""
         if self.finished:
             raise IndexError("Every action is done.")
-        ready = [action for stage in self._stages for action in self._ready(stage)]
+        ready = [action for stage in self._stages for action in self.ready_of(stage)]
         if not ready:
             return self._cause()
         if self.memory == 1:
@@ -136,7 +136,8 @@ class Decider:
 
         Those of a lane (source stage, kind) are in sequence. An input may arrive if its forward is
         within the window, and one more for each stage. A gradient may once its forward is done, if
-        at most `GRADIENTS_AHEAD` backwards of its stage come before.
+        at most `GRADIENTS_AHEAD` backwards of its stage come before. So the next message that a
+        stage needs always may: no rank waits for ever for its own consent.
         """
         allowed: list[Action] = []
         for stage in self._stages:
@@ -146,7 +147,7 @@ class Decider:
                 allowed += self._more(Kind.BACKWARD_INPUT, stage)
         return allowed
 
-    def _ready(self, stage: int) -> list[Action]:
+    def ready_of(self, stage: int) -> list[Action]:
         """The stage's actions that can run now: at most one of each lane."""
         found = []
         forward, backward, weights = (self._lanes[kind][stage].head for kind in _KINDS)

@@ -28,6 +28,9 @@ CostOf: TypeAlias = Callable[[Action], float]
 Latency: TypeAlias = float | Callable[[int, int], float]
 """Time from the end of an action to the arrival of its output; may depend on (source, target)."""
 
+MakeDecider: TypeAlias = Callable[[Sequence[Action], int, float], Decider]
+"""(A rank's plan, stages, memory) -> its Decider."""
+
 
 class TimedAction(NamedTuple):
     """One action on the timeline."""
@@ -115,13 +118,14 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
     memory: float | None = None,
+    decider: MakeDecider = Decider,
 ) -> Simulation:
     """Simulate an order. Raises ValueError on a deadlock.
 
     `slowness`: a factor on the costs of each rank. `jitter`: standard deviation of the log of a
     random factor (mean 1) on every cost and latency. It is drawn from (seed, action): two orders of
     the same stages get the same factors. `memory`: None runs the order as planned; a number lets
-    every rank decide at run time within this memory (see `Decider`).
+    every rank decide at run time within this memory (see `Decider`), or as another `decider` does.
     """
 
     def took(rank: int, action: Action) -> float:
@@ -136,7 +140,7 @@ def simulate(
     times = _Times(took, travel)
     if memory is None:
         return _simulate_planned(order, times)
-    return _RunTime(order, times, memory).simulate()
+    return _RunTime(order, times, memory, decider).simulate()
 
 
 class _Times(NamedTuple):
@@ -185,10 +189,10 @@ def _simulate_planned(order: Order, times: _Times) -> Simulation:
 class _RunTime:
     """Virtual time in which every rank runs what its `Decider` says."""
 
-    def __init__(self, order: Order, times: _Times, memory: float) -> None:
+    def __init__(self, order: Order, times: _Times, memory: float, make: MakeDecider) -> None:
         num_stages = num_stages_of(order)
         self.times, self.rank_of = times, _ranks_of(order)
-        self.deciders = [Decider(actions, num_stages, memory) for actions in order]
+        self.deciders = [make(actions, num_stages, memory) for actions in order]
         self.busy = [0.0] * len(order)
         self.running: list[Action | None] = [None] * len(order)
         self.waits = [dict.fromkeys(Waiting, 0.0) for _ in order]

@@ -51,7 +51,7 @@ class Cuda:
     """One device, seen from one end of a lane, with a stream of its own for copies.
 
     Used by the thread that made it, but for `record`. No call waits for the device, but for
-    `allocate`, `open`, `close`, `pin` and `unpin`, which a slot needs once.
+    `allocate`, `free`, `open`, `close`, `pin` and `unpin`, which a slot needs once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Cuda:
         with torch.cuda.device(device):
             # The driver acts on the current context of the thread: make it torch's.
             torch.cuda.current_stream().synchronize()
-            self.side = torch.cuda.Stream(device)
+            self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of the driver; DriverFailed unless it succeeds."""
@@ -82,6 +82,10 @@ class Cuda:
             torch.cuda.empty_cache()  # Torch may keep what is free.
             self.call("cuMemAlloc_v2", *arguments)
         return address.value
+
+    def free(self, address: int) -> None:
+        """Free an allocation that no process has mapped; waits for the device."""
+        self.call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def share(self, address: int) -> bytes:
         """The handle by which another process of this host opens an allocation."""

@@ -80,6 +80,18 @@ class Copying(NamedTuple):
     """The host memory that it fills, or reads."""
 
 
+def gather(
+    cuda: Cuda, layout: Layout, tensors: Stream, address: int, done: torch.cuda.Event
+) -> None:
+    """Enqueue the copy of tensors that are being computed to where a message lies."""
+    computed = cuda.record(cuda.event(), cuda.computing())
+    cuda.wait(computed, cuda.side)
+    for tensor, offset in zip(tensors, layout.offsets, strict=True):
+        if size := tensor.numel() * tensor.element_size():
+            cuda.copy(address + offset, tensor.data_ptr(), size)
+    cuda.record(done, cuda.side)
+
+
 class CudaSender(Sender):
     """Copies messages into the receiver's slots, or into pinned host memory."""
 
@@ -134,19 +146,9 @@ class CudaSender(Sender):
             slot.written = self.cuda.shared_event()
             handle = self.cuda.handle(slot.written)
         self.cuda.wait(slot.read, self.cuda.side)
-        self.copy(tensors, slot.address, slot.written)
+        gather(self.cuda, self.layout, tensors, slot.address, slot.written)
         self.flying.append(Copying(number, slot.written, tensors))
         self.end.tell(number, handle)
-
-    def copy(self, tensors: Stream, address: int, done: torch.cuda.Event) -> None:
-        """Enqueue the copy of tensors that are being computed."""
-        computed = self.cuda.record(self.cuda.event(), self.cuda.computing())
-        self.cuda.wait(computed, self.cuda.side)
-        for tensor, offset in zip(tensors, self.layout.offsets, strict=True):
-            if tensor.numel():
-                size = tensor.numel() * tensor.element_size()
-                self.cuda.copy(address + offset, tensor.data_ptr(), size)
-        self.cuda.record(done, self.cuda.side)
 
     def write_to_host(self, number: int, tensors: Stream) -> None:
         """Enqueue the copy into host memory that the receiver has read."""
@@ -159,7 +161,7 @@ class CudaSender(Sender):
         host = self.idle.popleft()
         self.unread.append(host)
         done = self.cuda.event()
-        self.copy(tensors, self.pinned[host].address, done)
+        gather(self.cuda, self.layout, tensors, self.pinned[host].address, done)
         self.leaving.append(Copying(number, done, tensors, host))
 
     def progress(self) -> bool:

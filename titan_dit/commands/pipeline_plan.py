@@ -1,0 +1,122 @@
+"""`python -m titan_dit pipeline plan`: a better order for what a run has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_dit.checkpoint import run_path
+from titan_dit.checkpoint.store import location
+from titan_dit.commands.flags.pipeline_plan import COMMAND, Options
+from titan_dit.config import config_file
+from titan_dit.config.layout import ParallelConfig, PipelineConfig
+from titan_dit.config.section import UserError, show
+from titan_dit.observe import console
+from titan_dit.schedules import costs_file, order_file, placement, planning
+from titan_dit.schedules.action import Order
+from titan_dit.schedules.costs_file import MeasuredCosts
+from titan_dit.schedules.simulator import Simulation, simulate
+
+FEW_RANKS = 8
+"""Up to so many, each rank's peak is printed."""
+
+
+def main(options: Options) -> None:
+    """Write the order, and print what it gains."""
+    out = Path(options.out)
+    if out.suffix != ".csv":
+        raise UserError(f"[{COMMAND}] out={out}: name a .csv file.")
+    if out.exists():
+        raise UserError(f"[{COMMAND}] out={out} is there already. Delete it, or name another.")
+    run = run_path.resolve(location(options.run)).run
+    if not isinstance(run, Path):
+        raise UserError(f"[{COMMAND}] run={run}: profiles are on a disk, not in an object store.")
+    file = costs_file.newest(run)
+    costs = costs_file.read(file)
+    pipeline, order = planned_order(run, costs, file)
+    found = planning.plan(
+        order,
+        costs.stage_ranks,
+        costs.num_microbatches,
+        costs.seconds.__getitem__,
+        costs.latency,
+        options.memory,
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    of = f"{pipeline.schedule}, {costs.num_ranks} ranks, {costs.num_microbatches} microbatches"
+    order_file.write(out, found.order, [f"{of}, memory {options.memory:g}, from {file}"])
+    console.say(
+        f"{file}: {of}; a step took {ms(costs.step_s)}, simulated {ms(as_run(costs).makespan)}"
+    )
+    for line in table(found, out.name):
+        console.say(line)
+    console.say(verdict(found, out))
+
+
+def planned_order(run: Path, costs: MeasuredCosts, file: Path) -> tuple[PipelineConfig, Order]:
+    """The order of the run's schedule. Raises UserError if the costs are of another layout."""
+    config = run / run_path.CONFIG
+    if not config.is_file():
+        raise UserError(f"--run {run}: no {run_path.CONFIG}. {run_path.WANTED}")
+    tables = config_file.of_run(config)
+    pipeline = PipelineConfig(**tables.get(PipelineConfig.section, {}))
+    pp = ParallelConfig(**tables.get(ParallelConfig.section, {})).pp
+    stages = pp * placement.stages_per_rank(pipeline.schedule, pipeline.virtual_stages)
+    ranks = tuple(placement.rank_of_stage(pipeline.schedule, stage, pp) for stage in range(stages))
+    order = placement.pipeline_order(
+        pipeline.schedule,
+        num_ranks=pp,
+        num_microbatches=costs.num_microbatches,
+        virtual_stages=pipeline.virtual_stages,
+    )
+    measured = all(action in costs.seconds for actions in order for action in actions)
+    if ranks != costs.stage_ranks or not measured:
+        raise UserError(
+            f"{file} is of another layout: its stages are on ranks {list(costs.stage_ranks)}, but "
+            f"{config} has [parallel] pp={pp}, [pipeline] schedule={show(pipeline.schedule)} and "
+            f"virtual_stages={pipeline.virtual_stages}. Profile the run again: --profile.enabled "
+            "true."
+        )
+    return pipeline, order
+
+
+def as_run(costs: MeasuredCosts) -> Simulation:
+    """The simulated step of the order that was measured."""
+    return simulate(costs.order, costs.seconds.__getitem__, latency=costs.latency)
+
+
+def table(found: planning.Plan, name: str) -> list[str]:
+    """The planned order beside the new one."""
+    rows = [
+        ("simulated", "planned", name),
+        ("step", *(ms(x.makespan) for x in (found.before, found.after))),
+        ("idle", *(f"{x.idle_fraction:.1%}" for x in (found.before, found.after))),
+        ("peak activations", *(peaks(x.peak_activations) for x in (found.before, found.after))),
+    ]
+    first, second, third = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [f"{a:{first}}  {b:>{second}}  {c:>{third}}" for a, b, c in rows]
+
+
+def peaks(held: Sequence[int]) -> str:
+    """The peak of each rank; of many ranks, the range."""
+    if len(held) <= FEW_RANKS:
+        return " ".join(map(str, held))
+    return f"{min(held)} to {max(held)}"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds as text."""
+    return f"{1000 * seconds:,.1f} ms"
+
+
+def verdict(found: planning.Plan, out: Path) -> str:
+    """What to run next."""
+    if found.pays:
+        return (
+            f"wrote {out}: {found.gain:.2f} x as fast as planned, simulated. Run it with "
+            f"--pipeline.order {out}"
+        )
+    return (
+        f"wrote {out}, the planned order: no other is {planning.PAYS - 1:.0%} faster within this "
+        "memory. Stay with --pipeline.order planned"
+    )
