@@ -1,4 +1,4 @@
-"""The source of actions in run-time order: who decides, what may arrive, how far a host is ahead."""
+"""Actions in run-time order: who decides, what may arrive, how far a host is ahead."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ ORDER = pipeline_order("interleaved_zero_bubble", num_ranks=2, num_microbatches=
 
 
 class AtOnce:
-    """A transport: whatever is posted has arrived, but the kinds that are late wait for a `wait`."""
+    """A transport: what is posted has arrived, but kinds that are `late` come in a `wait`."""
 
     def __init__(self, late=""):
         self.late, self.said = late, []
