@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from bubble import Nap, mean
 from torch import Tensor, nn
@@ -49,21 +49,21 @@ class Scenario:
 
     def seconds(self, num_stages: int, num_microbatches: int, forward: float, seed: int) -> Seconds:
         """Seconds of every action; `forward`: those of an even stage's."""
-        # One draw for each microbatch first: contenders with other stages get the same clips.
-        draws = random.Random(f"{self.name} {seed}")
-        clips = draws.choices(LENGTHS, SHARES, k=num_microbatches) if self.video else []
-        sizes = [0.6 * n + 0.4 * n * n for n in clips] or [1.0] * num_microbatches
-        average = sum(sizes) / num_microbatches
+        draws = np.random.default_rng(1000 + seed)
+        sizes = np.ones(num_microbatches)
+        if self.video:  # Drawn first: contenders with other stages get the same clips.
+            clips = draws.choice(LENGTHS, size=num_microbatches, p=SHARES)
+            sizes = 0.6 * clips + 0.4 * clips**2
+            sizes /= sizes.mean()
         found = {}
-        for stage in range(num_stages):
-            for number, size in enumerate(sizes):
-                for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
-                    one = forward * size / average
-                    if self.sigma:
-                        one *= draws.lognormvariate(-(self.sigma**2) / 2, self.sigma)
-                    if draws.random() < self.late:
-                        one += 5 * forward
-                    found[Action(kind, stage, number)] = one
+        shape = num_stages, num_microbatches
+        for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+            table = np.full(shape, forward) * sizes
+            if self.sigma:
+                table *= np.exp(draws.normal(-(self.sigma**2) / 2, self.sigma, shape))
+            if self.late:
+                table += np.where(draws.random(shape) < self.late, 5 * forward, 0.0)
+            found |= {Action(kind, *place): float(one) for place, one in np.ndenumerate(table)}
         return found
 
 
