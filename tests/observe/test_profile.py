@@ -190,6 +190,19 @@ def test_a_launch_that_ends_before_the_timeline_has_one_of_the_profiled_steps(tm
     assert lines == [f"timeline in profile, {SLOWED}"]
 
 
+def test_a_rank_that_cannot_write_its_profile_still_takes_part_in_the_timeline(tmp_path):
+    pipeline = Pipeline()
+    config = ProfileConfig(enabled=True, start=1, steps=5)
+    profile = Profile(config, tmp_path, 0, CPU, pipeline)
+    profile.begin(1)
+    assert profile.is_over(stopped=True)
+    (tmp_path / "profile").write_text("no folder")
+    with pytest.raises(FileExistsError):
+        profile.write()
+    assert pipeline.asked == ["begin", 1, "write"]
+    profile._stop(tmp_path / "trace.json")
+
+
 def test_disabled_it_does_nothing(tmp_path):
     profile, over = profile_steps(tmp_path / "none", ProfileConfig(start=1, steps=1), 3)
     assert (over, profile.taken, profile.profiler, profile.missed()) == ([], 0, None, None)
