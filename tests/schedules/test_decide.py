@@ -117,7 +117,7 @@ def test_spare_memory_takes_turns_and_runs_weight_gradients_last():
     while not decider.finished:
         run.append(decider.next())
         decider.done(run[-1])
-    assert " ".join(names(run)) == "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3"
+    assert " ".join(names(run)) == "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3"
     assert [str(action) for action in run if action.kind is Kind.BACKWARD_WEIGHT] == [
         f"1W{n}" for n in range(4)
     ]

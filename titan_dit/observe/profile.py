@@ -70,15 +70,14 @@ class Profile:
         first = self.config.start
         if first <= self.taken < first + self.config.steps:
             self.span = (self.span[0] if self.span else step, step)
+        if self.is_chosen:
+            # One step early: the profiler's set-up must not fall into the first profiled step.
+            if self.taken == max(1, first - 1):
+                self._prepare()
+            if self.taken == first:
+                self._start()
         if self.pipeline:
             self._record(self.pipeline, step)
-        if not self.is_chosen:
-            return
-        # One step early: the profiler's set-up must not fall into the first profiled step.
-        if self.taken == max(1, first - 1):
-            self._prepare()
-        if self.taken == first:
-            self._start()
 
     def mark(self, name: str) -> AbstractContextManager[object]:
         """Attribute the kernels and waits of the block to `name`."""

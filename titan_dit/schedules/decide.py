@@ -15,6 +15,10 @@ and if it is a forward, the window is open: the plan held no more than its peak 
 k < planned released + peak, and at least as much has been released. Bounding what is held
 (held < window) instead deadlocks: forwards that came early fill the memory, and the one forward for
 which the other ranks wait finds no room.
+
+Between I and W a microbatch holds its activations and the gradients of many of them: it counts one
+and a half times. Above memory 1 a weight gradient runs before an action that would exceed the
+planned peak of this sum, times `memory`. It waits for nothing, so no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -22,12 +26,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import accumulate
 
 from titan_dit.schedules.action import Action, Kind, Order, peak_activations
 from titan_dit.schedules.messages import inputs_of, output_of
 
 GRADIENTS_AHEAD = 1
 """Gradients of a stage that may arrive before the backward in front of theirs has run."""
+
+
+GROWTH = {
+    Kind.FORWARD: 2,
+    Kind.BACKWARD: -2,
+    Kind.BACKWARD_INPUT: 1,
+    Kind.BACKWARD_WEIGHT: -3,
+}
+"""What a rank holds more after an action, in halves of a (microbatch, stage) pair's activations.
+The gradients between I and W are 0.44 of them in a DiT (tests/distributed/live_bytes.py)."""
 
 
 class Waiting(StrEnum):
@@ -47,6 +62,11 @@ def windows(order: Order, memory: float) -> tuple[int, ...]:
     return tuple(int(peak * memory + 1e-9) for peak in peak_activations(order))
 
 
+def peak_bytes(actions: Sequence[Action]) -> int:
+    """The most that a plan holds, in halves of a pair's activations; see `GROWTH`."""
+    return max(accumulate((GROWTH[action.kind] for action in actions), initial=0))
+
+
 class Decider:
     """Decides what one rank of a planned order runs next.
 
@@ -61,6 +81,7 @@ class Decider:
         (self.window,) = windows((tuple(actions),), memory)
         self.released = 0
         """Finished B and W."""
+        self._bytes, self._most_bytes = 0, peak_bytes(actions) * memory
         self._position = {action: place for place, action in enumerate(actions)}
         self._inputs = {action: tuple(inputs_of(action, num_stages)) for action in actions}
         forwards = [action for action in actions if action.kind is Kind.FORWARD]
@@ -90,6 +111,7 @@ class Decider:
         """Take note of a finished action, and of its output for the rank's other stages."""
         self._made.add(output_of(action))
         self._num_done += 1
+        self._bytes += GROWTH[action.kind]
         for kind in _LANES_OF[action.kind]:
             lane = self._lanes[kind][action.stage]
             assert lane.head == action, f"{action} is not the next of its stage"
@@ -107,7 +129,7 @@ class Decider:
             return self._cause()
         if self.memory == 1:
             return min(ready, key=self._position.__getitem__)
-        return min(ready, key=self._turn)
+        return self._with_room(min(ready, key=self._turn), ready)
 
     def may_receive(self) -> list[Action]:
         """Messages of other ranks that may arrive from now on, each returned once.
@@ -138,6 +160,13 @@ class Decider:
         if weights and weights.kind is not Kind.BACKWARD and self._has_inputs(weights):
             found.append(weights)
         return found
+
+    def _with_room(self, action: Action, ready: Sequence[Action]) -> Action:
+        """The action, or a weight gradient if it would hold too much."""
+        if self._bytes + GROWTH[action.kind] <= self._most_bytes:
+            return action
+        weights = [other for other in ready if other.kind is Kind.BACKWARD_WEIGHT]
+        return min(weights, key=self._turn, default=action)
 
     def _turn(self, action: Action) -> tuple[int, int]:
         """Sort key of spare memory: the other direction, the same one, weight gradients."""
