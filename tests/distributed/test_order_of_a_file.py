@@ -13,7 +13,6 @@ from titan_dit.schedules import order_file, planning
 MEMORY = 1.5
 CASES = {
     2: [
-        ("dit", PP, schedule("1f1b")),
         ("dit", PP, schedule("interleaved_zero_bubble", 2)),
         ("gpt", PP, schedule("dualpipev")),
     ],
@@ -43,7 +42,7 @@ def cases_on(world, cases):
     return [compared(world, *case) for case in cases]
 
 
-@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_an_order_of_a_file_gives_the_bits_of_the_schedule(number, tmp_path):
     cases = [with_file(case, tmp_path, number) for case in CASES[number]]
     for found in zip(*on_ranks(number, cases_on, cases), strict=True):
