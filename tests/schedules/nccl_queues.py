@@ -1,8 +1,8 @@
 """When the actions of an order run if NCCL carries its messages.
 
 NCCL runs the operations of one queue one after another. An operation starts when it is the first of
-its queue on both ends, and when the computations before it on both ends are done. What a rank posts,
-and when, says `execution.planned` itself.
+its queue on both ends, and when the computations before it on both ends are done. What a rank
+posts, and when, says `execution.planned` itself.
 """
 
 from types import SimpleNamespace
