@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,14 @@ from report import finish
 
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.transports.base import Transport
-from titan_dit.parallel.transports.choice import Name, open_transport
+from titan_dit.parallel.transports.choice import open_transport
 from titan_dit.schedules.action import Action, Kind
 
 SIZES = (1 << 16, 1 << 20, 1 << 23)
 """Bytes of a message."""
 TRIPS_BYTES = 1 << 26
 """A round sends about as many bytes, and at least 8 round trips."""
-CONTENDERS = ("gloo", "process_group", "shared_memory")
+CONTENDERS = ("gloo", "process_group", "shared_memory", *(["nixl"] if find_spec("nixl") else []))
 STAGE_RANKS = (0, 1)
 Trip = Callable[..., None]
 
@@ -128,8 +129,7 @@ def rank_main(rank: int, port: int, sizes: Sequence[int], rounds: int, reads: bo
         given = torch.rand(size // 4)
         trips: dict[str, Trip] = {"gloo": by_gloo(rank, given, reads)}
         opened = []
-        names: tuple[Name, ...] = ("process_group", "shared_memory")
-        for name in names:
+        for name in CONTENDERS[1:]:
             device = torch.device("cpu")
             transport, _ = open_transport(mesh.links, STAGE_RANKS, like, device, name, "")
             opened.append(transport)

@@ -180,7 +180,7 @@ class DeviceGroupReceiver(GroupReceiver):
         """See `Receiver.progress`."""
         while self.coming and all(w.is_completed() for w in self.flying[self.coming[0]].works):
             self.here.append(self.coming.popleft())
-        return bool(self.coming)
+        return bool(self.coming or self.here)
 
     def take(self, number: int) -> Stream:
         """See `Receiver.take`."""
