@@ -67,6 +67,9 @@ class Alone:
     def __init__(self):
         self.said = []
 
+    def read(self):
+        pass
+
     def tell(self, action):
         self.said.append(action)
 
@@ -78,6 +81,9 @@ class Told:
 
     def __init__(self, actions):
         self.actions = deque(item for action in actions for item in (None, action))
+
+    def read(self):
+        pass
 
     def told(self):
         return self.actions.popleft() if self.actions else None

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,9 @@ def test_a_planned_order_takes_up_a_run_of_a_run_time_order(tmp_path):
     for name, more in (("run_time", RUN_TIME), ("planned", ()), ("by_group", RUN_TIME)):
         more += ("--pipeline.transport", "process_group") if name == "by_group" else ()
         with Running(trainer(*FLAGS, *more), tmp_path, name) as run:
-            run.wait_until(lambda run=run: len(found) * 8 + 6 <= run.step)
+            run.wait_for_step(len(found) * 8 + 6)
         found += steps(run.said)
-    for first, second in zip(found, found[1:], strict=False):
+    for first, second in pairwise(found):
         same = repeated(first, second)
         assert same
         assert all(one == other for one, other in same.values()), same
