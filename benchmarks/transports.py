@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ TRIPS_BYTES = 1 << 26
 """A round sends about as many bytes, and at least 8 round trips."""
 CONTENDERS = ("gloo", "process_group", "shared_memory")
 STAGE_RANKS = (0, 1)
-Trip = Callable[[int], None]
-"""A round trip, by its number."""
+Trip = Callable[..., None]
 
 
 def cpu_s() -> float:
@@ -45,25 +45,39 @@ def cpu_s() -> float:
 
 
 def by_transport(transport: Transport, rank: int, given: torch.Tensor, reads: bool) -> Trip:
-    """A round trip: rank 0 sends a stream, rank 1 answers with a gradient."""
+    """A round trip: rank 0 sends a stream, rank 1 answers with a gradient.
 
-    def incoming(message: Action) -> None:
+    As in a pipeline, a rank posts its next message after it has sent its last one.
+    """
+    kind, stage = (Kind.FORWARD, 0) if rank else (Kind.BACKWARD_INPUT, 1)
+    numbers = count()
+
+    def posted() -> Action:
+        message = Action(kind, stage, next(numbers))
+        transport.post(message)
+        return message
+
+    coming: list[Action] = []
+
+    def receive() -> int:
+        message = coming.pop()
         while message not in transport.arrived():
             transport.wait()
         (tensor,) = transport.take(message)
         look(tensor, reads)
+        return message.microbatch
 
-    def trip(number: int) -> None:
-        stream = Action(Kind.FORWARD, 0, number)
-        gradient = Action(Kind.BACKWARD_INPUT, 1, number)
-        if rank == 0:
-            transport.post(gradient)
-            transport.send(stream, (given,))
-            incoming(gradient)
+    def trip(*, is_last: bool) -> None:
+        if not coming:
+            coming.append(posted())
+        if rank:
+            number = receive()
+            transport.send(Action(Kind.BACKWARD_INPUT, 1, number), (given,))
         else:
-            transport.post(stream)
-            incoming(stream)
-            transport.send(gradient, (given,))
+            transport.send(Action(Kind.FORWARD, 0, coming[0].microbatch), (given,))
+            receive()
+        if not is_last:
+            coming.append(posted())
 
     return trip
 
@@ -72,7 +86,7 @@ def by_gloo(rank: int, given: torch.Tensor, reads: bool) -> Trip:
     """A round trip without a transport, in buffers that are allocated once."""
     buffer = torch.empty_like(given)
 
-    def trip(number: int) -> None:
+    def trip(*, is_last: bool) -> None:
         if rank == 0:
             receiving = dist.irecv(buffer, 1)
             sending = dist.isend(given, 1)
@@ -98,7 +112,7 @@ def round_of(trip: Trip, trips: int) -> tuple[float, float]:
     dist.barrier()
     start, cpu = time.perf_counter(), cpu_s()
     for number in range(trips):
-        trip(number)
+        trip(is_last=number == trips - 1)
     return (time.perf_counter() - start) / trips / 2, (cpu_s() - cpu) / trips / 2
 
 
@@ -120,10 +134,10 @@ def rank_main(rank: int, port: int, sizes: Sequence[int], rounds: int, reads: bo
             transport, _ = open_transport(mesh.links, STAGE_RANKS, like, device, name, "")
             opened.append(transport)
             trips[name] = by_transport(transport, rank, given, reads)
-        count = max(8, TRIPS_BYTES // size // 2)
+        num_trips = max(8, TRIPS_BYTES // size // 2)
         for number in range(rounds + 1):
             for name, trip in trips.items():
-                measured = round_of(trip, count)
+                measured = round_of(trip, num_trips)
                 for transport in opened:
                     transport.flush()
                 if number:  # The first round connects and maps.

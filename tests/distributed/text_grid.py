@@ -2,6 +2,7 @@
 
 import json
 
+from test_grid import compare
 from tiny import randomize, torch_rng, whole
 
 from titan_dit.data import loader
@@ -32,6 +33,14 @@ def key_of(kind, dtype, layers):
     return json.dumps([kind, dtype, layers])
 
 
+def rounding_of(kind, references):
+    """The error of one process's own gradients in fp32: it differs between CPUs."""
+    key = key_of(kind, "fp64", 5)
+    if key not in references:
+        return 0.0
+    return compare(references[key_of(kind, "fp32", 5)], references[key])["gradient"]
+
+
 def check(by_rank, references):
     """Results of every rank by json of (parallel, pipeline, kind, dtype), as `compare` has them."""
     for case in by_rank[0]:
@@ -39,7 +48,7 @@ def check(by_rank, references):
         names = set().union(*(results[case]["names"] for results in by_rank))
         wholes = [set(found[1]) for key, found in references.items() if json.loads(key)[0] == kind]
         assert names in wholes, case
-        tolerance = {"fp32": 1e-6, "fp64": 1e-9}[dtype]
+        tolerance = {"fp32": max(1e-6, 2 * rounding_of(kind, references)), "fp64": 1e-9}[dtype]
         for results in by_rank:
             found = results[case]
             assert found["loss"] <= 1e-6, case  # It is summed and shown in fp32.

@@ -1,5 +1,6 @@
 """[profile] from the command line, and its overhead if disabled."""
 
+import contextlib
 import gzip
 import json
 import time
@@ -10,7 +11,7 @@ from commands import train
 from PIL import Image
 
 from titan_dit.config.operation import ProfileConfig
-from titan_dit.observe.profile import Profile
+from titan_dit.observe.profile import SLOWED, Profile
 from titan_dit.observe.profile_summary import MARK, summarize
 
 CPU = torch.device("cpu")
@@ -129,6 +130,77 @@ def test_a_launch_that_never_came_to_its_profile_says_so(tmp_path):
         "[profile] start=10: nothing was profiled, this launch took only 3 steps. Lower start."
     )
     assert not (tmp_path / "none").exists()
+
+
+class Pipeline:
+    """Notes what it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def begin(self):
+        self.asked.append("begin")
+
+    def step(self, step):
+        self.asked.append(step)
+
+    def outside(self, name):
+        self.asked.append(name)
+        return contextlib.nullcontext()
+
+    def write(self, folder, note):
+        self.asked.append("write")
+        return [f"timeline in {folder.name}, {note or 'clean'}"]
+
+
+def timelines(folder, num_steps, stops=False, **config):
+    """What is asked of a pipeline in a launch of so many steps; the lines about its timeline."""
+    pipeline, lines = Pipeline(), []
+    given = ProfileConfig(enabled=True, ranks=(1,), **config)  # Not of this rank.
+    profile = Profile(given, folder, 0, CPU, pipeline)
+    for step in range(1, num_steps + 1):
+        profile.begin(step)
+        with profile.mark("optimizer"):
+            pass
+        if profile.is_over():
+            lines += profile.write()
+    if stops and profile.is_over(stopped=True):
+        lines += profile.write()
+    return pipeline.asked, [line for line in lines if line.startswith("timeline")]
+
+
+def test_the_timeline_of_a_pipeline_is_of_the_steps_after_the_profiled_ones(tmp_path):
+    asked, lines = timelines(tmp_path, 9, start=3, steps=2, stops=True)
+    profiled = ["begin", 3, "optimizer", 4, "optimizer"]
+    assert asked == [*profiled, "begin", 5, "optimizer", 6, "optimizer", "write"]
+    assert lines == ["timeline in profile, clean"]
+
+
+def test_a_launch_that_ends_within_the_timeline_writes_what_it_has(tmp_path):
+    asked, lines = timelines(tmp_path, 5, start=3, steps=2, stops=True)
+    assert asked[-4:] == ["begin", 5, "optimizer", "write"]
+    assert lines == ["timeline in profile, clean"]
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_launch_that_ends_before_the_timeline_has_one_of_the_profiled_steps(tmp_path, steps):
+    asked, lines = timelines(tmp_path, steps, start=3, steps=2, stops=True)
+    assert asked.count("begin") == 1
+    assert asked[-1] == "write"
+    assert lines == [f"timeline in profile, {SLOWED}"]
+
+
+def test_a_rank_that_cannot_write_its_profile_still_takes_part_in_the_timeline(tmp_path):
+    pipeline = Pipeline()
+    config = ProfileConfig(enabled=True, start=1, steps=5)
+    profile = Profile(config, tmp_path, 0, CPU, pipeline)
+    profile.begin(1)
+    assert profile.is_over(stopped=True)
+    (tmp_path / "profile").write_text("no folder")
+    with pytest.raises(FileExistsError):
+        profile.write()
+    assert pipeline.asked == ["begin", 1, "write"]
+    profile._stop(tmp_path / "trace.json")
 
 
 def test_disabled_it_does_nothing(tmp_path):

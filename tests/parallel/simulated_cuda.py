@@ -77,6 +77,9 @@ class Cuda:
         self.memory[memory.data_ptr()] = memory
         return memory.data_ptr()
 
+    def free(self, address):
+        del self.memory[address]
+
     def share(self, address):
         return self.world.handle(address)
 

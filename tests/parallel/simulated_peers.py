@@ -80,6 +80,6 @@ def rounding(q, k):
 
     exp(s) has the error of s as its relative error, which differs between the products of CPUs.
     """
-    logits = torch.einsum("...nd,...md->...nm", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
+    logits = torch.einsum("...qi,...ki->...qk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
     unit = torch.finfo(q.dtype).eps / 2
     return 4 * unit * (logits.abs().max() / q.shape[-1] ** 0.5).item()

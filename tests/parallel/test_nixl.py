@@ -8,11 +8,13 @@ import pytest
 import torch
 from harness import on_ranks
 from joined import content, forward, gradient, pair, same
+from simulated_cuda import Cuda, World
 from test_transports import LOOPED, V, random_passes
 
 from titan_dit.config.section import UserError
 from titan_dit.parallel.transports.nixl import NixlReceiver, NixlSender
 from titan_dit.parallel.transports.nixl_agent import Agent, Piece, interface_of, ucx_devices
+from titan_dit.parallel.transports.nixl_device import DeviceNixlReceiver, DeviceNixlSender
 
 CPU = torch.device("cpu")
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl")
@@ -23,6 +25,7 @@ class SimulatedAgent:
 
     def __init__(self, name):
         self.name, self.registered, self.met, self.polls = name, [], [], {}
+        self.index = 0
 
     def piece(self, address, num_bytes):
         return Piece(address, num_bytes, 0)
@@ -126,6 +129,50 @@ def test_a_rank_that_expects_a_message_helps_to_receive_it_and_one_that_does_not
     source.flush()
     target.arrived()
     assert not receiver.progress()
+
+
+def test_on_a_gpu_a_message_is_written_when_it_is_computed_and_a_slot_when_it_was_read():
+    world, agents = World(), [SimulatedAgent(b"first"), SimulatedAgent(b"second")]
+    devices = [Cuda(world), Cuda(world)]
+    source, target = pair(
+        ends=(
+            lambda e: DeviceNixlSender(e, agents[e.lane.source], devices[e.lane.source]),
+            lambda e: DeviceNixlReceiver(e, agents[e.lane.target], devices[e.lane.target]),
+        )
+    )
+    sender, receiver = source.outgoing[0].sender, target.receivers[0]
+
+    def send(number):
+        target.post(forward(number))
+        source.send(forward(number), content(forward(number)))
+
+    def receive(number):
+        while forward(number) not in target.arrived():
+            source.arrived()
+        return target.take(forward(number))
+
+    send(0)
+    for _ in range(9):
+        source.arrived()
+    assert (len(sender.staged), len(sender.flying)) == (1, 0)  # It is being computed.
+    world.run()
+    taken = receive(0)
+    assert same(taken, content(forward(0)))
+    del taken
+    send(1)  # The slot is free, but the device may still read it.
+    world.run()
+    assert same(receive(1), content(forward(1)))
+    assert len(receiver.slots) == 2
+    for number in range(2, 20):
+        world.run()
+        send(number)
+        world.run()
+        assert same(receive(number), content(forward(number)))
+    assert len(receiver.slots) == 2
+    assert len(sender.registered) == 1
+    source.close()
+    target.close()
+    assert not agents[0].registered + agents[1].registered
 
 
 @needs_nixl

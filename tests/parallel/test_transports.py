@@ -20,7 +20,7 @@ from titan_dit.parallel.transports.meeting import meet
 from titan_dit.schedules.action import Kind
 
 MICROBATCHES = 7
-LOOPED, V, LINE = (0, 1, 0, 1), (0, 1, 2, 3, 3, 2, 1, 0), (0, 1, 2, 3)
+LOOPED, RING, V = (0, 1, 0, 1), (0, 1, 2, 3, 0), (0, 1, 2, 3, 3, 2, 1, 0)
 
 
 def test_lanes_join_neighbouring_stages_on_different_ranks():
@@ -104,10 +104,10 @@ def test_messages_of_two_ranks_keep_their_bytes_in_any_interleaving():
 
 
 def test_messages_of_four_ranks_keep_their_bytes_in_any_interleaving():
-    cases = [("process_group", LINE, True), ("shared_memory", V, False)]
+    cases = [("process_group", RING, True), ("shared_memory", V, False)]
     for lines in on_ranks(4, random_passes, cases, timeout=100):
         assert lines == [
-            "pipeline transport: process group between hosts (3 links)",
+            "pipeline transport: process group between hosts (4 links)",
             "pipeline transport: shared memory within a host (3 links)",
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from titan_dit.schedules.action import Order
 from titan_dit.schedules.costs_file import MeasuredCosts
 from titan_dit.schedules.simulator import Simulation, simulate
 
+JITTER, DRAWS = 0.1, 5
+"""Random factor on all times, and how often it is drawn: what of the gain is left."""
 FEW_RANKS = 8
 """Up to so many, each rank's peak is printed."""
 
@@ -48,7 +51,7 @@ def main(options: Options) -> None:
     console.say(
         f"{file}: {of}; a step took {ms(costs.step_s)}, simulated {ms(as_run(costs).makespan)}"
     )
-    for line in table(found, out.name):
+    for line in table(found, out.name, varied(order, costs), varied(found.order, costs)):
         console.say(line)
     console.say(verdict(found, out))
 
@@ -85,11 +88,22 @@ def as_run(costs: MeasuredCosts) -> Simulation:
     return simulate(costs.order, costs.seconds.__getitem__, latency=costs.latency)
 
 
-def table(found: planning.Plan, name: str) -> list[str]:
-    """The planned order beside the new one."""
+def varied(order: Order, costs: MeasuredCosts) -> float:
+    """The mean step of an order whose times vary at random."""
+    return statistics.mean(
+        simulate(
+            order, costs.seconds.__getitem__, latency=costs.latency, jitter=JITTER, seed=seed
+        ).makespan
+        for seed in range(DRAWS)
+    )
+
+
+def table(found: planning.Plan, name: str, *steps_varied: float) -> list[str]:
+    """The planned order beside the new one; `steps_varied`: see `varied`."""
     rows = [
         ("simulated", "planned", name),
         ("step", *(ms(x.makespan) for x in (found.before, found.after))),
+        (f"step, times vary by {JITTER:.0%}", *map(ms, steps_varied)),
         ("idle", *(f"{x.idle_fraction:.1%}" for x in (found.before, found.after))),
         ("peak activations", *(peaks(x.peak_activations) for x in (found.before, found.after))),
     ]

@@ -49,20 +49,18 @@ def timeline_of(simulation: Simulation, stage_ranks: Sequence[int]) -> Timeline:
     for number in range(len(order)):
         own = [span for span in simulation.timeline if span.rank == number]
         done = [Done(span.action, span.start, span.end, span.end) for span in own]
-        one = Pass(0.0, 0.0, simulation.makespan, done)
-        gaps = list(gaps_of(own, simulation.makespan))
+        one = Pass(0.0, 0.0, own[-1].end, done)
+        gaps = list(gaps_of(own))
         ranks.append(RankTimeline(number, gaps, [(0, 0.0)], [one]))
     count = 1 + max(action.microbatch for actions in order for action in actions)
     sizes = (1.0,) * len(stage_ranks)
     return Timeline(tuple(ranks), tuple(stage_ranks), sizes, order, count)
 
 
-def gaps_of(spans: Sequence[TimedAction], end_of_step: float) -> Iterator[Span]:
-    """The idle time before each action, and after the last one."""
+def gaps_of(spans: Sequence[TimedAction]) -> Iterator[Span]:
+    """The idle time before each action."""
     free = 0.0
     for _, action, start, end in spans:
         if start > free:
             yield Span("input" if action.kind is Kind.FORWARD else "gradient", free, start)
         free = end
-    if free < end_of_step:
-        yield Span("rest", free, end_of_step)

@@ -70,15 +70,14 @@ class Profile:
         first = self.config.start
         if first <= self.taken < first + self.config.steps:
             self.span = (self.span[0] if self.span else step, step)
+        if self.is_chosen:
+            # One step early: the profiler's set-up must not fall into the first profiled step.
+            if self.taken == max(1, first - 1):
+                self._prepare()
+            if self.taken == first:
+                self._start()
         if self.pipeline:
             self._record(self.pipeline, step)
-        if not self.is_chosen:
-            return
-        # One step early: the profiler's set-up must not fall into the first profiled step.
-        if self.taken == max(1, first - 1):
-            self._prepare()
-        if self.taken == first:
-            self._start()
 
     def mark(self, name: str) -> AbstractContextManager[object]:
         """Attribute the kernels and waits of the block to `name`."""
@@ -96,13 +95,20 @@ class Profile:
 
     def write(self) -> list[str]:
         """Write what `is_over`: the profile, the pipeline's timeline; return console lines."""
-        lines = self._write_profile() if self.span else []
-        first, steps = self.config.start, self.config.steps
-        is_clean = self.taken >= first + steps
-        if self.recording and self.pipeline and (self.stopped or is_clean):
-            self.recording = False
-            lines += self.pipeline.write(self.folder, "" if is_clean else SLOWED)
+        lines: list[str] = []
+        try:
+            if self.span:
+                lines += self._write_profile()
+        finally:  # The ranks of a pipeline write together, even if one could not write its profile.
+            lines += self._write_timeline()
         return lines
+
+    def _write_timeline(self) -> list[str]:
+        is_clean = self.taken >= self.config.start + self.config.steps
+        if not (self.recording and self.pipeline and (self.stopped or is_clean)):
+            return []
+        self.recording = False
+        return self.pipeline.write(self.folder, "" if is_clean else SLOWED)
 
     def _write_profile(self) -> list[str]:
         """Stop the profile, write its files on the chosen ranks, and return console lines."""

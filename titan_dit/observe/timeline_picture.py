@@ -24,6 +24,7 @@ IDLE = {
     "memory": ("idle: memory", "#e3cdea"),
     "decision": ("idle: decision", "#f2a7a0"),
     "rest": ("idle: rest", "#ececec"),
+    "over": ("its pass is over", "#d3d8de"),
 }
 WIDTH, LEFT, RIGHT = 1600, 110, 110
 TOP, ROW, GAP = 96, 46, 10
@@ -66,6 +67,8 @@ class Picture:
         kinds = {str(done.action.kind) for one in passes for done in one.actions}
         shown = [(name, colour) for kind, (name, colour, _) in COMPUTED.items() if kind in kinds]
         causes = {span.kind for rank in self.timeline.ranks for span in rank.spans}
+        if min(one.end for one in passes) < self.start + self.length:
+            causes.add("over")
         shown += [legend for cause, legend in IDLE.items() if cause in causes]
         x = LEFT
         for name, colour in shown:
@@ -86,7 +89,7 @@ class Picture:
             fill=OTHER if accused else INK, font=self.font,
         )  # fmt: skip
         edge = self.x(self.start + self.length)
-        self.pen.rectangle((LEFT, top, edge, top + ROW), fill=IDLE["rest"][1])
+        self.pen.rectangle((LEFT, top, edge, top + ROW), fill=IDLE["over"][1])
         for kind, start, end in rank.spans:
             if kind in IDLE and start < self.start + self.length and end > self.start:
                 box = self.x(start), top, self.x(end), top + ROW
@@ -134,4 +137,5 @@ def draw(path: Path, timeline: Timeline, suspects: Suspects) -> None:
     at = LEFT, picture.bottom + 48
     picture.pen.text(at, text, fill=OTHER if suspects else INK, font=picture.font)
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.sheet.save(path, optimize=True)
+    # A palette: a third of the bytes.
+    picture.sheet.quantize(128).save(path, optimize=True)

@@ -10,6 +10,7 @@ Sources: CUDA Driver API 13, "Memory Management" and "Unified Addressing".
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE, of memory and of events."""
 LAZY_PEER_ACCESS = ctypes.c_uint(1)
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+BLOCK_BYTES = 1 << 21
+"""The driver may cut smaller allocations from one block, which it would then share as a whole."""
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of this process."""
 
@@ -75,7 +78,8 @@ class Cuda:
     def allocate(self, num_bytes: int) -> int:
         """The address of a new allocation of its own, as another process can open it."""
         address = ctypes.c_uint64()
-        arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
+        whole = math.ceil(num_bytes / BLOCK_BYTES) * BLOCK_BYTES
+        arguments = ctypes.byref(address), ctypes.c_size_t(whole)
         try:
             self.call("cuMemAlloc_v2", *arguments)
         except DriverFailed:

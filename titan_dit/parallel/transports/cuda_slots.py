@@ -265,7 +265,7 @@ class CudaReceiver(Receiver):
             coming = self.coming.popleft()
             self.here.append(coming.number)
             self.num_copied += coming.host >= 0
-        return bool(self.coming)
+        return bool(self.coming or self.here)
 
     def arrived(self) -> Sequence[int]:
         """See `Receiver.arrived`."""
