@@ -21,8 +21,8 @@ class RankFailed(Exception):
 def on_ranks(num_ranks, function, *arguments, variables=None, files=None, timeout=600):
     """Call function(world, *arguments) on every rank; return the results in rank order.
 
-    `variables` are added to the environment of the ranks; `files` is their limit of open files,
-    soft and hard. Raises RankFailed.
+    `variables` are added to the environment of the ranks, which compute on a CPU or where RANKS_ON
+    says; `files` is their limit of open files, soft and hard. Raises RankFailed.
     """
     # The ranks' store binds a free port itself: no other test can take it in between.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -77,7 +77,7 @@ def _rank_main(environment, folder, files):
     code = 1
     try:
         function, arguments = torch.load(Path(folder) / "call.pt", weights_only=False)
-        with process_group.start("cpu") as world:
+        with process_group.start(environment.get("RANKS_ON", "cpu")) as world:
             result = function(world, *arguments)
             torch.save(result, Path(folder) / f"{world.rank}.pt")
         code = 0

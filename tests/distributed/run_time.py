@@ -71,6 +71,12 @@ def compared(world, family, parallel, pipeline, run_time, mode="none", dtype="fp
     """What differs between a planned step and one in run-time order; see `expect`."""
     planned = config_of(family, parallel, pipeline, mode, dtype)
     deciding = config_of(family, parallel, pipeline | {"order": "run_time"} | run_time, mode, dtype)
+    case = json.dumps([family, parallel, pipeline, run_time])
+    return {"case": case} | beside(world, planned, deciding, seed)
+
+
+def beside(world, planned, deciding, seed):
+    """What differs between the steps of two configs."""
     loss, expected, jitter, executor = ran(world, planned, seed)
     order = list(executor.order[executor.links.rank])
     assert jitter.ran == order
@@ -83,8 +89,7 @@ def compared(world, family, parallel, pipeline, run_time, mode="none", dtype="fp
         "order differs": decided.ran != order,
         "ran": [str(action) for action in decided.ran],
         "held": decided.peak,
-        "window": int(jitter.peak * run_time.get("memory", 1.0) + 1e-9),
-        "case": json.dumps([family, parallel, pipeline, run_time]),
+        "window": int(jitter.peak * deciding.pipeline.memory + 1e-9),
     }
 
 

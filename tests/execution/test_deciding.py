@@ -55,6 +55,8 @@ class Ticking(AtOnce):
     """A transport whose waits also end for a decision."""
 
     def wait(self, timeout_s=None):
+        self.said.append(("wait", timeout_s))
+        assert len(self.said) < 1000, "no decision will ever come"
         if self.away:
             self.here.append(self.away.pop(0))
 
@@ -67,6 +69,9 @@ class Alone:
     def __init__(self):
         self.said = []
 
+    def read(self):
+        pass
+
     def tell(self, action):
         self.said.append(action)
 
@@ -78,9 +83,14 @@ class Told:
 
     def __init__(self, actions):
         self.actions = deque(item for action in actions for item in (None, action))
+        self.here = deque()
+
+    def read(self):
+        if self.actions and (action := self.actions.popleft()):
+            self.here.append(action)
 
     def told(self):
-        return self.actions.popleft() if self.actions else None
+        return self.here.popleft() if self.here else None
 
 
 def source(transport, decisions, memory=1.0, mark=unmarked):

@@ -73,8 +73,7 @@ def test_a_planned_order_takes_up_a_run_of_a_run_time_order(tmp_path):
     for name, more in (("run_time", RUN_TIME), ("planned", ()), ("by_group", RUN_TIME)):
         more += ("--pipeline.transport", "process_group") if name == "by_group" else ()
         with Running(trainer(*FLAGS, *more), tmp_path, name) as run:
-            last = len(found) * 8 + 6
-            run.wait_until(lambda run=run, last=last: last <= run.step)
+            run.wait_for_step(len(found) * 8 + 6)
         found += steps(run.said)
     for first, second in pairwise(found):
         same = repeated(first, second)

@@ -145,6 +145,7 @@ class Deciding:
 
     def receive(self) -> None:
         """Note what has arrived, and let arrive what may."""
+        self.decisions.read()
         for message in self.transport.arrived():
             self.mark(Moment.ARRIVED, message)
             self.here.add(message)

@@ -37,11 +37,18 @@ class Decisions:
         for peer in self.peers:
             peer.tell(action.stage, action.microbatch, action.kind.encode())
 
-    def told(self) -> Action | None:
-        """The next action on a rank that does not lead; None if it is not here yet."""
+    def read(self) -> None:
+        """Read what has come; never blocks.
+
+        Raises:
+            NetworkFailure: a rank of the group has ended.
+        """
         for peer in self.peers:
             for stage, microbatch, kind, _ in peer.exchange():
                 self.received.append(Action(Kind(kind.decode()), stage, microbatch))
+
+    def told(self) -> Action | None:
+        """The next action on a rank that does not lead; None if it was not read yet."""
         return self.received.popleft() if self.received else None
 
     def close(self) -> None:
