@@ -14,6 +14,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import count
@@ -48,7 +49,7 @@ def cpu_s() -> float:
 def by_transport(transport: Transport, rank: int, given: torch.Tensor, reads: bool) -> Trip:
     """A round trip: rank 0 sends a stream, rank 1 answers with a gradient.
 
-    As in a pipeline, a rank posts its next message after it has sent its last one.
+    As in a pipeline, a rank posts its next message when it has sent its last one.
     """
     kind, stage = (Kind.FORWARD, 0) if rank else (Kind.BACKWARD_INPUT, 1)
     numbers = count()
@@ -58,10 +59,10 @@ def by_transport(transport: Transport, rank: int, given: torch.Tensor, reads: bo
         transport.post(message)
         return message
 
-    coming: list[Action] = []
+    coming: deque[Action] = deque()
 
     def receive() -> int:
-        message = coming.pop()
+        message = coming.popleft()
         while message not in transport.arrived():
             transport.wait()
         (tensor,) = transport.take(message)
@@ -72,13 +73,13 @@ def by_transport(transport: Transport, rank: int, given: torch.Tensor, reads: bo
         if not coming:
             coming.append(posted())
         if rank:
-            number = receive()
-            transport.send(Action(Kind.BACKWARD_INPUT, 1, number), (given,))
+            transport.send(Action(Kind.BACKWARD_INPUT, 1, receive()), (given,))
         else:
             transport.send(Action(Kind.FORWARD, 0, coming[0].microbatch), (given,))
-            receive()
         if not is_last:
             coming.append(posted())
+        if not rank:
+            receive()
 
     return trip
 

@@ -189,6 +189,12 @@ class Transport:
         self.watched: list[Peer] = []
         """Sockets without lanes, whose notices end a `wait`, too; their owner reads them."""
         self.outgoing = {index: Outgoing(sender) for index, sender in senders.items()}
+        self.working = [
+            end
+            for end in (*senders.values(), *receivers.values())
+            if type(end).progress not in (Sender.progress, Receiver.progress)
+        ]
+        """Ends that must be called to go on."""
         names = {(e.lane.kind, e.lane.stage): i for i, e in self.ends().items()}
         self.names: dict[tuple[Kind, int], int] = names
         self.posted: set[Action] = set()
@@ -219,11 +225,13 @@ class Transport:
         """Send a message once it has its credit; never blocks. Keeps the tensors until then."""
         outgoing = self.outgoing[self.lane_of(message)]
         outgoing.waiting.append((message.microbatch, tensors))
-        self.stir()
+        if not outgoing.push():  # Its credit may be here, unread.
+            self.stir()
 
     def arrived(self) -> list[Action]:
         """Posted messages that have come in since the last call; sends what can go. No waiting."""
-        self.stir()
+        if not self.fresh:
+            self.stir()
         found, self.fresh = self.fresh, []
         return found
 
@@ -233,9 +241,9 @@ class Transport:
         Also until a watched socket has a notice.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not (self.stir() or self.fresh):
+        while not self.fresh:
             left = deadline - time.monotonic()
-            if left <= 0 or self.sleep(left):
+            if left <= 0 or self.sleep(left) or self.stir():
                 return
 
     def sleep(self, seconds: float) -> bool:
@@ -243,7 +251,7 @@ class Transport:
 
         True if it is one for the owner of a watched socket.
         """
-        if any([end.progress() for end in self.working()]):
+        if any([end.progress() for end in self.working]):
             seconds = min(seconds, POLL_S)
         if seconds < SHORTEST_POLL_S:
             time.sleep(seconds)
@@ -254,10 +262,6 @@ class Transport:
                 poll.register(peer.socket, select.POLLIN | (select.POLLOUT * peer.has_backlog))
         ready = dict(poll.poll(None if seconds == math.inf else seconds * 1e3))
         return any(ready.get(peer.socket.fileno(), 0) & select.POLLIN for peer in self.watched)
-
-    def working(self) -> list[Sender | Receiver]:
-        """All ends of this rank."""
-        return [*(out.sender for out in self.outgoing.values()), *self.receivers.values()]
 
     def stir(self) -> bool:
         """Read all notices, send what can go; True if a message has arrived or gone. No waiting."""
@@ -270,7 +274,7 @@ class Transport:
                 else:
                     self.outgoing[notice.lane].credits.append(notice)
         changed = [out.push() for out in self.outgoing.values()]
-        for end in self.working():
+        for end in self.working:
             end.progress()
         for receiver in self.receivers.values():
             for number in receiver.arrived():
@@ -309,7 +313,9 @@ class Transport:
             for credit in outgoing.credits:
                 for file in credit.files:
                     os.close(file)
-        for end in self.working():
-            end.close()
+        for outgoing in self.outgoing.values():
+            outgoing.sender.close()
+        for receiver in self.receivers.values():
+            receiver.close()
         for peer in self.peers.values():
             peer.close()

@@ -91,10 +91,8 @@ class Peer:
         """Write what the socket has room for."""
         while self.backlog and not self.has_left:
             data, files = self.backlog.popleft()
-            # As `socket.send_fds`, which ignores its flags.
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
             try:
-                sent = self.socket.sendmsg([data], rights if files else [], socket.MSG_NOSIGNAL)
+                sent = self.push(data, files)
             except BlockingIOError:
                 self.backlog.appendleft((data, files))
                 return
@@ -104,6 +102,14 @@ class Peer:
                 os.close(file)
             if data[sent:]:
                 self.backlog.appendleft((data[sent:], ()))
+
+    def push(self, data: bytes, files: Sequence[int]) -> int:
+        """Hand bytes and files to the socket; the number of bytes that it took."""
+        if not files:
+            return self.socket.send(data, socket.MSG_NOSIGNAL)
+        # As `socket.send_fds`, which ignores its flags.
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+        return self.socket.sendmsg([data], rights, socket.MSG_NOSIGNAL)
 
     def exchange(self) -> list[Notice]:
         """Write what waits, read what has come; never blocks.
