@@ -75,6 +75,9 @@ class Alone:
     def tell(self, action):
         self.said.append(action)
 
+    def flush(self):
+        pass
+
 
 class Told:
     """The decisions on a rank that follows; each comes a question later."""
@@ -91,6 +94,9 @@ class Told:
 
     def told(self):
         return self.here.popleft() if self.here else None
+
+    def flush(self):
+        pass
 
 
 def source(transport, decisions, memory=1.0, mark=unmarked):

@@ -41,6 +41,7 @@ def in_groups(world):
     if decisions.leads:
         for action in ORDER:
             decisions.tell(action)
+        decisions.flush()  # They are more than the socket has room for.
     found = None if decisions.leads else told(decisions)
     if world.rank == 2:
         decisions.peers[0].socket.close()  # As a rank that is killed.

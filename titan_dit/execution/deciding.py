@@ -166,6 +166,7 @@ class Deciding:
     def flush(self) -> None:
         """Wait until everything that was sent has left."""
         self.transport.flush()
+        self.decisions.flush()
 
 
 class DeviceQueue:

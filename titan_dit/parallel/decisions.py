@@ -7,6 +7,7 @@ also in a run on GPUs: no device waits for them.
 
 from __future__ import annotations
 
+import select
 from collections import deque
 from collections.abc import Sequence
 
@@ -50,6 +51,15 @@ class Decisions:
     def told(self) -> Action | None:
         """The next action on a rank that does not lead; None if it was not read yet."""
         return self.received.popleft() if self.received else None
+
+    def flush(self) -> None:
+        """Wait until all decisions have left; at the end of a pass, before any collective."""
+        for peer in self.peers:
+            while peer.has_backlog:
+                waiting = select.poll()
+                waiting.register(peer.socket, select.POLLOUT)
+                waiting.poll()
+                peer.write()
 
     def close(self) -> None:
         """Close the sockets."""

@@ -189,11 +189,9 @@ class Transport:
         self.watched: list[Peer] = []
         """Sockets without lanes, whose notices end a `wait`, too; their owner reads them."""
         self.outgoing = {index: Outgoing(sender) for index, sender in senders.items()}
-        self.working = [
-            end
-            for end in (*senders.values(), *receivers.values())
-            if type(end).progress not in (Sender.progress, Receiver.progress)
-        ]
+        ends: list[Sender | Receiver] = [*senders.values(), *receivers.values()]
+        idle = Sender.progress, Receiver.progress
+        self.working = [end for end in ends if type(end).progress not in idle]
         """Ends that must be called to go on."""
         names = {(e.lane.kind, e.lane.stage): i for i, e in self.ends().items()}
         self.names: dict[tuple[Kind, int], int] = names
