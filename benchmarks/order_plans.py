@@ -1,4 +1,4 @@
-"""Planned orders from measured costs: `python benchmarks/plans.py`.
+"""Planned orders from measured costs: `python benchmarks/order_plans.py`.
 
 Four gloo ranks run 16 microbatches through stages that sleep. A first step in the schedule's order
 is measured, and `schedules/planning.py` plans from it, as `pipeline plan` does. Then the schedule's
