@@ -107,6 +107,7 @@ class Deciding:
         """What to run next; waits for messages while nothing can run."""
         while self.queue.is_full():
             self.transport.wait(POLL_S)
+            self.receive()  # A wait ends at once while something is unread.
         self.mark(Moment.DECIDES, None)
         self.receive()
         waits = False
