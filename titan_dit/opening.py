@@ -12,7 +12,7 @@ from titan_dit.checks import validate
 from titan_dit.checks.device import attention_hint, attention_kernel, format_hint, with_kernel
 from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
-from titan_dit.checks.pipeline_order import order_hint
+from titan_dit.checks.pipeline_order import check_same_file, order_hint
 from titan_dit.config import config_file
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
@@ -109,6 +109,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
     resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
     plan = resolve(config, world.size, resuming)
     validate(config, plan, world.device)
+    check_same_file(plan, world.gather)
     plan = with_kernel(plan, world.device)
     hooks = Hooks(job.hooks, world.is_main)
     hooks.raise_failure(world.gather)

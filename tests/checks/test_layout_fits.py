@@ -329,6 +329,18 @@ def test_a_split_backward_is_refused_where_the_objective_has_parameters(schedule
     return None
 
 
+def test_run_time_order_over_replicas_is_refused_where_the_objective_has_parameters():
+    """Replicas run the loss in different sequences: their collectives would be mixed up."""
+    run_time = {"schedule": "gpipe", "order": "run_time"}
+    check_modules(planned({"pp": 2}, pipeline=run_time)[1], WithModules())
+    _, plan = planned({"pp": 2, "dp_shard": 2}, pipeline=run_time)
+    check_modules(plan, Objective())
+    with pytest.raises(
+        UserError, match=r'order="run_time" with 2 data-parallel .*order = "planned"'
+    ):
+        check_modules(plan, WithModules())
+
+
 def test_modules_of_an_objective_that_have_values_already_are_refused():
     _, plan = planned({})
     with pytest.raises(UserError, match=r"weigh\.weight, weigh\.bias has values already"):

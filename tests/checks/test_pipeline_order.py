@@ -4,7 +4,7 @@ import pytest
 from plans import check, planned
 from tiny import tiny_config
 
-from titan_dit.checks.pipeline_order import order_hint
+from titan_dit.checks.pipeline_order import check_same_file, order_hint
 from titan_dit.config.config_file import changes, to_tables
 from titan_dit.config.section import UserError
 from titan_dit.schedules import order_file
@@ -150,3 +150,15 @@ def test_a_resumed_run_may_change_its_order():
     before, now = (to_tables(tiny_config(pipeline=pipeline)) for pipeline in ({}, keys))
     assert before["pipeline"] != now["pipeline"]
     assert list(changes(before, now)) == []
+
+
+def test_a_file_must_be_the_same_on_all_hosts(file):
+    name = file(stock("1f1b"))
+    keys = {"schedule": "1f1b", "order": name}
+    _, plan = planned({"pp": 2}, pipeline=keys, model=MODEL, training=TRAINING)
+    check_same_file(plan, lambda digest: [digest, digest])
+    with pytest.raises(UserError, match=r'order="own.csv" is another order on rank 1 than on rank'):
+        check_same_file(plan, lambda digest: [digest, f"not {digest}"])
+    asked = []
+    check_same_file(planned({"pp": 2})[1], asked.append)
+    assert not asked

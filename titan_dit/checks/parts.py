@@ -109,7 +109,7 @@ def check_row(source: Source, objective: Objective, data: str) -> None:
 
 
 def check_modules(plan: RunPlan, objective: Objective) -> None:
-    """Refuse objective modules with a split backward, or built outside the meta device."""
+    """Refuse objective modules where a pipeline skips or mixes them, or built with values."""
     modules = objective.modules()
     if modules is None:
         return
@@ -118,6 +118,12 @@ def check_modules(plan: RunPlan, objective: Objective) -> None:
         raise UserError(
             f"[pipeline] {key} splits the backward pass, which skips the objective's own "
             f"parameters. Set {other}."
+        )
+    if plan.decides_at_run_time and plan.sizes.data > 1:
+        raise UserError(
+            f'[pipeline] order="run_time" with {plan.sizes.data} data-parallel ranks: they decide '
+            "differently, but gather the objective's own parameters together in every microbatch. "
+            'Set order = "planned".'
         )
     built = [name for name, p in modules.named_parameters() if p.device.type != "meta"]
     if built:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from titan_dit.config import did_you_mean
@@ -57,6 +58,22 @@ def check_file(plan: RunPlan, order: Order) -> None:
         check(order, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
     except ValueError as error:
         raise UserError(f"[pipeline] order={show(plan.pipeline.order)}: {error} {REMEDY}") from None
+
+
+def check_same_file(plan: RunPlan, gather: Callable[[str], list[str]]) -> None:
+    """Refuse a file of an order that differs between hosts: messages have no names. Collective.
+
+    `gather`: all-gather of a value over the ranks. All ranks have the same [pipeline] order.
+    """
+    if not plan.order_of_file:
+        return
+    text = "\n".join(" ".join(map(str, actions)) for actions in plan.order_of_file)
+    found = gather(hashlib.sha256(text.encode()).hexdigest())
+    if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+        raise UserError(
+            f"[pipeline] order={show(plan.pipeline.order)} is another order on rank {others[0]} "
+            "than on rank 0. Copy the same file to all hosts."
+        )
 
 
 def misfits(plan: RunPlan, order: Order) -> Iterator[str]:

@@ -72,7 +72,7 @@ class PipelineConfig(Section):
     order: str = "planned"
     """planned runs the actions as the schedule lists them, run_time whatever has arrived, FILE.csv
     an order of `pipeline plan`. All give the same gradients (docs/pipelines.md)."""
-    memory: Annotated[float, Bound(least=1)] = 1.0
+    memory: Annotated[float, Bound(least=1, most=1e6)] = 1.0
     """run_time: activations that a rank may hold, in units of the planned order's peak."""
     transport: Literal["auto", "process_group", "shared_memory", "nixl"] = "auto"
     """run_time: how streams travel between ranks. auto takes shared memory within a host; between

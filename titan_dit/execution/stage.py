@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ class Stage:
         """The rest of the backwards of which only the first half is done."""
         self.postponed: dict[int, Gradients] = {}
         """The whole backwards of the first stage, which wait for those of the weights."""
+
+    @cached_property
+    def accumulating(self) -> list[Any]:
+        """See `fsdp.accumulating`; asked for after the first forward."""
+        return fsdp.accumulating(self.part)
 
     def forward(self, given: Mapping[str, Tensor] | Stream, side_inputs: SideInputs) -> Output:
         """The output of this stage; the first one takes named inputs, the others a stream."""
@@ -79,7 +85,7 @@ class Stage:
             self.backward(microbatch, self.postponed.pop(microbatch))
         else:
             self.halves.pop(microbatch).run()
-            fsdp.accumulate_gradients(self.part)
+            fsdp.accumulate_gradients(self.accumulating)
 
     def graph_of(
         self, microbatch: int, gradients: Gradients

@@ -7,7 +7,7 @@ calls torch's fully_shard and the methods that it adds.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -136,20 +136,23 @@ def hold_gradients(model: nn.Module) -> None:
             module.set_manual_backward_finalization(True)
 
 
-def accumulate_gradients(model: nn.Module) -> None:
-    """Add the gradients of a microbatch to those before, in the format in which they are reduced.
+def accumulating(model: nn.Module) -> list[Any]:
+    """FSDP's parameters whose gradients have another format than their sums; after a forward."""
+    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    every = (p for state in states for group in groups_of(state) for p in group.fsdp_params)
+    # None where the format of the sums is that of the gradients.
+    return [p for p in every if hasattr(p, "_unsharded_param") and p.reduce_dtype is not None]
+
+
+def accumulate_gradients(parameters: Iterable[Any]) -> None:
+    """Add the gradients of a microbatch to the sums of those before; see `accumulating`.
 
     FSDP's hooks do this at the end of a backward. A split backward runs them in its first half:
     the second halves between two of them would add up in bf16, in another way for every order.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            for group in groups_of(state):
-                for parameter in group.fsdp_params:
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter.accumulate_unsharded_grad_if_needed()
-                        parameter.to_accumulated_grad_if_needed()
+    for parameter in parameters:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_gradients(model: nn.Module) -> None:

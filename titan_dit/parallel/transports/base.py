@@ -106,6 +106,9 @@ class Sender(ABC):
     def __init__(self, end: End) -> None:
         self.end = end
 
+    def made(self, number: int) -> None:  # noqa: B027 On a CPU it is complete.
+        """The message is enqueued on the device; `send` follows, perhaps after later actions."""
+
     @abstractmethod
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """Start sending a message that has a credit, and announce it. Must not block.
@@ -222,6 +225,7 @@ class Transport:
     def send(self, message: Action, tensors: Stream) -> None:
         """Send a message once it has its credit; never blocks. Keeps the tensors until then."""
         outgoing = self.outgoing[self.lane_of(message)]
+        outgoing.sender.made(message.microbatch)
         outgoing.waiting.append((message.microbatch, tensors))
         if not outgoing.push():  # Its credit may be here, unread.
             self.stir()

@@ -81,10 +81,14 @@ class Copying(NamedTuple):
 
 
 def gather(
-    cuda: Cuda, layout: Layout, tensors: Stream, address: int, done: torch.cuda.Event
+    cuda: Cuda,
+    layout: Layout,
+    tensors: Stream,
+    computed: torch.cuda.Event,
+    address: int,
+    done: torch.cuda.Event,
 ) -> None:
     """Enqueue the copy of tensors that are being computed to where a message lies."""
-    computed = cuda.record(cuda.event(), cuda.computing())
     cuda.wait(computed, cuda.side)
     for tensor, offset in zip(tensors, layout.offsets, strict=True):
         if size := tensor.numel() * tensor.element_size():
@@ -102,6 +106,8 @@ class CudaSender(Sender):
         self.layout = Layout(end.tensors)
         self.may_reach = may_reach
         self.slots: dict[int, Slot] = {}
+        self.computed: dict[int, torch.cuda.Event] = {}
+        """Messages that wait for their credits, and when they are computed."""
         self.flying: deque[Copying] = deque()
         """Copies into slots."""
         self.leaving: deque[Copying] = deque()
@@ -113,6 +119,10 @@ class CudaSender(Sender):
         self.unread: deque[int] = deque()
         """The host memory of each message that the receiver has not copied, in sequence."""
         self.num_copied = 0
+
+    def made(self, number: int) -> None:
+        """See `Sender.made`."""
+        self.computed[number] = self.cuda.record(self.cuda.event(), self.cuda.computing())
 
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
@@ -146,7 +156,8 @@ class CudaSender(Sender):
             slot.written = self.cuda.shared_event()
             handle = self.cuda.handle(slot.written)
         self.cuda.wait(slot.read, self.cuda.side)
-        gather(self.cuda, self.layout, tensors, slot.address, slot.written)
+        computed = self.computed.pop(number)
+        gather(self.cuda, self.layout, tensors, computed, slot.address, slot.written)
         self.flying.append(Copying(number, slot.written, tensors))
         self.end.tell(number, handle)
 
@@ -161,7 +172,8 @@ class CudaSender(Sender):
         host = self.idle.popleft()
         self.unread.append(host)
         done = self.cuda.event()
-        gather(self.cuda, self.layout, tensors, self.pinned[host].address, done)
+        computed = self.computed.pop(number)
+        gather(self.cuda, self.layout, tensors, computed, self.pinned[host].address, done)
         self.leaving.append(Copying(number, done, tensors, host))
 
     def progress(self) -> bool:
@@ -232,9 +244,15 @@ class CudaReceiver(Receiver):
         credit = CREDIT.pack(index, self.num_copied % (1 << 32))
         if index in self.fresh:
             self.fresh.remove(index)
-            slot = self.slots[index]
-            credit += self.cuda.share(slot.address) + self.cuda.handle(slot.read)
+            credit += self.handles_of(self.slots[index])
         return credit, ()
+
+    def handles_of(self, slot: Slot) -> bytes:
+        """What the sender needs to open a slot; nothing where CUDA has no IPC, as on WSL2."""
+        try:
+            return self.cuda.share(slot.address) + self.cuda.handle(slot.read)
+        except RuntimeError:  # DriverFailed, or torch's own error: it takes host memory.
+            return b""
 
     def announced(self, notice: Notice) -> None:
         """See `Receiver.announced`."""

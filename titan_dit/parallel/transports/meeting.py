@@ -75,6 +75,10 @@ class Peer:
         if not self.is_local:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # A host without power is missed after two minutes, not after two hours.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
 
     @property
     def has_backlog(self) -> bool:

@@ -40,10 +40,15 @@ class DeviceNixlSender(NixlSender):
     def __init__(self, end: End, agent: Agent, cuda: Cuda | None = None) -> None:
         super().__init__(end, agent)
         self.cuda = cuda or Cuda(end.device)
+        self.computed: dict[int, torch.cuda.Event] = {}
         self.staged: deque[Staged] = deque()
         self.idle: list[Piece] = []
         """Registered memory that no message uses."""
         self.registered: list[Any] = []
+
+    def made(self, number: int) -> None:
+        """See `Sender.made`."""
+        self.computed[number] = self.cuda.record(self.cuda.event(), self.cuda.computing())
 
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
@@ -51,7 +56,8 @@ class DeviceNixlSender(NixlSender):
         whole = tuple(tensor.detach().contiguous() for tensor in tensors)
         source = self.idle.pop() if self.idle else self.new_source()
         done = self.cuda.event()
-        gather(self.cuda, self.layout, whole, source.address, done)
+        computed = self.computed.pop(number)
+        gather(self.cuda, self.layout, whole, computed, source.address, done)
         self.staged.append(Staged(number, slot, source, done, whole))
         self.progress()
 

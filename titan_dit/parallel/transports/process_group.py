@@ -126,15 +126,19 @@ class DeviceGroupSender(Sender):
         super().__init__(end)
         self.links = opened(end)
         self.side = torch.cuda.Stream(end.device)  # type: ignore[no-untyped-call]
+        self.computed: dict[int, torch.cuda.Event] = {}
         self.computing: deque[tuple[int, Stream, torch.cuda.Event]] = deque()
         self.flying: deque[Flying] = deque()
+
+    def made(self, number: int) -> None:
+        """See `Sender.made`."""
+        self.computed[number] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.computed[number].record()
 
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
         whole = tuple(tensor.detach().contiguous() for tensor in tensors)
-        computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        computed.record()
-        self.computing.append((number, whole, computed))
+        self.computing.append((number, whole, self.computed.pop(number)))
         self.progress()
 
     def progress(self) -> bool:

@@ -29,8 +29,9 @@ from titan_dit.parallel.transports.meeting import Notice
 
 SLOT = struct.Struct("<I")
 """Payload of a credit: the slot."""
-ALIGNMENT = 64
-"""Bytes; of every tensor in a slot, as torch's own allocator has it."""
+ALIGNMENT = 512
+"""Bytes; of every tensor in a slot, as torch's CUDA allocator has it (on a CPU 64). Another
+alignment could choose other kernels, with other bits."""
 MADV_POPULATE_WRITE = 23
 """Linux 5.14: map all pages now; an error if there is no memory, not a signal later."""
 NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EFBIG)
