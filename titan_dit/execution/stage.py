@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ class Stage:
         """The whole backwards of the first stage, which wait for those of the weights."""
 
     @cached_property
-    def accumulating(self) -> list[Any]:
-        """See `fsdp.accumulating`; asked for after the first forward."""
-        return fsdp.accumulating(self.part)
+    def accumulators(self) -> list[Callable[[], None]]:
+        """See `fsdp.accumulators`; asked for after the first forward."""
+        return fsdp.accumulators(self.part)
 
     def forward(self, given: Mapping[str, Tensor] | Stream, side_inputs: SideInputs) -> Output:
         """The output of this stage; the first one takes named inputs, the others a stream."""
@@ -85,7 +85,8 @@ class Stage:
             self.backward(microbatch, self.postponed.pop(microbatch))
         else:
             self.halves.pop(microbatch).run()
-            fsdp.accumulate_gradients(self.accumulating)
+            for accumulate in self.accumulators:
+                accumulate()
 
     def graph_of(
         self, microbatch: int, gradients: Gradients

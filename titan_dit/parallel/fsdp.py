@@ -7,7 +7,8 @@ calls torch's fully_shard and the methods that it adds.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,23 +137,26 @@ def hold_gradients(model: nn.Module) -> None:
             module.set_manual_backward_finalization(True)
 
 
-def accumulating(model: nn.Module) -> list[Any]:
-    """FSDP's parameters whose gradients have another format than their sums; after a forward."""
-    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    every = (p for state in states for group in groups_of(state) for p in group.fsdp_params)
-    # None where the format of the sums is that of the gradients.
-    return [p for p in every if hasattr(p, "_unsharded_param") and p.reduce_dtype is not None]
-
-
-def accumulate_gradients(parameters: Iterable[Any]) -> None:
-    """Add the gradients of a microbatch to the sums of those before; see `accumulating`.
+def accumulators(model: nn.Module) -> list[Callable[[], None]]:
+    """What adds the gradients of a microbatch to the sums of those before; call all, in sequence.
 
     FSDP's hooks do this at the end of a backward. A split backward runs them in its first half:
     the second halves between two of them would add up in bf16, in another way for every order.
+    Only parameters whose sums have another format are among them. Ask after a forward.
     """
-    for parameter in parameters:
-        parameter.accumulate_unsharded_grad_if_needed()
-        parameter.to_accumulated_grad_if_needed()
+    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    found: list[Callable[[], None]] = []
+    for group in (group for state in states for group in groups_of(state)):
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # New in torch 2.15.
+            found.append(partial(group._set_unsharded_grad_dtypes, defer_upcast=False))
+            continue
+        for one in group.fsdp_params:
+            if hasattr(one, "_unsharded_param") and one.reduce_dtype is not None:
+                found += [
+                    one.accumulate_unsharded_grad_if_needed,
+                    one.to_accumulated_grad_if_needed,
+                ]
+    return found
 
 
 def reduce_gradients(model: nn.Module) -> None:

@@ -17,8 +17,9 @@ k < planned released + peak, and at least as much has been released. Bounding wh
 which the other ranks wait finds no room.
 
 Between I and W a microbatch holds its activations and the gradients of many of them: it counts one
-and a half times. Above memory 1 a weight gradient runs before an action that would exceed the
-planned peak of this sum, times `memory`. It waits for nothing, so no rank waits for ever.
+and a half times. A weight gradient runs before an action that would exceed the planned peak of
+this sum, times `memory`. It waits for nothing, so no rank waits for ever. An action whose stages have
+no weight gradient to run exceeds it.
 """
 
 from __future__ import annotations
@@ -127,9 +128,8 @@ class Decider:
         ready = [action for stage in self._stages for action in self.ready_of(stage)]
         if not ready:
             return self._cause()
-        if self.memory == 1:
-            return min(ready, key=self._position.__getitem__)
-        return self._with_room(min(ready, key=self._turn), ready)
+        key = self._position.__getitem__ if self.memory == 1 else self._turn
+        return self._with_room(min(ready, key=key), ready)
 
     def may_receive(self) -> list[Action]:
         """Messages of other ranks that may arrive from now on, each returned once.
