@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_dit.execution.planned import Planned
 from titan_dit.parallel import fsdp
-from titan_dit.parallel.transports.shared_memory import SharedReceiver
+from titan_dit.parallel.transports.shared_memory import Layout, SharedReceiver
 from titan_dit.schedules.moments import Moment
 from titan_dit.trainer import Trainer
 
@@ -73,7 +73,7 @@ class Meter(Jitter):
         transport = getattr(executor, "transport", None)
         return {
             "most": self.most,
-            "stream": sum(t.numel() * t.element_size() for t in executor.shapes.stream),
+            "stream": Layout(executor.shapes.stream).num_bytes,
             "lanes in": len(transport.receivers) if transport else 0,
             "lanes out": len(transport.outgoing) if transport else 0,
             "held": self.peak,

@@ -18,8 +18,8 @@ which the other ranks wait finds no room.
 
 Between I and W a microbatch holds its activations and the gradients of many of them: it counts one
 and a half times. A weight gradient runs before an action that would exceed the planned peak of
-this sum, times `memory`. It waits for nothing, so no rank waits for ever. An action whose stages have
-no weight gradient to run exceeds it.
+this sum, times `memory`. It waits for nothing, so no rank waits for ever. Without one to run the
+sum is exceeded: in dualpipev by the gradients of one microbatch.
 """
 
 from __future__ import annotations
