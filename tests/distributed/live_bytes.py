@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_dit.execution.planned import Planned
 from titan_dit.parallel import fsdp
-from titan_dit.parallel.transports.shared_memory import Layout, SharedReceiver
+from titan_dit.parallel.transports.shared_memory import SharedReceiver
 from titan_dit.schedules.moments import Moment
 from titan_dit.trainer import Trainer
 
@@ -62,9 +62,7 @@ class Meter(Jitter):
     def __call__(self, moment, what):
         super().__call__(moment, what)
         if moment in (Moment.BEGINS, Moment.ENDS):
-            in_use = (
-                (len(own.slots) - len(own.free)) * own.layout.num_bytes for own in self.shared
-            )
+            in_use = ((len(own.slots) - len(own.free)) * own.end.num_bytes for own in self.shared)
             used = sum(in_use)
             self.most = max(self.most, self.live.num_bytes - self.before + used)
 
@@ -73,7 +71,7 @@ class Meter(Jitter):
         transport = getattr(executor, "transport", None)
         return {
             "most": self.most,
-            "stream": Layout(executor.shapes.stream).num_bytes,
+            "stream": sum(t.numel() * t.element_size() for t in executor.shapes.stream),
             "lanes in": len(transport.receivers) if transport else 0,
             "lanes out": len(transport.outgoing) if transport else 0,
             "held": self.peak,

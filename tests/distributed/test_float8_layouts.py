@@ -150,7 +150,8 @@ def test_every_layout_gives_the_loss_and_gradients_of_one_process(alone, over_ra
             expected_loss, expected = alone[float8]
             assert loss == pytest.approx(expected_loss, rel=LOSS[float8]), case
             by_samples = layout in ("dp", "hsdp", "cp") and float8 != "tensorwise"
-            # Where a product depends on its number of rows, single roundings to float8 differ.
+            # Where a product depends on its number of rows, single roundings to float8 differ:
+            # 2e-5 on a Xeon with AMX, 0 on an EPYC.
             bar = 1e-4 if by_samples else GRADIENT[float8]
             assert distance(found, expected) < bar, case
 

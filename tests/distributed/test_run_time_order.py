@@ -79,9 +79,10 @@ def test_every_bit_is_that_of_the_planned_order_and_the_window_is_kept(launched,
 
 
 @pytest.mark.parametrize("number", CASES)
-def test_ranks_ran_something_else_than_planned(launched, number):
-    ranks = launched(number, CASES[number])
-    assert any(case["order differs"] for rank in ranks for case in rank)
+def test_ranks_ran_something_else_than_planned_and_so_did_replicas(launched, number):
+    for rank in launched(number, CASES[number]):
+        for case in rank:
+            assert case["order differs"], case["case"]
 
 
 def test_all_ranks_of_a_tensor_parallel_group_run_the_same_actions(launched):
@@ -99,4 +100,6 @@ def test_every_bit_is_that_of_the_planned_order_on_the_whole_grid(number):
     ranks = on_ranks(number, cases_on, LONG[number], timeout=850)
     for case in zip(*ranks, strict=True):
         expect_equal_bits(case)
-    assert any(case["order differs"] for rank in ranks for case in rank)
+    left = [case["case"] for case in ranks[0] if not case["order differs"]]
+    # Whole backwards at memory 1 leave little to choose.
+    assert len(left) < len(ranks[0]) / 3, left

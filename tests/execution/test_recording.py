@@ -50,7 +50,7 @@ def test_a_window_without_a_whole_step_writes_nothing(tmp_path):
 
 def test_four_files_and_the_text_on_the_console(tmp_path):
     order = order_of("1f1b", virtual_stages=1)
-    lines = write_files(tmp_path, timeline_of(order, costs_of(order, 1)), "a note")
+    lines = write_files(tmp_path, timeline_of(order, costs_of(order, 1)), ["a note"])
     assert lines[-2:] == ["a note", f"pipeline timeline in {tmp_path}/timeline-steps-10-11.json.gz"]
     name = "timeline-steps-10-11"
     ends = ("costs.json", "json.gz", "png", "txt")

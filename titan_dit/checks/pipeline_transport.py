@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from importlib.util import find_spec
 
 from titan_dit.config.layout import PipelineConfig
@@ -42,7 +43,8 @@ def check_host(pipeline: PipelineConfig) -> None:
             f"[pipeline] network={show(pipeline.network)} is for nixl, which is not installed. "
             "Run pip install 'titan_dit[rdma]', or set network = \"\"."
         )
-    if address_of(pipeline.network) is None:
+    names = [name for _, name in socket.if_nameindex()]  # Also those without an IPv4 address.
+    if pipeline.network not in names and address_of(pipeline.network) is None:
         known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
         raise UserError(
             f"[pipeline] network={show(pipeline.network)} is neither an interface nor an address "

@@ -78,7 +78,7 @@ class PipelineConfig(Section):
     """run_time: how streams travel between ranks. auto takes shared memory within a host; between
     hosts nixl (RDMA, an extra) if it is installed, else the process group."""
     network: str = ""
-    """run_time with nixl: interface or address of this host, if it has several."""
+    """run_time with nixl: interface, if a host has several; or an address, given to each host."""
 
 
 def as_planned(pipeline: PipelineConfig) -> PipelineConfig:

@@ -42,8 +42,10 @@ class PipelineRecording:
         sizes: Sequence[float],
         *,
         takes_part: bool,
+        num_pipelines: int = 1,
     ) -> None:
         """`sizes`: the expected costs of the stages, in layers. `mesh`: of the pipeline."""
+        self.num_pipelines = num_pipelines
         self.executor, self.mesh, self.sizes = executor, mesh, tuple(sizes)
         self.takes_part = takes_part
         self.recorder = Recorder(executor.device)
@@ -93,7 +95,9 @@ class PipelineRecording:
         `note`: a line of the text. Collective.
         """
         timeline = self.end() if self.takes_part else None
-        return write_files(folder, timeline, note) if timeline else []
+        others = f"of {self.num_pipelines} pipelines only the first is recorded"
+        notes = [*([note] if note else []), *([others] if self.num_pipelines > 1 else [])]
+        return write_files(folder, timeline, notes) if timeline else []
 
 
 def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankTimeline, ...]:
@@ -116,14 +120,14 @@ def microbatches_of(order: Order) -> int:
     return 1 + max(action.microbatch for actions in order for action in actions)
 
 
-def write_files(folder: Path, timeline: Timeline, note: str = "") -> list[str]:
+def write_files(folder: Path, timeline: Timeline, notes: Sequence[str] = ()) -> list[str]:
     """Write the trace, the picture, the text and the costs; return the console lines."""
     if not timeline.num_passes:
         return ["no pipeline timeline: no step of its window has ended"]
     folder.mkdir(parents=True, exist_ok=True)
     name = f"timeline-steps-{timeline.first_step}-{timeline.last_step}"
     blamed = suspects(timeline)
-    lines = [*timeline_text.lines(timeline, blamed), *([note] if note else [])]
+    lines = [*timeline_text.lines(timeline, blamed), *notes]
     timeline_trace.write(folder / f"{name}.json.gz", timeline)
     timeline_picture.draw(folder / f"{name}.png", timeline, blamed)
     (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
@@ -141,4 +145,6 @@ def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecor
     sizes[-1] += plan.spec.head_cost
     others = [field.name for field in fields(AxisSizes) if field.name != "pp"]
     takes_part = not any(mesh.axis(name).get_local_rank() for name in others)
-    return PipelineRecording(pipelined, mesh.axis("pp"), sizes, takes_part=takes_part)
+    count = mesh.whole.size() // plan.sizes.pp
+    pipeline = mesh.axis("pp")
+    return PipelineRecording(pipelined, pipeline, sizes, takes_part=takes_part, num_pipelines=count)

@@ -7,6 +7,7 @@ they can meet at an abstract Unix socket, which has no file and by which files c
 from __future__ import annotations
 
 import array
+import hashlib
 import os
 import secrets
 import select
@@ -59,7 +60,8 @@ class Door(NamedTuple):
     @property
     def unix(self) -> str:
         """The name of its abstract Unix socket."""
-        return f"\0titan_dit-{self.token.hex()}"
+        # Names are public (/proc/net/unix), the token is not.
+        return f"\0titan_dit-{hashlib.sha256(self.token).hexdigest()[:32]}"
 
 
 class Peer:
