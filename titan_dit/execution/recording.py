@@ -145,6 +145,6 @@ def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecor
     sizes[-1] += plan.spec.head_cost
     others = [field.name for field in fields(AxisSizes) if field.name != "pp"]
     takes_part = not any(mesh.axis(name).get_local_rank() for name in others)
-    count = mesh.whole.size() // plan.sizes.pp
+    count = mesh.sizes.product("samples") * mesh.sizes.model // mesh.sizes.pp
     pipeline = mesh.axis("pp")
     return PipelineRecording(pipelined, pipeline, sizes, takes_part=takes_part, num_pipelines=count)
