@@ -133,18 +133,21 @@ class Receiver(ABC):
 
     def __init__(self, end: End) -> None:
         self.end = end
+        self.here: list[int] = []
+        """Messages that can be taken and have not been returned by `arrived`."""
 
     @abstractmethod
     def post(self, number: int) -> tuple[bytes, Sequence[int]]:
         """Make room for a message; payload and files of the credit."""
 
-    @abstractmethod
     def announced(self, notice: Notice) -> None:
-        """The sender has announced the next message."""
+        """The sender has announced the next message; unless overridden, it can be taken."""
+        self.here.append(notice.number)
 
-    @abstractmethod
     def arrived(self) -> Sequence[int]:
         """Messages that can be taken, each returned once, in sequence. Must not block."""
+        found, self.here = self.here, []
+        return found
 
     def progress(self) -> bool:
         """Go on with what was announced; True while it must be called again soon."""

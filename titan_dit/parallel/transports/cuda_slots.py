@@ -222,7 +222,6 @@ class CudaReceiver(Receiver):
         self.posted: dict[int, int] = {}
         """Message -> its slot, until it is taken."""
         self.coming: deque[Copying] = deque()
-        self.here: list[int] = []
         self.pinned: dict[int, Pinned] = {}
         self.num_copied = 0
         self.grow()  # At the start of a run: an error of a step would come late.
@@ -284,11 +283,6 @@ class CudaReceiver(Receiver):
             self.here.append(coming.number)
             self.num_copied += coming.host >= 0
         return bool(self.coming or self.here)
-
-    def arrived(self) -> Sequence[int]:
-        """See `Receiver.arrived`."""
-        found, self.here = self.here, []
-        return found
 
     def take(self, number: int) -> Stream:
         """See `Receiver.take`: views of the slot, which is given back when their storage dies."""

@@ -88,7 +88,6 @@ class GroupReceiver(Receiver):
         super().__init__(end)
         self.links = opened(end)
         self.flying: dict[int, Flying] = {}
-        self.here: list[int] = []
         self.num_taken = 0
 
     def post(self, number: int) -> tuple[bytes, Sequence[int]]:
@@ -101,15 +100,6 @@ class GroupReceiver(Receiver):
         buffers = self.end.empty()
         works = self.links.receive(buffers, self.end.lane.source)
         self.flying[number] = Flying(buffers, works)
-
-    def announced(self, notice: Notice) -> None:
-        """See `Receiver.announced`."""
-        self.here.append(notice.number)
-
-    def arrived(self) -> Sequence[int]:
-        """See `Receiver.arrived`."""
-        found, self.here = self.here, []
-        return found
 
     def take(self, number: int) -> Stream:
         """See `Receiver.take`."""

@@ -131,7 +131,6 @@ class SharedReceiver(Receiver):
         """Files of slots that the sender does not know yet."""
         self.posted: dict[int, int] = {}
         """Message -> its slot, until it is taken."""
-        self.here: list[int] = []
         self.bytes_of_slot = ctypes.c_char * self.layout.num_bytes
         self.grow()  # At the start of a run: an error of a step would come late.
 
@@ -151,15 +150,6 @@ class SharedReceiver(Receiver):
         slot = self.posted[number] = self.free.pop()
         files = (self.files.pop(slot),) if slot in self.files else ()
         return SLOT.pack(slot), files
-
-    def announced(self, notice: Notice) -> None:
-        """See `Receiver.announced`."""
-        self.here.append(notice.number)
-
-    def arrived(self) -> Sequence[int]:
-        """See `Receiver.arrived`."""
-        found, self.here = self.here, []
-        return found
 
     def take(self, number: int) -> Stream:
         """See `Receiver.take`: views of the slot, which is free when the last storage dies."""
