@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titan_dit.models.base import Stream
-from titan_dit.parallel.transports.base import POLL_S, End, Sender
+from titan_dit.parallel.transports.base import POLL_S, End, Receiver, Sender
 from titan_dit.parallel.transports.meeting import Notice
 from titan_dit.parallel.transports.nixl_agent import Agent, Piece
 from titan_dit.parallel.transports.shared_memory import SLOT, Layout, SharedReceiver
@@ -95,16 +95,39 @@ class NixlSender(Sender):
             time.sleep(POLL_S)
 
 
-class NixlReceiver(SharedReceiver):
+class WrittenReceiver(Receiver):
+    """What receivers share whose slots the network writes."""
+
+    agent: Agent
+    registered: list[Any]
+    num_expected = 0
+    """Messages that were posted and not announced."""
+
+    def announced(self, notice: Notice) -> None:
+        """See `Receiver.announced`: the message is in its slot."""
+        self.num_expected -= 1
+        self.here.append(notice.number)
+
+    def progress(self) -> bool:
+        """See `Receiver.progress`."""
+        self.agent.progress()
+        return self.num_expected > 0
+
+    def close(self) -> None:
+        """See `Receiver.close`."""
+        for registered in self.registered:
+            self.agent.release(registered)
+        self.registered.clear()
+        super().close()
+
+
+class NixlReceiver(WrittenReceiver, SharedReceiver):
     """Slots that the network writes."""
 
     def __init__(self, end: End, agent: Agent) -> None:
-        self.agent = agent
-        self.registered: list[Any] = []
+        self.agent, self.registered = agent, []
         self.fresh: dict[int, bytes] = {}
         """Slot that the sender does not know -> what it needs to know."""
-        self.num_expected = 0
-        """Messages that were posted and not announced."""
         super().__init__(end)
 
     def grow(self) -> None:
@@ -124,20 +147,3 @@ class NixlReceiver(SharedReceiver):
             os.close(file)  # It is for a sender of this host.
         self.num_expected += 1
         return credit + self.fresh.pop(self.posted[number], b""), ()
-
-    def announced(self, notice: Notice) -> None:
-        """See `Receiver.announced`."""
-        self.num_expected -= 1
-        super().announced(notice)
-
-    def progress(self) -> bool:
-        """See `Receiver.progress`."""
-        self.agent.progress()
-        return self.num_expected > 0
-
-    def close(self) -> None:
-        """See `Receiver.close`."""
-        for registered in self.registered:
-            self.agent.release(registered)
-        self.registered.clear()
-        super().close()

@@ -19,7 +19,7 @@ from titan_dit.parallel.transports.base import End
 from titan_dit.parallel.transports.cuda_driver import Cuda
 from titan_dit.parallel.transports.cuda_slots import CudaReceiver, gather
 from titan_dit.parallel.transports.meeting import Notice
-from titan_dit.parallel.transports.nixl import TARGET, Flying, NixlSender
+from titan_dit.parallel.transports.nixl import TARGET, Flying, NixlSender, WrittenReceiver
 from titan_dit.parallel.transports.nixl_agent import Agent, Piece
 from titan_dit.parallel.transports.shared_memory import SLOT
 
@@ -92,14 +92,11 @@ class DeviceNixlSender(NixlSender):
         self.idle.clear()
 
 
-class DeviceNixlReceiver(CudaReceiver):
+class DeviceNixlReceiver(WrittenReceiver, CudaReceiver):
     """Slots in device memory that the network writes."""
 
     def __init__(self, end: End, agent: Agent, cuda: Cuda | None = None) -> None:
-        self.agent = agent
-        self.registered: list[Any] = []
-        self.num_expected = 0
-        """Messages that were posted and not announced."""
+        self.agent, self.registered = agent, []
         super().__init__(end, cuda)
 
     def grow(self) -> None:
@@ -123,20 +120,3 @@ class DeviceNixlReceiver(CudaReceiver):
             credit += TARGET.pack(self.slots[index].address, self.agent.index)
             credit += self.agent.describe(self.registered[index])
         return credit, ()
-
-    def announced(self, notice: Notice) -> None:
-        """See `Receiver.announced`: the message is in its slot."""
-        self.num_expected -= 1
-        self.here.append(notice.number)
-
-    def progress(self) -> bool:
-        """See `Receiver.progress`."""
-        self.agent.progress()
-        return self.num_expected > 0
-
-    def close(self) -> None:
-        """See `Receiver.close`."""
-        for registered in self.registered:
-            self.agent.release(registered)
-        self.registered.clear()
-        super().close()
