@@ -187,7 +187,7 @@ def main() -> None:
     """Print the table."""
     arguments = parsed()
     rows = measure(arguments)
-    finish("plans", rows, arguments.out, unit_s=arguments.unit, repeats=arguments.repeats)
+    finish("order_plans", rows, arguments.out, unit_s=arguments.unit, repeats=arguments.repeats)
 
 
 if __name__ == "__main__":
