@@ -21,15 +21,15 @@ LONGEST_S = 4e-3
 class Jitter:
     """A `Mark` that sleeps before actions and notes what runs, and the most that is held."""
 
-    def __init__(self, seed):
-        self.draws = random.Random(seed)
+    def __init__(self, seed, longest_s=LONGEST_S):
+        self.draws, self.longest_s = random.Random(seed), longest_s
         self.ran, self.held, self.peak = [], 0, 0
 
     def __call__(self, moment, what):
         if moment is not Moment.BEGINS:
             return
         # A third of the actions, so that some ranks fall behind others.
-        time.sleep(max(0.0, self.draws.uniform(-2, 1)) * LONGEST_S)
+        time.sleep(max(0.0, self.draws.uniform(-2, 1)) * self.longest_s)
         self.ran.append(what)
         self.held += {"F": 1, "B": -1, "W": -1}.get(what.kind, 0)
         self.peak = max(self.peak, self.held)
@@ -64,9 +64,10 @@ def trainer_of(world, config):
     return trainer
 
 
-def ran(trainer, seed):
-    """Loss and gradients of the first batch, and what was run."""
-    pipelined(trainer).mark = jitter = Jitter(f"{seed} {trainer.world.rank}")
+def ran(trainer, seed, attempt=0):
+    """Loss and gradients of the first batch, and what was run; later attempts sleep longer."""
+    longest_s = LONGEST_S * min(5, 1 + attempt)
+    pipelined(trainer).mark = jitter = Jitter(f"{seed} {trainer.world.rank}", longest_s)
     return *gradients(trainer), jitter
 
 
@@ -75,7 +76,7 @@ def compared(world, family, parallel, pipeline, run_time, mode="none", dtype="fp
     planned = config_of(family, parallel, pipeline, mode, dtype)
     deciding = config_of(family, parallel, pipeline | {"order": "run_time"} | run_time, mode, dtype)
     case = json.dumps([family, parallel, pipeline, run_time])
-    return {"case": case} | beside(world, planned, deciding, seed, attempts=8)
+    return {"case": case} | beside(world, planned, deciding, seed, attempts=30)
 
 
 def beside(world, planned, deciding, seed, attempts=1):
@@ -88,7 +89,7 @@ def beside(world, planned, deciding, seed, attempts=1):
     trainer = trainer_of(world, deciding)
     same_loss, wrong, held = True, [], 0
     for attempt in range(attempts):
-        own, found, decided = ran(trainer, f"{seed} {attempt}")
+        own, found, decided = ran(trainer, f"{seed} {attempt}", attempt)
         assert sorted(decided.ran) == sorted(order)
         assert found.keys() == expected.keys()
         same_loss = same_loss and own == loss

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from titan_dit.models.base import Stream
-from titan_dit.parallel.links import Links
-from titan_dit.schedules.action import Action, Kind
+from titan_dit.parallel.links import Links, tensors_of
+from titan_dit.schedules.action import Action
 from titan_dit.schedules.messages import Channels, inputs_of, reader_of
 from titan_dit.schedules.moments import CAUSE, Mark, Moment, unmarked
 
@@ -91,10 +91,8 @@ class Planned:
             work.wait()
 
     def empty(self, message: Action) -> Stream:
-        """Buffers for a message: a stream, or the gradients of its floating-point tensors."""
-        is_stream = message.kind is Kind.FORWARD
+        """Buffers for a message."""
         return tuple(
             torch.empty_like(tensor, device=self.device, requires_grad=False)
-            for tensor in self.stream
-            if is_stream or tensor.is_floating_point()
+            for tensor in tensors_of(self.stream, message.kind)
         )

@@ -20,6 +20,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_dit.launcher import groups
+from titan_dit.models.base import Stream
+from titan_dit.schedules.action import Kind
 
 
 class Links:
@@ -91,6 +93,11 @@ class Links:
         # One NCCL kernel for all tensors of a message.
         works = dist.batch_isend_irecv([dist.P2POp(operation, t, peer, group) for t in tensors])
         return [work for work in works if work is not None]
+
+
+def tensors_of(stream: Stream, kind: Kind) -> Stream:
+    """The tensors of a message: those of a stream, or of a gradient the floating-point ones."""
+    return tuple(t for t in stream if kind is Kind.FORWARD or t.is_floating_point())
 
 
 def opened(name: str) -> dist.ProcessGroup | None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from titan_dit.models.base import Stream
-from titan_dit.parallel.links import Links
+from titan_dit.parallel.links import Links, tensors_of
 from titan_dit.parallel.transports.meeting import Notice, Peer
 from titan_dit.schedules.action import Action, Kind
 
@@ -78,10 +78,8 @@ class End:
     def of(
         cls, lane: Lane, index: int, peer: Peer, links: Links, stream: Stream, device: torch.device
     ) -> End:
-        """An end; gradients have the floating-point tensors of the stream only."""
-        is_stream = lane.kind is Kind.FORWARD
-        tensors = tuple(t for t in stream if is_stream or t.is_floating_point())
-        return cls(lane, index, peer, links, tensors, device)
+        """An end; `stream`: the tensors between two stages."""
+        return cls(lane, index, peer, links, tensors_of(stream, lane.kind), device)
 
     @property
     def num_bytes(self) -> int:
