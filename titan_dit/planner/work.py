@@ -1,0 +1,172 @@
+"""What a rank computes, moves and sends: the work of one part of a model, in numbers.
+
+A `Work` belongs to one pass (forward, backward or update) of one part (embed, block, head) of one
+rank, for one microbatch. Nothing here knows a model or a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+Key = TypeVar("Key")
+
+
+class Product(NamedTuple):
+    """A matrix product [m, k] x [k, n], `batch` times in one call."""
+
+    batch: float
+    m: float
+    n: float
+    k: float
+    dtype: str
+    """One of "fp32", "bf16", "fp16", "float8", "fp64"."""
+    is_weight_gradient: bool = False
+    """Part of the second half of a split backward."""
+
+    @property
+    def flops(self) -> float:
+        """Two per multiply-add."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+class Attention(NamedTuple):
+    """A fused attention kernel; unfused attention is products and moved bytes."""
+
+    batch: float
+    heads: float
+    """Query heads of this rank."""
+    queries: float
+    """Tokens of this rank."""
+    keys: float
+    """Tokens that they attend to, those of other ranks included."""
+    head_dim: float
+    dtype: str
+    is_causal: bool
+    is_backward: bool
+    ring: int = 1
+    """Ranks of a ring; it computes in as many blocks and sends while it computes."""
+    hop_bytes: float = 0
+    """Bytes that a rank sends for each of the `ring - 1` hops. They are in `messages`, too."""
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs: 4 q k d per head forward, twice that backward; a causal mask halves them."""
+        whole = 4 * self.batch * self.heads * self.queries * self.keys * self.head_dim
+        return whole * (2 if self.is_backward else 1) * (0.5 if self.is_causal else 1)
+
+
+class Message(NamedTuple):
+    """A collective or a send."""
+
+    axis: str
+    """As in the dry run's traffic: "tp", "cp", "dp_shard", "dp_replicate", "pp", "all"."""
+    operation: str
+    """As in the dry run's traffic: "all-gather", "reduce-scatter", "all-reduce", "ring", ..."""
+    bytes: float
+    """What a rank sends, by the algorithm that sends the least (`dry_run.traffic`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One pass of one part. Values of mappings are how often."""
+
+    products: Mapping[Product, float] = field(default_factory=dict)
+    attention: Mapping[Attention, float] = field(default_factory=dict)
+    messages: Mapping[Message, float] = field(default_factory=dict)
+    """The work waits for each, but for "ring", which `Attention` hides."""
+    moved: float = 0.0
+    """Bytes that all other operators read and write, each one a kernel of its own."""
+    fused: float = 0.0
+    """The same, where neighbouring elementwise operators and reductions are one kernel."""
+    operators: float = 0.0
+    """Kernels to launch, products and attention included."""
+    kernels: float = 0.0
+    """The same, fused."""
+
+    def __add__(self, other: Work) -> Work:
+        """Both, one after the other."""
+        return Work(
+            products=added(self.products, other.products),
+            attention=added(self.attention, other.attention),
+            messages=added(self.messages, other.messages),
+            moved=self.moved + other.moved,
+            fused=self.fused + other.fused,
+            operators=self.operators + other.operators,
+            kernels=self.kernels + other.kernels,
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        """This without the other, which is a part of it."""
+        return self + other.times(-1)
+
+    def times(self, count: float) -> Work:
+        """`count` times the same."""
+        return Work(
+            products={key: count * each for key, each in self.products.items()},
+            attention={key: count * each for key, each in self.attention.items()},
+            messages={key: count * each for key, each in self.messages.items()},
+            moved=count * self.moved,
+            fused=count * self.fused,
+            operators=count * self.operators,
+            kernels=count * self.kernels,
+        )
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of products and attention."""
+        return sum(
+            count * item.flops
+            for items in (self.products, self.attention)
+            for item, count in items.items()
+        )
+
+
+def added(first: Mapping[Key, float], second: Mapping[Key, float]) -> dict[Key, float]:
+    """The sum by key, without keys that add up to 0."""
+    both = {key: first.get(key, 0) + second.get(key, 0) for key in (*first, *second)}
+    return {key: count for key, count in both.items() if count}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Embed, a block or the head (with the loss) of one tp x cp rank, for one microbatch."""
+
+    forward: Work
+    backward: Work
+    """With what [remat] computes and sends again."""
+    update: Work
+    """Clipping, optimizer and EMA of its parameters, all shards of FSDP together: a rank of n
+    shards does 1/n of it."""
+    parameters: float
+    """Elements on a tp rank, all shards of FSDP together."""
+    trained: float
+    """Those that are not frozen."""
+    buffers: float
+    """Bytes of what is held and not trained."""
+    kept: float
+    """Bytes that forward keeps until backward."""
+    forward_peak: float
+    """Bytes of temporary tensors at the highest point of forward, above what it keeps."""
+    backward_peak: float
+    """The same of backward, above what was kept; with tensors that [remat] computes again."""
+    tensors: int
+    """Parameter tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """The parts of a model under one tp, cp, remat and microbatch size."""
+
+    embed: Part
+    block: Part
+    head: Part
+    prepare: Work
+    """Noise, timesteps, inputs and targets of the objective, per microbatch of this rank."""
+    inputs: float
+    """Bytes of a prepared sample on a rank."""
+    stream: float
+    """Bytes of a microbatch between two pipeline stages, on a rank."""
+    tied: float
+    """Elements on a tp rank that the last pipeline stage has a copy of."""
