@@ -127,9 +127,7 @@ class Rehearsals:
         return Part(
             forward=works["forward"],
             backward=works["backward"],
-            update=updated(state.update)
-            + updated(state.average).times(1 / every)
-            + casts(state, plan),
+            update=update,
             parameters=state.parameters,
             trained=state.trained,
             buffers=state.buffers,
