@@ -281,11 +281,13 @@ class FakeParts:
         )
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """As FSDP does before it reduces gradients over data-parallel ranks."""
+        """As FSDP does before it reduces the fp32 sums of several microbatches over data ranks."""
+        wide = torch.promote_types(self.plan.dtype, torch.float32)
         for parameter in parameters:
             gradient: Any = parameter.grad
             if hasattr(gradient, "redistribute"):  # A DTensor.
-                gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+                summed = gradient.to(wide)
+                summed.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
     def prepare(self, size: int) -> tuple[Prepared, Any]:
         """This rank's slice of a batch whose fields are zero, and its executor."""
