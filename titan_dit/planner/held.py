@@ -117,7 +117,8 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     sums, gradients = _sums(counts, sum(units), how), 0.0
     yield Moment(resident + again, sums, 0.0, kept + head.kept)
     yield Moment(resident + ahead, sums, 0.0, kept + head.kept, head.backward_peak)
-    of_head = width * head.trained
+    # The gradient of tied weights waits for embed's share of it.
+    of_head = width * (head.trained + counts.tied)
     reducing = 0.0
     """The input of the last reduce-scatter, kept until the next one."""
     for number in reversed(range(len(units))):
@@ -200,7 +201,7 @@ def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Momen
     yield at(0.0, kept + head.kept + head.forward_peak, 0.0)
     yield at(0.0, kept + head.kept, head.backward_peak)
     for done in {0, layers - 1}:
-        made = head.trained + done * block.trained
+        made = head.trained + counts.tied + done * block.trained
         yield at(made, kept - done * block.kept, block.backward_peak)
     yield at(head.trained + layers * block.trained, embed.kept, embed.backward_peak)
     if is_cast:

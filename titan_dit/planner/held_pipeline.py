@@ -12,13 +12,17 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from titan_dit.planner.held import Moment, Sharding
-from titan_dit.planner.work import Counts
+from titan_dit.planner.work import Counts, Part
 from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.messages import inputs_of
 from titan_dit.schedules.placement import pipeline_order
 
 AHEAD = 2
 """Receives posted before their action: `execution.planned.AHEAD`."""
+
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
+"""Of a gradient in the format of its product; in float8 it is kept in bf16."""
 
 
 class InFlight(NamedTuple):
@@ -138,6 +142,11 @@ class StageParts:
         return self._elements("trained")
 
     @property
+    def copied(self) -> float:
+        """Elements of the copy."""
+        return self.counts.tied * self.has_copy
+
+    @property
     def root(self) -> float:
         """Trained elements outside the blocks."""
         return self.trained - self.layers * self.counts.block.trained
@@ -170,6 +179,15 @@ class StageParts:
         found = max(found, blocks + counts.block.forward_peak)
         return max(found, self.kept + counts.head.forward_peak) if self.has_head else found
 
+    @cached_property
+    def half(self) -> float:
+        """Bytes that a microbatch keeps more between its input and its weight gradients."""
+        counts = self.counts
+        if self.has_embed:  # The first stage computes no input gradients: all waits.
+            return counts.stream
+        found = self.layers * of_products(counts.block)
+        return found + of_products(counts.head) * self.has_head
+
     def backward(self, how: Sharding, is_summed: bool) -> Iterator[Moment]:
         """Moments of a full backward; activations are less what its microbatch keeps."""
         counts, gone = self.counts, 0.0
@@ -190,6 +208,15 @@ class StageParts:
             yield Moment(0.0, found, 0.0, self.entered - self.kept, counts.embed.backward_peak)
 
 
+def of_products(part: Part) -> float:
+    """Bytes of the gradients from which a part computes those of its weights."""
+    return sum(
+        count * product.batch * product.m * product.k * BYTES[product.dtype]
+        for product, count in part.backward.products.items()
+        if product.is_weight_gradient
+    )
+
+
 def pipeline_moments(
     flights: Sequence[InFlight],
     stages: Sequence[StageParts],
@@ -200,13 +227,50 @@ def pipeline_moments(
     parameters = sum(stage.parameters for stage in stages)
     stream = stages[0].counts.stream
     for flight in flights:
-        stage = stages[flight.place]
-        sums = how.sum_width * sum(
-            stage.trained for stage, is_summed in zip(stages, flight.summed, strict=True) if is_summed
+        trained = sum(
+            stage.trained
+            for stage, is_summed in zip(stages, flight.summed, strict=True)
+            if is_summed
         )
         held = sum(count * each.kept for count, each in zip(flight.held, stages, strict=True))
         halves = sum(count * each.half for count, each in zip(flight.halves, stages, strict=True))
-        base = Moment(how.width * parameters, sums, 0.0, held + flight.messages * stream, halves)
-        for own in _own(flight, stage, how):
-            total = Moment(*(a + b for a, b in zip(base, own, strict=True)))
-            yield total._replace(activations=total.activations * growth)
+        for own in _own(flight, stages[flight.place], how):
+            activations = held + flight.messages * stream + own.activations
+            yield Moment(
+                how.width * parameters + own.gathered,
+                how.sum_width * trained + own.unreduced,
+                own.gradients,
+                activations * growth,
+                halves + own.temporary,
+            )
+
+
+def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]:
+    """What an action adds to all that the rank holds."""
+    is_summed, counts = flight.summed[flight.place], stage.counts
+    if flight.kind is Kind.FORWARD:
+        yield Moment(activations=stage.forward_high)
+        return
+    arrived = 0.0 if stage.has_head else counts.stream
+    """The gradient of the stage's output."""
+    whole = how.width * stage.trained
+    if flight.kind is Kind.BACKWARD:
+        moments = stage.backward(how, is_summed)
+        yield from (each._replace(activations=each.activations + arrived) for each in moments)
+    elif flight.kind is Kind.BACKWARD_INPUT and not stage.has_embed:
+        parts = [counts.block, *([counts.head] if stage.has_head else [])]
+        high = max(part.backward_peak for part in parts)
+        yield Moment(activations=arrived, temporary=stage.half + high)
+    elif flight.kind is Kind.BACKWARD_WEIGHT and stage.has_embed:
+        yield from stage.backward(how, is_summed)
+    elif flight.kind is Kind.BACKWARD_WEIGHT:
+        yield Moment(unreduced=whole)
+    if flight.last:
+        sums = 0.0 if is_summed else how.sum_width * stage.trained
+        largest = max(stage.root, stage.largest_unit * counts.block.trained)
+        gone = -stage.kept - (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
+        yield Moment(
+            unreduced=sums + how.sum_width * largest,
+            gradients=0.0,
+            activations=gone,
+        )
