@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from titan_dit.parallel.compute_copies import CHUNK
 from titan_dit.parallel.fsdp import LARGEST_UNIT
-from titan_dit.planner.work import Counts
+from titan_dit.planner.work import Counts, Part
 
 
 class Moment(NamedTuple):
@@ -49,6 +49,11 @@ class Sharding:
     def is_alone(self) -> bool:
         """Nothing is sharded: parameters are only cast."""
         return self.shards == 1
+
+    @property
+    def fresh(self) -> float:
+        """1 if a microbatch's gradients are tensors of their own, beside the sums."""
+        return float(self.width < self.sum_width or not self.accumulates)
 
     @property
     def own_copy(self) -> float:
@@ -116,7 +121,9 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     again = width * root if how.reshards_root and not how.is_alone else 0.0
     sums, gradients = _sums(counts, sum(units), how), 0.0
     yield Moment(resident + again, sums, 0.0, kept + head.kept)
-    yield Moment(resident + ahead, sums, 0.0, kept + head.kept, head.backward_peak)
+    fresh = how.fresh
+    made = sums + fresh * head.backward_gradients
+    yield Moment(resident + ahead, made, 0.0, kept + head.kept, head.backward_peak)
     # The gradient of tied weights waits for embed's share of it.
     of_head = width * (head.trained + counts.tied)
     reducing = 0.0
@@ -132,6 +139,7 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
         ahead = _ahead(counts, before, how) if gathers else 0.0
         for done in {0, size - 1}:
             made = of_head + reducing + width * block.trained * done
+            made += fresh * block.backward_gradients
             held = kept - done * block.kept
             yield Moment(resident + ahead, sums + made, gradients, held, block.backward_peak)
         kept -= size * block.kept
@@ -155,7 +163,8 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
             counts.stream,
         )
         gradients += wide * trained / how.shards
-    yield Moment(resident, sums + of_head + reducing, gradients, kept, embed.backward_peak)
+    made = sums + of_head + reducing + fresh * embed.backward_gradients
+    yield Moment(resident, made, gradients, kept, embed.backward_peak)
     made = 0.0 if how.accumulates else width * root_trained
     yield Moment(0.0, sums + made + wide * root_trained, gradients)
     yield Moment(0.0, wide * root_trained, gradients + how.reduced * root_trained)
@@ -188,22 +197,23 @@ def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Momen
     sums = how.sum_width * trained if how.accumulates else 0.0
     kept = embed.kept + layers * block.kept
 
-    def at(made: float, activations: float, temporary: float) -> Moment:
-        """With the gradients of `made` elements of this microbatch."""
+    def at(made: float, activations: float, part: Part | None = None) -> Moment:
+        """With the gradients of `made` elements of this microbatch, in the backward of `part`."""
+        temporary = part.backward_peak if part else 0.0
         # In the weights' own format they are added to the sums one by one.
-        own = how.width * made if is_cast or not how.accumulates else 0.0
+        own = how.fresh * (how.width * made + (part.backward_gradients if part else 0.0))
         if is_cast:
             return Moment(gathered, own, sums, activations, temporary)
         return Moment(gathered, 0.0, sums + own, activations, temporary)
 
-    yield at(0.0, embed.kept + embed.forward_peak, 0.0)
-    yield at(0.0, kept + block.forward_peak, 0.0)
-    yield at(0.0, kept + head.kept + head.forward_peak, 0.0)
-    yield at(0.0, kept + head.kept, head.backward_peak)
+    yield at(0.0, embed.kept + embed.forward_peak)
+    yield at(0.0, kept + block.forward_peak)
+    yield at(0.0, kept + head.kept + head.forward_peak)
+    yield at(0.0, kept + head.kept, head)
     for done in {0, layers - 1}:
         made = head.trained + counts.tied + done * block.trained
-        yield at(made, kept - done * block.kept, block.backward_peak)
-    yield at(head.trained + layers * block.trained, embed.kept, embed.backward_peak)
+        yield at(made, kept - done * block.kept, block)
+    yield at(head.trained + counts.tied + layers * block.trained, embed.kept, embed)
     if is_cast:
         chunk = min(trained, CHUNK)
         if how.accumulates:

@@ -194,17 +194,20 @@ class StageParts:
         wide = 0.0 if is_summed else float(how.sum_width)
         made = 0.0
         if self.has_head:
-            yield Moment(temporary=counts.head.backward_peak)
+            own = how.fresh * counts.head.backward_gradients
+            yield Moment(0.0, own, 0.0, 0.0, counts.head.backward_peak)
             gone = counts.head.kept
             made = how.width * (counts.head.trained + counts.tied * self.has_copy)
         unit = min(self.layers, self.largest_unit) - 1
         for done, own in ((0, 0), (self.layers - 1, unit)):
             found = made + own * how.width * counts.block.trained
+            found += how.fresh * counts.block.backward_gradients
             found += (done - own) * wide * counts.block.trained
             activations = -gone - done * counts.block.kept
             yield Moment(0.0, found, 0.0, activations, counts.block.backward_peak)
         if self.has_embed:
             found = made + self.layers * wide * counts.block.trained
+            found += how.fresh * counts.embed.backward_gradients
             yield Moment(0.0, found, 0.0, self.entered - self.kept, counts.embed.backward_peak)
 
 

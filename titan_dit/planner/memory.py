@@ -6,7 +6,6 @@ Composed from one block's, embed's and head's counts. The peak is the highest of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -101,7 +100,7 @@ def at_peak(
     """The highest moment of a rank, with its state."""
     counts = stages[0].counts
     held = state_bytes(stages, how, state)
-    held[StorageKind.INPUTS] = input_bytes(plan, counts)
+    held[StorageKind.INPUTS] = counts.static + counts.inputs * plan.samples_per_rank
     trained = sum(stage.trained - stage.copied for stage in stages) / how.shards
     update = Moment(
         gradients=how.sum_width * trained, temporary=optimizer_work(plan, stages, how, state)
@@ -124,16 +123,6 @@ def at_peak(
         StorageKind.TEMPORARY: peak.temporary,
     }
     return held
-
-
-def input_bytes(plan: RunPlan, counts: Counts) -> float:
-    """The whole batch of a rank; what is equal for all samples counts once."""
-    static = sum(
-        math.prod(each.shape) * (each.dtype or plan.dtype).itemsize
-        for each in plan.spec.static.values()
-    )
-    each = max(0.0, counts.inputs - static / plan.microbatch_size)
-    return static + each * plan.samples_per_rank
 
 
 def state_bytes(
