@@ -73,6 +73,7 @@ SHORT = {
     "ring": (GPT, 2, parallel(cp=2) | remat("selective")),
     "1f1b": (DIT, 2, pipeline(2, "1f1b")),
     "interleaved": (GPT, 4, pipeline(2, "interleaved_1f1b", 2)),
+    "zero bubble": (GPT, 2, pipeline(2, "zbv_zero_bubble")),
 }
 
 
