@@ -53,7 +53,7 @@ def unit_sizes(num_blocks: int, block_parameters: float, size: int) -> list[int]
     most, step = size, size
     if not size:
         most, step = max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // block_parameters))), 1
-    found = []
+    found: list[int] = []
     while (left := num_blocks - sum(found)) > 0:
         found.append(min(step, left))
         step = min(2 * step, most)
@@ -194,7 +194,8 @@ class DataParallel:
         if self.frees(root):
             link.wait(link.send(link.now, self.gather_s(root)))
         link.backward(compute, again, reductions)
-        return link.wait(link.send(link.now, self.reduce_s(root) if reduces else 0.0))
+        link.send(link.now, self.reduce_s(root) if reduces else 0.0)
+        return link.wait(link.free)
 
     def before_s(self, compute: Compute, stages: Sequence[int]) -> float:
         """How much longer the first forward of a pipeline rank's stages takes than its computing.
@@ -221,7 +222,8 @@ class DataParallel:
             return sum(reductions) + self.reduce_s(root)
         link = Link(hides=True)
         link.backward(compute, [(unit.blocks, 0.0) for unit in blocks], reductions)
-        link.wait(link.send(link.now, self.reduce_s(root)))
+        link.send(link.now, self.reduce_s(root))
+        link.wait(link.free)
         return link.waited
 
 
@@ -238,12 +240,10 @@ class Link:
 
     def send(self, at: float, seconds: float) -> float:
         """A message that may start `at` this time; returns its end."""
-        if seconds:
-            self.free = max(self.free, at) + seconds
-            if not self.hides:
-                self.wait(self.free)
-            return self.free
-        return at
+        if not seconds:
+            return at
+        self.free = max(self.free, at if self.hides else self.now) + seconds
+        return self.free if self.hides else self.wait(self.free)
 
     def wait(self, until: float) -> float:
         """Compute nothing until then; returns the time."""

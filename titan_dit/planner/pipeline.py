@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titan_dit.plan import RunPlan
-from titan_dit.schedules.action import Kind, Order
+from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.looped import round_size
 from titan_dit.schedules.messages import inputs_of, output_of
 from titan_dit.schedules.placement import pipeline_order
@@ -82,7 +82,7 @@ def compiled(order: Order) -> tuple[Step, ...]:
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     left = Counter(a.stage for actions in order for a in actions if a.kind in COMPLETES)
-    made = {}
+    made: dict[Action, int] = {}
     steps: list[Step] = []
     for rank, action in execution(order):
         source, channel = -1, (rank, rank)

@@ -36,7 +36,7 @@ class Passes:
     weight: Terms = field(default_factory=dict)
     """The second half of a split backward."""
     input: Terms = field(default_factory=dict)
-    """The first half."""
+    """The first half; of a part it is what the second leaves."""
 
     @staticmethod
     def sum(weighted: Iterable[tuple[float, Passes]]) -> Passes:
@@ -46,7 +46,6 @@ class Passes:
             total(*((times, each.forward) for times, each in given)),
             total(*((times, each.backward) for times, each in given)),
             total(*((times, each.weight) for times, each in given)),
-            total(*((times, each.input) for times, each in given)),
         )
 
 
@@ -119,8 +118,10 @@ def _passes(part: Part, setting: Setting, *, fused: bool) -> Passes:
         forward, backward = with_dropout(forward, forward), with_dropout(backward, forward)
     if not setting.splits:
         return Passes(took(forward), took(backward))
-    weight = weight_half(backward)
-    return Passes(took(forward), took(backward), took(weight), took(backward - weight))
+    whole, weight = took(backward), dict(took(weight_half(backward)))
+    # The host may be ahead: a half waits for it no longer than the whole does.
+    weight["launches"] = min(weight["launches"], whole["launches"])
+    return Passes(took(forward), whole, weight)
 
 
 def weight_half(backward: Work) -> Work:
