@@ -49,6 +49,7 @@ def part(forward=NOTHING, backward=NOTHING, update=NOTHING, parameters=0.0, trai
         kept=0.0,
         forward_peak=0.0,
         backward_peak=0.0,
+        backward_gradients=0.0,
         tensors=1,
     )
 
@@ -62,6 +63,7 @@ def counts(embed=None, block=None, head=None, prepare=NOTHING, stream=0.0, tied=
         head=head,
         prepare=prepare,
         inputs=0.0,
+        static=0.0,
         stream=stream,
         tied=tied,
     )

@@ -52,7 +52,10 @@ def unit_sizes(num_blocks: int, block_parameters: float, size: int) -> list[int]
     """Blocks of every unit, as `fsdp.units` makes them; `block_parameters`: on a tp rank."""
     most, step = size, size
     if not size:
-        most, step = max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // block_parameters))), 1
+        most, step = (
+            max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // max(1.0, block_parameters)))),
+            1,
+        )
     found: list[int] = []
     while (left := num_blocks - sum(found)) > 0:
         found.append(min(step, left))
@@ -145,21 +148,25 @@ class DataParallel:
     def copied(self, unit: Unit) -> tuple[float, float]:
         """Bytes that FSDP reads and writes in a step for a unit: around gathers, and gradients.
 
-        A gather casts the shards and copies the parameters out of the buffer; gradients are added
-        up over microbatches in fp32 and copied into the buffer of their reduction.
+        A gather casts the shards and copies the parameters out of its buffer; gradients are added
+        up over microbatches in fp32 and copied into the buffer of their reduction. Without the
+        casts once a step, which are in `Part.update`.
         """
         if self.runtime.sharding == "replicas" or self.runtime.update_bytes is not None:
             return 0.0, 0.0
         count, cast, held = self.plan.num_microbatches, self.gather_bytes, self.gradient_bytes
         passes = 1 if self.plan.sizes.pp > 1 else count * (1 + self.frees(unit))
-        gather = (held + cast) / self.splits + (2 * cast if self.splits > 1 else 0)
-        kept = cast if count == 1 else held
-        # The first gradient is cast if its sum has another format, else it is the sum.
-        added = 0 if count == 1 else (cast + held) * (cast != held)
-        added += (count - 1) * (cast + 2 * held)
+        gathered = passes * 2 * cast if self.splits > 1 else 0
+        if cast != held:
+            gathered += (passes - 1) * (held + cast) / self.splits
+        # The first gradient is cast if the sums have another format.
+        added = (count - 1) * (cast + 2 * held)
+        if count > 1 and cast != held:
+            added += (cast + held) * (1 - 1 / self.splits)
         is_sent = self.shards * self.plan.sizes.dp_replicate > 1
-        into = kept + held if is_sent or kept != held else 0
-        return passes * gather * unit.parameters, (added + into) * unit.trained
+        kept = cast if count == 1 else held
+        into = kept + held if is_sent else 0
+        return gathered * unit.parameters, (added + into) * unit.trained
 
     def traffic(self, pipeline_rank: int = 0) -> Counter[Message]:
         """Messages of a rank in a step, with how often."""
