@@ -53,21 +53,26 @@ def dry_run():
         yield run
 
 
+MANY = {"global_batch_size": 12, "microbatch_size": 2}
 CASES = {
-    "resharded": (4, {"parallel": {"reshard_after_forward": "always"}}),
-    "kept": (4, {"parallel": {"reshard_after_forward": "never"}}),
-    "auto, three microbatches": (4, {"training": {"global_batch_size": 24, "microbatch_size": 2}}),
-    "units of two blocks": (2, {"parallel": {"blocks_per_fsdp_unit": 2}}),
-    "replicas": (4, {"parallel": {"dp_replicate": 2}}),
+    "always resharded": (4, {"parallel": {"reshard_after_forward": "always"}}),
+    "kept, three microbatches": (
+        2,
+        {"parallel": {"reshard_after_forward": "never"}, "training": MANY},
+    ),
+    "replicas, units of two blocks, three microbatches": (
+        4,
+        {"parallel": {"dp_replicate": 2, "blocks_per_fsdp_unit": 2}, "training": MANY},
+    ),
     "replicas alone": (2, {"parallel": {"dp_replicate": 2, "dp_shard": 1}}),
     "with cp": (4, {"parallel": {"cp": 2}, "precision": {"dtype": "bf16"}}),
-    "pipeline": (4, {"parallel": {"pp": 2}, "precision": {"dtype": "bf16"}}),
     "V of stages": (
         4,
         {
             "model": {**EVEN, "layers": 5},
             "parallel": {"pp": 2},
             "pipeline": {"schedule": "zbv_zero_bubble"},
+            "precision": {"dtype": "bf16"},
         },
     ),
 }
