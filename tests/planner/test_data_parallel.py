@@ -78,7 +78,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LATER = ("kept, three microbatches", "replicas alone")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long) if n in LATER else n for n in CASES],
+)
 def test_messages_are_those_of_the_dry_run(name, dry_run):
     world, sections = CASES[name]
     config = tiny_config(**{"model": EVEN} | sections)
@@ -255,3 +261,33 @@ def test_kept_gathers_are_once_per_microbatch():
     }
     # Units of one and two blocks, and the root, which stays gathered until backward.
     assert found == {"fsdp": 3 * (2 * 2 + 1), "gradients": 3 * 3}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_fsdp_copies(world):
+    """bf16: casts from and to fp32 are 6 bytes; those of once a step belong to the update."""
+    sizes = {"dp_replicate": 2} if world == 4 else {}
+    found = {}
+    for count in (1, 3):
+        config = tiny_config(
+            model=EVEN,
+            parallel=sizes,
+            precision={"dtype": "bf16"},
+            training={"global_batch_size": 2 * world * count, "microbatch_size": 2},
+        )
+        plan = resolve(config, world)
+        data = DataParallel(plan, counts_of(plan), Links(plan.sizes, DEVICE), OURS)
+        root, blocks = data.units(data.shapes[0])
+        found[count] = [
+            (gathered / unit.parameters, added / unit.trained)
+            for unit in (root, blocks[0])
+            for gathered, added in [data.copied(unit)]
+        ]
+    if world == 1:
+        # Three microbatches: two more casts of the weights, and two sums of 2 + 4 + 4 bytes.
+        assert found == {1: [(0, 0)] * 2, 3: [(12, 20)] * 2}
+    else:
+        # A gather is copied out of its buffer, 2 + 2 bytes; half of a weight is cast on each of two
+        # shards. A block is gathered again for backward. Gradients go to a buffer in fp32.
+        assert found[1] == [(4, 6), (8 + 3, 6)]
+        assert found[3] == [(12 + 2 * 3, 20 + 3 + 8), (24 + 5 * 3, 20 + 3 + 8)]

@@ -112,9 +112,9 @@ def test_a_thousand_microbatches_on_32_ranks_are_played_with_few():
     program.cache_clear()
     found = played(plan, Times(costs=costs))
     assert found.makespan == pytest.approx((1000 + 31) * 2)
-    # 1,000 = 27 x 32 + 136; a round is 32.
+    # 1,000 = 27 rounds of 32 and 136, the growth of which is that of two rounds.
     assert program.cache_info().misses == 2
-    for number in (72, 104):
+    for number in (72, 136):
         program("1f1b", 32, 1, number)
     assert program.cache_info().misses == 2
 

@@ -259,18 +259,21 @@ def test_replicas_reduce_over_the_link_that_they_really_have():
 
 
 def test_tied_weights_travel_between_the_ends_of_a_pipeline():
-    plan = plan_of(2, 4, world=4)
-    given = equal_blocks(tied=1e10)
-    found = estimate(plan, given, DEVICE)
-    # The last stage's copy is 2 bytes (fp32: 4) of two shards; the gradient comes back while the
-    # first stage still computes.
-    weights = 1e10 * 4 / 2 / 1e11
-    wait = max(0.0, weights + found.terms["data parallel"] - 2 * F)
-    assert found.terms["tied weights"] <= weights + wait
+    plan = plan_of(2, 1)
+    # fp32, 100 GB/s: 0.4 s each way, while the other end waits for its first or last action.
+    hidden = estimate(plan, equal_blocks(tied=1e10), DEVICE)
+    assert added_up(hidden) == pytest.approx(4 * (F + B))
+    # 40 s: the last stage waits for its copy, then takes 2 F + 2 B; its gradient takes as long.
+    found = estimate(plan, equal_blocks(tied=1e12), DEVICE)
+    assert added_up(found) == pytest.approx(40 + 2 * (F + B) + 40)
+    assert found.terms["tied weights"] == pytest.approx(added_up(found) - 4 * (F + B))
+    # Copies of other trainers are summed after the step.
     replicas = Runtime(sharding="replicas", update_bytes=0)
-    summed = estimate(plan, given, DEVICE, replicas)
-    assert summed.terms["tied weights"] == pytest.approx(1e10 * 4 / 1e11)
-    added_up(summed)
+    summed = estimate(plan, equal_blocks(tied=1e10), DEVICE, replicas)
+    assert summed.terms["tied weights"] == pytest.approx(0.4)
+    v_shaped = plan_of(2, 4, schedule="zbv_zero_bubble")
+    found = estimate(v_shaped, equal_blocks(tied=1e12), DEVICE)
+    assert found.terms["tied weights"] == 0
 
 
 def test_rates_of_samples_and_of_flops():
