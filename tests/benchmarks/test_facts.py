@@ -36,7 +36,8 @@ def step_ms(row, n):
     reported, unit = float(row["reported"]), row["reported_unit"]
     if unit == "TFLOP/s per GPU, eq. 3":
         b, s, h, layers, v = (
-            n[key] for key in "global_batch_samples seq_tokens hidden layers vocab_padded".split()
+            n[key]
+            for key in ["global_batch_samples", "seq_tokens", "hidden", "layers", "vocab_padded"]
         )
         flops = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
         return flops / (n["gpus"] * reported * 1e12) * 1e3
