@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from titan_dit.config.section import UserError
 from titan_dit.plan import RunPlan
-from titan_dit.planner.hardware import Device
+from titan_dit.planner.counts import Rehearsals
+from titan_dit.planner.hardware import Device, Overhead, device_of, names, write
+from titan_dit.planner.measured import Measured, of_gpu, of_run, warnings
 from titan_dit.planner.runtime import OURS, Runtime
 from titan_dit.planner.step import estimate
 from titan_dit.planner.work import Counts
@@ -196,3 +199,74 @@ def calibrated(
         versions=dict(versions or {}),
         rows=rows,
     )
+
+
+def calibrate(
+    gpu_json: Path | None, runs: Sequence[Path], out: Path, device: Device | None = None
+) -> list[str]:
+    """Fit a device to what was measured and write its file; returns console lines.
+
+    `gpu_json` is of benchmarks/gpu.py, `runs` are run directories, `device` the one to start from;
+    without it the one that `gpu_json` names. Raises UserError.
+    """
+    found = [*(of_gpu(gpu_json) if gpu_json else ()), *map(of_run, runs)]
+    start = device or known_device([one.device for one in found])
+    cases = cases_of(found)
+    versions = {name: text for one in found for name, text in one.versions.items()}
+    fitted = calibrated(cases, start, versions=versions)
+    fitted = replace(fitted, name=out.stem, overhead=allocator_of(found, fitted.overhead))
+    write(fitted, out)
+    return [
+        *(line for one in found for line in warnings(one)),
+        f"calibrated on {len(cases)} steps, from {start.name}",
+        *changes(start, fitted),
+        *(f"  {name}: {text}" for name, text in fitted.rows.items()),
+        f"error    {fitted.error:.1%}, the median with each row left out",
+        f"wrote {out}: plan with --device {out}",
+    ]
+
+
+def cases_of(found: Sequence[Measured]) -> list[Case]:
+    """What was measured as cases, each with its rehearsed counts."""
+    return [
+        Case(
+            name=one.name,
+            plan=one.plan,
+            counts=Rehearsals(one.config).counts(one.plan),
+            seconds=1e-3 * one.step_ms,
+        )
+        for one in found
+    ]
+
+
+def known_device(measured_on: Sequence[str]) -> Device:
+    """The device of the package that torch's names of devices mean. Raises UserError."""
+    on = next(filter(None, measured_on), "")
+    text = on.lower()
+    # "a100_80" is "NVIDIA A100-SXM4-80GB"; the longest match is an h200, not an h20.
+    matches = [name for name in names() if all(part in text for part in name.split("_"))]
+    if not matches:
+        what = f"{on!r} is no device of the package" if on else "runs do not log their device"
+        raise UserError(f"--calibrate: {what}. Add --device, one of {', '.join(names())}.")
+    return device_of(max(matches, key=len))
+
+
+def allocator_of(found: Sequence[Measured], overhead: Overhead) -> Overhead:
+    """The overhead with what torch's allocator reserved over its tensors, where both are known."""
+    shares = [
+        one.reserved_gib / one.allocated_gib
+        for one in found
+        if one.reserved_gib and one.allocated_gib
+    ]
+    if not shares:
+        return overhead
+    return replace(overhead, allocator=max(1.0, statistics.median(shares)))
+
+
+def changes(before: Device, after: Device) -> Iterator[str]:
+    """A line for every coefficient: its fitted value, and what it was."""
+    old, new = coefficients(before), coefficients(after)
+    old["allocator"], new["allocator"] = before.overhead.allocator, after.overhead.allocator
+    for key, value in new.items():
+        note = f"was {old[key]:.3g}" if f"{value:.3g}" != f"{old[key]:.3g}" else "unchanged"
+        yield f"  {key:10} {value:.3g} ({note})"

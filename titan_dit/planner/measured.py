@@ -26,6 +26,8 @@ VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 COMPARED = ("titan_dit", "torch")
 MEASURED = "measured"
 """`result` of a row of gpu.py that has figures."""
+KEY = ("contender", "model", "tokens", "batch")
+"""Columns that name a row of gpu.py."""
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,20 @@ def of_gpu(file: Path) -> list[Measured]:
 
 
 def steps_of(report: Mapping[str, Any]) -> Iterator[Measured]:
-    """The rows of a report whose contender has a config; several rounds are one step."""
-    versions = {"torch": report.get("torch", ""), "driver": report.get("driver", "")}
-    versions |= {"titan_dit": report.get("titan_dit", __version__)}
-    rounds: dict[str, list[Mapping[str, Any]]] = {}
-    for row in report.get("measured", ()):
-        if row.get("result") == MEASURED and row.get("tables"):
-            name = f"{row['contender']} {row['model']} {row['tokens']} tokens x {row['batch']}"
-            rounds.setdefault(name, []).append(row)
-    for name, rows in rounds.items():
-        config = config_file.build(rows[0]["tables"], catalog.variant)
+    """The rows of a report that have a config; several rounds are one step."""
+    versions = {name: str(report.get(name, "")) for name in ("titan_dit", "torch", "driver")}
+    for entry in report.get("configs", ()):
+        key = {name: entry[name] for name in KEY}
+        rows = [
+            row
+            for row in report.get("measured", ())
+            if row.get("result") == MEASURED and row.items() >= key.items()
+        ]
+        if not rows:
+            continue
+        config = config_file.build(entry["tables"], catalog.variant)
         yield Measured(
-            name=name,
+            name="{contender}, {model}, {tokens} tokens, batch {batch}".format(**key),
             config=config,
             plan=resolve(config, 1),
             step_ms=statistics.median(lap for row in rows for lap in row["laps_ms"]),
