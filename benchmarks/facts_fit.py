@@ -9,7 +9,7 @@ from typing import Any
 
 from facts_rows import Fact, case_of, thirds
 
-from titan_dit.planner.calibrate import Case, coefficients, fit, predicted
+from titan_dit.planner.calibrate import Case, coefficients, fit, predicted, with_coefficients
 from titan_dit.planner.hardware import Device
 
 NEAR = 0.20
@@ -126,6 +126,28 @@ def folds_table(source: Source) -> list[dict[str, Any]]:
         blank = dict.fromkeys(shown(source.folds[0].device), "")
         lines.append({"fit on": "all thirds", **errors_row(source.errors), **blank})
     return lines
+
+
+def overview(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """A line for every source, and one for each table with several devices."""
+    lines = [{"table": source.name, **errors_row(source.errors)} for source in sources]
+    tables: dict[str, list[float]] = {}
+    for source in sources:
+        tables.setdefault(source.name.partition(",")[0], []).extend(source.errors)
+    several = {
+        table: errors
+        for table, errors in tables.items()
+        if sum(source.name.startswith(f"{table},") for source in sources) > 1
+    }
+    return lines + [{"table": name, **errors_row(errors)} for name, errors in several.items()]
+
+
+def transferred(source: Source, target: Source, device: Device) -> list[float]:
+    """Errors on the target's rows of the efficiencies fitted on all rows of the source."""
+    counted = source.counted
+    fitted = fit(counted, source.folds[0].device)
+    own = with_coefficients(device, coefficients(fitted))
+    return [predicted(case, own) / case.seconds - 1 for case in target.counted]
 
 
 def errors_row(errors: Sequence[float]) -> dict[str, Any]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
-import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from facts_kernels import as_checkpointed, as_megatron
 from facts_software import SOFTWARE, Software
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
+from titan_dit.config.layout import RematConfig
 from titan_dit.config.section import UserError
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.calibrate import Case
@@ -93,7 +94,6 @@ class Fact:
             "remat": {"mode": software.remat.get(recompute, recompute)},
             "precision": {
                 "dtype": "bf16" if float8 else self.row["precision"],
-                "attention": software.attention,
                 "float8": "tensorwise" if float8 else "off",
                 "float8_layers": "all" if float8 else "auto",
             },
@@ -145,13 +145,6 @@ def read(path: Path) -> list[Fact]:
     return [Fact(row) for row in rows]
 
 
-@functools.cache
-def rehearsals(model: str, tables: str) -> Rehearsals:
-    """One for every model; `tables` is the JSON of a config that has it."""
-    del model
-    return Rehearsals(config_of(json.loads(tables)))
-
-
 def config_of(tables: Mapping[str, Any]) -> JobConfig:
     """The config of tables."""
     return config_file.build(tables, catalog.variant)
@@ -162,12 +155,29 @@ def plan_of(fact: Fact) -> RunPlan:
     return resolve(config_of(fact.tables), fact["gpus"])
 
 
-def counts_of(fact: Fact, plan: RunPlan) -> Counts:
-    """The rehearsed counts of a row."""
-    tables = fact.tables
+REHEARSALS: dict[str, Rehearsals] = {}
+"""By model; rehearsals are slow, and many rows share one."""
+
+
+def rehearsed(fact: Fact, plan: RunPlan) -> Counts:
+    """Counts of this project's own run of a plan."""
     # A layer's counts do not depend on how many there are.
-    model = {key: value for key, value in tables["model"].items() if key != "layers"}
-    return rehearsals(json.dumps(model), json.dumps(tables)).counts(plan)
+    model = json.dumps({**fact.tables["model"], "layers": 0})
+    if model not in REHEARSALS:
+        REHEARSALS[model] = Rehearsals(config_of(fact.tables))
+    return REHEARSALS[model].counts(plan)
+
+
+def counts_of(fact: Fact, plan: RunPlan) -> Counts:
+    """Counts of a row's trainer."""
+    kernels, recompute = fact.software.kernels, fact.row["recompute"]
+    if kernels == "ours":
+        return rehearsed(fact, plan)
+    counts = rehearsed(fact, replace(plan, remat=RematConfig(mode="none")))
+    if kernels == "checkpoints":
+        return as_checkpointed(counts, recompute)
+    tokens = fact["micro_batch_samples"] * fact["seq_tokens"]
+    return as_megatron(counts, recompute, tokens * fact["vocab_padded"] / fact["tp"])
 
 
 def case_of(fact: Fact) -> Case:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from titan_dit.planner.hardware import Device, device_of
 from titan_dit.planner.runtime import Runtime
@@ -17,8 +18,8 @@ class Software:
     """How a trainer runs, and the keys of this project's config that describe the same."""
 
     runtime: Runtime
-    attention: str = "auto"
-    """[precision] attention; "math" writes the scores to memory."""
+    kernels: Literal["ours", "checkpoints", "megatron"] = "ours"
+    """See `facts_kernels`: this project's; with checkpoints that repeat all of a block; Megatron's."""
     remat: Mapping[str, str] = field(default_factory=dict)
     """[remat] mode of its `recompute`, where the names differ."""
     reshard: str = "auto"
@@ -40,7 +41,6 @@ MEGATRON = Runtime(
     update_bytes=MEGATRON_UPDATE,
     state_bytes=MEGATRON_STATE,
     blocking_messages=True,
-    attention_dropout=True,
 )
 SCATTERED = replace(MEGATRON, scattered_messages=True)
 """arXiv:2104.04473 sec. 4.1."""
@@ -52,30 +52,32 @@ ATTENTION = {"selective": "attention"}
 SOFTWARE = {
     "megatron-lm 8aa4619f": {
         # allreduce_params after the last backward; unfused attention; send and receive block.
-        "local ddp": Software(runtime=MEGATRON, attention="math"),
+        "local ddp": Software(runtime=MEGATRON, kernels="megatron"),
     },
     "oneflow 75f11b8": {
         # A static graph: gradients are reduced while backward runs, and stages exchange messages
         # while they compute.
         "": Software(
             runtime=replace(MEGATRON, overlaps_data=True, blocking_messages=False),
-            attention="math",
+            kernels="megatron",
         ),
     },
     "megatron-lm sc21": {
-        "local ddp": Software(runtime=SCATTERED, attention="math"),
+        "local ddp": Software(runtime=SCATTERED, kernels="megatron"),
         # torch's DistributedDataParallel reduces buckets while backward runs.
-        "torch ddp": Software(runtime=replace(SCATTERED, overlaps_data=True), attention="math"),
+        "torch ddp": Software(runtime=replace(SCATTERED, overlaps_data=True), kernels="megatron"),
     },
     "megatron-lm 2022": {
-        "local ddp": Software(runtime=SCATTERED, attention="math", remat=ATTENTION),
+        "local ddp": Software(runtime=SCATTERED, kernels="megatron", remat=ATTENTION),
     },
     "llm-foundry": {
-        "DEFAULT FULL_SHARD": Software(runtime=FOUNDRY, reshard="always"),
+        "DEFAULT FULL_SHARD": Software(runtime=FOUNDRY, kernels="checkpoints", reshard="always"),
         "DEFAULT SHARD_GRAD_OP": Software(
-            runtime=replace(FOUNDRY, sharding="gradients"), reshard="never"
+            runtime=replace(FOUNDRY, sharding="gradients"),
+            kernels="checkpoints",
+            reshard="never"
         ),
-        "PURE FULL_SHARD": Software(runtime=replace(FOUNDRY, gradient_bytes=2), reshard="always"),
+        "PURE FULL_SHARD": Software(runtime=replace(FOUNDRY, gradient_bytes=2), kernels="checkpoints", reshard="always"),
     },
     "torchtitan": {
         "eager": Software(runtime=Runtime()),
