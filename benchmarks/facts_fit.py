@@ -71,9 +71,7 @@ def fold_of(name: str, device: Device, cases: Sequence[Case], chosen: Sequence[C
     return Fold(name, fitted, frozenset(case.name for case in chosen), seconds)
 
 
-def source_of(
-    name: str, facts: Sequence[Fact], device: Device, only: Sequence[str] = ()
-) -> Source:
+def source_of(name: str, facts: Sequence[Fact], device: Device, only: Sequence[str] = ()) -> Source:
     """Fits on every third case, or one on the rows that `only` names."""
     cases = {fact.name: case_of(fact) for fact in facts}
     inside = [fact for fact in facts if fact["tp"] <= device.gpus_per_node]

@@ -7,7 +7,7 @@ checkpoints repeat the whole forward pass.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from titan_dit.planner.work import Attention, Counts, Part, Product, Work
 
@@ -22,6 +22,18 @@ minus it (8), exponential (8), sum (4), softmax (8); backward minus one-hot and 
 (4 + 2)."""
 NORM = (2, 3)
 """How often a norm reads or writes its tokens, forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron:
+    """What changed from version to version."""
+
+    add_bytes: float = 6
+    """Per gradient and microbatch: added to fp16 gradients (reads two, writes one). 0: the product
+    itself adds to its output."""
+    hides_tp: bool = False
+    """Backward's tp messages hide behind the weight gradients (LinearWithGradAccumulation-
+    AndAsyncCommunication)."""
 
 
 def unfused(work: Work) -> Work:
@@ -48,23 +60,18 @@ def written_out(attention: Attention) -> Work:
     which = int(attention.is_backward)
     nbytes = batch * queries * keys * (SOFTMAX[which] + DROPOUT[which])
     kernels = len(shapes) + 2
-    return Work(
-        products=products, moved=nbytes, fused=nbytes, operators=kernels, kernels=kernels
-    )
+    return Work(products=products, moved=nbytes, fused=nbytes, operators=kernels, kernels=kernels)
 
 
-def repeating(part: Part, work: Work) -> Part:
-    """The part whose backward repeats `work` first."""
-    return replace(part, backward=work + part.backward)
-
-
-def as_megatron(counts: Counts, recompute: str, logits: float) -> Counts:
+def as_megatron(counts: Counts, kernels: Megatron, recompute: str, logits: float) -> Counts:
     """Counts without recomputation as those of Megatron's kernels.
 
     `logits`: elements on a rank. `recompute`: "none", "selective" (attention) or "full".
     """
     block, head = counts.block, counts.head
     forward, backward = unfused(block.forward), unfused(block.backward)
+    if kernels.hides_tp:
+        backward = replace(backward, messages={})
     again = Work()
     if recompute == "full":
         again = forward
@@ -77,7 +84,17 @@ def as_megatron(counts: Counts, recompute: str, logits: float) -> Counts:
             (head.forward, head.backward), NORM, CROSS_ENTROPY, strict=True
         )
     ]
-    return replace(counts, block=own, head=replace(head, forward=passes[0], backward=passes[1]))
+    last = replace(head, forward=passes[0], backward=passes[1])
+    parts = {"embed": counts.embed, "block": own, "head": last}
+    added = {name: accumulating(part, kernels.add_bytes) for name, part in parts.items()}
+    return replace(counts, **added)
+
+
+def accumulating(part: Part, per_gradient: float) -> Part:
+    """The part whose backward adds its gradients to those of other microbatches."""
+    nbytes = per_gradient * part.trained
+    adding = Work(moved=nbytes, fused=nbytes, operators=part.tensors, kernels=part.tensors)
+    return replace(part, backward=part.backward + adding)
 
 
 def as_checkpointed(counts: Counts, recompute: str) -> Counts:
@@ -87,4 +104,5 @@ def as_checkpointed(counts: Counts, recompute: str) -> Counts:
     """
     if recompute != "full":
         return counts
-    return replace(counts, block=repeating(counts.block, counts.block.forward))
+    block = counts.block
+    return replace(counts, block=replace(block, backward=block.forward + block.backward))

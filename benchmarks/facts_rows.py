@@ -31,8 +31,8 @@ COLUMNS = (
 SHAPE = ("hidden", "heads", "kv_heads", "layers", "ffn", "seq_tokens", "vocab_padded")
 LAYOUT = ("variant", "gpus", "dp", "tp", "pp", "cp", "schedule", "virtual_stages", "recompute")
 BATCH = ("micro_batch_samples", "global_batch_samples", "sequence_parallel", "precision")
-GROUP = ("software", "device", "gpus", "global_batch_samples", *SHAPE)
-"""Layouts that a user would choose from."""
+GROUP = ("software", "device", "gpus", "global_batch_samples", *SHAPE[:-1])
+"""Layouts that a user would choose from; padding of the vocabulary follows tp."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,13 @@ class Fact:
         return SOFTWARE[self.row["software"]][self.row["variant"]]
 
     @property
+    def equal_stages(self) -> list[int]:
+        """Layers of each stage: equal in all trainers; [] if they do not divide."""
+        stages = self["pp"] * self["virtual_stages"]
+        each, rest = divmod(self["layers"], stages)
+        return [] if rest or self["pp"] == 1 else [each] * stages
+
+    @property
     def tables(self) -> dict[str, dict[str, Any]]:
         """The config that describes the row."""
         software, recompute = self.software, self.row["recompute"]
@@ -89,6 +96,7 @@ class Fact:
             "pipeline": {
                 "schedule": self.row["schedule"],
                 "virtual_stages": self["virtual_stages"],
+                "split": self.equal_stages,
             },
             "training": {**training, "microbatch_size": self["micro_batch_samples"]},
             "remat": {"mode": software.remat.get(recompute, recompute)},
@@ -177,7 +185,7 @@ def counts_of(fact: Fact, plan: RunPlan) -> Counts:
     if kernels == "checkpoints":
         return as_checkpointed(counts, recompute)
     tokens = fact["micro_batch_samples"] * fact["seq_tokens"]
-    return as_megatron(counts, recompute, tokens * fact["vocab_padded"] / fact["tp"])
+    return as_megatron(counts, kernels, recompute, tokens * fact["vocab_padded"] / fact["tp"])
 
 
 def case_of(fact: Fact) -> Case:

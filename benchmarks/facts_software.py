@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from facts_kernels import Megatron
+
 from titan_dit.planner.hardware import Device, device_of
 from titan_dit.planner.runtime import Runtime
 
@@ -18,7 +20,7 @@ class Software:
     """How a trainer runs, and the keys of this project's config that describe the same."""
 
     runtime: Runtime
-    kernels: Literal["ours", "checkpoints", "megatron"] = "ours"
+    kernels: Literal["ours", "checkpoints"] | Megatron = "ours"
     """See `facts_kernels`: this project's; with checkpoints that repeat all of a block; Megatron's."""
     remat: Mapping[str, str] = field(default_factory=dict)
     """[remat] mode of its `recompute`, where the names differ."""
@@ -45,39 +47,45 @@ MEGATRON = Runtime(
 SCATTERED = replace(MEGATRON, scattered_messages=True)
 """arXiv:2104.04473 sec. 4.1."""
 # Composer: bf16 parameters are gathered; DEFAULT reduces in fp32, PURE in bf16 (get_mixed_precision).
-FOUNDRY = Runtime(is_fused=False, gather_bytes=2, gradient_bytes=4)
+# FSDP reduces in every microbatch: Composer does not use its no_sync.
+FOUNDRY = Runtime(is_fused=False, gather_bytes=2, gradient_bytes=4, reduces_each_microbatch=True)
 ATTENTION = {"selective": "attention"}
 """arXiv:2205.05198 sec. 5 recomputes attention alone under this name."""
 
 SOFTWARE = {
     "megatron-lm 8aa4619f": {
         # allreduce_params after the last backward; unfused attention; send and receive block.
-        "local ddp": Software(runtime=MEGATRON, kernels="megatron"),
+        "local ddp": Software(runtime=MEGATRON, kernels=Megatron()),
     },
     "oneflow 75f11b8": {
         # A static graph: gradients are reduced while backward runs, and stages exchange messages
         # while they compute.
         "": Software(
             runtime=replace(MEGATRON, overlaps_data=True, blocking_messages=False),
-            kernels="megatron",
+            kernels=Megatron(),
         ),
     },
     "megatron-lm sc21": {
-        "local ddp": Software(runtime=SCATTERED, kernels="megatron"),
+        "local ddp": Software(runtime=SCATTERED, kernels=Megatron()),
         # torch's DistributedDataParallel reduces buckets while backward runs.
-        "torch ddp": Software(runtime=replace(SCATTERED, overlaps_data=True), kernels="megatron"),
+        "torch ddp": Software(runtime=replace(SCATTERED, overlaps_data=True), kernels=Megatron()),
     },
     "megatron-lm 2022": {
-        "local ddp": Software(runtime=SCATTERED, kernels="megatron", remat=ATTENTION),
+        # Products add to fp32 gradients, which the optimizer then need not copy (2 + 4).
+        "local ddp": Software(
+            runtime=replace(SCATTERED, update_bytes=MEGATRON_UPDATE - 6),
+            kernels=Megatron(add_bytes=0, hides_tp=True),
+            remat=ATTENTION,
+        ),
     },
     "llm-foundry": {
         "DEFAULT FULL_SHARD": Software(runtime=FOUNDRY, kernels="checkpoints", reshard="always"),
         "DEFAULT SHARD_GRAD_OP": Software(
-            runtime=replace(FOUNDRY, sharding="gradients"),
-            kernels="checkpoints",
-            reshard="never"
+            runtime=replace(FOUNDRY, sharding="gradients"), kernels="checkpoints", reshard="never"
         ),
-        "PURE FULL_SHARD": Software(runtime=replace(FOUNDRY, gradient_bytes=2), kernels="checkpoints", reshard="always"),
+        "PURE FULL_SHARD": Software(
+            runtime=replace(FOUNDRY, gradient_bytes=2), kernels="checkpoints", reshard="always"
+        ),
     },
     "torchtitan": {
         "eager": Software(runtime=Runtime()),

@@ -52,7 +52,9 @@ def of_run(run: Path) -> Measured:
     """The steps of a run: the median over its rows. Raises UserError without metrics."""
     tables_file, metrics_file = run / "config.toml", run / "metrics.jsonl"
     if not tables_file.is_file():
-        raise UserError(f"{run}: no config.toml. Give the directory of a run, such as outputs/NAME.")
+        raise UserError(
+            f"{run}: no config.toml. Give the directory of a run, such as outputs/NAME."
+        )
     rows = [row for row in read_rows(metrics_file) if row.get("step_ms")]
     # The first row is the first step, which compiles and warms up.
     if not rows[1:]:
