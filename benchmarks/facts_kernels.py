@@ -20,6 +20,8 @@ CROSS_ENTROPY = (38, 14)
 """Bytes per logit of Megatron's vocabulary-parallel cross entropy: to fp32 (2 + 4), maximum (4),
 minus it (8), exponential (8), sum (4), softmax (8); backward minus one-hot and scaled (8), to fp16
 (4 + 2)."""
+ONE_KERNEL = (2, 4)
+"""The same of a fused cross entropy on bf16 logits (flash-attention's, in place)."""
 NORM = (2, 3)
 """How often a norm reads or writes its tokens, forward and backward."""
 
@@ -78,13 +80,7 @@ def as_megatron(counts: Counts, kernels: Megatron, recompute: str, logits: float
     elif recompute == "selective":
         again = unfused(Work(attention=block.forward.attention))
     own = replace(block, forward=forward, backward=again + backward)
-    passes = [
-        replace(work, fused=norm * counts.stream + nbytes * logits)
-        for work, norm, nbytes in zip(
-            (head.forward, head.backward), NORM, CROSS_ENTROPY, strict=True
-        )
-    ]
-    last = replace(head, forward=passes[0], backward=passes[1])
+    last = scored(head, counts.stream, logits, CROSS_ENTROPY)
     parts = {"embed": counts.embed, "block": own, "head": last}
     added = {name: accumulating(part, kernels.add_bytes) for name, part in parts.items()}
     return replace(counts, **added)
@@ -97,12 +93,26 @@ def accumulating(part: Part, per_gradient: float) -> Part:
     return replace(part, backward=part.backward + adding)
 
 
-def as_checkpointed(counts: Counts, recompute: str) -> Counts:
-    """Counts without recomputation as with checkpoints that repeat all of a block's forward.
+def scored(head: Part, stream: float, logits: float, nbytes: tuple[float, float]) -> Part:
+    """The head with a norm and a cross entropy of so many bytes per logit."""
+    passes = [
+        replace(work, moved=moved, fused=moved)
+        for work, moved in (
+            (head.forward, NORM[0] * stream + nbytes[0] * logits),
+            (head.backward, NORM[1] * stream + nbytes[1] * logits),
+        )
+    ]
+    return replace(head, forward=passes[0], backward=passes[1])
 
-    torch's since 2.1 stop at the last tensor that backward needs: without the last product.
+
+def as_checkpointed(counts: Counts, recompute: str, logits: float) -> Counts:
+    """Counts without recomputation as those of llm-foundry.
+
+    Its checkpoints repeat all of a block's forward; torch's since 2.1 stop at the last tensor that
+    backward needs, without the last product. Its cross entropy is one kernel.
     """
-    if recompute != "full":
-        return counts
     block = counts.block
-    return replace(counts, block=replace(block, backward=block.forward + block.backward))
+    if recompute == "full":
+        block = replace(block, backward=block.forward + block.backward)
+    head = scored(counts.head, counts.stream, logits, ONE_KERNEL)
+    return replace(counts, block=block, head=head)

@@ -182,10 +182,11 @@ def counts_of(fact: Fact, plan: RunPlan) -> Counts:
     if kernels == "ours":
         return rehearsed(fact, plan)
     counts = rehearsed(fact, replace(plan, remat=RematConfig(mode="none")))
-    if kernels == "checkpoints":
-        return as_checkpointed(counts, recompute)
     tokens = fact["micro_batch_samples"] * fact["seq_tokens"]
-    return as_megatron(counts, kernels, recompute, tokens * fact["vocab_padded"] / fact["tp"])
+    logits = tokens * fact["vocab_padded"] / fact["tp"]
+    if kernels == "checkpoints":
+        return as_checkpointed(counts, recompute, logits)
+    return as_megatron(counts, kernels, recompute, logits)
 
 
 def case_of(fact: Fact) -> Case:
