@@ -106,10 +106,13 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of a format; UserError if the device lacks it."""
         if dtype not in self.peak_tflops:
-            fix = "Set [float8] off" if dtype == "float8" else "Set [precision] dtype"
+            key = "float8" if dtype == "float8" else "dtype"
+            others = [known for known in self.peak_tflops if known != "float8"]
+            fix = '"off"' if dtype == "float8" else " or ".join(map(show, others))
             raise UserError(
-                f"[precision] {dtype}: device {self.name} has no peak for it, only for "
-                f"{', '.join(self.peak_tflops)}. {fix}, or plan for another device."
+                f"[precision] {key}: device {self.name} has no {dtype}, only "
+                f"{', '.join(self.peak_tflops)}. Set [precision] {key} = {fix}, or plan for "
+                "another device."
             )
         return 1e12 * self.peak_tflops[dtype]
 

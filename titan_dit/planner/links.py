@@ -111,20 +111,14 @@ class Links:
         return latency + nbytes / bandwidth
 
     def _stage(self, source: int, target: int) -> tuple[float, float]:
-        device, gpus = self.device, self.device.gpus_per_node
-        ranks = self.world_size // self.sizes.pp
-        pairs = [
-            ((source * ranks + one) // gpus, (target * ranks + one) // gpus) for one in range(ranks)
-        ]
-        leaving = [pair for pair in pairs if pair[0] != pair[1]]
-        inner = 1e9 * device.inner(2) * device.efficiency.inner
-        if not leaving:
+        device, gpus, nics = self.device, self.device.gpus_per_node, self.device.nics_per_node
+        most = leaving_at_once(self.world_size // self.sizes.pp, source, target, gpus)
+        if not most:
+            inner = 1e9 * device.inner(2) * device.efficiency.inner
             return 1e-6 * device.inner_latency_us, inner
-        sent, received = Counter(pair[0] for pair in leaving), Counter(pair[1] for pair in leaving)
-        most = max(*sent.values(), *received.values())
-        nics = min(device.nics_per_node / most, near(device.nics_per_node, gpus, 1))
-        between = 1e9 * device.nic_gb_per_s * nics * device.efficiency.node
-        return 1e-6 * device.node_latency_us, min(inner, between)
+        own = min(nics / most, near(nics, gpus, 1))
+        nic = 1e9 * device.nic_gb_per_s * device.efficiency.node
+        return 1e-6 * device.node_latency_us, nic * own
 
     def _cost(self, axis: str) -> Cost:
         if axis not in self._costs:
@@ -200,6 +194,27 @@ def axes_of(name: str) -> tuple[str, ...]:
     found = FLATTENED.get(name) or tuple(name.split(" x "))
     assert set(found) <= set(AXES), f"{name} is no axis of the mesh"
     return found
+
+
+@functools.lru_cache(maxsize=2**14)
+def leaving_at_once(ranks: int, source: int, target: int, gpus: int) -> int:
+    """Ranks that send through the NICs of one node at once, from a stage of `ranks` to another.
+
+    0 if the stages are on one node.
+    """
+    if ranks % gpus == 0:
+        return gpus
+    if gpus % ranks == 0:
+        return 0 if source * ranks // gpus == target * ranks // gpus else ranks
+    pairs = [
+        ((source * ranks + one) // gpus, (target * ranks + one) // gpus) for one in range(ranks)
+    ]
+    leaving = [pair for pair in pairs if pair[0] != pair[1]]
+    ends = (
+        *Counter(pair[0] for pair in leaving).values(),
+        *Counter(pair[1] for pair in leaving).values(),
+    )
+    return max(ends, default=0)
 
 
 def near(nics: int, gpus: int, ranks: int) -> float:
