@@ -22,6 +22,8 @@ minus it (8), exponential (8), sum (4), softmax (8); backward minus one-hot and 
 (4 + 2)."""
 ONE_KERNEL = (2, 4)
 """The same of a fused cross entropy on bf16 logits (flash-attention's, in place)."""
+FLOAT8 = 4
+"""Bytes per element of an operand that is cast: reads bf16, writes it and its transpose."""
 NORM = (2, 3)
 """How often a norm reads or writes its tokens, forward and backward."""
 
@@ -93,6 +95,21 @@ def accumulating(part: Part, per_gradient: float) -> Part:
     return replace(part, backward=part.backward + adding)
 
 
+def in_float8(work: Work) -> Work:
+    """The same with the products of linears in float8, as Transformer Engine casts for them.
+
+    One kernel casts an operand and its transpose, of which there is one for two products.
+    """
+    products: dict[Product, float] = {}
+    nbytes = kernels = 0.0
+    for product, count in work.products.items():
+        products[product._replace(dtype="float8")] = count
+        nbytes += count * FLOAT8 * (product.m * product.k + product.k * product.n) / 2
+        kernels += count
+    casts = Work(moved=nbytes, fused=nbytes, operators=kernels, kernels=kernels)
+    return replace(work, products=products) + casts
+
+
 def scored(head: Part, stream: float, logits: float, nbytes: tuple[float, float]) -> Part:
     """The head with a norm and a cross entropy of so many bytes per logit."""
     passes = [
@@ -105,13 +122,15 @@ def scored(head: Part, stream: float, logits: float, nbytes: tuple[float, float]
     return replace(head, forward=passes[0], backward=passes[1])
 
 
-def as_checkpointed(counts: Counts, recompute: str, logits: float) -> Counts:
-    """Counts without recomputation as those of llm-foundry.
+def as_foundry(counts: Counts, recompute: str, logits: float, *, float8: bool) -> Counts:
+    """Counts in bf16 without recomputation as those of llm-foundry.
 
     Its checkpoints repeat all of a block's forward; torch's since 2.1 stop at the last tensor that
     backward needs, without the last product. Its cross entropy is one kernel.
     """
     block = counts.block
+    if float8:
+        block = replace(block, forward=in_float8(block.forward), backward=in_float8(block.backward))
     if recompute == "full":
         block = replace(block, backward=block.forward + block.backward)
     head = scored(counts.head, counts.stream, logits, ONE_KERNEL)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from facts_kernels import as_checkpointed, as_megatron
+from facts_kernels import as_foundry, as_megatron
 from facts_software import SOFTWARE, Software
 
 from titan_dit.config import catalog, config_file
@@ -181,11 +181,14 @@ def counts_of(fact: Fact, plan: RunPlan) -> Counts:
     kernels, recompute = fact.software.kernels, fact.row["recompute"]
     if kernels == "ours":
         return rehearsed(fact, plan)
-    counts = rehearsed(fact, replace(plan, remat=RematConfig(mode="none")))
+    precision = replace(plan.precision, float8="off")
+    plain = replace(plan, remat=RematConfig(mode="none"), precision=precision)
+    counts = rehearsed(fact, plain)
     tokens = fact["micro_batch_samples"] * fact["seq_tokens"]
     logits = tokens * fact["vocab_padded"] / fact["tp"]
-    if kernels == "checkpoints":
-        return as_checkpointed(counts, recompute, logits)
+    if kernels == "foundry":
+        float8 = fact.row["precision"] == "float8"
+        return as_foundry(counts, recompute, logits, float8=float8)
     return as_megatron(counts, kernels, recompute, logits)
 
 

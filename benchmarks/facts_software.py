@@ -20,8 +20,8 @@ class Software:
     """How a trainer runs, and the keys of this project's config that describe the same."""
 
     runtime: Runtime
-    kernels: Literal["ours", "checkpoints"] | Megatron = "ours"
-    """See `facts_kernels`: this project's; with checkpoints that repeat all of a block; Megatron's."""
+    kernels: Literal["ours", "foundry"] | Megatron = "ours"
+    """See `facts_kernels`."""
     remat: Mapping[str, str] = field(default_factory=dict)
     """[remat] mode of its `recompute`, where the names differ."""
     reshard: str = "auto"
@@ -79,12 +79,12 @@ SOFTWARE = {
         ),
     },
     "llm-foundry": {
-        "DEFAULT FULL_SHARD": Software(runtime=FOUNDRY, kernels="checkpoints", reshard="always"),
+        "DEFAULT FULL_SHARD": Software(runtime=FOUNDRY, kernels="foundry", reshard="always"),
         "DEFAULT SHARD_GRAD_OP": Software(
-            runtime=replace(FOUNDRY, sharding="gradients"), kernels="checkpoints", reshard="never"
+            runtime=replace(FOUNDRY, sharding="gradients"), kernels="foundry", reshard="never"
         ),
         "PURE FULL_SHARD": Software(
-            runtime=replace(FOUNDRY, gradient_bytes=2), kernels="checkpoints", reshard="always"
+            runtime=replace(FOUNDRY, gradient_bytes=2), kernels="foundry", reshard="always"
         ),
     },
     "torchtitan": {
