@@ -9,6 +9,7 @@ from typing import Any
 
 from facts_rows import Fact, case_of, thirds
 
+from titan_dit.config.section import UserError
 from titan_dit.planner.calibrate import Case, coefficients, fit, predicted, with_coefficients
 from titan_dit.planner.hardware import Device
 
@@ -46,11 +47,15 @@ class Source:
     facts: list[Fact]
     cases: list[Case]
     folds: list[Fold]
+    refused: Mapping[str, str]
+    """Fits that were refused, with the reason."""
+    device: Device
+    """Before any fit."""
 
     @property
     def flagged(self) -> set[str]:
         """Rows with tp across nodes: predicted, but neither fitted nor counted."""
-        gpus = self.folds[0].device.gpus_per_node
+        gpus = self.device.gpus_per_node
         return {fact.name for fact in self.facts if fact["tp"] > gpus}
 
     @property
@@ -75,20 +80,16 @@ def source_of(name: str, facts: Sequence[Fact], device: Device, only: Sequence[s
     """Fits on every third case, or one on the rows that `only` names."""
     cases = {fact.name: case_of(fact) for fact in facts}
     inside = [fact for fact in facts if fact["tp"] <= device.gpus_per_node]
-    if only:
-        chosen = [[fact for fact in facts if fact.name in only]]
-    else:
-        chosen = thirds(inside)
-    folds = [
-        fold_of(
-            "the rows named" if only else f"third {number}",
-            device,
-            list(cases.values()),
-            [cases[fact.name] for fact in part],
-        )
-        for number, part in enumerate(chosen, 1)
-    ]
-    return Source(name, list(facts), list(cases.values()), folds)
+    chosen = [[fact for fact in facts if fact.name in only]] if only else thirds(inside)
+    folds, refused = [], {}
+    for number, part in enumerate(chosen, 1):
+        title = "the rows named" if only else f"third {number}"
+        rows = [cases[fact.name] for fact in part]
+        try:
+            folds.append(fold_of(title, device, list(cases.values()), rows))
+        except UserError as error:
+            refused[title] = str(error)
+    return Source(name, list(facts), list(cases.values()), folds, refused, device)
 
 
 def rows_table(source: Source) -> list[dict[str, Any]]:
@@ -120,8 +121,12 @@ def folds_table(source: Source) -> list[dict[str, Any]]:
     for fold in source.folds:
         found = fold.held_out(source.counted)
         lines.append({"fit on": fold.name, **errors_row(found), **shown(fold.device)})
+    blank = dict.fromkeys(shown(source.device), "")
+    lines += [
+        {"fit on": f"{name}: {reason}", **errors_row(()), **blank}
+        for name, reason in source.refused.items()
+    ]
     if len(source.folds) > 1:
-        blank = dict.fromkeys(shown(source.folds[0].device), "")
         lines.append({"fit on": "all thirds", **errors_row(source.errors), **blank})
     return lines
 
@@ -143,7 +148,7 @@ def overview(sources: Sequence[Source]) -> list[dict[str, Any]]:
 def transferred(source: Source, target: Source, device: Device) -> list[float]:
     """Errors on the target's rows of the efficiencies fitted on all rows of the source."""
     counted = source.counted
-    fitted = fit(counted, source.folds[0].device)
+    fitted = fit(counted, source.device)
     own = with_coefficients(device, coefficients(fitted))
     return [predicted(case, own) / case.seconds - 1 for case in target.counted]
 

@@ -11,15 +11,6 @@ from dataclasses import dataclass, replace
 
 from titan_dit.planner.work import Attention, Counts, Part, Product, Work
 
-SOFTMAX = (4, 6)
-"""Bytes per score of the fused scale, mask and softmax, forward and backward, fp16: reads one
-tensor and writes one; reads two and writes one."""
-DROPOUT = (5, 5)
-"""The same of dropout: with a mask of a byte."""
-CROSS_ENTROPY = (38, 14)
-"""Bytes per logit of Megatron's vocabulary-parallel cross entropy: to fp32 (2 + 4), maximum (4),
-minus it (8), exponential (8), sum (4), softmax (8); backward minus one-hot and scaled (8), to fp16
-(4 + 2)."""
 ONE_KERNEL = (2, 4)
 """The same of a fused cross entropy on bf16 logits (flash-attention's, in place)."""
 FLOAT8 = 4
@@ -29,9 +20,19 @@ NORM = (2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Megatron:
-    """What changed from version to version."""
+class Unfused:
+    """Kernels of a trainer that writes attention's scores to memory, in fp16; as in Megatron.
 
+    Bytes are given as (forward, backward).
+    """
+
+    scores: tuple[float, float] = (4 + 5, 6 + 5)
+    """Bytes per score beside the products. Scale, mask and softmax in one kernel read one tensor
+    and write one, backward reads two. Dropout does, too, and has a mask of a byte."""
+    logits: tuple[float, float] = (38, 14)
+    """Bytes per logit of the vocabulary-parallel cross entropy: to fp32 (2 + 4), maximum (4), minus
+    it (8), exponential (8), sum (4), softmax (8); backward minus one-hot and scaled (8), to fp16
+    (4 + 2)."""
     add_bytes: float = 6
     """Per gradient and microbatch: added to fp16 gradients (reads two, writes one). 0: the product
     itself adds to its output."""
@@ -40,16 +41,16 @@ class Megatron:
     AndAsyncCommunication)."""
 
 
-def unfused(work: Work) -> Work:
+def unfused(work: Work, scores: tuple[float, float]) -> Work:
     """The same with attention that writes scores of queries x keys to memory, all of them."""
     extra = Work()
     for attention, count in work.attention.items():
-        extra = extra + written_out(attention).times(count)
+        extra = extra + written_out(attention, scores[attention.is_backward]).times(count)
     return replace(work, attention={}) + extra
 
 
-def written_out(attention: Attention) -> Work:
-    """One call of attention as products, softmax and dropout."""
+def written_out(attention: Attention, per_score: float) -> Work:
+    """One call of attention as products, softmax and dropout, of so many bytes per score."""
     batch, queries, keys = attention.batch * attention.heads, attention.queries, attention.keys
     dim, dtype = attention.head_dim, attention.dtype
     shapes = [(queries, keys, dim), (queries, dim, keys)]
@@ -61,28 +62,28 @@ def written_out(attention: Attention) -> Work:
     for m, n, k in shapes:
         product = Product(batch, m, n, k, dtype)
         products[product] = products.get(product, 0) + 1
-    which = int(attention.is_backward)
-    nbytes = batch * queries * keys * (SOFTMAX[which] + DROPOUT[which])
+    nbytes = batch * queries * keys * per_score
     kernels = len(shapes) + 2
     return Work(products=products, moved=nbytes, fused=nbytes, operators=kernels, kernels=kernels)
 
 
-def as_megatron(counts: Counts, kernels: Megatron, recompute: str, logits: float) -> Counts:
-    """Counts without recomputation as those of Megatron's kernels.
+def as_unfused(counts: Counts, kernels: Unfused, recompute: str, logits: float) -> Counts:
+    """Counts without recomputation as those of a trainer like Megatron.
 
     `logits`: elements on a rank. `recompute`: "none", "selective" (attention) or "full".
     """
-    block, head = counts.block, counts.head
-    forward, backward = unfused(block.forward), unfused(block.backward)
+    block = counts.block
+    forward = unfused(block.forward, kernels.scores)
+    backward = unfused(block.backward, kernels.scores)
     if kernels.hides_tp:
         backward = replace(backward, messages={})
     again = Work()
     if recompute == "full":
         again = forward
     elif recompute == "selective":
-        again = unfused(Work(attention=block.forward.attention))
+        again = unfused(Work(attention=block.forward.attention), kernels.scores)
     own = replace(block, forward=forward, backward=again + backward)
-    last = scored(head, counts.stream, logits, CROSS_ENTROPY)
+    last = scored(counts.head, counts.stream, logits, kernels.logits)
     parts = {"embed": counts.embed, "block": own, "head": last}
     added = {name: accumulating(part, kernels.add_bytes) for name, part in parts.items()}
     return replace(counts, **added)

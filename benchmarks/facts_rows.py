@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from facts_kernels import as_foundry, as_megatron
+from facts_kernels import as_foundry, as_unfused
 from facts_software import SOFTWARE, Software
 
 from titan_dit.config import catalog, config_file
@@ -22,12 +22,7 @@ from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.work import Counts
 
 FACTS = Path(__file__).resolve().parent / "facts"
-COLUMNS = (
-    "source software variant case device gpus dp tp pp cp schedule virtual_stages "
-    "micro_batch_samples num_microbatches global_batch_samples hidden heads kv_heads layers ffn "
-    "seq_tokens vocab_padded parameters recompute sequence_parallel precision reported "
-    "reported_unit step_ms memory_mib"
-).split()
+COLUMNS = tuple((FACTS / "megatron_v100.csv").read_text().splitlines()[0].split(","))
 SHAPE = ("hidden", "heads", "kv_heads", "layers", "ffn", "seq_tokens", "vocab_padded")
 LAYOUT = ("variant", "gpus", "dp", "tp", "pp", "cp", "schedule", "virtual_stages", "recompute")
 BATCH = ("micro_batch_samples", "global_batch_samples", "sequence_parallel", "precision")
@@ -189,7 +184,7 @@ def counts_of(fact: Fact, plan: RunPlan) -> Counts:
     if kernels == "foundry":
         float8 = fact.row["precision"] == "float8"
         return as_foundry(counts, recompute, logits, float8=float8)
-    return as_megatron(counts, kernels, recompute, logits)
+    return as_unfused(counts, kernels, recompute, logits)
 
 
 def case_of(fact: Fact) -> Case:

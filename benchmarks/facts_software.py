@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from facts_kernels import Megatron
+from facts_kernels import ONE_KERNEL, Unfused
 
 from titan_dit.planner.hardware import Device, device_of
 from titan_dit.planner.runtime import Runtime
@@ -20,7 +20,7 @@ class Software:
     """How a trainer runs, and the keys of this project's config that describe the same."""
 
     runtime: Runtime
-    kernels: Literal["ours", "foundry"] | Megatron = "ours"
+    kernels: Literal["ours", "foundry"] | Unfused = "ours"
     """See `facts_kernels`."""
     remat: Mapping[str, str] = field(default_factory=dict)
     """[remat] mode of its `recompute`, where the names differ."""
@@ -32,6 +32,9 @@ class Software:
 # Per parameter: fp16 gradients to fp32 (2 + 4), unscaled (4 + 4), their norm (4), clipped (4 + 4),
 # Adam (16 read, 12 written), weights to fp16 (4 + 2).
 MEGATRON_UPDATE = 60.0
+# One kernel: reads fp16 gradients (2), reads and writes weights and moments (24), writes fp16 weights
+# (2); the norm reads the gradients before (2).
+ONEFLOW_UPDATE = 30.0
 # fp16 weights and gradients, fp32 weights, gradients and two moments.
 MEGATRON_STATE = 20.0
 MEGATRON = Runtime(
@@ -44,9 +47,14 @@ MEGATRON = Runtime(
     state_bytes=MEGATRON_STATE,
     blocking_messages=True,
 )
+ONEFLOW = replace(MEGATRON, blocking_messages=False, update_bytes=ONEFLOW_UPDATE)
+# One kernel for scale, mask, softmax and dropout, which writes probabilities twice and a mask; one
+# for its backward. One for the cross entropy.
+ONEFLOW_KERNELS = Unfused(scores=(2 + 2 + 2 + 1, 2 + 1 + 2 + 2), logits=ONE_KERNEL)
 SCATTERED = replace(MEGATRON, scattered_messages=True)
 """arXiv:2104.04473 sec. 4.1."""
-# Composer: bf16 parameters are gathered; DEFAULT reduces in fp32, PURE in bf16 (get_mixed_precision).
+# Composer's get_mixed_precision: parameters are gathered in bf16; DEFAULT reduces in fp32, PURE in
+# bf16.
 # FSDP reduces in every microbatch: Composer does not use its no_sync.
 FOUNDRY = Runtime(is_fused=False, gather_bytes=2, gradient_bytes=4, reduces_each_microbatch=True)
 ATTENTION = {"selective": "attention"}
@@ -55,26 +63,24 @@ ATTENTION = {"selective": "attention"}
 SOFTWARE = {
     "megatron-lm 8aa4619f": {
         # allreduce_params after the last backward; unfused attention; send and receive block.
-        "local ddp": Software(runtime=MEGATRON, kernels=Megatron()),
+        "local ddp": Software(runtime=MEGATRON, kernels=Unfused()),
     },
     "oneflow 75f11b8": {
-        # A static graph: gradients are reduced while backward runs, and stages exchange messages
-        # while they compute.
-        "": Software(
-            runtime=replace(MEGATRON, overlaps_data=True, blocking_messages=False),
-            kernels=Megatron(),
-        ),
+        # A static graph: stages exchange messages while they compute.
+        "1d": Software(runtime=replace(ONEFLOW, overlaps_data=True), kernels=ONEFLOW_KERNELS),
+        # With tp all collectives are on the stream of the kernels (nccl_use_compute_stream).
+        "2d": Software(runtime=ONEFLOW, kernels=ONEFLOW_KERNELS),
     },
     "megatron-lm sc21": {
-        "local ddp": Software(runtime=SCATTERED, kernels=Megatron()),
+        "local ddp": Software(runtime=SCATTERED, kernels=Unfused()),
         # torch's DistributedDataParallel reduces buckets while backward runs.
-        "torch ddp": Software(runtime=replace(SCATTERED, overlaps_data=True), kernels=Megatron()),
+        "torch ddp": Software(runtime=replace(SCATTERED, overlaps_data=True), kernels=Unfused()),
     },
     "megatron-lm 2022": {
         # Products add to fp32 gradients, which the optimizer then need not copy (2 + 4).
         "local ddp": Software(
             runtime=replace(SCATTERED, update_bytes=MEGATRON_UPDATE - 6),
-            kernels=Megatron(add_bytes=0, hides_tp=True),
+            kernels=Unfused(add_bytes=0, hides_tp=True),
             remat=ATTENTION,
         ),
     },

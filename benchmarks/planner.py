@@ -1,8 +1,8 @@
 """Is the planner right? `python benchmarks/planner.py`: its figures against public tables.
 
-For every table of benchmarks/facts: fits the efficiencies of a device to every third case (all three
-offsets) and prints what they predict of the others, the coefficients, the layout that would have
-been chosen, and memory. `--facts FILE` does so with any file that has the same columns,
+For every table of benchmarks/facts: fits the efficiencies of a device to every third case (all
+three offsets) and prints what they predict of the others, the coefficients, the layout that would
+have been chosen, and memory. `--facts FILE` does so with any file that has the same columns,
 `--calibrate-on ROWS` fits the named rows alone. Takes a few minutes on one core, and no GPU.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import facts_fit
-from facts_memory import memory_sections
 from facts_rows import FACTS, Fact, read
 from facts_software import device_named
 from report import place, table, write
@@ -113,7 +112,6 @@ def everything() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield from sections_of(source)
     yield from few_sections()
     yield "Another device, from its data sheet", list(sheet_rows(sources))
-    yield from memory_sections()
 
 
 def run(options: argparse.Namespace) -> None:

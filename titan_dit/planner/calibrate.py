@@ -73,8 +73,8 @@ def coefficients(device: Device) -> dict[str, float]:
 def with_coefficients(device: Device, values: Mapping[str, float]) -> Device:
     """The device with other efficiencies, or another time of a launch."""
     shares = {key: value for key, value in values.items() if key in EFFICIENCIES}
-    others = {key: value for key, value in values.items() if key not in EFFICIENCIES}
-    return replace(device, efficiency=replace(device.efficiency, **shares), **others)
+    launch_us = values.get("launch_us", device.launch_us)
+    return replace(device, efficiency=replace(device.efficiency, **shares), launch_us=launch_us)
 
 
 def fit(

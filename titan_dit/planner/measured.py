@@ -59,8 +59,8 @@ def of_run(run: Path) -> Measured:
     # The first row is the first step, which compiles and warms up.
     if not rows[1:]:
         raise UserError(
-            f"{metrics_file}: {len(rows)} rows with step_ms, but a plan is compared with the median "
-            "after the first. Train more steps, or set [metrics] every lower."
+            f"{metrics_file}: {len(rows)} rows with step_ms, but the median after the first is "
+            "needed. Train more steps, or set [metrics] every lower."
         )
     config = config_file.build(config_file.of_run(tables_file), catalog.variant)
     is_gpu = rows[-1].get("mfu") is not None
@@ -80,7 +80,8 @@ def ranks_of(config: JobConfig, row: Row) -> int:
     spec = config.objective.model_spec(config.model)
     with torch.device("meta"):
         flops = spec.build().flops_per_sample(spec.num_tokens)
-    return round(row["samples_per_s"] * flops / (row["tflops_per_gpu"] * 1e12))
+    ranks: float = row["samples_per_s"] * flops / (row["tflops_per_gpu"] * 1e12)
+    return round(ranks)
 
 
 def versions_of(run: Path) -> dict[str, str]:
