@@ -32,8 +32,8 @@ class Software:
 # Per parameter: fp16 gradients to fp32 (2 + 4), unscaled (4 + 4), their norm (4), clipped (4 + 4),
 # Adam (16 read, 12 written), weights to fp16 (4 + 2).
 MEGATRON_UPDATE = 60.0
-# One kernel: reads fp16 gradients (2), reads and writes weights and moments (24), writes fp16 weights
-# (2); the norm reads the gradients before (2).
+# One kernel: reads fp16 gradients (2), reads and writes weights and moments (24), writes fp16
+# weights (2); the norm reads the gradients before (2).
 ONEFLOW_UPDATE = 30.0
 # fp16 weights and gradients, fp32 weights, gradients and two moments.
 MEGATRON_STATE = 20.0

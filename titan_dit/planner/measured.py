@@ -20,6 +20,11 @@ from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe.metrics import Row, read_rows
 from titan_dit.plan import RunPlan, resolve
+from titan_dit.planner.counts import Rehearsals
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.memory import GIB, memory
+from titan_dit.planner.optimizer_state import state_of
+from titan_dit.planner.step import estimate
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 """Of this process."""
@@ -46,6 +51,11 @@ class Measured:
     device: str = ""
     """Its name, as torch reports it; empty if not logged."""
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all ranks."""
+        return 1e3 * self.plan.global_batch_size / self.step_ms
 
 
 def of_run(run: Path) -> Measured:
@@ -146,3 +156,32 @@ def warnings(measured: Measured) -> Iterator[str]:
                 f"warning: {measured.name} was measured with {name} {text}, this is "
                 f"{VERSIONS[name]}: measure again, or expect other times"
             )
+
+
+def beside(run: Path, device: Device) -> list[str]:
+    """The plan of a run on a device beside its metrics; console lines. Raises UserError."""
+    found = of_run(run)
+    plan, counts = found.plan, Rehearsals(found.config).counts(found.plan)
+    step = estimate(plan, counts, device)
+    lines = [
+        *warnings(found),
+        f"run      {run}: {plan.world_size} ranks, {plan.sizes}; medians of its rows but the first",
+        f"device   {device.name}; error to expect {device.error:.0%}",
+        compared("ms", 1e3 * step.seconds, found.step_ms),
+        compared("samples/s", plan.global_batch_size / step.seconds, found.samples_per_s),
+    ]
+    if found.allocated_gib is not None:
+        ranks = memory(plan, counts, state=state_of(found.config))
+        # Metrics are those of rank 0.
+        lines.append(compared("GiB", sum(ranks[0].values()) / GIB, found.allocated_gib))
+    else:
+        lines.append("  GiB: the run's peak_gib is not a GPU's, so it is not compared")
+    shares = sorted(step.terms.items(), key=lambda term: -term[1])
+    told = (f"{name} {s / step.seconds:.0%}" for name, s in shares if s >= 0.005 * step.seconds)
+    return [*lines, f"  of the planned ms: {', '.join(told)}"]
+
+
+def compared(unit: str, planned: float, measured: float) -> str:
+    """A line of a plan and a measurement."""
+    error = planned / measured - 1
+    return f"  {unit:10} planned {planned:10.4g}  measured {measured:10.4g}  error {error:+.1%}"
