@@ -113,16 +113,20 @@ def at_peak(
     update = Moment(
         gradients=how.sum_width * trained, temporary=optimizer_work(plan, stages, how, state)
     )
-    peak = max((*moments, update), key=sum)
+    every = [*moments, update]
     if runtime.state_bytes is not None:
         elements = sum(stage.parameters for stage in stages) / how.shards
         held |= given_state(elements, runtime, how)
         gathers = runtime.sharding != "replicas"
-        peak = peak._replace(
-            gathered=peak.gathered if gathers else 0.0,
-            unreduced=peak.unreduced if gathers else 0.0,
-            gradients=held[StorageKind.GRADIENTS],
-        )
+        every = [
+            moment._replace(
+                gathered=moment.gathered if gathers else 0.0,
+                unreduced=moment.unreduced if gathers else 0.0,
+                gradients=held[StorageKind.GRADIENTS],
+            )
+            for moment in every
+        ]
+    peak = max(every, key=sum)
     held |= {
         StorageKind.GATHERED: peak.gathered,
         StorageKind.UNREDUCED: peak.unreduced,
