@@ -41,6 +41,24 @@ class Unfused:
     AndAsyncCommunication)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a trainer with unfused attention holds, in bytes; pairs are (kept, more in backward)."""
+
+    scores: tuple[float, float] = (2 + 1 + 2, 2 + 2)
+    """Per score: probabilities, mask, probabilities after dropout; gradients of both."""
+    logits: tuple[float, float] = (2 + 4, 2)
+    """Per logit: fp16 and fp32, which becomes its own gradient; that in fp16."""
+    buffers: int = 1
+    """Stage inputs held for each microbatch in flight."""
+    queue: int = 1024
+    """Kernels that CUDA lets the host queue; 0: memory is planned before the run."""
+    kernels: int = 105
+    """Of a layer, forward, again and backward."""
+    backward_kernels: int = 80
+    """Of these, again and backward."""
+
+
 def unfused(work: Work, scores: tuple[float, float]) -> Work:
     """The same with attention that writes scores of queries x keys to memory, all of them."""
     extra = Work()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from facts_kernels import ONE_KERNEL, Unfused
+from facts_kernels import ONE_KERNEL, Held, Unfused
 
 from titan_dit.planner.hardware import Device, device_of
 from titan_dit.planner.runtime import Runtime
@@ -27,6 +27,8 @@ class Software:
     reshard: str = "auto"
     """[parallel] reshard_after_forward."""
     is_compiled: bool = False
+    held: Held | None = None
+    """Of a trainer whose memory is compared."""
 
 
 # Per parameter: fp16 gradients to fp32 (2 + 4), unscaled (4 + 4), their norm (4), clipped (4 + 4),
@@ -47,10 +49,19 @@ MEGATRON = Runtime(
     state_bytes=MEGATRON_STATE,
     blocking_messages=True,
 )
-ONEFLOW = replace(MEGATRON, blocking_messages=False, update_bytes=ONEFLOW_UPDATE)
+# fp32 weights and two moments, fp16 weights and gradients.
+ONEFLOW_STATE = 16.0
+ONEFLOW = replace(
+    MEGATRON,
+    blocking_messages=False,
+    update_bytes=ONEFLOW_UPDATE,
+    state_bytes=ONEFLOW_STATE,
+)
 # One kernel for scale, mask, softmax and dropout, which writes probabilities twice and a mask; one
 # for its backward. One for the cross entropy.
 ONEFLOW_KERNELS = Unfused(scores=(2 + 2 + 2 + 1, 2 + 1 + 2 + 2), logits=ONE_KERNEL)
+# Its pipeline buffers have two places per stage; memory is planned before the run.
+ONEFLOW_HELD = Held(logits=(4, 2), buffers=2, queue=0)
 SCATTERED = replace(MEGATRON, scattered_messages=True)
 """arXiv:2104.04473 sec. 4.1."""
 # Composer's get_mixed_precision: parameters are gathered in bf16; DEFAULT reduces in fp32, PURE in
@@ -63,13 +74,15 @@ ATTENTION = {"selective": "attention"}
 SOFTWARE = {
     "megatron-lm 8aa4619f": {
         # allreduce_params after the last backward; unfused attention; send and receive block.
-        "local ddp": Software(runtime=MEGATRON, kernels=Unfused()),
+        "local ddp": Software(runtime=MEGATRON, kernels=Unfused(), held=Held()),
     },
     "oneflow 75f11b8": {
         # A static graph: stages exchange messages while they compute.
-        "1d": Software(runtime=replace(ONEFLOW, overlaps_data=True), kernels=ONEFLOW_KERNELS),
+        "1d": Software(
+            runtime=replace(ONEFLOW, overlaps_data=True), kernels=ONEFLOW_KERNELS, held=ONEFLOW_HELD
+        ),
         # With tp all collectives are on the stream of the kernels (nccl_use_compute_stream).
-        "2d": Software(runtime=ONEFLOW, kernels=ONEFLOW_KERNELS),
+        "2d": Software(runtime=ONEFLOW, kernels=ONEFLOW_KERNELS, held=ONEFLOW_HELD),
     },
     "megatron-lm sc21": {
         "local ddp": Software(runtime=SCATTERED, kernels=Unfused()),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import facts_fit
+from facts_memory import memory_tables
 from facts_rows import FACTS, Fact, read
 from facts_software import device_named
 from report import place, table, write
@@ -112,6 +113,9 @@ def everything() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield from sections_of(source)
     yield from few_sections()
     yield "Another device, from its data sheet", list(sheet_rows(sources))
+    for source in sources:
+        if all(fact.software.held for fact in source.facts):
+            yield from memory_tables(source.name, source.facts, source.device)
 
 
 def run(options: argparse.Namespace) -> None:
