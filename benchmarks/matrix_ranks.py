@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from matrix_rows import Small
 from torch.distributed import TCPStore
 
 from titan_dit.config import catalog, config_file
@@ -68,7 +67,8 @@ def take_steps(world: World, tables: Tables, after_step: Callable[[], None]) -> 
         watch(trainer, log)
         losses, norms = [], []
         batches = trainer.batches()
-        for trainer.step in range(1, trainer.config.training.steps + 1):
+        for number in range(trainer.config.training.steps):
+            trainer.step = number + 1
             gc.collect()
             log.begin()
             with log.phase("inputs", StorageKind.INPUTS):
@@ -222,8 +222,3 @@ def run(
             count += 1
         left = left[count:]
     return results
-
-
-def work_of(samples: int, layers: int, hidden: int, small: Small) -> float:
-    """GFLOP of a task's steps, roughly: what the progress line counts."""
-    return small.steps * samples * small.tokens * layers * 96 * hidden**2 / 1e9
