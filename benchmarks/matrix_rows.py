@@ -1,4 +1,4 @@
-"""The 18 layouts of benchmarks/facts/megatron_v100.csv, and their configs, whole and small.
+"""The 18 layouts of benchmarks/facts/megatron_v100.csv, and their configs at full size and small.
 
 The public table is that of OneFlow's DLPerf report on Megatron-LM: GPTs of five sizes on 1 to 32
 V100. A data-parallel rank of the table is a rank of `dp_shard` here: the default of the recipes.
@@ -21,7 +21,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.token_facts import TokenFacts
 
-FACTS = Path(__file__).resolve().parent / "facts" / "megatron_v100.csv"
+FACTS = Path(__file__).resolve().parent / "facts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +71,30 @@ NUMBERS = {
     "hidden": "hidden",
     "layers": "layers",
     "heads": "heads",
-    "megatron_mib": "memory_mib_nvidia_smi",
-    "oneflow_mib": "oneflow_memory_mib",
 }
 """Field of `Row` -> column of the table."""
 
 
-def read(path: Path = FACTS) -> list[Row]:
-    """The table, in its order."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+def read(folder: Path = FACTS) -> list[Row]:
+    """The table, in its order: Megatron-LM's rows, and OneFlow's of the same cases."""
+    oneflow = {cells["case"]: cells for cells in cells_of(folder / "oneflow_v100.csv")}
     return [
         Row(
             case=cells["case"],
-            megatron_ms=float(cells["latency_ms"]),
-            oneflow_ms=float(cells["oneflow_latency_ms"]),
+            megatron_ms=float(cells["step_ms"]),
+            megatron_mib=int(cells["memory_mib"]),
+            oneflow_ms=float(oneflow[cells["case"]]["step_ms"]),
+            oneflow_mib=int(oneflow[cells["case"]]["memory_mib"]),
             **{field: int(cells[column]) for field, column in NUMBERS.items()},
         )
-        for cells in csv.DictReader(lines)
+        for cells in cells_of(folder / "megatron_v100.csv")
     ]
+
+
+def cells_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file by column."""
+    with path.open(newline="") as lines:
+        return list(csv.DictReader(lines))
 
 
 def chosen(rows: Sequence[Row], only: Sequence[str] | None, most_ranks: int | None) -> list[Row]:
