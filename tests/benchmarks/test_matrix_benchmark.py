@@ -2,17 +2,22 @@
 
 import json
 import math
+import os
 import sys
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 
+import commands
+import forked
 import pytest
-from commands import ROOT, run
+from commands import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import matrix
 import matrix_page
 import matrix_rows
 import matrix_small
-from matrix_ranks import Steps
+from matrix_ranks import Steps, Task, run
 from matrix_rows import Small
 
 from titan_dit.config.section import UserError
@@ -20,11 +25,6 @@ from titan_dit.dry_run.memory import Peak, StorageKind
 from titan_dit.plan import resolve
 
 ROWS = matrix_rows.read()
-SCRIPT = ROOT / "benchmarks" / "matrix.py"
-
-
-def matrix(*flags, cwd, timeout=240):
-    return run([sys.executable, SCRIPT, *flags], cwd, timeout)
 
 
 def row_of(name):
@@ -60,7 +60,7 @@ def test_configs_have_the_layout_and_batch_of_the_row(row):
         assert plan.microbatch_size == row.microbatch_size
         assert plan.num_microbatches == row.num_microbatches
     one = matrix_rows.reference_config(row, Small())
-    assert resolve(one, 1).sizes == resolve(one, 1).sizes.__class__()
+    assert str(resolve(one, 1).sizes) == "one rank"
     assert one.training.global_batch_size == row.global_batch_size
     assert one.remat.mode == "none"
 
@@ -116,41 +116,73 @@ def test_a_row_fails_that_differs_from_one_process_or_from_the_plan(
     assert found.cells["result"] == (f"failed: {failure}" if failure else "ok")
 
 
-def test_every_layout_on_eight_ranks_gives_the_loss_of_one_process(tmp_path):
-    flags = ("--run", "--only", "2D_2x4x1", "MP_1x1x1", "--layers", "2", "--out", "run.json")
-    done = matrix(*flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Dry runs in another process: the shape checks of the tests reject sharded tokens."""
+    with ProcessPoolExecutor(1, forked.context()) as pool:
+        dry_run = matrix_small.rehearsed
+        monkeypatch.setattr(
+            matrix_small, "rehearsed", lambda *given: pool.submit(dry_run, *given).result()
+        )
+        yield
+
+
+def test_a_layout_on_eight_ranks_gives_the_loss_of_one_process(
+    elsewhere, monkeypatch, tmp_path, capsys
+):
+    flags = ["--run", "--only", "2D_2x4x1", "--layers", "2", "--tokens", "16"]
+    out = ["--out", str(tmp_path / "run.json")]
+    monkeypatch.setattr(sys, "argv", ["matrix.py", *flags, *out])
+    assert matrix.main() == 0
     found = json.loads((tmp_path / "run.json").read_text())
-    assert [row["case"] for row in found["rows"]] == ["MP_1x1x1_8_768x12", "2D_2x4x1_16_1536x16"]
-    for row in found["rows"]:
-        assert row["result"] == "ok"
-        assert float(row["off"]) <= 1e-5
-        least, _, most = row["peak / planned"].split()
-        assert float(least) == pytest.approx(1, abs=0.02)
-        assert 1 <= float(most) < 1.2
-    assert "| 2D_2x4x1_16_1536x16 | dp 2 x tp 4 | 8 |" in done.stdout
+    [row] = found["rows"]
+    assert (row["case"], row["result"]) == ("2D_2x4x1_16_1536x16", "ok")
+    assert float(row["off"]) <= 1e-5
+    assert 0 < float(row["norm off"]) <= 1e-5  # Other ranks add in another order.
+    least, _, most = row["peak / planned"].split()
+    assert float(least) == pytest.approx(1, abs=0.02)
+    assert 1 <= float(most) < 1.2
+    said = capsys.readouterr()
+    assert "| 2D_2x4x1_16_1536x16 | dp 2 x tp 4 | 8 |" in said.out
+    assert "2D_2x4x1_16_1536x16  ok" in said.err
     # What the page says of it.
-    text = matrix_page.page(matrix_rows.chosen(ROWS, ["2D_2x4x1"], None), [found])
-    assert f"| {found['rows'][1]['peak MiB']} | {found['rows'][1]['planned MiB']} |" in text
-    assert "`python benchmarks/matrix.py --run --only 2D_2x4x1" in text
+    text = matrix_page.page(matrix_rows.chosen(ROWS, ["2D_2x4x1", "2D_4x2x1"], None), [found])
+    assert f"| {row['peak MiB']} | {row['planned MiB']} |" in text
+    assert "| dp 4 x tp 2 | 593.68 | 9642 | 543.88 | 7368 | - | - | - | - | - |" in text
+    assert f"`python benchmarks/matrix.py {' '.join(flags)}`, commit " in text
 
 
-def test_a_rank_that_fails_fails_its_row_alone(tmp_path):
-    # 3 tokens do not divide by 2 tp ranks; the world of one rank is not concerned.
-    flags = ("--run", "--only", "2D_4x2x1", "DP_1x1x1", "--layers", "1", "--tokens", "3")
-    done = matrix(*flags, cwd=tmp_path)
-    assert done.returncode == 1
-    cells = {line.split(" | ")[0].strip("| "): line for line in done.stdout.splitlines()}
-    assert cells["DP_1x1x1_2_1536x16"].endswith("| ok |")
-    assert "failed: rank" in cells["2D_4x2x1_16_1536x16"]
-    assert "tp" in cells["2D_4x2x1_16_1536x16"]
-    assert "2D_4x2x1_16_1536x16 failed: " in done.stderr
+@dataclass(frozen=True, kw_only=True)
+class Dies(matrix_rows.RandomTokens):
+    """Data that end the process which opens them."""
+
+    name = "test_matrix_benchmark:Dies"
+
+    def open(self):
+        os._exit(3)
+
+
+def test_a_task_that_fails_leaves_the_others_alone():
+    forked.context()
+    tables = matrix_rows.small_tables(row_of("DP_1x1x1"), Small(layers=1, tokens=8, steps=1))
+    wide = tables | {"model": tables["model"] | {"hidden": 129}}
+    dies = tables | {"data": tables["data"] | {"name": Dies.name}}
+    tasks = [Task("wide", wide, 1), Task("dies", dies, 1), Task("good", tables, 1)]
+    steps = []
+    found = run(tasks, 1, 60, lambda task: steps.append(task.name))
+    assert found["wide"].startswith("rank 0: UserError: [model] hidden=129 is not divisible")
+    assert found["dies"] == "rank 0 has died"
+    [good] = found["good"]
+    assert len(good.losses) == 1
+    assert steps == ["good"]
+    assert run(tasks[2:], 1, 0.01, steps.append) == {"good": "no step has ended in 0 s"}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_all_eighteen_layouts_give_the_loss_of_one_process(tmp_path):
-    done = matrix("--run", cwd=tmp_path, timeout=3500)
+    script = ROOT / "benchmarks" / "matrix.py"
+    done = commands.run([sys.executable, script, "--run"], tmp_path, timeout=3500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| ok |") == 18
     assert "  ETA " in done.stderr
