@@ -1,9 +1,10 @@
-"""The rows at full size, without a device: a dry run of each."""
+"""What a row takes, without a device: a dry run of the whole step, and the planner's formulas."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from matrix_rows import Row, full_config
@@ -12,6 +13,8 @@ from titan_dit.config.job import JobConfig
 from titan_dit.dry_run.fake_step import RankReport, Report, take_fake_step
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.plan import resolve
+from titan_dit.planner.counts import Rehearsals
+from titan_dit.planner.memory import memory
 
 GIB, TERA = 2**30, 1e12
 
@@ -55,3 +58,23 @@ def mean(values: Iterable[float]) -> float:
     """The arithmetic mean."""
     several = list(values)
     return sum(several) / len(several)
+
+
+@dataclass(frozen=True)
+class Storages:
+    """Bytes at the peak of a pipeline rank."""
+
+    dry_run: float
+    formula: float
+    """The planner's."""
+
+
+def planned(config: JobConfig, num_ranks: int) -> list[Storages]:
+    """What the pipeline ranks should hold."""
+    plan = resolve(config, num_ranks)
+    formulas = memory(plan, Rehearsals(config).counts(plan))
+    ranks = rehearsed(config, num_ranks).ranks
+    return [
+        Storages(rank.peak.total, sum(held.values()))
+        for rank, held in zip(ranks, formulas, strict=True)
+    ]

@@ -17,9 +17,10 @@ COLUMNS = {
     "matrix run": {
         "loss off": "off",
         "norm off": "norm off",
-        "run: MiB": "peak MiB",
-        "planned MiB": "planned MiB",
-        "peak / planned": "peak / planned",
+        "run MiB": "peak MiB",
+        "dry run MiB": "dry run MiB",
+        "planner MiB": "formula MiB",
+        "run / dry run": "peak / dry run",
     },
 }
 """Benchmark -> column of the page -> key of the file's rows, or a text with keys in braces."""

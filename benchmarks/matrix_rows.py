@@ -125,7 +125,7 @@ def full_config(row: Row) -> JobConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Small:
-    """What a CPU can compute of a row: its layout, batch, heads and layers, all else smaller."""
+    """What a CPU can compute of a row: its layout, microbatches, heads and layers, else smaller."""
 
     head_dim: int = 8
     """Channels of a head: hidden is a twelfth of the table's 2304 and 3072."""
@@ -133,6 +133,8 @@ class Small:
     """Of a sample: 2 for each of 32 tp ranks."""
     vocabulary: int = 500
     """Tables have 512 rows: padding counts."""
+    share: int = 4
+    """Samples of a microbatch: those of the row, divided by this; at least one."""
     layers: int | None = None
     """None: the row's."""
     steps: int = 2
@@ -150,7 +152,13 @@ def small_tables(row: Row, small: Small) -> config_file.Tables:
     }
     keys = {"sequence_length": small.tokens, "vocabulary": small.vocabulary}
     tables["data"] = {"name": "matrix_rows:RandomTokens", **keys}
-    tables["training"] |= {"steps": small.steps}
+    size = max(1, row.microbatch_size // small.share)
+    batch = row.dp * row.num_microbatches * size
+    tables["training"] |= {
+        "steps": small.steps,
+        "microbatch_size": size,
+        "global_batch_size": batch,
+    }
     tables["precision"] = {"dtype": "fp32"}
     # The recipes' warm-up of 5,000 steps would leave the second loss as it was.
     tables["lr_schedule"] = {"warmup_steps": 0, "decay": "constant"}
@@ -170,7 +178,7 @@ def reference_config(row: Row, small: Small) -> JobConfig:
     tables = small_tables(row, small)
     tables["parallel"] = {}
     tables["remat"] = {"mode": "none"}
-    tables["training"] |= {"microbatch_size": min(8, row.global_batch_size)}
+    tables["training"] |= {"microbatch_size": min(8, tables["training"]["global_batch_size"])}
     return config_file.build(tables, catalog.variant)
 
 

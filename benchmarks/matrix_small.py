@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matrix_full import rehearsed
+from matrix_full import planned
 from matrix_ranks import Steps, Task, run
 from matrix_rows import Row, Small, reference_config, small_config, small_tables
 
 from titan_dit.config import config_file
-from titan_dit.dry_run.fake_step import Report
 from titan_dit.system.progress import ProgressLine
 
 LOSS_WITHIN, STORAGES_WITHIN = 1e-5, 0.02
@@ -50,13 +49,18 @@ def measure(
     progress = ProgressLine(round(total), "GFLOP", what="matrix")
     by_name, results = {row.case: row for row in rows}, []
     expected: dict[str, Any] = {}
+    done = 0.0
     for number, (ranks, tasks) in enumerate(launches):
 
-        def after_step(task: Task) -> None:
-            progress.add(round(task.work / small.steps))
+        def after_step(task: Task, ranks: int = ranks) -> None:
+            nonlocal done
+            done += task.work / small.steps
+            if done >= 1:
+                progress(round(done), f"{task.name} on {ranks}")
 
         taken = run(tasks, ranks, timeout_s, after_step)
-        progress.add(round(START * ranks))
+        done += START * ranks
+        progress(round(done))
         if number == 0:
             expected = taken
             continue
@@ -77,11 +81,13 @@ def reference_of(row: Row, small: Small) -> str:
 
 def task_of(row: Row, small: Small, *, plain: bool = False) -> Task:
     """The steps of a row, or those of one process."""
-    hidden, layers, _ = small_config(row, small).model.shape
-    work = work_of(row.global_batch_size, layers, hidden, small)
+    config = small_config(row, small)
+    hidden, layers, _ = config.model.shape
+    samples = config.training.global_batch_size
+    work = work_of(samples, layers, hidden, small)
     if plain:
         tables = config_file.to_tables(reference_config(row, small))
-        name = f"{row.recipe}, {row.global_batch_size} samples, one process"
+        name = f"{row.recipe}, {samples} samples, one process"
         return Task(name, tables, work)
     return Task(row.case, small_tables(row, small), work)
 
@@ -103,26 +109,29 @@ def compared(
     [one] = reference
     off = max(difference(steps.losses, one.losses) for steps in taken)
     norms = max(difference(steps.norms, one.norms) for steps in taken)
-    stages = storages(taken, rehearsed(small_config(row, small), row.ranks))
-    largest, planned = max((max(sizes), planned) for sizes, planned in stages)
+    stages = [
+        ([steps.peak.total for steps in taken if steps.pipeline_rank == number], wanted)
+        for number, wanted in enumerate(planned(small_config(row, small), row.ranks))
+    ]
     failures = [
         f"{what} differs by {value:.1e}"
         for what, value in (("loss", off), ("gradient norm", norms))
         if not value <= LOSS_WITHIN
     ]
-    for number, (sizes, plan) in enumerate(stages):
-        least, most = min(sizes) / plan, max(sizes) / plan
+    for number, (sizes, wanted) in enumerate(stages):
+        least, most = min(sizes) / wanted.dry_run, max(sizes) / wanted.dry_run
         if abs(least - 1) > STORAGES_WITHIN or most - 1 > LATE_WITHIN:
             failures.append(
-                f"storages of pipeline rank {number} are {least:.3f} to {most:.3f} of the plan's"
+                f"storages of pipeline rank {number} are {least:.3f} to {most:.3f} of the dry run's"
             )
-    ratios = [size / plan for sizes, plan in stages for size in sizes]
+    ratios = [size / wanted.dry_run for sizes, wanted in stages for size in sizes]
     values = (
         f"{taken[0].losses[-1]:.6f}",
         f"{off:.1e}",
         f"{norms:.1e}",
-        f"{largest / MIB:.2f}",
-        f"{planned / MIB:.2f}",
+        f"{max(size for sizes, _ in stages for size in sizes) / MIB:.2f}",
+        f"{max(wanted.dry_run for _, wanted in stages) / MIB:.2f}",
+        f"{max(wanted.formula for _, wanted in stages) / MIB:.2f}",
         f"{min(ratios):.4f} to {max(ratios):.4f}",
     )
     cells |= dict(zip(COLUMNS, values, strict=True))
@@ -132,10 +141,18 @@ def compared(
     )
 
 
-COLUMNS = ("loss", "off", "norm off", "peak MiB", "planned MiB", "peak / planned")
+COLUMNS = (
+    "loss",
+    "off",
+    "norm off",
+    "peak MiB",
+    "dry run MiB",
+    "formula MiB",
+    "peak / dry run",
+)
 """Loss of the last step; largest relative differences of loss and gradient norm to one process over
-all steps and ranks; storages at the peak of the largest rank, and its dry run's; the least and the
-largest quotient over all ranks."""
+all steps and ranks; storages at the peak of the largest rank, measured, by its dry run, by the
+planner; the least and the largest quotient over all ranks."""
 
 
 def difference(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -144,11 +161,3 @@ def difference(found: Sequence[float], expected: Sequence[float]) -> float:
     if not all(map(math.isfinite, (*found, *expected))):
         return math.inf
     return max(abs(a - b) / abs(b) for a, b in pairs)
-
-
-def storages(taken: Sequence[Steps], report: Report) -> list[tuple[list[int], int]]:
-    """Of every pipeline rank: bytes at the peak of its ranks, and of its dry run."""
-    return [
-        ([steps.peak.total for steps in taken if steps.pipeline_rank == number], rank.peak.total)
-        for number, rank in enumerate(report.ranks)
-    ]

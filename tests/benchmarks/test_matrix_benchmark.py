@@ -17,6 +17,7 @@ import matrix
 import matrix_page
 import matrix_rows
 import matrix_small
+from matrix_full import Storages
 from matrix_ranks import Steps, Task, run
 from matrix_rows import Small
 
@@ -57,11 +58,12 @@ def test_configs_have_the_layout_and_batch_of_the_row(row):
     for config in (full, small):
         plan = resolve(config, row.ranks)
         assert (plan.sizes.data, plan.sizes.tp, plan.sizes.pp) == (row.dp, row.tp, row.pp)
-        assert plan.microbatch_size == row.microbatch_size
         assert plan.num_microbatches == row.num_microbatches
+    assert resolve(full, row.ranks).microbatch_size == row.microbatch_size
+    assert resolve(small, row.ranks).microbatch_size == max(1, row.microbatch_size // 4)
     one = matrix_rows.reference_config(row, Small())
     assert str(resolve(one, 1).sizes) == "one rank"
-    assert one.training.global_batch_size == row.global_batch_size
+    assert one.training.global_batch_size == small.training.global_batch_size
     assert one.remat.mode == "none"
 
 
@@ -81,14 +83,6 @@ ONE = Steps((6.0, 5.5), (2.0, 1.0), peak_of(1000), 0)
 """A process with 1,000 bytes at its peak."""
 
 
-class Planned:
-    """A dry run."""
-
-    def __init__(self, size):
-        self.ranks = [self]
-        self.peak = peak_of(size)
-
-
 @pytest.mark.parametrize(
     ("taken", "planned", "failure"),
     [
@@ -96,12 +90,12 @@ class Planned:
         (replace(ONE, losses=(6.0, 5.5002)), 1000, "loss differs by 3.6e-05"),
         (replace(ONE, losses=(6.0, math.nan)), 1000, "loss differs by inf"),
         (replace(ONE, norms=(2.0, 1.1)), 1000, "gradient norm differs by 1.0e-01"),
-        (ONE, 950, "storages of pipeline rank 0 are 1.053 to 1.053 of the plan's"),
+        (ONE, 950, "storages of pipeline rank 0 are 1.053 to 1.053 of the dry run's"),
         (replace(ONE, peak=peak_of(1100)), 1000, ""),
         (
             replace(ONE, peak=peak_of(1300)),
             1000,
-            "storages of pipeline rank 0 are 1.000 to 1.300 of the plan's",
+            "storages of pipeline rank 0 are 1.000 to 1.300 of the dry run's",
         ),
         ("rank 3: no", 1000, "rank 3: no"),
     ],
@@ -109,7 +103,7 @@ class Planned:
 def test_a_row_fails_that_differs_from_one_process_or_from_the_plan(
     monkeypatch, taken, planned, failure
 ):
-    monkeypatch.setattr(matrix_small, "rehearsed", lambda *given: Planned(planned))
+    monkeypatch.setattr(matrix_small, "planned", lambda *given: [Storages(planned, 0)])
     of_ranks = taken if isinstance(taken, str) else [ONE, taken]
     found = matrix_small.compared(row_of("DP_8x1x1"), Small(), of_ranks, [ONE])
     assert found.failure == failure
@@ -120,9 +114,9 @@ def test_a_row_fails_that_differs_from_one_process_or_from_the_plan(
 def elsewhere(monkeypatch):
     """Dry runs in another process: the shape checks of the tests reject sharded tokens."""
     with ProcessPoolExecutor(1, forked.context()) as pool:
-        dry_run = matrix_small.rehearsed
+        planned = matrix_small.planned
         monkeypatch.setattr(
-            matrix_small, "rehearsed", lambda *given: pool.submit(dry_run, *given).result()
+            matrix_small, "planned", lambda *given: pool.submit(planned, *given).result()
         )
         yield
 
@@ -139,16 +133,17 @@ def test_a_layout_on_eight_ranks_gives_the_loss_of_one_process(
     assert (row["case"], row["result"]) == ("2D_2x4x1_16_1536x16", "ok")
     assert float(row["off"]) <= 1e-5
     assert 0 < float(row["norm off"]) <= 1e-5  # Other ranks add in another order.
-    least, _, most = row["peak / planned"].split()
+    least, _, most = row["peak / dry run"].split()
     assert float(least) == pytest.approx(1, abs=0.02)
     assert 1 <= float(most) < 1.2
+    assert float(row["formula MiB"]) == pytest.approx(float(row["dry run MiB"]), rel=0.05)
     said = capsys.readouterr()
     assert "| 2D_2x4x1_16_1536x16 | dp 2 x tp 4 | 8 |" in said.out
     assert "2D_2x4x1_16_1536x16  ok" in said.err
     # What the page says of it.
     text = matrix_page.page(matrix_rows.chosen(ROWS, ["2D_2x4x1", "2D_4x2x1"], None), [found])
-    assert f"| {row['peak MiB']} | {row['planned MiB']} |" in text
-    assert "| dp 4 x tp 2 | 593.68 | 9642 | 543.88 | 7368 | - | - | - | - | - |" in text
+    assert f"| {row['peak MiB']} | {row['dry run MiB']} | {row['formula MiB']} |" in text
+    assert "| dp 4 x tp 2 | 593.68 | 9642 | 543.88 | 7368 | - | - | - | - | - | - |" in text
     assert f"`python benchmarks/matrix.py {' '.join(flags)}`, commit " in text
 
 
