@@ -123,7 +123,7 @@ class Rehearsals:
         peak, gradients = highest(trace.backward.changes)
         every = self.sections.ema.settled().every
         average = updated(state.average).times(1 / every)
-        update = updated(state.update) + average + casts(state, plan)
+        update = updated(trace.reduced) + updated(state.update) + average + casts(state, plan)
         return Part(
             forward=works["forward"],
             backward=works["backward"],

@@ -31,7 +31,7 @@ from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
-from titan_dit.parallel import compute_copies, fsdp
+from titan_dit.parallel import fsdp
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
@@ -66,6 +66,8 @@ class Trace:
     backward: Pass
     later: frozenset[int]
     """Storages that other parts read."""
+    reduced: Sequence[Operator]
+    """Sums of gradients over tp, which a step does once."""
     carried: float
     """Bytes of activations at the beginning of its backward, without what it and earlier parts
     keep: the gradients of its outputs, less its outputs if only the next part kept them."""
@@ -114,9 +116,12 @@ class Sections:
 
 
 def alone(plan: RunPlan) -> RunPlan:
-    """The plan of the tp x cp ranks of one pipeline stage and data-parallel rank."""
-    sizes = AxisSizes(tp=plan.sizes.tp, cp=plan.sizes.cp)
-    parallel = replace(plan.parallel, dp_replicate=1, dp_shard=1, pp=1)
+    """The plan of one pipeline stage and of two replicas, of which one is rehearsed.
+
+    One alone would send the norm of its gradients over the group of tp or cp.
+    """
+    sizes = AxisSizes(tp=plan.sizes.tp, cp=plan.sizes.cp, dp_replicate=2)
+    parallel = replace(plan.parallel, dp_replicate=2, dp_shard=1, pp=1)
     # As in the dry run: see `take_fake_step`.
     precision = plan.precision
     if precision.attention != "math":
@@ -124,29 +129,26 @@ def alone(plan: RunPlan) -> RunPlan:
     return replace(
         plan,
         sizes=sizes,
-        world_size=sizes.model,
+        world_size=2 * sizes.model,
         parallel=parallel,
         precision=precision,
         compile=replace(plan.compile, enabled=False),
         initial_weights="generator",
-        global_batch_size=plan.microbatch_size,
+        global_batch_size=2 * plan.microbatch_size,
         wanted_microbatch_size=plan.microbatch_size,
     )
 
 
 @contextmanager
 def without_fsdp() -> Iterator[None]:
-    """Let `parallelize` and `place_modules` leave out FSDP and the copies of one rank."""
-    replaced: list[tuple[Any, str]] = [(fsdp, "shard"), (fsdp, "shard_module")]
-    replaced += [(compute_copies, "apply")]
-    own = [(module, name, getattr(module, name)) for module, name in replaced]
-    for module, name in replaced:
-        setattr(module, name, lambda *_: None)
+    """Let `parallelize` and `place_modules` leave out FSDP."""
+    module: Any = fsdp
+    own = module.shard, module.shard_module
+    module.shard = module.shard_module = lambda *_: None
     try:
         yield
     finally:
-        for module, name, function in own:
-            setattr(module, name, function)
+        module.shard, module.shard_module = own
 
 
 class _Border(torch.autograd.Function):
@@ -240,14 +242,14 @@ class FakeParts:
                     narrow = parameter.detach().to(self.plan.dtype)
                     setattr(module, name, nn.Parameter(narrow, parameter.requires_grad))
         self.model.tie()
+        self.parameters |= own_parameters({0: self.model})
         # Known before a pass uses them, they are no memory of the pass.
-        used = *self.model.parameters(), *self.named("head").values()
-        self.memory.mark(used, StorageKind.GATHERED)
+        self.memory.mark(self.parameters.values(), StorageKind.GATHERED)
         self.memory.mark(self.model.buffers(), StorageKind.PARAMETERS)
 
     def run(self, size: int) -> Rehearsal:
         """One microbatch of `size` samples; after `cast`."""
-        for parameter in self.model.parameters():
+        for parameter in self.parameters.values():
             parameter.grad = None
         self.log.found.clear()
         marks = Marks(self.memory, self.log)
@@ -263,6 +265,10 @@ class FakeParts:
                 chain = Chain(self.model, executor, prepared, marks)
                 chain.forward()
                 chain.backward()
+            for part in PARTS:
+                self.log.during(part, "reduce")
+                self.reduce(self.named(part).values())
+            self.log.key = None
         again = sum(change.bytes for change in marks.changes("inputs", "prepare"))
         del prepared
         whole = sum(change for _, change in self.memory.events[start:first])
@@ -274,17 +280,24 @@ class FakeParts:
             stream=chain.stream,
         )
 
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """As FSDP does before it reduces gradients over data-parallel ranks."""
+        for parameter in parameters:
+            gradient: Any = parameter.grad
+            if hasattr(gradient, "redistribute"):  # A DTensor.
+                gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
     def prepare(self, size: int) -> tuple[Prepared, Any]:
         """This rank's slice of a batch whose fields are zero, and its executor."""
-        plan = replace(self.plan, global_batch_size=size, wanted_microbatch_size=size)
         empty = {
             name: torch.zeros(size, *(n or 1 for n in field.shape), dtype=field.dtype)
             for name, field in self.sections.fields.items()
         }
         numbers = torch.arange(size)
         batch = Batch(empty, numbers, weight=torch.ones(size), total_weight=float(size))
-        prepared = self.objective.prepare(batch, SampleRNG(plan.seed, numbers))
-        executor: Any = executor_of(plan, self.objective, self.mesh, {0: self.model}, CPU)
+        prepared = self.objective.prepare(batch, SampleRNG(self.plan.seed, numbers))
+        own = self.plan, self.objective, self.mesh, {0: self.model}, CPU
+        executor: Any = executor_of(*own)
         if isinstance(executor, SlicedExecutor):
             prepared, executor = executor.sliced(prepared), executor.inner
         if prepared.total_tokens is None:
@@ -339,6 +352,7 @@ class Marks:
             forward=self.passed(part, "forward"),
             backward=self.passed(part, "backward"),
             later=self.later(part),
+            reduced=tuple(self.log.found[part, "reduce"]),
             carried=sum(c.bytes for c in live if not c.is_gradient) - kept,
         )
 
