@@ -17,6 +17,7 @@ from typing import Any
 
 import matrix_full
 import matrix_page
+import matrix_plan
 import matrix_rows
 import matrix_small
 from matrix_rows import Row, Small
@@ -56,8 +57,6 @@ def rehearse(rows: Sequence[Row], options: argparse.Namespace) -> int:
 
 def plan(rows: Sequence[Row], options: argparse.Namespace) -> int:
     """`--plan DEVICE`."""
-    import matrix_plan
-
     found = matrix_plan.plan_rows(rows, options.plan)
     finish("matrix planned", found, options.out, device_planned=options.plan, **named(options))
     return 0
@@ -82,7 +81,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="CASE", nargs="+", help="cases that begin with these")
     parser.add_argument("--ranks", type=int, help="cases of at most so many ranks")
     parser.add_argument("--layers", type=int, help="of --run, instead of the table's")
-    parser.add_argument("--tokens", type=int, default=64, help="of a sample of --run")
+    parser.add_argument("--tokens", type=int, default=32, help="of a sample of --run")
     parser.add_argument("--timeout-s", type=float, default=900, help="of a step of --run")
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from matrix_rows import Row, full_config
-from titan_dit.planner.counts import Rehearsals
 
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner import memory, step
+from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, device_of
 from titan_dit.planner.work import Counts
 from titan_dit.system.progress import ProgressLine
@@ -35,7 +35,7 @@ def plan_row(row: Row, plan: RunPlan, counts: Counts, device: Device) -> dict[st
     """One row, beside what others measured: other software on V100s."""
     estimate = step.estimate(plan, counts, device)
     needs = [memory.needed(held, plan, device) for held in memory.memory(plan, counts)]
-    largest = max(needs, key=lambda needed: needed.in_total)
+    largest = max(needs, key=lambda needed: needed.total)
     shares = sorted(estimate.terms.items(), key=lambda term: -term[1])
     terms = ", ".join(f"{term} {share / estimate.seconds:.0%}" for term, share in shares[:3])
     return {
@@ -44,8 +44,8 @@ def plan_row(row: Row, plan: RunPlan, counts: Counts, device: Device) -> dict[st
         "planned ms": f"{1e3 * estimate.seconds:.0f}",
         "mostly": terms,
         "allocated GiB": f"{largest.allocated:.2f}",
-        "in total GiB": f"{largest.in_total:.2f}",
-        "fits": "yes" if largest.in_total <= device.memory_gib else "no",
+        "in total GiB": f"{largest.total:.2f}",
+        "fits": "yes" if memory.fits(largest, device) else "no",
         "Megatron-LM ms": row.megatron_ms,
         "Megatron-LM MiB": row.megatron_mib,
         "OneFlow ms": row.oneflow_ms,

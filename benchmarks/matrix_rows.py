@@ -129,11 +129,11 @@ class Small:
 
     head_dim: int = 8
     """Channels of a head: hidden is a twelfth of the table's 2304 and 3072."""
-    tokens: int = 64
-    """Of a sample: 2 for each of 32 tp ranks."""
+    tokens: int = 32
+    """Of a sample: one for each of 32 tp ranks."""
     vocabulary: int = 500
     """Tables have 512 rows: padding counts."""
-    share: int = 4
+    share: int = 8
     """Samples of a microbatch: those of the row, divided by this; at least one."""
     layers: int | None = None
     """None: the row's."""

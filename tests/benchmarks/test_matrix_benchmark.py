@@ -60,7 +60,7 @@ def test_configs_have_the_layout_and_batch_of_the_row(row):
         assert (plan.sizes.data, plan.sizes.tp, plan.sizes.pp) == (row.dp, row.tp, row.pp)
         assert plan.num_microbatches == row.num_microbatches
     assert resolve(full, row.ranks).microbatch_size == row.microbatch_size
-    assert resolve(small, row.ranks).microbatch_size == max(1, row.microbatch_size // 4)
+    assert resolve(small, row.ranks).microbatch_size == max(1, row.microbatch_size // 8)
     one = matrix_rows.reference_config(row, Small())
     assert str(resolve(one, 1).sizes) == "one rank"
     assert one.training.global_batch_size == small.training.global_batch_size
@@ -173,11 +173,43 @@ def test_a_task_that_fails_leaves_the_others_alone():
     assert run(tasks[2:], 1, 0.01, steps.append) == {"good": "no step has ended in 0 s"}
 
 
+def matrix_in(folder, *flags, timeout=240):
+    script = ROOT / "benchmarks" / "matrix.py"
+    return commands.run([sys.executable, script, *flags], folder, timeout=timeout)
+
+
+def test_the_planned_memory_is_that_of_the_rehearsal(tmp_path):
+    files = tmp_path / "planned.json", tmp_path / "rehearsed.json"
+    whats = ("--plan", "v100_16"), ("--rehearse",)
+    for what, file in zip(whats, files, strict=True):
+        done = matrix_in(tmp_path, *what, "--only", "MP_1x1x1", "--out", file)
+        assert done.returncode == 0, done.stderr
+    planned, rehearsed = (json.loads(file.read_text()) for file in files)
+    [plan], [rehearsal] = planned["rows"], rehearsed["rows"]
+    assert float(plan["allocated GiB"]) == pytest.approx(float(rehearsal["peak GiB"]), rel=0.03)
+    assert float(plan["allocated GiB"]) < float(plan["in total GiB"])
+    assert plan["fits"] == "yes"
+    # Eight samples of 3 x 0.26 TFLOP and recomputation: a V100 with 125 TFLOP/s needs 68 ms.
+    assert 68 < float(plan["planned ms"]) < 1000
+    kinds = [float(rehearsal[kind]) for kind in StorageKind]
+    assert sum(kinds) == pytest.approx(float(rehearsal["peak GiB"]), abs=0.05)
+    text = matrix_page.page([row_of("MP_1x1x1")], [planned, rehearsed])
+    cells = [plan["planned ms"], plan["in total GiB"], rehearsal["peak GiB"]]
+    assert f"| 525.21 | 7416 | {' | '.join(cells)} |" in text
+    assert "- v100_16 ms, v100_16 GiB: `python benchmarks/matrix.py --plan v100_16" in text
+
+
+def test_an_unknown_device_is_one_line(tmp_path):
+    done = matrix_in(tmp_path, "--plan", "v101")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: --device v101: unknown device.")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_all_eighteen_layouts_give_the_loss_of_one_process(tmp_path):
-    script = ROOT / "benchmarks" / "matrix.py"
-    done = commands.run([sys.executable, script, "--run"], tmp_path, timeout=3500)
+    done = matrix_in(tmp_path, "--run", timeout=3500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| ok |") == 18
     assert "  ETA " in done.stderr
