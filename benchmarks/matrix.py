@@ -3,7 +3,7 @@
 `--plan DEVICE`: milliseconds and GiB of each at full size, beside what others measured.
 `--rehearse`: a dry run of each at full size. `--run`: real steps on gloo ranks of this machine, at
 about a twelfth of the width, against one process and against their dry runs; 32 ranks at most.
-`--page FILE...`: the table of docs/matrix.md from the files that `--out` wrote.
+`--page FILE... --out docs/matrix.md`: the page's table, from the files that `--out` wrote.
 """
 
 from __future__ import annotations
@@ -83,13 +83,17 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="of --run, instead of the table's")
     parser.add_argument("--tokens", type=int, default=32, help="of a sample of --run")
     parser.add_argument("--timeout-s", type=float, default=900, help="of a step of --run")
-    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--out", help="JSON file to write; with --page, the document")
     options = parser.parse_args()
     try:
         rows = matrix_rows.chosen(matrix_rows.read(), options.only, options.ranks)
         if options.page:
             files = [json.loads(path.read_text()) for path in options.page]
-            print(matrix_page.page(rows, files))
+            found = matrix_page.page(rows, files)
+            print(found)
+            if options.out:
+                document = Path(options.out)
+                document.write_text(matrix_page.renew(document.read_text(), found))
             return 0
         for is_wanted, function in (
             (options.run, take_runs),

@@ -39,6 +39,16 @@ def page(rows: Sequence[Row], files: Sequence[File]) -> str:
     return "\n".join([table(list(found.values())), "", *sources])
 
 
+def renew(text: str, found: str) -> str:
+    """A document with its table, and the sources below it, replaced by those of `page`."""
+    lines = text.splitlines()
+    first = lines.index(next(line for line in lines if line.startswith("| case |")))
+    last = first
+    while last < len(lines) and (not lines[last] or lines[last].startswith(("|", "- "))):
+        last += 1
+    return "\n".join([*lines[:first], found, "", *lines[last:], ""])
+
+
 def of_others(row: Row) -> dict[str, Any]:
     """The columns of the public table."""
     return {

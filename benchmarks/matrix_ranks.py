@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -130,7 +130,8 @@ def rank_main(variables: dict[str, str], tasks: Sequence[Task], told: Connection
         place = traceback.extract_tb(error.__traceback__)[-1]
         lines = str(error).strip().splitlines() or [""]
         where = f"{os.path.basename(place.filename)}:{place.lineno}"  # noqa: PTH119
-        told.send(("failed", number, f"{type(error).__name__}: {lines[0]} ({where})"))
+        with suppress(OSError):  # Whoever started this rank may have been killed.
+            told.send(("failed", number, f"{type(error).__name__}: {lines[0]} ({where})"))
     # Destructors of gloo's groups would wait for ranks that have ended.
     os._exit(code)
 

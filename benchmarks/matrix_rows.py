@@ -178,7 +178,7 @@ def reference_config(row: Row, small: Small) -> JobConfig:
     tables = small_tables(row, small)
     tables["parallel"] = {}
     tables["remat"] = {"mode": "none"}
-    tables["training"] |= {"microbatch_size": min(8, tables["training"]["global_batch_size"])}
+    tables["training"] |= {"microbatch_size": min(64, tables["training"]["global_batch_size"])}
     return config_file.build(tables, catalog.variant)
 
 

@@ -197,6 +197,10 @@ def test_the_planned_memory_is_that_of_the_rehearsal(tmp_path):
     cells = [plan["planned ms"], plan["in total GiB"], rehearsal["peak GiB"]]
     assert f"| 525.21 | 7416 | {' | '.join(cells)} |" in text
     assert "- v100_16 ms, v100_16 GiB: `python benchmarks/matrix.py --plan v100_16" in text
+    document = "# A page\n\n| case |\n|---|\n| old |\n\n- old: 1\n\n## More\n\n- 2\n"
+    renewed = matrix_page.renew(document, text)
+    assert renewed == f"# A page\n\n{text}\n\n## More\n\n- 2\n"
+    assert matrix_page.renew(renewed, text) == renewed
 
 
 def test_an_unknown_device_is_one_line(tmp_path):
