@@ -1,0 +1,369 @@
+"""One microbatch of embed, a block and the head of the real model, on fake tensors.
+
+The parts run one after another, forward and then backward, as three stages of a pipeline would
+without messages between them: every operator and every byte belongs to one part. Parameters are
+plain tensors in the compute dtype, or DTensors over tp. There is no FSDP and there are no copies of
+weights: what these add does not depend on the part.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from titan_dit.config.training import EMAConfig, TrainingConfig
+from titan_dit.data.base import Batch, Field
+from titan_dit.dry_run import fake_step
+from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake_world
+from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
+from titan_dit.execution.base import scaled
+from titan_dit.execution.build import executor_of, own_parameters, place_modules
+from titan_dit.execution.sliced import SlicedExecutor
+from titan_dit.models.base import Model
+from titan_dit.objectives.base import Objective, Prepared
+from titan_dit.optim.ema import EMA
+from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
+from titan_dit.parallel import compute_copies, fsdp
+from titan_dit.parallel.apply import parallelize
+from titan_dit.parallel.init import initialize
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.plan import RunPlan
+from titan_dit.planner.oplog import Key, Operator, OperatorLog
+from titan_dit.rng import SampleRNG
+
+PARTS = ("embed", "block", "head")
+
+
+@dataclass(frozen=True)
+class Change:
+    """An allocation (bytes above 0), a resize or a free."""
+
+    bytes: float
+    is_gradient: bool
+    """Of a parameter's gradient."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a microbatch of one size does."""
+
+    operators: Mapping[Key, Sequence[Operator]]
+    """By part and pass: "forward", "backward"; of "inputs": "prepare"."""
+    changes: Mapping[Key, Sequence[Change]]
+    """The same of memory."""
+    received: Mapping[str, float]
+    """By part: bytes of its output's gradients, which its backward begins with."""
+    stream: float
+    """Bytes that a block returns."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a part holds and updates, at any microbatch size."""
+
+    parameters: float
+    trained: float
+    buffers: float
+    """Bytes."""
+    tensors: int
+    tied: float
+    """Elements of its parameters that another part has, too."""
+    update: Sequence[Operator]
+    average: Sequence[Operator]
+    """One update of the EMA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """The parts of a config that do not depend on the layout."""
+
+    objective: Objective
+    fields: Mapping[str, Field]
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    ema: EMAConfig
+
+
+def alone(plan: RunPlan, size: int) -> RunPlan:
+    """The plan of one data-parallel rank and one microbatch of `size` samples."""
+    sizes = AxisSizes(tp=plan.sizes.tp, cp=plan.sizes.cp)
+    parallel = replace(plan.parallel, dp_replicate=1, dp_shard=1, pp=1)
+    # As in the dry run: see `take_fake_step`.
+    precision = plan.precision
+    if precision.attention != "math":
+        precision = replace(precision, attention="auto")
+    return replace(
+        plan,
+        sizes=sizes,
+        world_size=sizes.model,
+        parallel=parallel,
+        precision=precision,
+        compile=replace(plan.compile, enabled=False),
+        initial_weights="generator",
+        global_batch_size=size,
+        wanted_microbatch_size=size,
+    )
+
+
+@contextmanager
+def without_fsdp() -> Iterator[None]:
+    """Let `parallelize` and `place_modules` leave out FSDP and the copies of one rank."""
+    replaced: list[tuple[Any, str]] = [(fsdp, "shard"), (fsdp, "shard_module")]
+    replaced += [(compute_copies, "apply")]
+    own = [(module, name, getattr(module, name)) for module, name in replaced]
+    for module, name in replaced:
+        setattr(module, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for module, name, function in own:
+            setattr(module, name, function)
+
+
+class _Border(torch.autograd.Function):
+    """The stream as a part gets it from another one: backward ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, learns: Tensor, arrived: dict[int, Tensor], *stream: Tensor) -> Any:
+        """`learns`: any tensor with gradients. `arrived` takes the gradients of the stream."""
+        ctx.arrived = arrived
+        return tuple(tensor.view_as(tensor) for tensor in stream)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Keep the gradients."""
+        ctx.arrived.update(enumerate(gradients))
+        return (None, None, *(None for _ in gradients))
+
+
+class FakeParts:
+    """Embed, the first block and the head of a plan's model, on this rank."""
+
+    def __init__(self, plan: RunPlan, sections: Sections, mesh: Mesh, mode: Any) -> None:
+        """`plan`: see `alone`; within a fake world."""
+        self.plan, self.sections, self.mesh, self.mode = plan, sections, mesh, mode
+        with torch.device("meta"):
+            self.model: Model = plan.spec.build()
+        self.model.cut(range(1), is_first=True, is_last=True)
+        model, own = self.model, (plan.parallel, plan.precision, plan.remat, plan.compile)
+        with without_fsdp():
+            tokens = plan.microbatch_size * plan.tokens_per_rank
+            parallelize(model, mesh, plan.tensor_plan, *own, tokens=tokens)
+        self.memory = MemoryLog()
+        self.log = OperatorLog(mesh, self.memory)
+        with mode:
+            initialize(model, model.initializers(), plan.seed, CPU, plan.initial_weights)
+            self.parameters = own_parameters({0: model})
+            with without_fsdp():
+                self.parameters |= place_modules(plan, sections.objective, mesh, CPU)
+
+    def named(self, part: str) -> dict[str, nn.Parameter]:
+        """The parameters of a part; those of the objective are the head's."""
+        first = {"embed": ("embed.",), "block": ("blocks.",), "head": ("head.", "objective.")}
+        return {n: p for n, p in self.parameters.items() if n.startswith(first[part])}
+
+    def states(self) -> dict[str, State]:
+        """Updates all parts; the weights are fp32 still."""
+        with self.mode, self.memory, self.log:
+            return {part: self.state(part) for part in PARTS}
+
+    def state(self, part: str) -> State:
+        """Updates one part."""
+        named, sections = self.named(part), self.sections
+        if named:
+            optimizer = build_optimizer(named, sections.optimizer, self.plan.spec)
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        if trained:
+            self.update(part, trained, optimizer)
+        module = self.model.get_submodule("blocks.0" if part == "block" else part)
+        table = {name for name in self.model.tied.values() if name.startswith(f"{part}.")}
+        log = self.log.found
+        return State(
+            parameters=count(named.values()),
+            trained=count(trained.values()),
+            buffers=sum(buffer.nbytes for buffer in module.buffers()),
+            tensors=len(named),
+            tied=count(named[name] for name in table),
+            update=log.pop((part, "update"), ()),
+            average=log.pop((part, "average"), ()),
+        )
+
+    def update(self, part: str, named: Mapping[str, nn.Parameter], optimizer: Any) -> None:
+        """Clips, steps and averages, as `FakeRank.step`."""
+        sections = self.sections
+        averages = EMA(named, sections.ema)
+        for parameter in named.values():
+            parameter.grad = torch.empty_like(parameter)
+        self.log.during(part, "update")
+        bad = ~clip_norm(named.values(), sections.training.max_grad_norm).isfinite()
+        with HostReads():  # type: ignore[no-untyped-call]
+            apply_gradients(optimizer, sections.optimizer.lr, skip=bad)
+        self.log.during(part, "average")
+        averages.update(averages.config.every, skip=bad)
+        self.log.key = None
+
+    def cast(self) -> None:
+        """Let the model hold its parameters in the compute dtype."""
+        for module in self.model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                narrow = parameter.detach().to(self.plan.dtype)
+                setattr(module, name, nn.Parameter(narrow, parameter.requires_grad))
+        self.model.tie()
+
+    def run(self) -> Rehearsal:
+        """One microbatch."""
+        with self.mode:
+            self.cast()
+        gc.collect()
+        with self.mode, self.memory, self.log:
+            marks = Passes(self.memory, self.log)
+            with self.memory.phase("inputs", StorageKind.INPUTS), marks.of("inputs", "prepare"):
+                prepared, run = self.prepare()
+            with self.memory.phase("parts", StorageKind.ACTIVATIONS):
+                chain = Chain(self.model, run, prepared, marks)
+                chain.forward()
+                chain.backward()
+        received = {part: chain.received.get(part, 0.0) for part in PARTS}
+        return Rehearsal(self.log.found, marks.changes(), received, chain.stream)
+
+    def prepare(self) -> tuple[Prepared, Any]:
+        """This rank's slice of a batch whose fields are zero, and its executor."""
+        plan, sections = self.plan, self.sections
+        size = plan.microbatch_size
+        empty = {
+            name: torch.zeros(size, *(n or 1 for n in field.shape), dtype=field.dtype)
+            for name, field in sections.fields.items()
+        }
+        numbers = torch.arange(size)
+        batch = Batch(empty, numbers, weight=torch.ones(size), total_weight=float(size))
+        prepared = sections.objective.prepare(batch, SampleRNG(plan.seed, numbers))
+        executor: Any = executor_of(plan, sections.objective, self.mesh, {0: self.model}, CPU)
+        if isinstance(executor, SlicedExecutor):
+            prepared, executor = executor.sliced(prepared), executor.inner
+        if prepared.total_tokens is None:
+            prepared = replace(prepared, total_tokens=prepared.weight.sum(dtype=torch.float64))
+        return prepared, executor
+
+
+class Passes:
+    """Where in the logs a part's passes begin and end."""
+
+    def __init__(self, memory: MemoryLog, log: OperatorLog) -> None:
+        self.memory, self.log = memory, log
+        self.spans: dict[Key, tuple[int, int]] = {}
+
+    @contextmanager
+    def of(self, part: str, which: str) -> Iterator[None]:
+        """What happens within the block."""
+        self.log.during(part, which)
+        start = len(self.memory.events)
+        yield
+        self.log.key = None
+        self.spans[part, which] = start, len(self.memory.events)
+
+    def changes(self) -> dict[Key, list[Change]]:
+        """The changes of memory of each pass; read at the end, when all kinds are known."""
+        return {
+            key: [
+                Change(change, record.kind == StorageKind.UNREDUCED)
+                for record, change in self.memory.events[slice(*span)]
+            ]
+            for key, span in self.spans.items()
+        }
+
+
+class Chain:
+    """Embed, block and head, each with a graph of its own."""
+
+    def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: Passes) -> None:
+        self.model, self.executor, self.prepared, self.marks = model, executor, prepared, marks
+        self.edges: dict[str, list[GradientEdge | None]] = {}
+        """By part: of its outputs."""
+        self.arrived: dict[str, dict[int, Tensor]] = {part: {} for part in PARTS}
+        """By part: gradients of its inputs."""
+        self.received: dict[str, float] = {}
+        self.stream = 0.0
+        self.loss: tuple[Tensor, Tensor] | None = None
+
+    def forward(self) -> None:
+        """All parts."""
+        prepared, side = self.prepared, self.prepared.side_inputs
+        with self.marks.of("embed", "forward"):
+            stream = self.model.embed(prepared.inputs, side)  # type: ignore[misc]
+            self.cut("embed", stream)
+        stream = self.entered("block", stream)
+        with self.marks.of("block", "forward"):
+            stream = next(iter(self.model.blocks.values()))(stream, side)
+            self.cut("block", stream)
+        self.stream = sum(local(tensor).nbytes for tensor in stream)
+        stream = self.entered("head", stream)
+        with self.marks.of("head", "forward"):
+            output = self.model.head(stream, side)  # type: ignore[misc]
+            del stream
+            run = self.executor
+            self.loss = scaled(run.score(run.loss, output, prepared), None)
+            del output
+
+    def cut(self, part: str, stream: Sequence[Tensor]) -> None:
+        """Remember where a part's backward starts."""
+        self.edges[part] = [get_gradient_edge(t) if t.requires_grad else None for t in stream]
+
+    def entered(self, part: str, stream: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The stream at the beginning of a part."""
+        learns = torch.empty(0, requires_grad=True)
+        detached = (tensor.detach() for tensor in stream)
+        found: tuple[Tensor, ...] = _Border.apply(learns, self.arrived[part], *detached)  # type: ignore[no-untyped-call]
+        return found
+
+    def backward(self) -> None:
+        """All parts, the last first."""
+        assert self.loss is not None
+        with self.marks.of("head", "backward"):
+            loss, factor = self.loss
+            self.loss = None
+            torch.autograd.backward(loss, factor)
+            del loss
+        for part, after in (("block", "head"), ("embed", "block")):
+            self.received[part] = sum(local(t).nbytes for t in self.arrived[after].values())
+            with self.marks.of(part, "backward"):
+                edges, gradients = self.edges.pop(part), self.arrived.pop(after)
+                pairs = [(e, gradients.get(i)) for i, e in enumerate(edges) if e is not None]
+                used = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+                del gradients, edges, pairs
+                if used:
+                    torch.autograd.backward(*zip(*used, strict=True))  # type: ignore[arg-type]
+                del used
+
+
+def fake_tensors() -> Any:
+    """The mode in which tensors have no memory; torch's class of it is private to the dry run."""
+    return fake_step.FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[attr-defined]
+
+
+def count(parameters: Any) -> float:
+    """Elements on this rank."""
+    return float(sum(local(parameter).numel() for parameter in parameters))
+
+
+def rehearse(plan: RunPlan, sections: Sections, size: int) -> Rehearsal:
+    """One microbatch of `size` samples."""
+    own = alone(plan, size)
+    mode = fake_tensors()
+    with fake_world(0, own.world_size), chunks_of_a_device():
+        return FakeParts(own, sections, Mesh(own.sizes, "cpu"), mode).run()
+
+
+def states_of(plan: RunPlan, sections: Sections) -> dict[str, State]:
+    """State and update of each part."""
+    own = alone(plan, 1)
+    mode = fake_tensors()
+    with fake_world(0, own.world_size):
+        return FakeParts(own, sections, Mesh(own.sizes, "cpu"), mode).states()
