@@ -1,29 +1,31 @@
 """Counts from the code: what each part of a model computes, moves, sends and keeps.
 
 Nothing is derived by hand: `rehearsal.py` runs the parts on fake tensors. A block is rehearsed at
-two microbatch sizes; all numbers in between and beyond follow from them, as every number is linear
-in the microbatch. The ends are rehearsed at each size: their number of kernels depends on it.
+two microbatch sizes, and all others follow: every number is linear. Embed and head are rehearsed at
+each size, as a loss may take its tokens in chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from titan_dit.config.job import JobConfig
 from titan_dit.dry_run.command import of_data
 from titan_dit.plan import RunPlan
-from titan_dit.planner.fusion import fused, kept_between, moved
-from titan_dit.planner.oplog import Key, Operator
+from titan_dit.planner.fusion import fused, moved
+from titan_dit.planner.interpolate import interpolated, with_weight_gradients
+from titan_dit.planner.oplog import Operator
 from titan_dit.planner.rehearsal import (
     PARTS,
     Change,
+    Pass,
     Rehearsal,
     Sections,
     State,
+    Trace,
     rehearse,
-    states_of,
 )
 from titan_dit.planner.work import Attention, Counts, Message, Part, Product, Work
 
@@ -32,7 +34,7 @@ AXES = ("tp", "cp")
 SIZES = (2, 3)
 """Microbatch sizes to rehearse. Not 1: a dim of one element has any stride, so that copies and
 views of other sizes differ from its."""
-FLOAT = 4
+FP32 = 4
 
 
 class Rehearsals:
@@ -41,14 +43,18 @@ class Rehearsals:
     def __init__(self, config: JobConfig) -> None:
         facts, fields = config.objective.example(config.model) or of_data(config.data)
         self.sections = Sections(
-            objective=config.objective.build(config.model, facts),
+            objective=partial(config.objective.build, config.model, facts),
             fields=fields,
             training=config.training,
             optimizer=config.optimizer,
             ema=config.ema,
         )
-        self.rehearsals: dict[tuple[Any, ...], Rehearsal] = {}
+        self.blocks: dict[tuple[Any, ...], Trace] = {}
+        """By `layout_of` and microbatch size."""
+        self.ends: dict[tuple[Any, ...], Rehearsal] = {}
+        """By `layout_of` without remat, and microbatch size."""
         self.states: dict[tuple[Any, ...], Mapping[str, State]] = {}
+        """By `layout_of` without remat."""
         self.found: dict[tuple[Any, ...], Counts] = {}
 
     def counts(self, plan: RunPlan) -> Counts:
@@ -56,112 +62,119 @@ class Rehearsals:
 
         Without FSDP and pipeline. UserError if the model cannot run like this.
         """
-        key = *layout_of(plan), plan.microbatch_size
+        key = *layout_of(plan), plan.remat, plan.microbatch_size
         if key not in self.found:
             self.found[key] = self.make(plan)
         return self.found[key]
 
     def make(self, plan: RunPlan) -> Counts:
         """See `counts`."""
-        size = plan.microbatch_size
-        other = next(each for each in SIZES if each != size)
-        own, reference = self.rehearsal(plan, size), self.rehearsal(plan, other)
-        own = with_weight_gradients(own, reference)
-        states = self.states_of(plan)
-        parts = {part: part_of(part, own, states[part], plan, self.sections) for part in PARTS}
+        layout, size = layout_of(plan), plan.microbatch_size
+        sizes = sizes_of(plan)
+        self.rehearse(plan, sizes)
+        other = next(each for each in sizes if each != size)
+        ends, reference = self.ends[*layout, size], self.ends[*layout, other]
+        traces = {
+            part: with_weight_gradients(ends.parts[part], reference.parts[part])
+            for part in ("embed", "head")
+        }
+        traces["block"] = self.block(plan, sizes)
+        states = self.states[layout]
+        parts = {part: self.part(traces[part], states[part], plan) for part in PARTS}
+        prepared = {each: held(self.ends[*layout, each].prepare) for each in (size, other)}
+        slope = (prepared[size] - prepared[other]) / (size - other)
         return Counts(
             **parts,
-            prepare=work_of(own.operators, "inputs", "prepare"),
-            inputs=sum(change.bytes for change in own.changes["inputs", "prepare"]) / size,
-            stream=own.stream,
+            prepare=work_of({"prepare": ends.prepare.operators}, ends.prepared)["prepare"],
+            inputs=slope,
+            static=prepared[size] - slope * size + ends.cached,
+            stream=ends.stream,
             tied=sum(state.tied for state in states.values()),
         )
 
-    def rehearsal(self, plan: RunPlan, size: int) -> Rehearsal:
-        """Of a microbatch of `size` samples."""
-        key = *layout_of(plan), size
-        if key not in self.rehearsals:
-            self.rehearsals[key] = rehearse(plan, self.sections, size)
-        return self.rehearsals[key]
+    def rehearse(self, plan: RunPlan, sizes: Sequence[int]) -> None:
+        """Rehearse what is not known yet."""
+        layout, remat, wanted = layout_of(plan), plan.remat, plan.microbatch_size
+        missing = [each for each in sizes if (*layout, remat, each) not in self.blocks]
+        if (*layout, wanted) not in self.ends and wanted not in missing:
+            missing.append(wanted)
+        if not missing:
+            return
+        self.states[layout], found = rehearse(plan, self.sections, missing)
+        for size, rehearsal in found.items():
+            self.ends[*layout, size] = rehearsal
+            self.blocks[*layout, remat, size] = rehearsal.parts["block"]
 
-    def states_of(self, plan: RunPlan) -> Mapping[str, State]:
-        """Parameters and updates by part."""
-        key = plan.sizes.tp, plan.parallel.tensor_plan, plan.precision
-        if key not in self.states:
-            self.states[key] = states_of(plan, self.sections)
-        return self.states[key]
+    def block(self, plan: RunPlan, sizes: tuple[int, int]) -> Trace:
+        """A block at the plan's microbatch size."""
+        key, size = (*layout_of(plan), plan.remat), plan.microbatch_size
+        one, two = (
+            with_weight_gradients(self.blocks[*key, own], self.blocks[*key, other])
+            for own, other in (sizes, sizes[::-1])
+        )
+        return one if size == sizes[0] else interpolated(one, two, sizes, size)
+
+    def part(self, trace: Trace, state: State, plan: RunPlan) -> Part:
+        """The counts of a part."""
+        passes = {"forward": trace.forward.operators, "backward": trace.backward.operators}
+        works = work_of(passes, trace.later)
+        forward = [*running(trace.forward.changes)]
+        kept = held(trace.forward)
+        peak, gradients = highest(trace.backward.changes)
+        every = self.sections.ema.settled().every
+        average = updated(state.average).times(1 / every)
+        update = updated(state.update) + average + casts(state, plan)
+        return Part(
+            forward=works["forward"],
+            backward=works["backward"],
+            update=update,
+            parameters=state.parameters,
+            trained=state.trained,
+            buffers=state.buffers,
+            kept=kept,
+            forward_peak=max(0.0, max(forward, default=0.0) - kept),
+            backward_peak=trace.carried + peak - gradients,
+            backward_gradients=gradients,
+            tensors=state.tensors,
+        )
 
 
 def layout_of(plan: RunPlan) -> tuple[Any, ...]:
-    """What a rehearsal depends on, but for the microbatch size."""
-    parallel, sizes = plan.parallel, plan.sizes
+    """What embed and head depend on, but for the microbatch size."""
+    parallel, sizes, precision = plan.parallel, plan.sizes, plan.precision
     method = parallel.cp_method if sizes.cp > 1 else ""
     sequence = parallel.sequence_parallel and sizes.tp > 1
-    return sizes.tp, sizes.cp, sequence, method, plan.remat, plan.precision, parallel.tensor_plan
+    # Which linears take float8 depends on the tokens.
+    size = 0 if precision.float8 == "off" else plan.microbatch_size
+    return sizes.tp, sizes.cp, sequence, method, precision, parallel.tensor_plan, size
 
 
-def with_weight_gradients(own: Rehearsal, other: Rehearsal) -> Rehearsal:
-    """Mark the products in backward whose sum alone runs over the microbatch."""
-    marked = {
-        key: list(operators) if key[1] != "backward" else compared(operators, other.operators[key])
-        for key, operators in own.operators.items()
-    }
-    return replace(own, operators=marked)
+def sizes_of(plan: RunPlan) -> tuple[int, int]:
+    """Two microbatch sizes to rehearse: the plan's own, if another one's operators may differ."""
+    size = plan.microbatch_size
+    if size == 1 or plan.precision.float8 != "off":
+        return size, SIZES[0] if size != SIZES[0] else SIZES[1]
+    return SIZES
 
 
-def compared(own: Sequence[Operator], other: Sequence[Operator]) -> list[Operator]:
-    """One pass, its weight gradients marked by another microbatch size."""
-    theirs = iter([o.work for o in other if isinstance(o.work, Product)])
-    found = []
-    for operator in own:
-        if isinstance(mine := operator.work, Product):
-            its = next(theirs)
-            varies = mine.k != its.k and (mine.batch, mine.m, mine.n) == its[:3]
-            operator = operator._replace(work=mine._replace(is_weight_gradient=varies))
-        found.append(operator)
-    return found
+def casts(state: State, plan: RunPlan) -> Work:
+    """Casts of weights to the compute dtype and of gradients from it, once a step."""
+    if plan.dtype.itemsize >= FP32:
+        return Work()
+    nbytes = (state.parameters + state.trained) * (FP32 + plan.dtype.itemsize)
+    return Work(moved=nbytes, fused=nbytes, operators=2, kernels=2)
 
 
-def part_of(
-    part: str, rehearsal: Rehearsal, state: State, plan: RunPlan, sections: Sections
-) -> Part:
-    """The counts of a part."""
-    forward = [change.bytes for change in rehearsal.changes[part, "forward"]]
-    backward = rehearsal.changes[part, "backward"]
-    kept = sum(forward)
-    peak, gradients = highest(backward)
-    every = sections.ema.settled().every
-    casts = cast_bytes(state, plan)
-    return Part(
-        forward=work_of(rehearsal.operators, part, "forward"),
-        backward=work_of(rehearsal.operators, part, "backward"),
-        update=(
-            updated(state.update)
-            + updated(state.average).times(1 / every)
-            + Work(moved=casts, fused=casts, operators=2, kernels=2)
-        ),
-        parameters=state.parameters,
-        trained=state.trained,
-        buffers=state.buffers,
-        kept=kept,
-        forward_peak=max(0.0, max(running(forward), default=0.0) - kept),
-        backward_peak=rehearsal.received[part] + peak - gradients,
-        tensors=state.tensors,
-    )
+def held(one: Pass) -> float:
+    """Bytes that a pass allocates and does not free."""
+    return sum(change.bytes for change in one.changes)
 
 
-def cast_bytes(state: State, plan: RunPlan) -> float:
-    """Of weights to the compute dtype and of gradients from it, once a step."""
-    if plan.dtype.itemsize >= FLOAT:
-        return 0.0
-    return (state.parameters + state.trained) * (FLOAT + plan.dtype.itemsize)
-
-
-def running(changes: Iterable[float]) -> Iterable[float]:
+def running(changes: Iterable[Change]) -> Iterable[float]:
     """Sums so far."""
     total = 0.0
     for change in changes:
-        total += change
+        total += change.bytes
         yield total
 
 
@@ -176,21 +189,19 @@ def highest(changes: Sequence[Change]) -> tuple[float, float]:
     return most
 
 
-def work_of(operators: Mapping[Key, Sequence[Operator]], part: str, which: str) -> Work:
-    """The work of a pass."""
-    own = operators[part, which]
-    later = kept_between(operators, part, which)
-    return summed(own, lambda: fused(own, later))
+def work_of(passes: Mapping[str, Sequence[Operator]], later: Iterable[int]) -> dict[str, Work]:
+    """The work of passes that share tensors; `later`: storages that are read outside of them."""
+    found = fused(passes, set(later))
+    return {name: summed(operators, found[name]) for name, operators in passes.items()}
 
 
 def updated(operators: Sequence[Operator]) -> Work:
-    """The work of an update: everything that it changes is kept."""
-    own = {access.storage for operator in operators for access in operator.writes}
-    return summed(operators, lambda: fused(operators, own))
+    """The work of an update, whose operators are never fused by a compiler."""
+    return summed(operators, (sum(map(moved, operators)), len(operators)))
 
 
-def summed(operators: Sequence[Operator], fuse: Callable[[], tuple[float, int]]) -> Work:
-    """The sum over operators."""
+def summed(operators: Sequence[Operator], one_kernel: tuple[float, int]) -> Work:
+    """The sum over operators; `one_kernel`: (bytes, kernels) if they are fused."""
     products: dict[Product, float] = {}
     attention: dict[Attention, float] = {}
     messages: dict[Message, float] = {}
@@ -205,7 +216,7 @@ def summed(operators: Sequence[Operator], fuse: Callable[[], tuple[float, int]])
                 messages[sent] = messages.get(sent, 0) + 1
         elif isinstance(work, Message) and work.axis in AXES and work.bytes:
             messages[work] = messages.get(work, 0) + 1
-    nbytes, kernels = fuse()
+    nbytes, kernels = one_kernel
     return Work(
         products=products,
         attention=attention,

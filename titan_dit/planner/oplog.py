@@ -26,23 +26,16 @@ FORMATS = {
     torch.float8_e5m2fnuz: "float8",
 }
 """Names of number formats, as in `hardware.Device.peak_tflops`."""
-MATRICES = {
-    "aten::mm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::bmm": (0, 1),
-    "aten::baddbmm": (1, 2),
-    "aten::_scaled_mm": (0, 1),
-}
+MATRICES = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "scaled_mm": (0, 1)}
 """Products, and where in their arguments the two matrices stand."""
-LINEAR = ("aten::linear", "mkldnn::_linear_pointwise", "titan_dit::linear")
+LINEAR = ("linear", "linear_pointwise")
 """Products of an input [..., k] and a weight [n, k]."""
-GATHERS = ("aten::gather", "aten::index", "aten::index_select", "aten::embedding")
+GATHERS = ("gather", "index", "index_select", "embedding")
 """They read as much of their first argument as they return."""
-SCATTERS = ("aten::scatter_add_", "aten::index_put_", "aten::index_add_", "aten::scatter_")
+SCATTERS = ("scatter_add_", "index_put_", "index_add_", "scatter_")
 """They change as much of their first argument as their last tensor holds."""
-OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_copy_")
+OVERWRITES = ("copy_", "fill_", "zero_", "foreach_copy_")
 """In place, but they do not read what they change."""
-COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 
 class Access(NamedTuple):
@@ -59,6 +52,7 @@ class Operator(NamedTuple):
     """One call. Views and allocations are none."""
 
     name: str
+    """Without its namespace, overload and leading underscores."""
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     work: Product | Attention | Message | None
@@ -101,8 +95,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.key is not None and not self.memory.is_inferring:
-            name = func.name().partition(".")[0]
-            operator = self.read(name, func, args, kwargs, result)
+            operator = self.read(func.name().partition(".")[0], args, kwargs, result)
             if operator is not None:
                 self.found[self.key].append(operator)
         return result
@@ -118,12 +111,13 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         return Access(self.number(tensor), offset, min(most, size * elements(tensor)))
 
     def read(
-        self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+        self, full: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Operator | None:
-        """An operator; None if it moves and computes nothing."""
-        if name.startswith(COLLECTIVES) and name in SILENT:
+        """An operator, by its full name; None if it moves and computes nothing."""
+        if full in SILENT:
             self.same_storage(args, result)
             return None
+        name = full.rpartition("::")[2].lstrip("_")
         given = {self.number(tensor) for tensor in tensors((args, kwargs))}
         changed = changed_by(name, args, kwargs)
         made = [t for t in tensors(result) if self.number(t) not in given]
@@ -144,7 +138,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
             each = (self.access(t, most if t is limited else math.inf) for t in found)
             return tuple(dict.fromkeys(each))
 
-        work = self.work_of(name, args, kwargs)
+        work = self.work_of(full, name, args)
         return Operator(name, accesses(read), accesses(written), work, is_by_row(name, args))
 
     def same_storage(self, args: Sequence[Any], result: Any) -> None:
@@ -153,9 +147,11 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
             self.numbers.setdefault(storage_of(new), self.number(old))
 
     def work_of(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, full: str, name: str, args: Sequence[Any]
     ) -> Product | Attention | Message | None:
         """What an operator computes or sends; None for all others."""
+        if full in READERS or "c10d" in full:
+            return self.ring(full, args) if "ring_" in name else self.message(full, args)
         if name in MATRICES:
             first, second = (args[place] for place in MATRICES[name])
             batch = first.shape[0] if first.ndim == 3 else 1
@@ -167,9 +163,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
             return Product(1, rows, outputs, inner, FORMATS[args[0].dtype])
         if "scaled_dot_product" in name:
             return attention(name, args, is_backward="backward" in name)
-        if name.startswith("titan_dit::ring_"):
-            return self.ring(name, args)
-        return self.message(name, args) if name.startswith(COLLECTIVES) else None
+        return None
 
     def message(self, name: str, args: Sequence[Any]) -> Message | None:
         """What a collective sends."""
@@ -237,14 +231,14 @@ def changed_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     """Tensors that an operator changes in place."""
     if "out" in kwargs:
         return [*tensors(kwargs["out"])]
-    if name == "aten::_fused_adamw_":  # Weights and moments; gradients only with a loss scale.
+    if name == "fused_adamw_":  # Weights and moments; gradients only with a loss scale.
         return [*tensors(args[0], *args[2:5])]
     return [*tensors(args[0])] if name.endswith("_") and args else []
 
 
 def is_by_row(name: str, args: Sequence[Any]) -> bool:
     """False for a sum or another reduction over other dims than the last one."""
-    if name not in ("aten::sum", "aten::mean", "aten::amax", "aten::amin") or len(args) < 2:
+    if name not in ("sum", "mean", "amax", "amin") or len(args) < 2:
         return True
     dims = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     return all(dim in (-1, args[0].ndim - 1) for dim in dims)

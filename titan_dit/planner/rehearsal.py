@@ -9,10 +9,10 @@ weights: what these add does not depend on the part.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,7 @@ from titan_dit.rng import SampleRNG
 PARTS = ("embed", "block", "head")
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """An allocation (bytes above 0), a resize or a free."""
 
     bytes: float
@@ -52,15 +51,36 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """Forward or backward of a part, or the preparation of its inputs."""
+
+    operators: Sequence[Operator]
+    changes: Sequence[Change]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A part, for one microbatch."""
+
+    forward: Pass
+    backward: Pass
+    later: frozenset[int]
+    """Storages that other parts read."""
+    carried: float
+    """Bytes of activations at the beginning of its backward, without what it and earlier parts
+    keep: the gradients of its outputs, less its outputs if only the next part kept them."""
+
+
+@dataclass(frozen=True)
 class Rehearsal:
     """What a microbatch of one size does."""
 
-    operators: Mapping[Key, Sequence[Operator]]
-    """By part and pass: "forward", "backward"; of "inputs": "prepare"."""
-    changes: Mapping[Key, Sequence[Change]]
-    """The same of memory."""
-    received: Mapping[str, float]
-    """By part: bytes of its output's gradients, which its backward begins with."""
+    parts: Mapping[str, Trace]
+    prepare: Pass
+    prepared: frozenset[int]
+    """Storages of the preparation that the parts read."""
+    cached: float
+    """Bytes that the objective prepares once for all steps."""
     stream: float
     """Bytes that a block returns."""
 
@@ -85,15 +105,16 @@ class State:
 class Sections:
     """The parts of a config that do not depend on the layout."""
 
-    objective: Objective
+    objective: Callable[[], Objective]
+    """Makes one: an objective may keep tensors, which are of one rehearsal."""
     fields: Mapping[str, Field]
     training: TrainingConfig
     optimizer: OptimizerConfig
     ema: EMAConfig
 
 
-def alone(plan: RunPlan, size: int) -> RunPlan:
-    """The plan of one data-parallel rank and one microbatch of `size` samples."""
+def alone(plan: RunPlan) -> RunPlan:
+    """The plan of the tp x cp ranks of one pipeline stage and data-parallel rank."""
     sizes = AxisSizes(tp=plan.sizes.tp, cp=plan.sizes.cp)
     parallel = replace(plan.parallel, dp_replicate=1, dp_shard=1, pp=1)
     # As in the dry run: see `take_fake_step`.
@@ -108,8 +129,8 @@ def alone(plan: RunPlan, size: int) -> RunPlan:
         precision=precision,
         compile=replace(plan.compile, enabled=False),
         initial_weights="generator",
-        global_batch_size=size,
-        wanted_microbatch_size=size,
+        global_batch_size=plan.microbatch_size,
+        wanted_microbatch_size=plan.microbatch_size,
     )
 
 
@@ -157,13 +178,14 @@ class FakeParts:
         with without_fsdp():
             tokens = plan.microbatch_size * plan.tokens_per_rank
             parallelize(model, mesh, plan.tensor_plan, *own, tokens=tokens)
+        self.objective = sections.objective()
         self.memory = MemoryLog()
         self.log = OperatorLog(mesh, self.memory)
         with mode:
             initialize(model, model.initializers(), plan.seed, CPU, plan.initial_weights)
             self.parameters = own_parameters({0: model})
             with without_fsdp():
-                self.parameters |= place_modules(plan, sections.objective, mesh, CPU)
+                self.parameters |= place_modules(plan, self.objective, mesh, CPU)
 
     def named(self, part: str) -> dict[str, nn.Parameter]:
         """The parameters of a part; those of the objective are the head's."""
@@ -212,40 +234,57 @@ class FakeParts:
 
     def cast(self) -> None:
         """Let the model hold its parameters in the compute dtype."""
-        for module in self.model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                narrow = parameter.detach().to(self.plan.dtype)
-                setattr(module, name, nn.Parameter(narrow, parameter.requires_grad))
-        self.model.tie()
-
-    def run(self) -> Rehearsal:
-        """One microbatch."""
         with self.mode:
-            self.cast()
-        gc.collect()
+            for module in self.model.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    narrow = parameter.detach().to(self.plan.dtype)
+                    setattr(module, name, nn.Parameter(narrow, parameter.requires_grad))
+        self.model.tie()
+        # Known before a pass uses them, they are no memory of the pass.
+        used = *self.model.parameters(), *self.named("head").values()
+        self.memory.mark(used, StorageKind.GATHERED)
+        self.memory.mark(self.model.buffers(), StorageKind.PARAMETERS)
+
+    def run(self, size: int) -> Rehearsal:
+        """One microbatch of `size` samples; after `cast`."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.log.found.clear()
+        marks = Marks(self.memory, self.log)
         with self.mode, self.memory, self.log:
-            marks = Passes(self.memory, self.log)
-            with self.memory.phase("inputs", StorageKind.INPUTS), marks.of("inputs", "prepare"):
-                prepared, run = self.prepare()
+            with self.memory.phase("inputs", StorageKind.INPUTS):
+                start = len(self.memory.events)
+                prepared, executor = self.prepare(size)
+                first = len(self.memory.events)
+                del prepared, executor
+                with marks.of("inputs", "prepare"):
+                    prepared, executor = self.prepare(size)
             with self.memory.phase("parts", StorageKind.ACTIVATIONS):
-                chain = Chain(self.model, run, prepared, marks)
+                chain = Chain(self.model, executor, prepared, marks)
                 chain.forward()
                 chain.backward()
-        received = {part: chain.received.get(part, 0.0) for part in PARTS}
-        return Rehearsal(self.log.found, marks.changes(), received, chain.stream)
+        again = sum(change.bytes for change in marks.changes("inputs", "prepare"))
+        del prepared
+        whole = sum(change for _, change in self.memory.events[start:first])
+        return Rehearsal(
+            parts={part: marks.trace(part) for part in PARTS},
+            prepare=marks.passed("inputs", "prepare"),
+            prepared=marks.later("inputs"),
+            cached=whole - again,
+            stream=chain.stream,
+        )
 
-    def prepare(self) -> tuple[Prepared, Any]:
+    def prepare(self, size: int) -> tuple[Prepared, Any]:
         """This rank's slice of a batch whose fields are zero, and its executor."""
-        plan, sections = self.plan, self.sections
-        size = plan.microbatch_size
+        plan = replace(self.plan, global_batch_size=size, wanted_microbatch_size=size)
         empty = {
             name: torch.zeros(size, *(n or 1 for n in field.shape), dtype=field.dtype)
-            for name, field in sections.fields.items()
+            for name, field in self.sections.fields.items()
         }
         numbers = torch.arange(size)
         batch = Batch(empty, numbers, weight=torch.ones(size), total_weight=float(size))
-        prepared = sections.objective.prepare(batch, SampleRNG(plan.seed, numbers))
-        executor: Any = executor_of(plan, sections.objective, self.mesh, {0: self.model}, CPU)
+        prepared = self.objective.prepare(batch, SampleRNG(plan.seed, numbers))
+        executor: Any = executor_of(plan, self.objective, self.mesh, {0: self.model}, CPU)
         if isinstance(executor, SlicedExecutor):
             prepared, executor = executor.sliced(prepared), executor.inner
         if prepared.total_tokens is None:
@@ -253,8 +292,8 @@ class FakeParts:
         return prepared, executor
 
 
-class Passes:
-    """Where in the logs a part's passes begin and end."""
+class Marks:
+    """Where in the logs the passes of a microbatch begin and end."""
 
     def __init__(self, memory: MemoryLog, log: OperatorLog) -> None:
         self.memory, self.log = memory, log
@@ -262,34 +301,57 @@ class Passes:
 
     @contextmanager
     def of(self, part: str, which: str) -> Iterator[None]:
-        """What happens within the block."""
+        """What happens within the block is this pass."""
         self.log.during(part, which)
         start = len(self.memory.events)
         yield
         self.log.key = None
         self.spans[part, which] = start, len(self.memory.events)
 
-    def changes(self) -> dict[Key, list[Change]]:
-        """The changes of memory of each pass; read at the end, when all kinds are known."""
-        return {
-            key: [
-                Change(change, record.kind == StorageKind.UNREDUCED)
-                for record, change in self.memory.events[slice(*span)]
-            ]
-            for key, span in self.spans.items()
-        }
+    def between(self, start: int, end: int) -> list[Change]:
+        """Changes of memory; read at the end, when all kinds are known."""
+        return [
+            Change(change, record.kind == StorageKind.UNREDUCED)
+            for record, change in self.memory.events[start:end]
+        ]
+
+    def changes(self, part: str, which: str) -> list[Change]:
+        """Those of a pass."""
+        return self.between(*self.spans[part, which])
+
+    def passed(self, part: str, which: str) -> Pass:
+        """A pass."""
+        return Pass(tuple(self.log.found[part, which]), tuple(self.changes(part, which)))
+
+    def later(self, part: str) -> frozenset[int]:
+        """Storages that others than this part read."""
+        own = self.log.found.items()
+        found = (o for key, operators in own if key[0] != part for o in operators)
+        return frozenset(access.storage for o in found for access in o.reads)
+
+    def trace(self, part: str) -> Trace:
+        """A part."""
+        before = PARTS[: PARTS.index(part) + 1]
+        start = self.spans[PARTS[0], "forward"][0]
+        live = self.between(start, self.spans[part, "backward"][0])
+        kept = sum(c.bytes for each in before for c in self.changes(each, "forward"))
+        return Trace(
+            forward=self.passed(part, "forward"),
+            backward=self.passed(part, "backward"),
+            later=self.later(part),
+            carried=sum(c.bytes for c in live if not c.is_gradient) - kept,
+        )
 
 
 class Chain:
     """Embed, block and head, each with a graph of its own."""
 
-    def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: Passes) -> None:
+    def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: Marks) -> None:
         self.model, self.executor, self.prepared, self.marks = model, executor, prepared, marks
         self.edges: dict[str, list[GradientEdge | None]] = {}
         """By part: of its outputs."""
         self.arrived: dict[str, dict[int, Tensor]] = {part: {} for part in PARTS}
         """By part: gradients of its inputs."""
-        self.received: dict[str, float] = {}
         self.stream = 0.0
         self.loss: tuple[Tensor, Tensor] | None = None
 
@@ -332,12 +394,14 @@ class Chain:
             torch.autograd.backward(loss, factor)
             del loss
         for part, after in (("block", "head"), ("embed", "block")):
-            self.received[part] = sum(local(t).nbytes for t in self.arrived[after].values())
             with self.marks.of(part, "backward"):
                 edges, gradients = self.edges.pop(part), self.arrived.pop(after)
-                pairs = [(e, gradients.get(i)) for i, e in enumerate(edges) if e is not None]
-                used = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
-                del gradients, edges, pairs
+                used = [
+                    (edge, gradients[number])
+                    for number, edge in enumerate(edges)
+                    if edge is not None and number in gradients
+                ]
+                del gradients, edges
                 if used:
                     torch.autograd.backward(*zip(*used, strict=True))  # type: ignore[arg-type]
                 del used
@@ -353,17 +417,18 @@ def count(parameters: Any) -> float:
     return float(sum(local(parameter).numel() for parameter in parameters))
 
 
-def rehearse(plan: RunPlan, sections: Sections, size: int) -> Rehearsal:
-    """One microbatch of `size` samples."""
-    own = alone(plan, size)
-    mode = fake_tensors()
-    with fake_world(0, own.world_size), chunks_of_a_device():
-        return FakeParts(own, sections, Mesh(own.sizes, "cpu"), mode).run()
-
-
-def states_of(plan: RunPlan, sections: Sections) -> dict[str, State]:
-    """State and update of each part."""
-    own = alone(plan, 1)
-    mode = fake_tensors()
-    with fake_world(0, own.world_size):
-        return FakeParts(own, sections, Mesh(own.sizes, "cpu"), mode).states()
+def rehearse(
+    plan: RunPlan, sections: Sections, sizes: Iterable[int]
+) -> tuple[Mapping[str, State], dict[int, Rehearsal]]:
+    """State by part; one microbatch of each of `sizes` samples."""
+    own, collects = alone(plan), gc.isenabled()
+    gc.disable()  # It would free tensors at moments that differ from size to size.
+    try:
+        with fake_world(0, own.world_size), chunks_of_a_device():
+            parts = FakeParts(own, sections, Mesh(own.sizes, "cpu"), fake_tensors())
+            states = parts.states()
+            parts.cast()
+            return states, {size: parts.run(size) for size in sizes}
+    finally:
+        if collects:
+            gc.enable()

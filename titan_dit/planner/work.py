@@ -146,11 +146,16 @@ class Part:
     buffers: float
     """Bytes of what is held and not trained."""
     kept: float
-    """Bytes that forward keeps until backward."""
+    """Bytes that forward keeps until backward, its outputs included."""
     forward_peak: float
     """Bytes of temporary tensors at the highest point of forward, above what it keeps."""
     backward_peak: float
-    """The same of backward, above what was kept; with tensors that [remat] computes again."""
+    """Bytes at the highest point of backward, above what this part and those before it keep: the
+    gradients of its outputs, what it allocates, and what [remat] computes again, less what it has
+    freed already. Without the gradients of parameters. The outputs are free by then if only the
+    next part kept them. May be negative."""
+    backward_gradients: float
+    """Bytes of its parameters' gradients at that point, in the compute dtype."""
     tensors: int
     """Parameter tensors."""
 
@@ -165,7 +170,10 @@ class Counts:
     prepare: Work
     """Noise, timesteps, inputs and targets of the objective, per microbatch of this rank."""
     inputs: float
-    """Bytes of a prepared sample on a rank."""
+    """Bytes of a prepared sample on a rank: the batch, its noise and targets, a cp rank's copy of
+    its tokens. A step holds those of all its microbatches."""
+    static: float
+    """Bytes of inputs that are equal for all samples."""
     stream: float
     """Bytes of a microbatch between two pipeline stages, on a rank."""
     tied: float
