@@ -1,0 +1,279 @@
+"""Moments of a step at which a pipeline rank may hold the most, in bytes.
+
+A rank keeps its parameters gathered, sums the gradients of its microbatches unreduced, and holds
+the activations of the microbatches that its order has in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from titan_dit.planner.held import Moment, Sharding
+from titan_dit.planner.work import Counts, Part
+from titan_dit.schedules.action import Action, Kind, Order
+from titan_dit.schedules.messages import inputs_of
+from titan_dit.schedules.placement import pipeline_order
+
+AHEAD = 2
+"""Receives posted before their action: `execution.planned.AHEAD`."""
+
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
+"""Of a gradient in the format of its product; in float8 it is kept in bf16."""
+
+
+class InFlight(NamedTuple):
+    """What a rank holds during an action; one number for each of its stages."""
+
+    kind: Kind
+    place: int
+    """The action's stage among those of the rank."""
+    held: tuple[int, ...]
+    """Microbatches with activations: of a forward before it, else with the action's own."""
+    halves: tuple[int, ...]
+    """Those of them whose input gradients are done."""
+    summed: tuple[bool, ...]
+    """Whether the stage has gradients of an earlier microbatch."""
+    last: bool
+    """Whether the stage's gradients are reduced after it."""
+    messages: int
+    """Streams that are received for the next actions."""
+
+
+@lru_cache(maxsize=4096)
+def profile_of_schedule(
+    schedule: str, pp: int, microbatches: int, virtual_stages: int
+) -> tuple[tuple[InFlight, ...], ...]:
+    """`profile` of a schedule's own order."""
+    return profile(
+        pipeline_order(
+            schedule,
+            num_ranks=pp,
+            num_microbatches=microbatches,
+            virtual_stages=virtual_stages,
+        )
+    )
+
+
+def profile(order: Order) -> tuple[tuple[InFlight, ...], ...]:
+    """The moments of each rank that no other one exceeds in every number."""
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    return tuple(
+        _highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order)
+    )
+
+
+def _moments(
+    actions: Sequence[Action], rank_of: dict[int, int], rank: int
+) -> Iterator[InFlight]:
+    stages = sorted({action.stage for action in actions})
+    place_of = {stage: place for place, stage in enumerate(stages)}
+    held, halves = [0] * len(stages), [0] * len(stages)
+    summed = [False] * len(stages)
+    left = [sum(a.kind is Kind.FORWARD and a.stage == stage for a in actions) for stage in stages]
+    arrives = [
+        any(rank_of[message.stage] != rank for message in inputs_of(action, len(rank_of)))
+        for action in actions
+    ]
+    for number, action in enumerate(actions):
+        place, kind = place_of[action.stage], action.kind
+        ends = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        left[place] -= ends
+        ahead = sum(arrives[number + 1 : number + 1 + AHEAD])
+        now = tuple(held), tuple(halves), tuple(summed)
+        yield InFlight(kind, place, *now, ends and not left[place], ahead)
+        if kind is Kind.FORWARD:
+            held[place] += 1
+        elif kind is Kind.BACKWARD_INPUT:
+            halves[place] += 1
+        else:
+            held[place] -= 1
+            halves[place] -= kind is Kind.BACKWARD_WEIGHT
+            summed[place] = True
+
+
+def _highest(moments: Iterator[InFlight]) -> tuple[InFlight, ...]:
+    """Without those that another one of the same action exceeds or equals in every number."""
+    groups: dict[tuple[Kind, int, bool], list[InFlight]] = {}
+    every = sorted(set(moments), key=_size, reverse=True)
+    for moment in every:
+        kept = groups.setdefault((moment.kind, moment.place, moment.last), [])
+        if not any(_covers(other, moment) for other in kept):
+            kept.append(moment)
+    return tuple(moment for kept in groups.values() for moment in kept)
+
+
+def _numbers(moment: InFlight) -> tuple[int, ...]:
+    return (*moment.held, *moment.halves, *moment.summed, moment.messages)
+
+
+def _size(moment: InFlight) -> int:
+    return sum(_numbers(moment))
+
+
+def _covers(first: InFlight, second: InFlight) -> bool:
+    return all(a >= b for a, b in zip(_numbers(first), _numbers(second), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """A stage of this rank."""
+
+    counts: Counts
+    layers: int
+    has_embed: bool
+    has_head: bool
+    has_copy: bool
+    """It computes with a copy of the first stage's weights."""
+    largest_unit: int
+    """Blocks of its largest FSDP unit."""
+
+    @cached_property
+    def parameters(self) -> float:
+        """Elements on a tp rank, with the copy."""
+        return self._elements("parameters")
+
+    @cached_property
+    def trained(self) -> float:
+        """Those with gradients."""
+        return self._elements("trained")
+
+    @property
+    def copied(self) -> float:
+        """Elements of the copy."""
+        return self.counts.tied * self.has_copy
+
+    @property
+    def root(self) -> float:
+        """Trained elements outside the blocks."""
+        return self.trained - self.layers * self.counts.block.trained
+
+    def _elements(self, key: str) -> float:
+        counts = self.counts
+        found = self.layers * getattr(counts.block, key)
+        found += getattr(counts.embed, key) * self.has_embed
+        found += getattr(counts.head, key) * self.has_head
+        return float(found + counts.tied * self.has_copy)
+
+    @cached_property
+    def entered(self) -> float:
+        """Bytes that a microbatch keeps before the first block."""
+        return self.counts.embed.kept if self.has_embed else self.counts.stream
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes that a microbatch keeps until its backward."""
+        counts = self.counts
+        return self.entered + self.layers * counts.block.kept + counts.head.kept * self.has_head
+
+    @cached_property
+    def forward_high(self) -> float:
+        """The most that a forward holds of its own microbatch."""
+        counts, found = self.counts, 0.0
+        if self.has_embed:
+            found = self.entered + counts.embed.forward_peak
+        blocks = self.entered + self.layers * counts.block.kept
+        found = max(found, blocks + counts.block.forward_peak)
+        return max(found, self.kept + counts.head.forward_peak) if self.has_head else found
+
+    @cached_property
+    def half(self) -> float:
+        """Bytes that a microbatch keeps more between its input and its weight gradients."""
+        counts = self.counts
+        if self.has_embed:  # The first stage computes no input gradients: all waits.
+            return counts.stream
+        found = self.layers * of_products(counts.block)
+        return found + of_products(counts.head) * self.has_head
+
+    def backward(self, how: Sharding, is_summed: bool) -> Iterator[Moment]:
+        """Moments of a full backward; activations are less what its microbatch keeps."""
+        counts, gone = self.counts, 0.0
+        wide = 0.0 if is_summed else float(how.sum_width)
+        made = 0.0
+        if self.has_head:
+            own = how.fresh * counts.head.backward_gradients
+            yield Moment(0.0, own, 0.0, 0.0, counts.head.backward_peak)
+            gone = counts.head.kept
+            made = how.width * (counts.head.trained + counts.tied * self.has_copy)
+        unit = min(self.layers, self.largest_unit) - 1
+        for done, own in ((0, 0), (self.layers - 1, unit)):
+            found = made + own * how.width * counts.block.trained
+            found += how.fresh * counts.block.backward_gradients
+            found += (done - own) * wide * counts.block.trained
+            activations = -gone - done * counts.block.kept
+            yield Moment(0.0, found, 0.0, activations, counts.block.backward_peak)
+        if self.has_embed:
+            found = made + self.layers * wide * counts.block.trained
+            found += how.fresh * counts.embed.backward_gradients
+            yield Moment(0.0, found, 0.0, self.entered - self.kept, counts.embed.backward_peak)
+
+
+def of_products(part: Part) -> float:
+    """Bytes of the gradients from which a part computes those of its weights."""
+    return sum(
+        count * product.batch * product.m * product.k * BYTES[product.dtype]
+        for product, count in part.backward.products.items()
+        if product.is_weight_gradient
+    )
+
+
+def pipeline_moments(
+    flights: Sequence[InFlight],
+    stages: Sequence[StageParts],
+    how: Sharding,
+    growth: float,
+) -> Iterator[Moment]:
+    """Forward and backward of a step; `growth`: times the activations of the planned order."""
+    parameters = sum(stage.parameters for stage in stages)
+    stream = stages[0].counts.stream
+    for flight in flights:
+        trained = sum(
+            stage.trained
+            for stage, is_summed in zip(stages, flight.summed, strict=True)
+            if is_summed
+        )
+        held = sum(count * each.kept for count, each in zip(flight.held, stages, strict=True))
+        halves = sum(count * each.half for count, each in zip(flight.halves, stages, strict=True))
+        for own in _own(flight, stages[flight.place], how):
+            activations = held + flight.messages * stream + own.activations
+            yield Moment(
+                how.width * parameters + own.gathered,
+                how.sum_width * trained + own.unreduced,
+                own.gradients,
+                activations * growth,
+                halves + own.temporary,
+            )
+
+
+def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]:
+    """What an action adds to all that the rank holds."""
+    is_summed, counts = flight.summed[flight.place], stage.counts
+    if flight.kind is Kind.FORWARD:
+        yield Moment(activations=stage.forward_high)
+        return
+    arrived = 0.0 if stage.has_head else counts.stream
+    """The gradient of the stage's output."""
+    whole = how.width * stage.trained
+    if flight.kind is Kind.BACKWARD:
+        moments = stage.backward(how, is_summed)
+        yield from (each._replace(activations=each.activations + arrived) for each in moments)
+    elif flight.kind is Kind.BACKWARD_INPUT and not stage.has_embed:
+        parts = [counts.block, *([counts.head] if stage.has_head else [])]
+        high = max(part.backward_peak for part in parts)
+        yield Moment(activations=arrived, temporary=stage.half + high)
+    elif flight.kind is Kind.BACKWARD_WEIGHT and stage.has_embed:
+        yield from stage.backward(how, is_summed)
+    elif flight.kind is Kind.BACKWARD_WEIGHT:
+        yield Moment(unreduced=whole)
+    if flight.last:
+        sums = 0.0 if is_summed else how.sum_width * stage.trained
+        largest = max(stage.root, stage.largest_unit * counts.block.trained)
+        gone = -stage.kept - (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
+        yield Moment(
+            unreduced=sums + how.sum_width * largest,
+            gradients=0.0,
+            activations=gone,
+        )
