@@ -118,9 +118,7 @@ def config_of(options: Options, keys: Sequence[str]) -> tuple[JobConfig, list[st
     ]
 
 
-def plan(
-    config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top: int
-) -> Choice:
+def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top: int) -> Choice:
     """Search, then rehearse. Raises UserError if nothing can run or fits."""
     device.peak(config.precision.dtype)
     space = Space(config, gpus, device, fixed)
@@ -173,7 +171,9 @@ def measured(options: Options) -> None:
         files = [Path(name) for name in options.calibrate if name.endswith(".json")]
         runs = [Path(name) for name in options.calibrate if not name.endswith(".json")]
         if len(files) > 1:
-            raise UserError(f"--calibrate {files[0]} {files[1]}: give one JSON of gpu.py, and runs.")
+            raise UserError(
+                f"--calibrate {files[0]} {files[1]}: give one JSON of gpu.py, and runs."
+            )
         lines = calibrate(files[0] if files else None, runs, Path(options.out), device)
     else:
         from titan_dit.planner.measured import beside

@@ -31,6 +31,8 @@ from titan_dit.schedules.schedule import schedule_of
 
 MIN_TOKENS = 256
 """Tokens of a sample that cp leaves to a rank, at least: fewer do not fill a product."""
+MAX_TOKENS = 2**16
+"""Tokens of a microbatch on a rank, at most: kernels are full long before."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 """Stages per rank of interleaved schedules that are tried; a fixed number is another one."""
 MODES = ("none", "attention", "selective", "full")
@@ -223,13 +225,17 @@ class Space:
         for tp in self._sizes("tp", self.gpus, min(node, spec.num_heads)):
             for cp in self._sizes("cp", self.gpus // tp, slices):
                 for method in self._methods(cp):
-                    for sequence in self._sequence(tp):
-                        start = Candidate(
-                            *(1, 1, self.gpus // tp // cp, cp, tp, method, sequence, "auto"),
-                            *("1f1b", 1, 1, "none", "off"),
-                        )
-                        if self._splits(start):
-                            yield from self._data(start)
+                    starts = (self._start(tp, cp, method, each) for each in self._sequence(tp))
+                    # As fast without sequence parallelism, but with more memory.
+                    if start := next(filter(self._splits, starts), None):
+                        yield from self._data(start)
+
+    def _start(self, tp: int, cp: int, method: str, sequence: bool) -> Candidate:
+        """A split of tensors and tokens; all other ranks are shards."""
+        return Candidate(
+            *(1, 1, self.gpus // tp // cp, cp, tp, method, sequence, "auto"),
+            *("1f1b", 1, 1, "none", "off"),
+        )
 
     def _methods(self, cp: int) -> Collection[str]:
         if cp == 1:
@@ -263,7 +269,9 @@ class Space:
     def _pipelines(self, mesh: Candidate) -> Iterator[Candidate]:
         """Schedules, stages per rank and microbatch sizes."""
         share = self.base.global_batch_size // (mesh.dp_replicate * mesh.dp_shard)
-        sizes = self._options("training.microbatch_size", divisors(share))
+        most = max(1, MAX_TOKENS * mesh.cp // self.base.spec.num_tokens)
+        free = [size for size in divisors(share) if size <= most]
+        sizes = self._options("training.microbatch_size", free)
         for schedule, virtual in self._schedules(mesh.pp):
             for size in sizes:
                 if size is None or share % size:
@@ -281,7 +289,9 @@ class Space:
         if pp == 1:
             yield own.schedule, own.virtual_stages
             return
+        # gpipe takes as long as 1f1b, with the activations of all microbatches.
         names = dict.fromkeys((*SCHEDULES, own.schedule))
+        names.pop("gpipe")
         for name in self._options("pipeline.schedule", names):
             several = schedule_of(name).interleaved
             free = VIRTUAL_STAGES if several else (1,)
@@ -326,8 +336,3 @@ def alone(parallel: ParallelConfig) -> ParallelConfig:
 def divisors(number: int) -> list[int]:
     """All divisors, the smallest first."""
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def tokens_of(config: JobConfig) -> int:
-    """Tokens of a sample."""
-    return config.objective.model_spec(config.model).num_tokens

@@ -61,14 +61,10 @@ def profile_of_schedule(
 def profile(order: Order) -> tuple[tuple[InFlight, ...], ...]:
     """The moments of each rank that no other one exceeds in every number."""
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    return tuple(
-        _highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order)
-    )
+    return tuple(_highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order))
 
 
-def _moments(
-    actions: Sequence[Action], rank_of: dict[int, int], rank: int
-) -> Iterator[InFlight]:
+def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> Iterator[InFlight]:
     stages = sorted({action.stage for action in actions})
     place_of = {stage: place for place, stage in enumerate(stages)}
     held, halves = [0] * len(stages), [0] * len(stages)

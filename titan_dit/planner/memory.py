@@ -46,8 +46,16 @@ def memory(
     """Bytes at the peak by kind, of every pipeline rank. `state`: see `state_of`."""
     how = sharding_of(plan, runtime)
     if plan.sizes.pp == 1:
-        rank = (StageParts(counts=counts, layers=plan.spec.num_layers, has_embed=True,
-            has_head=True, has_copy=False, largest_unit=1),)
+        rank = (
+            StageParts(
+                counts=counts,
+                layers=plan.spec.num_layers,
+                has_embed=True,
+                has_head=True,
+                has_copy=False,
+                largest_unit=1,
+            ),
+        )
         return [at_peak(plan, rank, _local(plan, counts, how), how, runtime, state)]
     flights, growth = in_flight(plan)
     found = []

@@ -296,5 +296,3 @@ def of_layout(row: Layout, choice: Choice) -> dict[str, Any]:
 def by_kind(held: Mapping[Any, float]) -> dict[str, float]:
     """Bytes by the name of their kind."""
     return {str(kind): size for kind, size in held.items()}
-
-

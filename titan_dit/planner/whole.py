@@ -68,4 +68,3 @@ def peak_of(plan: RunPlan, parts: Parts, rank: int) -> Peak:
         fake = FakeRank(own, parts.objective, parts.fields, mesh, mode, sections)
         peak, _ = fake.run(own.samples_per_rank, own.microbatch_size, fewer, enough, count)
     return with_activations(peak, growth)
-
