@@ -53,10 +53,12 @@ def test_blocks_move_what_was_counted_by_hand(ratio):
 
 def test_selective_recomputation_moves_what_it_computes_again():
     again, plain = (run(counts, dit(remat={"mode": mode})).block for mode in ("selective", "none"))
-    more = again.backward.moved - plain.backward.moved
-    _, _, (of_h, of_f) = limits.ELEMENTWISE["eager"]
-    assert more == pytest.approx(2 * B * TOKENS * (of_h + 4 * of_f) * H, rel=0.02)
-    assert again.forward.moved == plain.forward.moved
+    # Eager, 3 h of the last gate more than needed: it has run when torch's checkpoint stops.
+    for key, field, last in (("eager", "moved", 3), ("compiled", "fused", 0)):
+        more = getattr(again.backward, field) - getattr(plain.backward, field)
+        _, _, (of_h, of_f) = limits.ELEMENTWISE[key]
+        assert more == pytest.approx(2 * B * TOKENS * (of_h + last + 4 * of_f) * H, rel=0.01)
+        assert getattr(again.forward, field) == pytest.approx(getattr(plain.forward, field))
 
 
 @pytest.mark.parametrize("averages", [1, 2])
