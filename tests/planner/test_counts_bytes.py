@@ -58,7 +58,9 @@ def test_selective_recomputation_moves_what_it_computes_again():
         more = getattr(again.backward, field) - getattr(plain.backward, field)
         _, _, (of_h, of_f) = limits.ELEMENTWISE[key]
         assert more == pytest.approx(2 * B * TOKENS * (of_h + last + 4 * of_f) * H, rel=0.01)
-        assert getattr(again.forward, field) == pytest.approx(getattr(plain.forward, field))
+        assert getattr(again.forward, field) == pytest.approx(
+            getattr(plain.forward, field), rel=0.01
+        )
 
 
 @pytest.mark.parametrize("averages", [1, 2])
