@@ -181,6 +181,7 @@ class FakeParts:
             tokens = plan.microbatch_size * plan.tokens_per_rank
             parallelize(model, mesh, plan.tensor_plan, *own, tokens=tokens)
         self.objective = sections.objective()
+        self.cached = 0.0
         self.memory = MemoryLog()
         self.log = OperatorLog(mesh, self.memory)
         with mode:
@@ -197,16 +198,16 @@ class FakeParts:
     def states(self) -> dict[str, State]:
         """Updates all parts; the weights are fp32 still."""
         with self.mode, self.memory, self.log:
+            # Freezes what [optimizer] groups say.
+            build_optimizer(self.parameters, self.sections.optimizer, self.plan.spec)
             return {part: self.state(part) for part in PARTS}
 
     def state(self, part: str) -> State:
         """Updates one part."""
-        named, sections = self.named(part), self.sections
-        if named:
-            optimizer = build_optimizer(named, sections.optimizer, self.plan.spec)
+        named = self.named(part)
         trained = {name: p for name, p in named.items() if p.requires_grad}
         if trained:
-            self.update(part, trained, optimizer)
+            self.update(part, trained, self.sections.optimizer.build(trained, self.plan.spec))
         module = self.model.get_submodule("blocks.0" if part == "block" else part)
         table = {name for name in self.model.tied.values() if name.startswith(f"{part}.")}
         log = self.log.found
@@ -272,20 +273,23 @@ class FakeParts:
         again = sum(change.bytes for change in marks.changes("inputs", "prepare"))
         del prepared
         whole = sum(change for _, change in self.memory.events[start:first])
+        self.cached = max(self.cached, whole - again)  # By the first run.
         return Rehearsal(
             parts={part: marks.trace(part) for part in PARTS},
             prepare=marks.passed("inputs", "prepare"),
             prepared=marks.later("inputs"),
-            cached=whole - again,
+            cached=self.cached,
             stream=chain.stream,
         )
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """As FSDP does before it reduces gradients over data-parallel ranks."""
+        """As FSDP does before it reduces the fp32 sums of several microbatches over data ranks."""
+        wide = torch.promote_types(self.plan.dtype, torch.float32)
         for parameter in parameters:
             gradient: Any = parameter.grad
             if hasattr(gradient, "redistribute"):  # A DTensor.
-                gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+                summed = gradient.to(wide)
+                summed.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
     def prepare(self, size: int) -> tuple[Prepared, Any]:
         """This rank's slice of a batch whose fields are zero, and its executor."""

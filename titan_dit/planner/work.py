@@ -138,8 +138,8 @@ class Part:
     """With what [remat] computes and sends again."""
     update: Work
     """Clipping, optimizer, EMA and casts of its parameters, all shards of FSDP together: a rank of
-    n shards does 1/n of it. Its messages over tp are those of gradients that a tp rank has a part
-    of; without the all-reduce of the norm over all ranks."""
+    n shards does 1/n of it. Its messages over tp sum gradients, in fp32, of which each tp rank has
+    a part; without the all-reduce of the norm over all ranks."""
     parameters: float
     """Elements on a tp rank, all shards of FSDP together."""
     trained: float
