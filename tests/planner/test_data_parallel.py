@@ -173,7 +173,9 @@ def by_hand(gather=(0.0, 0.0), reduce=(0.0, 0.0), runtime=OURS, count=1, **secti
 
 def test_only_the_first_gathers_and_the_last_reductions_are_exposed():
     assert by_hand().step_s(COMPUTE) == COMPUTED
-    # The root's gather, and that of the first block, which the embedding hides but for 1 s.
+    # The root's gather; the embedding hides the first block's.
+    assert by_hand(gather=(0.5, 5)).step_s(COMPUTE) == COMPUTED + 5
+    # It hides it but for 1 s.
     assert by_hand(gather=(2, 5)).step_s(COMPUTE) == COMPUTED + 5 + 1
     # The first block's reduction, which embed's backward hides but for 2 s, and the root's.
     assert by_hand(reduce=(3, 5)).step_s(COMPUTE) == COMPUTED + 2 + 5

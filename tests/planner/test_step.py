@@ -244,6 +244,14 @@ def test_shards_update_their_part_and_replicas_everything():
     assert estimate(plan, given, DEVICE, whole).terms["optimizer"] == pytest.approx(0.2)
 
 
+def test_a_pipeline_updates_as_long_as_its_largest_rank():
+    given = equal_blocks(head=part(update=moving(3.0)))
+    given = replace(given, block=replace(given.block, update=moving(1.0)))
+    found = estimate(plan_of(2, 2, world=4), given, DEVICE)
+    assert found.terms["optimizer"] == pytest.approx((2 * 1.0 + 3.0) / 2)
+    assert added_up(found) == pytest.approx(3 * 2 * (F + B) + 2.5)
+
+
 def test_replicas_reduce_over_the_link_that_they_really_have():
     # Eight ranks on two nodes of four: pp is outermost, so data ranks are inside a node.
     whole = Runtime(sharding="replicas", overlaps_data=False, update_bytes=0)

@@ -24,7 +24,7 @@ from titan_dit.planner.links import Links
 from titan_dit.planner.pipeline import Times, played
 from titan_dit.planner.runtime import OURS, Runtime
 from titan_dit.planner.stage_times import Parts, Passes, Terms, parts_of, total
-from titan_dit.planner.work import Counts, Message
+from titan_dit.planner.work import Counts, Message, Part
 from titan_dit.schedules.action import Kind
 
 NORM_BYTES = 8
@@ -237,17 +237,18 @@ class Step:
     @cached_property
     def update_s(self) -> float:
         """Clipping, optimizer and EMA of the pipeline rank with the most of them."""
-        took = tuple(map(self.part_update_s, ("embed", "block", "head")))
-        found = []
+        counts = self.counts
+        took = tuple(map(self.part_update_s, (counts.embed, counts.block, counts.head)))
+        found: list[float] = []
         for stages in self.held:
             shapes = [self.data.shapes[stage] for stage in stages]
             has = zip(*((each.is_first, each.blocks, each.is_last) for each in shapes), strict=True)
             found.append(sum(sum(times) * one for times, one in zip(has, took, strict=True)))
         return max(found)
 
-    def part_update_s(self, name: str) -> float:
+    def part_update_s(self, part: Part) -> float:
         """Of a rank's shard of a part."""
-        part, splits = getattr(self.counts, name), self.data.splits
+        splits = self.data.splits
         if self.runtime.update_bytes is not None:
             return rates.moved_s(self.runtime.update_bytes * part.trained / splits, self.device)
         # Shards are as many tensors as the whole, and take as many kernels.
