@@ -35,7 +35,7 @@ GPT = {
 }
 
 
-def tables(model, **sections):
+def tables(model, /, **sections):
     """A model's tables with keys of some sections replaced."""
     found = {name: dict(table) for name, table in model.items()}
     for name, table in sections.items():
@@ -73,6 +73,7 @@ SHORT = {
     "ring": (GPT, 2, parallel(cp=2) | remat("selective")),
     "1f1b": (DIT, 2, pipeline(2, "1f1b")),
     "interleaved": (GPT, 4, pipeline(2, "interleaved_1f1b", 2)),
+    "zero bubble": (GPT, 2, pipeline(2, "zbv_zero_bubble")),
 }
 
 

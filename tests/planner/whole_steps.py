@@ -13,6 +13,7 @@ import forked
 from titan_dit.config import catalog, config_file
 from titan_dit.dry_run import fake_step
 from titan_dit.dry_run.memory import MemoryLog, Storage, StorageKind
+from titan_dit.execution.planned import Planned
 from titan_dit.plan import resolve
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.memory import memory
@@ -43,12 +44,13 @@ class Compared:
 
 @contextlib.contextmanager
 def all_microbatches():
-    """Let a dry run of a pipeline execute all microbatches, and count no tensor without memory.
+    """Let a dry run of a pipeline hold what a device would.
 
-    It runs as few as reach the peak of activations: the gradients of earlier microbatches, which
-    are in memory at that peak from one more on, are missing then. Shapes are on the meta device.
+    It runs as few microbatches as reach the peak of activations: gradients of earlier ones, which
+    are in memory at that peak from one more on, are missing then. It counts tensors on the meta
+    device, which only have shapes. Its sends never complete, and keep their tensors.
     """
-    fewest, record = fake_step.microbatches_to_run, MemoryLog._record
+    fewest, record, send = fake_step.microbatches_to_run, MemoryLog._record, Planned.send
 
     def every(plan, count):
         fewer, enough = fewest(plan, count)
@@ -59,7 +61,12 @@ def all_microbatches():
             return Storage(StorageKind.TEMPORARY, 0)
         return record(log, tensor)
 
+    def sent_at_once(source, message, tensors):
+        send(source, message, tensors)
+        source.sends.clear()
+
     with (
+        mock.patch.object(Planned, "send", sent_at_once),
         mock.patch.object(fake_step, "microbatches_to_run", every),
         mock.patch.object(MemoryLog, "_record", with_memory),
     ):
