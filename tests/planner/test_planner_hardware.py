@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from easy_device import EASY, easy
+from hand_made import EASY, easy
 
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.devices import DEVICES_GIB

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from easy_device import EASY, easy
+from hand_made import EASY, easy
 
 from titan_dit.config.section import UserError
 from titan_dit.parallel.mesh import AxisSizes
