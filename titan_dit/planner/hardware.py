@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from titan_dit.config import did_you_mean, toml_text
 from titan_dit.config.section import (
@@ -191,7 +191,7 @@ def value_of(value: object, hint: Any, file: str, prefix: str, key: str) -> Any:
 
 def entry_key(name: str, hint: Any, file: str, table: str) -> Any:
     """The key of a mapping: a group size in [inner_gb_per_s], else text."""
-    if hint.__args__[0] is not int:
+    if get_args(hint)[0] is not int:
         return name
     if not name.isdecimal():
         raise UserError(
@@ -202,7 +202,8 @@ def entry_key(name: str, hint: Any, file: str, table: str) -> Any:
 
 def item_hint(hint: Any) -> Any:
     """The type of a mapping's values; numbers are bandwidths or peaks, above 0."""
-    return PositiveFloat if hint.__args__[1] is float else hint.__args__[1]
+    kind = get_args(hint)[1]
+    return PositiveFloat if kind is float else kind
 
 
 def missing(key: str, prefix: str) -> str:
