@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 import forked
 import pytest
 import torch
-from hand_made import DEVICE, counts_of
+from hand_made_counts import DEVICE, counts_of
 from tiny import tiny_config
 from tiny_gpt import gpt_config
 
@@ -53,27 +53,38 @@ def dry_run():
         yield run
 
 
+MANY = {"global_batch_size": 12, "microbatch_size": 2}
 CASES = {
-    "resharded": (4, {"parallel": {"reshard_after_forward": "always"}}),
-    "kept": (4, {"parallel": {"reshard_after_forward": "never"}}),
-    "auto, three microbatches": (4, {"training": {"global_batch_size": 24, "microbatch_size": 2}}),
-    "units of two blocks": (2, {"parallel": {"blocks_per_fsdp_unit": 2}}),
-    "replicas": (4, {"parallel": {"dp_replicate": 2}}),
+    "always resharded": (4, {"parallel": {"reshard_after_forward": "always"}}),
+    "kept, three microbatches": (
+        2,
+        {"parallel": {"reshard_after_forward": "never"}, "training": MANY},
+    ),
+    "replicas, units of two blocks, three microbatches": (
+        4,
+        {"parallel": {"dp_replicate": 2, "blocks_per_fsdp_unit": 2}, "training": MANY},
+    ),
     "replicas alone": (2, {"parallel": {"dp_replicate": 2, "dp_shard": 1}}),
     "with cp": (4, {"parallel": {"cp": 2}, "precision": {"dtype": "bf16"}}),
-    "pipeline": (4, {"parallel": {"pp": 2}, "precision": {"dtype": "bf16"}}),
     "V of stages": (
         4,
         {
             "model": {**EVEN, "layers": 5},
             "parallel": {"pp": 2},
             "pipeline": {"schedule": "zbv_zero_bubble"},
+            "precision": {"dtype": "bf16"},
         },
     ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LATER = ("kept, three microbatches", "replicas alone")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long) if n in LATER else n for n in CASES],
+)
 def test_messages_are_those_of_the_dry_run(name, dry_run):
     world, sections = CASES[name]
     config = tiny_config(**{"model": EVEN} | sections)
@@ -105,7 +116,8 @@ def without_norm(calls, sent, world):
     Its all-reduce over all ranks has the name of an axis that has all ranks.
     """
     calls, sent = Counter(calls), Counter(sent)
-    for axis in AXES if ("all", "all-reduce") not in calls else ():
+    named = any((axis, "all-reduce") in calls for axis in ("all", "loss", "data"))
+    for axis in () if named else AXES:
         if (axis, "all-reduce") in calls:
             calls[axis, "all-reduce"] -= 1
             sent[axis, "all-reduce"] -= round(2 * (world - 1) / world * NORM_BYTES)
@@ -161,7 +173,9 @@ def by_hand(gather=(0.0, 0.0), reduce=(0.0, 0.0), runtime=OURS, count=1, **secti
 
 def test_only_the_first_gathers_and_the_last_reductions_are_exposed():
     assert by_hand().step_s(COMPUTE) == COMPUTED
-    # The root's gather, and that of the first block, which the embedding hides but for 1 s.
+    # The root's gather; the embedding hides the first block's.
+    assert by_hand(gather=(0.5, 5)).step_s(COMPUTE) == COMPUTED + 5
+    # It hides it but for 1 s.
     assert by_hand(gather=(2, 5)).step_s(COMPUTE) == COMPUTED + 5 + 1
     # The first block's reduction, which embed's backward hides but for 2 s, and the root's.
     assert by_hand(reduce=(3, 5)).step_s(COMPUTE) == COMPUTED + 2 + 5
@@ -249,3 +263,33 @@ def test_kept_gathers_are_once_per_microbatch():
     }
     # Units of one and two blocks, and the root, which stays gathered until backward.
     assert found == {"fsdp": 3 * (2 * 2 + 1), "gradients": 3 * 3}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_fsdp_copies(world):
+    """bf16: casts from and to fp32 are 6 bytes; those of once a step belong to the update."""
+    sizes = {"dp_replicate": 2} if world == 4 else {}
+    found = {}
+    for count in (1, 3):
+        config = tiny_config(
+            model=EVEN,
+            parallel=sizes,
+            precision={"dtype": "bf16"},
+            training={"global_batch_size": 2 * world * count, "microbatch_size": 2},
+        )
+        plan = resolve(config, world)
+        data = DataParallel(plan, counts_of(plan), Links(plan.sizes, DEVICE), OURS)
+        root, blocks = data.units(data.shapes[0])
+        found[count] = [
+            (gathered / unit.parameters, added / unit.trained)
+            for unit in (root, blocks[0])
+            for gathered, added in [data.copied(unit)]
+        ]
+    if world == 1:
+        # Three microbatches: two more casts of the weights, and two sums of 2 + 4 + 4 bytes.
+        assert found == {1: [(0, 0)] * 2, 3: [(12, 20)] * 2}
+    else:
+        # A gather is copied out of its buffer, 2 + 2 bytes; half of a weight is cast on each of two
+        # shards. A block is gathered again for backward. Gradients go to a buffer in fp32.
+        assert found[1] == [(4, 6), (8 + 3, 6)]
+        assert found[3] == [(12 + 2 * 3, 20 + 3 + 8), (24 + 5 * 3, 20 + 3 + 8)]

@@ -37,6 +37,14 @@ class Unit(NamedTuple):
     """Blocks in it; 0 for the root unit."""
 
 
+class Shape(NamedTuple):
+    """What a stage has; stages of one shape take the same time."""
+
+    blocks: int
+    is_first: bool
+    is_last: bool
+
+
 class Compute(NamedTuple):
     """Seconds of a microbatch, copies of FSDP included."""
 
@@ -52,7 +60,10 @@ def unit_sizes(num_blocks: int, block_parameters: float, size: int) -> list[int]
     """Blocks of every unit, as `fsdp.units` makes them; `block_parameters`: on a tp rank."""
     most, step = size, size
     if not size:
-        most, step = max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // block_parameters))), 1
+        most, step = (
+            max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // max(1.0, block_parameters)))),
+            1,
+        )
     found: list[int] = []
     while (left := num_blocks - sum(found)) > 0:
         found.append(min(step, left))
@@ -94,18 +105,34 @@ class DataParallel:
         """Per gradient."""
         return max(self.runtime.gradient_bytes, 8 * (self.plan.precision.dtype == "fp64"))
 
-    def units(self, stage: int) -> tuple[Unit, list[Unit]]:
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of every stage."""
+        sizes = [len(layers) for layers in self.plan.stage_layers]
+        last = len(sizes) - 1
+        return tuple(Shape(size, i == 0, i == last) for i, size in enumerate(sizes))
+
+    @cached_property
+    def _units(self) -> dict[Shape, tuple[Unit, list[Unit]]]:
+        return {}
+
+    def units(self, shape: Shape) -> tuple[Unit, list[Unit]]:
         """The root unit of a stage (perhaps empty), and those of its blocks."""
-        plan, counts = self.plan, self.counts
-        block, ends = counts.block, []
-        if stage == 0:
-            ends.append((counts.embed.parameters, counts.embed.trained))
-        if stage == plan.num_stages - 1:
-            copied = counts.tied if stage else 0
-            ends.append((counts.head.parameters + copied, counts.head.trained + copied))
-        root = Unit(sum(all_ for all_, _ in ends), sum(trained for _, trained in ends), 0)
-        num, size = len(plan.stage_layers[stage]), plan.parallel.blocks_per_fsdp_unit
-        sizes = unit_sizes(num, block.parameters, size)
+        if shape not in self._units:
+            self._units[shape] = self._new_units(shape)
+        return self._units[shape]
+
+    def _new_units(self, shape: Shape) -> tuple[Unit, list[Unit]]:
+        embed, block, head = self.counts.embed, self.counts.block, self.counts.head
+        # The last of several stages has a copy of what it shares with the first.
+        copied = self.counts.tied * (not shape.is_first)
+        root = Unit(
+            shape.is_first * embed.parameters + shape.is_last * (head.parameters + copied),
+            shape.is_first * embed.trained + shape.is_last * (head.trained + copied),
+            0,
+        )
+        size = self.plan.parallel.blocks_per_fsdp_unit
+        sizes = unit_sizes(shape.blocks, block.parameters, size)
         return root, [Unit(n * block.parameters, n * block.trained, n) for n in sizes]
 
     def gathers(self, unit: Unit) -> Iterator[Message]:
@@ -145,21 +172,25 @@ class DataParallel:
     def copied(self, unit: Unit) -> tuple[float, float]:
         """Bytes that FSDP reads and writes in a step for a unit: around gathers, and gradients.
 
-        A gather casts the shards and copies the parameters out of the buffer; gradients are added
-        up over microbatches in fp32 and copied into the buffer of their reduction.
+        A gather casts the shards and copies the parameters out of its buffer; gradients are added
+        up over microbatches in fp32 and copied into the buffer of their reduction. Without the
+        casts once a step, which are in `Part.update`.
         """
         if self.runtime.sharding == "replicas" or self.runtime.update_bytes is not None:
             return 0.0, 0.0
         count, cast, held = self.plan.num_microbatches, self.gather_bytes, self.gradient_bytes
         passes = 1 if self.plan.sizes.pp > 1 else count * (1 + self.frees(unit))
-        gather = (held + cast) / self.splits + (2 * cast if self.splits > 1 else 0)
-        kept = cast if count == 1 else held
-        # The first gradient is cast if its sum has another format, else it is the sum.
-        added = 0 if count == 1 else (cast + held) * (cast != held)
-        added += (count - 1) * (cast + 2 * held)
+        gathered = float(passes * 2 * cast) if self.splits > 1 else 0.0
+        if cast != held:
+            gathered += (passes - 1) * (held + cast) / self.splits
+        # The first gradient is cast if the sums have another format.
+        added = float((count - 1) * (cast + 2 * held))
+        if count > 1 and cast != held:
+            added += (cast + held) * (1 - 1 / self.splits)
         is_sent = self.shards * self.plan.sizes.dp_replicate > 1
-        into = kept + held if is_sent or kept != held else 0
-        return passes * gather * unit.parameters, (added + into) * unit.trained
+        kept = cast if count == 1 else held
+        into = kept + held if is_sent else 0
+        return gathered * unit.parameters, (added + into) * unit.trained
 
     def traffic(self, pipeline_rank: int = 0) -> Counter[Message]:
         """Messages of a rank in a step, with how often."""
@@ -167,7 +198,7 @@ class DataParallel:
         count = 1 if self.plan.sizes.pp > 1 else self.plan.num_microbatches
         reduced = count if self.runtime.reduces_each_microbatch else 1
         for stage in self.plan.stages_of(pipeline_rank):
-            root, blocks = self.units(stage)
+            root, blocks = self.units(self.shapes[stage])
             for unit in (root, *blocks):
                 for message in self.gathers(unit):
                     found[message] += count * (2 if self.frees(unit) else 1)
@@ -186,7 +217,7 @@ class DataParallel:
 
     def microbatch_s(self, compute: Compute, *, reduces: bool) -> float:
         """Forward and backward of the whole model, with its messages."""
-        root, blocks = self.units(0)
+        root, blocks = self.units(self.shapes[0])
         link = Link(hides=self.runtime.overlaps_data)
         link.forward(compute, self.gather_s(root), [(u.blocks, self.gather_s(u)) for u in blocks])
         again = [(u.blocks, self.gather_s(u) if self.frees(u) else 0.0) for u in blocks]
@@ -204,7 +235,7 @@ class DataParallel:
         """
         link = Link(hides=self.runtime.overlaps_data)
         for stage in stages:
-            root, blocks = self.units(stage)
+            root, blocks = self.units(self.shapes[stage])
             link.forward(
                 compute._replace(embed_forward=0.0, head_forward=0.0),
                 self.gather_s(root),
@@ -215,7 +246,7 @@ class DataParallel:
 
     def after_s(self, stage: int, compute: Compute) -> float:
         """What a pipeline rank waits for after the last backward of a stage."""
-        root, blocks = self.units(stage)
+        root, blocks = self.units(self.shapes[stage])
         reductions = [self.reduce_s(unit) for unit in blocks]
         if self.runtime.sharding == "fsdp" or not self.runtime.overlaps_data:
             # Ours reduces once the backward is over.

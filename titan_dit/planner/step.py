@@ -18,13 +18,13 @@ from itertools import pairwise
 
 from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
-from titan_dit.planner.data_parallel import Compute, DataParallel
+from titan_dit.planner.data_parallel import Compute, DataParallel, Shape
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.links import Links
 from titan_dit.planner.pipeline import Times, played
 from titan_dit.planner.runtime import OURS, Runtime
 from titan_dit.planner.stage_times import Parts, Passes, Terms, parts_of, total
-from titan_dit.planner.work import Counts, Message
+from titan_dit.planner.work import Counts, Message, Part
 from titan_dit.schedules.action import Kind
 
 NORM_BYTES = 8
@@ -66,7 +66,7 @@ def estimate(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = O
     """The time of a training step. UserError if the device lacks a format or a link."""
     step = Step(plan, counts, device, runtime)
     terms, critical, idle = step.passes()
-    terms["gradient norm"], terms["optimizer"] = step.norm_s, max(map(step.update_s, step.ranks))
+    terms["gradient norm"], terms["optimizer"] = step.norm_s, step.update_s
     return Estimate(seconds=sum(terms.values()), terms=terms, critical=critical, idle=idle)
 
 
@@ -74,7 +74,7 @@ def bound(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = OURS
     """Seconds that `estimate` is not below; it plays no pipeline."""
     step = Step(plan, counts, device, runtime)
     least = step.least() if plan.sizes.pp > 1 else sum(step.local()[0].values())
-    return least + step.norm_s + max(map(step.update_s, step.ranks))
+    return least + step.norm_s + step.update_s
 
 
 class Step:
@@ -86,30 +86,32 @@ class Step:
         self.parts: Parts = parts_of(plan, counts, device, self.links, runtime)
         self.data = DataParallel(plan, counts, self.links, runtime)
         self.ranks = range(plan.sizes.pp)
+        self.held = [plan.stages_of(rank) for rank in self.ranks]
+        """The stages of every pipeline rank."""
 
     @cached_property
     def stages(self) -> tuple[Passes, ...]:
         """The passes of every stage, for one microbatch."""
-        return tuple(map(self.stage, range(self.plan.num_stages)))
+        made = {shape: self.stage(shape) for shape in set(self.data.shapes)}
+        return tuple(made[shape] for shape in self.data.shapes)
 
-    def stage(self, stage: int) -> Passes:
+    def stage(self, shape: Shape) -> Passes:
         """The passes of a stage; what FSDP copies is spread over the microbatches."""
         plan, parts = self.plan, self.parts
-        is_first, is_last = stage == 0, stage == plan.num_stages - 1
-        own = [(float(len(plan.stage_layers[stage])), parts.block)]
-        own += [(1.0, parts.embed)] * is_first + [(1.0, parts.head)] * is_last
-        copied = Passes(*map(elementwise, self.copies_s(stage)))
+        own = [(float(shape.blocks), parts.block)]
+        own += [(1.0, parts.embed)] * shape.is_first + [(1.0, parts.head)] * shape.is_last
+        copied = Passes(*map(elementwise, self.copies_s(shape)))
         found = Passes.sum([*own, (1 / plan.num_microbatches, copied)])
         if plan.splits_backward:
             # The first stage has no input gradient: all its work is the second half.
-            second = found.backward if is_first else found.weight
+            second = found.backward if shape.is_first else found.weight
             first = total((1.0, found.backward), (-1.0, second))
             return replace(found, weight=second, input=first)
         return found
 
-    def copies_s(self, stage: int) -> tuple[float, float]:
+    def copies_s(self, shape: Shape) -> tuple[float, float]:
         """Seconds in which FSDP copies a stage's parameters and gradients in a step."""
-        root, blocks = self.data.units(stage)
+        root, blocks = self.data.units(shape)
         sums = [sum(pair) for pair in zip(*map(self.data.copied, (root, *blocks)), strict=True)]
         gathered, reduced = (rates.moved_s(nbytes, self.device) for nbytes in sums)
         return gathered, reduced
@@ -129,8 +131,8 @@ class Step:
 
     def compute(self, stage: int = 0) -> Compute:
         """Computing of a stage's parts; what FSDP copies is spread over its blocks."""
-        count, blocks = self.plan.num_microbatches, len(self.plan.stage_layers[stage])
-        gathered, reduced = (copies / count / blocks for copies in self.copies_s(stage))
+        count, shape = self.plan.num_microbatches, self.data.shapes[stage]
+        gathered, reduced = (copies / count / shape.blocks for copies in self.copies_s(shape))
         embed, block, head = self.parts.embed, self.parts.block, self.parts.head
         return Compute(
             *(seconds(embed.forward), seconds(block.forward) + gathered, seconds(head.forward)),
@@ -143,7 +145,7 @@ class Step:
         silent = Times(costs=self.costs())
         alone = played(plan, silent)
         critical = max(self.ranks, key=lambda rank: alone.busy[rank])
-        own = [self.stages[stage] for stage in plan.stages_of(critical)]
+        own = [self.stages[stage] for stage in self.held[critical]]
         terms = total(
             *((count, each.forward) for each in own), *((count, each.backward) for each in own)
         )
@@ -154,8 +156,8 @@ class Step:
         terms["stage messages"] = sent.makespan - alone.makespan
         reducing = replace(
             sending,
-            ready=tuple(self.data.before_s(self.compute(), plan.stages_of(r)) for r in self.ranks),
-            after={s: self.data.after_s(s, self.compute(s)) for s in range(plan.num_stages)},
+            ready=tuple(self.data.before_s(self.compute(own[0]), own) for own in self.held),
+            after={s: self.data.after_s(s, self.compute(s)) for s in range(len(self.stages))},
         )
         reduced = played(plan, reducing)
         terms["data parallel"] = reduced.makespan - sent.makespan
@@ -180,7 +182,7 @@ class Step:
 
     def channels(self) -> list[tuple[tuple[Kind, int], tuple[int, int]]]:
         """((kind, stage) of an action, (source, target) rank of its output) between ranks."""
-        ranks, last = self.plan.stage_ranks, self.plan.num_stages - 1
+        ranks, last = self.plan.stage_ranks, len(self.stages) - 1
         found = [((Kind.FORWARD, s), (ranks[s], ranks[s + 1])) for s in range(last)]
         for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             found += [((kind, s), (ranks[s], ranks[s - 1])) for s in range(1, last + 1)]
@@ -232,23 +234,27 @@ class Step:
         sent = 2 * (world - 1) / world * NORM_BYTES
         return self.links.seconds(Message("all", "all-reduce", sent))
 
-    def update_s(self, rank: int) -> float:
-        """Clipping, optimizer and EMA of a pipeline rank's shards."""
-        plan, counts, splits = self.plan, self.counts, self.data.splits
-        stages = plan.stages_of(rank)
-        own = [(float(sum(len(plan.stage_layers[stage]) for stage in stages)), counts.block)]
-        own += [(1.0, counts.embed)] * (0 in stages)
-        own += [(1.0, counts.head)] * (plan.num_stages - 1 in stages)
+    @cached_property
+    def update_s(self) -> float:
+        """Clipping, optimizer and EMA of the pipeline rank with the most of them."""
+        counts = self.counts
+        took = tuple(map(self.part_update_s, (counts.embed, counts.block, counts.head)))
+        found = []
+        for stages in self.held:
+            shapes = [self.data.shapes[stage] for stage in stages]
+            has = zip(*((each.is_first, each.blocks, each.is_last) for each in shapes), strict=True)
+            found.append(sum(sum(times) * one for times, one in zip(has, took, strict=True)))
+        return max(found)
+
+    def part_update_s(self, part: Part) -> float:
+        """Of a rank's shard of a part."""
+        splits = self.data.splits
         if self.runtime.update_bytes is not None:
-            trained = sum(times * part.trained for times, part in own)
-            return rates.moved_s(self.runtime.update_bytes * trained / splits, self.device)
-        found = 0.0
-        for times, part in own:
-            work = part.update.times(1 / splits)
-            # Shards are as many tensors as the whole, and take as many kernels.
-            work = replace(work, operators=part.update.operators, kernels=part.update.kernels)
-            found += times * seconds(rates.seconds(work, self.device, self.links, fused=False))
-        return found
+            return rates.moved_s(self.runtime.update_bytes * part.trained / splits, self.device)
+        # Shards are as many tensors as the whole, and take as many kernels.
+        update = part.update
+        work = replace(update.times(1 / splits), operators=update.operators, kernels=update.kernels)
+        return seconds(rates.seconds(work, self.device, self.links, fused=False))
 
     def least(self) -> float:
         """A lower bound on a pipeline's pass: the longest chain through one rank.
@@ -262,18 +268,14 @@ class Step:
         sends = [took.latency.get(pair, 0.0) for pair in pairs]
         backs = [took.latency.get(pair[::-1], 0.0) for pair in pairs]
         after = self.data.after_s(0, self.compute(0))
+        splits, costs = plan.splits_backward, took.costs
         longest = 0.0
-        for rank in self.ranks:
-            own = plan.stages_of(rank)
-            first = min(own)
-            whole = sum(
-                took.costs[Kind.FORWARD, stage] + took.costs[Kind.BACKWARD, stage] for stage in own
-            )
-            chain = sum(took.costs[Kind.FORWARD, stage] for stage in range(first))
-            chain += sum(sends[:first]) + count * whole
-            if not plan.splits_backward:
-                chain += sum(took.costs[Kind.BACKWARD, stage] for stage in range(first))
-                chain += sum(backs[:first]) + after
+        for own in self.held:
+            before = range(min(own))
+            whole = sum(costs[Kind.FORWARD, s] + costs[Kind.BACKWARD, s] for s in own)
+            chain = sum(costs[Kind.FORWARD, s] + sends[s] for s in before) + count * whole
+            if not splits:
+                chain += sum(costs[Kind.BACKWARD, s] + backs[s] for s in before) + after
             longest = max(longest, chain)
         return longest + count * seconds(self.parts.prepare)
 
