@@ -181,8 +181,8 @@ class StageParts:
         counts = self.counts
         if self.has_embed:  # The first stage computes no input gradients: all waits.
             return counts.stream
-        found = self.layers * of_products(counts.block)
-        return found + of_products(counts.head) * self.has_head
+        # The head's: a loss over a vocabulary writes them over its logits; others are small.
+        return self.layers * of_products(counts.block)
 
     def backward(self, how: Sharding, is_summed: bool) -> Iterator[Moment]:
         """Moments of a full backward; activations are less what its microbatch keeps."""
@@ -257,9 +257,10 @@ def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]
         moments = stage.backward(how, is_summed)
         yield from (each._replace(activations=each.activations + arrived) for each in moments)
     elif flight.kind is Kind.BACKWARD_INPUT and not stage.has_embed:
-        parts = [counts.block, *([counts.head] if stage.has_head else [])]
-        high = max(part.backward_peak for part in parts)
-        yield Moment(activations=arrived, temporary=stage.half + high)
+        # The graph is kept for the second half: nothing is freed.
+        if stage.has_head:
+            yield Moment(temporary=counts.head.backward_peak)
+        yield Moment(activations=arrived, temporary=stage.half + counts.block.backward_peak)
     elif flight.kind is Kind.BACKWARD_WEIGHT and stage.has_embed:
         yield from stage.backward(how, is_summed)
     elif flight.kind is Kind.BACKWARD_WEIGHT:

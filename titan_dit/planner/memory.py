@@ -42,7 +42,7 @@ WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 def memory(
     plan: RunPlan, counts: Counts, runtime: Runtime = OURS, state: OptimizerState = ADAMW
-) -> list[Mapping[StorageKind, float]]:
+) -> list[dict[StorageKind, float]]:
     """Bytes at the peak by kind, of every pipeline rank. `state`: see `state_of`."""
     how = sharding_of(plan, runtime)
     if plan.sizes.pp == 1:
@@ -113,16 +113,20 @@ def at_peak(
     update = Moment(
         gradients=how.sum_width * trained, temporary=optimizer_work(plan, stages, how, state)
     )
-    peak = max((*moments, update), key=sum)
+    every = [*moments, update]
     if runtime.state_bytes is not None:
         elements = sum(stage.parameters for stage in stages) / how.shards
         held |= given_state(elements, runtime, how)
         gathers = runtime.sharding != "replicas"
-        peak = peak._replace(
-            gathered=peak.gathered if gathers else 0.0,
-            unreduced=peak.unreduced if gathers else 0.0,
-            gradients=held[StorageKind.GRADIENTS],
-        )
+        every = [
+            moment._replace(
+                gathered=moment.gathered if gathers else 0.0,
+                unreduced=moment.unreduced if gathers else 0.0,
+                gradients=held[StorageKind.GRADIENTS],
+            )
+            for moment in every
+        ]
+    peak = max(every, key=sum)
     held |= {
         StorageKind.GATHERED: peak.gathered,
         StorageKind.UNREDUCED: peak.unreduced,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,20 +52,15 @@ def state_of(config: JobConfig) -> OptimizerState:
         is_trained = name not in frozen or not frozen[name].frozen
         if part in shapes and is_trained:
             shapes[part][name] = tuple(parameter.shape)
-    moments = {part: moments_per_element(config, shapes[part]) for part in PARTS}
-    averages = len(config.ema.decays)
-    if not isinstance(config.optimizer, MuonConfig):
-        return OptimizerState(**moments, averages=averages)
-    optimizer, block = config.optimizer, shapes["block"]
-    own = {name: shape for name, shape in block.items() if optimizer.takes(name, shape)}
-    share = elements(own.values()) / max(1, elements(block.values()))
-    return OptimizerState(
-        **moments,
-        averages=averages,
-        matrices=share,
-        num_matrices=len(own),
-        **muon_work(optimizer, own),
-    )
+    embed, block, head = (moments_per_element(config, shapes[part]) for part in PARTS)
+    state = OptimizerState(embed=embed, block=block, head=head, averages=len(config.ema.decays))
+    optimizer = config.optimizer
+    if not isinstance(optimizer, MuonConfig):
+        return state
+    own = {n: shape for n, shape in shapes["block"].items() if optimizer.takes(n, shape)}
+    share = elements(own.values()) / max(1, elements(shapes["block"].values()))
+    state = replace(state, matrices=share, num_matrices=len(own))
+    return with_muon_work(state, optimizer, own) if own else state
 
 
 def moments_per_element(config: JobConfig, shapes: dict[str, Sequence[int]]) -> float:
@@ -75,12 +70,14 @@ def moments_per_element(config: JobConfig, shapes: dict[str, Sequence[int]]) -> 
     return held / max(1, sum(sizes.values()))
 
 
-def elements(shapes: object) -> int:
+def elements(shapes: Iterable[Sequence[int]]) -> int:
     """Elements of several tensors."""
-    return sum(math.prod(shape) for shape in shapes)  # type: ignore[attr-defined]
+    return sum(math.prod(shape) for shape in shapes)
 
 
-def muon_work(config: MuonConfig, shapes: dict[str, Sequence[int]]) -> dict[str, float]:
+def with_muon_work(
+    state: OptimizerState, config: MuonConfig, shapes: dict[str, Sequence[int]]
+) -> OptimizerState:
     """Bytes per element at the highest point of Muon's step: when the results are scattered.
 
     The step is in memory in fp32 and in the format of the iterations. Of the whole matrices there
@@ -96,8 +93,9 @@ def muon_work(config: MuonConfig, shapes: dict[str, Sequence[int]]) -> dict[str,
     total = sum(sizes.values())
     tall = sum(size for (count, a, b), size in sizes.items() if count == 1 and a > b)
     last = [*sizes.values()][-1]
-    return {
-        "shard_work": 4 + width,
-        "whole_work": width * (2 + (tall + last) / total),
-        "received_work": width,
-    }
+    return replace(
+        state,
+        shard_work=4 + width,
+        whole_work=width * (2 + (tall + last) / total),
+        received_work=width,
+    )

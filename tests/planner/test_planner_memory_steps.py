@@ -1,0 +1,85 @@
+"""The composed memory against dry runs of whole steps."""
+
+import pytest
+from whole_steps import comparing
+
+DIT = {
+    "model": {
+        "name": "dit",
+        "hidden": 128,
+        "layers": 4,
+        "heads": 8,
+        "patch": 2,
+        "latent_size": 32,
+        "channels": 1,
+        "num_classes": 10,
+    },
+    "objective": {"name": "rectified_flow", "label_dropout": 0.25},
+    "data": {"name": "digits"},
+    "training": {"steps": 4, "global_batch_size": 16, "microbatch_size": 4},
+    "ema": {"decays": [0.9, 0.99]},
+}
+GPT = {
+    "model": {
+        "name": "gpt",
+        "hidden": 128,
+        "layers": 4,
+        "heads": 4,
+        "vocabulary": 2000,
+        "sequence_length": 256,
+    },
+    "objective": {"name": "next_token"},
+    "data": {"name": "tokens", "paths": [], "vocabulary": 2000, "sequence_length": 256},
+    "training": {"steps": 4, "global_batch_size": 16, "microbatch_size": 4},
+    "ema": {"decays": []},
+}
+
+
+def tables(model, /, **sections):
+    """A model's tables with keys of some sections replaced."""
+    found = {name: dict(table) for name, table in model.items()}
+    for name, table in sections.items():
+        found.setdefault(name, {}).update(table)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compare():
+    with comparing() as run:
+        yield run
+
+
+def parallel(**sizes):
+    return {"parallel": sizes}
+
+
+def pipeline(pp, schedule, stages=1, **sizes):
+    table = {"schedule": schedule, "virtual_stages": stages}
+    return parallel(pp=pp, **sizes) | {"pipeline": table}
+
+
+def remat(mode):
+    return {"remat": {"mode": mode}}
+
+
+SHORT = {
+    "one rank": (DIT, 1, {}),
+    "fsdp": (DIT, 4, {}),
+    "muon": (DIT, 4, {"optimizer": {"name": "muon"}} | remat("full")),
+    "hsdp, kept": (GPT, 4, parallel(dp_replicate=2, reshard_after_forward="never")),
+    "recomputed": (GPT, 4, remat("full") | parallel(blocks_per_fsdp_unit=1, prefetch=1)),
+    "tp": (GPT, 4, parallel(tp=2)),
+    "tp, whole tokens": (DIT, 2, parallel(tp=2, sequence_parallel=False)),
+    "ring": (GPT, 2, parallel(cp=2) | remat("selective")),
+    "1f1b": (DIT, 2, pipeline(2, "1f1b")),
+    "interleaved": (GPT, 4, pipeline(2, "interleaved_1f1b", 2)),
+    "zero bubble": (GPT, 2, pipeline(2, "zbv_zero_bubble")),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_composed_peak_is_that_of_a_whole_step(compare, name):
+    model, world, sections = SHORT[name]
+    found = compare(tables(model, **sections), world)
+    assert abs(found.error) < 0.03, found
+    assert max(map(abs, found.errors)) < 0.03, found
