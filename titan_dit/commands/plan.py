@@ -1,10 +1,6 @@
 """`python -m titan_dit plan`: time, memory and the best layout of a run, without a GPU.
 
-    python -m titan_dit plan --config dit_7b.toml --gpus 64 --device h100
-    python -m titan_dit plan --config dit_7b.toml --gpus 64 --device h100 --fix parallel.tp=4 \\
-        --out plan.json --write best.toml
-    python -m titan_dit plan --run outputs/dit_7b --device h100
-    python -m titan_dit plan --calibrate gpu.json outputs/dit_7b --out mine.toml
+`plan --run RUN` sets a plan beside what a run measured, `plan --calibrate` fits a device.
 """
 
 from __future__ import annotations

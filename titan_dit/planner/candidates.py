@@ -38,7 +38,7 @@ VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 MODES = ("none", "attention", "selective", "full")
 """[remat] modes; later ones compute more again."""
 RECIPE = "tensorwise"
-"""The float8 recipe that is tried beside the config's own: it adds the fewest passes over memory."""
+"""The float8 recipe that is tried beside the config's own: it reads memory least often."""
 
 
 class Candidate(NamedTuple):
@@ -157,7 +157,7 @@ class Space:
         """[parallel] of a layout."""
         key = candidate[:8]
         if key not in self._parallel:
-            given = dict(zip(SECTIONS["parallel"], key, strict=True))
+            given: dict[str, Any] = dict(zip(SECTIONS["parallel"], key, strict=True))
             if candidate.tp == 1:
                 given["async_tp"] = False
             self._parallel[key] = replace(self.config.parallel, **given)
@@ -165,7 +165,7 @@ class Space:
 
     def pipeline_of(self, candidate: Candidate) -> PipelineConfig:
         """[pipeline] of a layout."""
-        return self._section(
+        found: PipelineConfig = self._section(
             (candidate.schedule, candidate.virtual_stages),
             lambda: replace(
                 self.pipeline,
@@ -173,17 +173,22 @@ class Space:
                 virtual_stages=candidate.virtual_stages,
             ),
         )
+        return found
 
     def remat_of(self, candidate: Candidate) -> RematConfig:
         """[remat] of a layout."""
         mode: Any = candidate.mode
-        return self._section(("remat", mode), lambda: replace(self.config.remat, mode=mode))
+        own = self.config.remat
+        found: RematConfig = self._section(("remat", mode), lambda: replace(own, mode=mode))
+        return found
 
     def precision_of(self, candidate: Candidate) -> PrecisionConfig:
         """[precision] of a layout."""
         recipe: Any = candidate.float8
         own = self.config.precision
-        return self._section(("float8", recipe), lambda: replace(own, float8=recipe))
+        made = self._section(("float8", recipe), lambda: replace(own, float8=recipe))
+        found: PrecisionConfig = made
+        return found
 
     def _section(self, key: Any, made: Callable[[], Any]) -> Any:
         # Building a section checks its keys, which takes longer than a bound on a step's time.

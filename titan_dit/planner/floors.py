@@ -1,13 +1,13 @@
 """Lower bounds on a step's time that cost microseconds, from counts of coarser splits.
 
-tp and cp split a block's work and add messages; [remat] adds work. So the counts of a coarser split,
-divided by the ranks that share them, are at most those of a finer one. Only few splits have to be
-rehearsed to rule out the others.
+tp and cp split a block's work and add messages; [remat] adds work. So the counts of a coarser
+split, divided by the ranks that share them, are at most those of a finer one. Only few splits have
+to be rehearsed to rule out the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,13 +34,26 @@ class Bucket(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """Seconds of a microbatch on a tp x cp group's rank, at least."""
+    """Seconds of a microbatch on a rank of a tp x cp group, at least."""
 
     forward: float
     """Of a block."""
     backward: float
     ends: float
     """Embed and head, both passes."""
+
+    def plus(self, other: Busy, times: float = 1.0) -> Busy:
+        """The sum."""
+        return Busy(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    def above(self, other: Busy) -> Busy:
+        """What this takes more, nowhere below 0."""
+        return Busy(*(max(0.0, a - b) for a, b in zip(self, other, strict=True)))
+
+
+NONE = Busy(0.0, 0.0, 0.0)
+SLICED = ("cp", "attention")
+"""Terms that cp adds to, whatever tp is."""
 
 
 def bucket_of(candidate: Candidate) -> Bucket:
@@ -66,22 +79,52 @@ def coarser_than(candidate: Candidate) -> Iterator[Candidate]:
         yield candidate
 
 
-def busy_of(
-    counts: Counts, coarse: Candidate, sample: Candidate, plan: RunPlan, device: Device
-) -> Busy:
-    """What `sample` takes at least, by the counts of a coarser split; `plan`: of the sample."""
+Known = Sequence[tuple[Candidate, Counts]]
+"""Coarser splits with their counts, as far as `coarser_than` was followed."""
+
+
+def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
+    """What `sample` takes at least, by the coarser splits that are known; `plan`: of the sample.
+
+    With tp it is the work of that tp. What [remat] and cp add without tp is added to it.
+    """
     links = Links(plan.sizes, device)
     fused = plan.compile.enabled
-    share = coarse.tp * coarse.cp / (sample.tp * sample.cp)
 
-    def took(work: Work) -> float:
-        terms = rates.seconds(work, device, links, fused=fused)
-        # The host may run ahead of one part and fall behind in another.
-        return share * sum(seconds for term, seconds in terms.items() if term != "launches")
+    def took(one: tuple[Candidate, Counts], terms: Sequence[str] = ()) -> Busy:
+        coarse, counts = one
+        share = coarse.tp * coarse.cp / (sample.tp * sample.cp)
 
-    ends = [counts.embed.forward, counts.embed.backward, counts.head.forward, counts.head.backward]
-    block = counts.block
-    return Busy(took(block.forward), took(block.backward), sum(map(took, ends)))
+        def seconds(*works: Work) -> float:
+            found = (rates.seconds(work, device, links, fused=fused) for work in works)
+            # The host may run ahead of one part and fall behind in another.
+            return share * sum(
+                value
+                for each in found
+                for term, value in each.items()
+                if (term in terms if terms else term != "launches")
+            )
+
+        ends = counts.embed, counts.head
+        return Busy(
+            seconds(counts.block.forward),
+            seconds(counts.block.backward),
+            seconds(*(work for end in ends for work in (end.forward, end.backward))),
+        )
+
+    if bucket_of(known[-1][0]) == bucket_of(sample):
+        return took(known[-1])
+    plain = took(known[0])
+    base, more = plain, NONE
+    for one in known[1:]:
+        split = one[0].tp, one[0].cp
+        if split == (1, 1):
+            more = more.plus(took(one).above(plain))
+        elif split == (sample.tp, 1):
+            base = took(one)
+        else:
+            more = more.plus(took(one, SLICED).above(took(known[0], SLICED)))
+    return base.plus(more)
 
 
 def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float:
@@ -116,6 +159,7 @@ def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
             kept=own.kept * share,
             forward_peak=own.forward_peak * share,
             backward_peak=min(own.backward_peak, own.backward_peak * share),
+            backward_gradients=own.backward_gradients * tensors,
         )
 
     return replace(

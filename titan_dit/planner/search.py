@@ -1,8 +1,8 @@
 """The best layouts of a config: best first, by lower bounds on a step's time.
 
 A candidate's bound is first that of coarser splits (`floors.py`), then `step.bound` with counts of
-its own. Its memory is composed and its step estimated only if no layout that was found is as fast as
-its bound. Layouts without tp and cp come first: they need the fewest rehearsals.
+its own. Its memory is composed and its step estimated only if no layout that was found is as fast
+as its bound. Layouts without tp and cp come first: they need the fewest rehearsals.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ LESS: Mapping[str, Sequence[str]] = {
     "full": ("none", "attention", "selective"),
 }
 """[remat] mode -> those that compute less again: where one of them fits, it is faster."""
-SHOWN_EVERY = 200
-"""Candidates between two looks at what is left."""
+ROUNDS = 4
+"""Rounds of `pp` microbatches after which no schedule but gpipe has more in flight."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,10 @@ class Search:
         self.known: dict[Bucket, Counts | None] = {}
         self.busy: dict[tuple[Bucket, int], Busy | None] = {}
         self.queue: list[Item] = []
+        self.top = 0
         self.fewest = len(Candidate._fields)
         """The fewest axes of a row within the error of the fastest."""
-        self.shown = 0
+        self.shown, self.next_look = 0, 0.0
         self.progress = ProgressLine(1, "layouts", what="plan") if shows else None
 
     def run(self, top: int = 10) -> Outcome:
@@ -140,7 +141,7 @@ class Search:
 
         Each is the fastest layout of its mesh that fits.
         """
-        began = time.process_time()
+        began, self.top = time.process_time(), top
         for number, candidate in enumerate(self.space):
             is_split, extra = candidate.tp * candidate.cp > 1, MODES.index(candidate.mode)
             self.queue.append(Item(is_split, 0.0, extra, number, -1, candidate))
@@ -148,18 +149,18 @@ class Search:
         heapq.heapify(self.queue)
         while self.queue:
             item = heapq.heappop(self.queue)
-            if self._matters(item.bound, item.candidate, top):
+            if self._matters(item.bound, item.candidate):
                 self._take(item)
-            self._show(top)
+            self._show()
         if self.progress:
             self.progress.end()
         self.tally.seconds = time.process_time() - began
         rows = sorted(self.rows.values(), key=lambda row: row.estimate.seconds)
         return Outcome(rows, self.tally, notes=self.notes)
 
-    def _matters(self, bound: float, candidate: Candidate, top: int) -> bool:
+    def _matters(self, bound: float, candidate: Candidate) -> bool:
         """False if the candidate cannot become a row that is shown or preferred."""
-        times = self.times
+        times, top = self.times, self.top
         row = self.rows.get(mesh_of(candidate))
         if not times:
             return True
@@ -177,30 +178,53 @@ class Search:
         candidate, level = item.candidate, item.level + 1
         coarser = list(coarser_than(candidate))
         if level < len(coarser):
-            if level and not self._may_fit(candidate, coarser[level - 1], coarser[level]):
-                return
-            busy = self._busy(candidate, coarser[level], level)
-            if busy is None:
-                return
-            bound = floor_of(busy, candidate, self.layers, self.batch)
+            bound = self._floor(candidate, coarser, level)
         elif level == len(coarser):
-            plan = self.space.plan(candidate)
-            counts = self._counts(candidate)
-            if counts is None:
-                return
-            bound = self.model.bound(plan, counts, self.device)
-            self.tally.bounded += 1
+            bound = self._bound(candidate, self._counts(candidate))
         else:
             self._decide(candidate)
             return
-        heapq.heappush(self.queue, item._replace(bound=max(item.bound, bound), level=level))
+        if bound is not None:
+            heapq.heappush(self.queue, item._replace(bound=max(item.bound, bound), level=level))
 
-    def _busy(self, candidate: Candidate, coarse: Candidate, level: int) -> Busy | None:
+    def _floor(self, candidate: Candidate, coarser: list[Candidate], level: int) -> float | None:
+        """The floor by a split and those before it; None if the candidate cannot fit or run."""
         key = bucket_of(candidate), level
         if key not in self.busy:
-            counts, plan = self._counts(coarse), self.space.plan(candidate)
-            self.busy[key] = counts and busy_of(counts, coarse, candidate, plan, self.device)
-        return self.busy[key]
+            if level and bucket_of(coarser[level]) not in self.known:
+                sharper = self._before_rehearsal(candidate, coarser[:level])
+                if sharper is None or not self._matters(sharper, candidate):
+                    return sharper
+            found = [(one, self._counts(one)) for one in coarser[: level + 1]]
+            known = [(one, counts) for one, counts in found if counts is not None]
+            plan = self.space.plan(candidate)
+            whole = len(known) == len(found)
+            self.busy[key] = busy_of(known, candidate, plan, self.device) if whole else None
+        busy = self.busy[key]
+        return None if busy is None else floor_of(busy, candidate, self.layers, self.batch)
+
+    def _bound(self, candidate: Candidate, counts: Counts | None) -> float | None:
+        """`step.bound` by these counts."""
+        if counts is None:
+            return None
+        self.tally.bounded += 1
+        return self.model.bound(self.space.plan(candidate), counts, self.device)
+
+    def _before_rehearsal(self, candidate: Candidate, known: list[Candidate]) -> float | None:
+        """The highest bound by the shares of coarser splits; None if not even these fit."""
+        bounds = [0.0]
+        for coarse in known:
+            counts = self._counts(coarse)
+            if counts is None:
+                return None
+            shares = scaled(counts, coarse, candidate)
+            plan = self.space.plan(candidate)
+            if coarse.mode == candidate.mode:
+                _, needed, _ = fullest(self.model, plan, shares, self.device)
+                if not memory_of.fits(needed, self.device):
+                    return None
+            bounds.append(self._bound(candidate, shares) or 0.0)
+        return max(bounds)
 
     def _counts(self, candidate: Candidate) -> Counts | None:
         """Counts of a candidate; None if the model cannot run so, or a library is missing."""
@@ -213,17 +237,6 @@ class Search:
                 if (note := f"layouts left out: {one_line(error)}") not in self.notes:
                     self.notes.append(note)
         return self.known[bucket]
-
-    def _may_fit(self, candidate: Candidate, coarse: Candidate, finer: Candidate) -> bool:
-        """False if not even the memory of a coarser split's shares fits; before a rehearsal."""
-        if bucket_of(finer) in self.known or coarse.mode != candidate.mode:
-            return True
-        counts = self.known.get(bucket_of(coarse))
-        if counts is None:
-            return True
-        plan = self.space.plan(candidate)
-        _, needed, _ = fullest(self.model, plan, scaled(counts, coarse, candidate), self.device)
-        return memory_of.fits(needed, self.device)
 
     def _decide(self, candidate: Candidate) -> None:
         """Weigh and estimate a candidate; keep the fastest of a mesh."""
@@ -245,16 +258,15 @@ class Search:
             alike = equals(list(self.rows.values()), self.device.error)
             self.fewest = min(one.candidate.num_axes for one in alike)
 
-    def _show(self, top: int) -> None:
-        if self.progress is None:
-            return
+    def _show(self) -> None:
         self.shown += 1
-        if self.shown % SHOWN_EVERY:
+        if self.progress is None or time.monotonic() < self.next_look:
             return
-        left = sum(self._matters(item.bound, item.candidate, top) for item in self.queue)
+        left = sum(self._matters(item.bound, item.candidate) for item in self.queue)
         self.progress.total = self.shown + left
         best = f", best {1e3 * self.times[0]:,.0f} ms" if self.times else ""
         self.progress(self.shown, f"{self.tally.estimated} estimated{best}")
+        self.next_look = time.monotonic() + self.progress.every
 
 
 def mesh_of(candidate: Candidate) -> tuple[object, ...]:
@@ -266,11 +278,23 @@ def fullest(
     model: Model, plan: RunPlan, counts: Counts, device: Device
 ) -> tuple[Held, Needed, int]:
     """Memory of the pipeline rank that needs most, and the rank."""
-    ranks = [
-        (held, model.needed(held, plan, device), rank)
-        for rank, held in enumerate(model.memory(plan, counts))
-    ]
-    return max(ranks, key=lambda rank: rank[1].total)
+    shorter = shortened(plan)
+    rest = counts.inputs * (plan.samples_per_rank - shorter.samples_per_rank)
+    found = []
+    for rank, held in enumerate(model.memory(shorter, counts)):
+        whole = {**held, StorageKind.INPUTS: held[StorageKind.INPUTS] + rest}
+        found.append((whole, model.needed(whole, plan, device), rank))
+    return max(found, key=lambda one: one[1].total)
+
+
+def shortened(plan: RunPlan) -> RunPlan:
+    """The plan with fewer microbatches, as many in flight: an order of many takes long to read."""
+    most = ROUNDS * plan.sizes.pp
+    fixed = plan.pipeline.schedule == "gpipe" or plan.order_of_file is not None
+    if plan.sizes.pp == 1 or fixed or plan.num_microbatches <= most:
+        return plan
+    batch = most * plan.microbatch_size * plan.sizes.data
+    return replace(plan, global_batch_size=batch, wanted_microbatch_size=plan.microbatch_size)
 
 
 def equals(rows: Sequence[Layout], error: float) -> list[Layout]:

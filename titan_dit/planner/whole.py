@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -51,6 +52,7 @@ def peak_of(plan: RunPlan, parts: Parts, rank: int) -> Peak:
         report = take_fake_step(plan, parts.objective, parts.fields, *sections)
         return report.ranks[0].peak
     # As in `take_fake_step`.
+    attention: Literal["math", "auto"]
     attention = "math" if plan.precision.attention == "math" else "auto"
     own = replace(
         plan,
