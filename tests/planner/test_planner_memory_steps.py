@@ -35,7 +35,7 @@ GPT = {
 }
 
 
-def tables(model, **sections):
+def tables(model, /, **sections):
     """A model's tables with keys of some sections replaced."""
     found = {name: dict(table) for name, table in model.items()}
     for name, table in sections.items():
