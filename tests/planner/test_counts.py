@@ -1,6 +1,5 @@
-"""Counts from the code against model FLOPs, the dry run's traffic and memory, and limits.py."""
+"""Products and messages of counts against model FLOPs, FlopCounter and the dry run's traffic."""
 
-import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -8,28 +7,19 @@ from dataclasses import replace
 import forked
 import pytest
 import torch
-from commands import ROOT
 from tiny import tiny_config
 from tiny_bert import bert_config
 from tiny_gpt import gpt_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_dit.config.layout import RematConfig
 from titan_dit.dry_run.fake_step import FakeRank, fake_world, take_fake_step
-from titan_dit.optim.newton_schulz import cost
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import resolve
 from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.work import Product, Work
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import limits
+from titan_dit.planner.work import Work
 
 BF16 = {"precision": {"dtype": "bf16"}}
-H, F, TOKENS, B = 128, 512, 256, 4
-LARGER = {"hidden": H, "heads": 8, "latent_size": 32}
-"""A DiT whose tokens are many beside its vectors of one sample."""
 
 
 @pytest.fixture(scope="module", autouse=True)
