@@ -55,9 +55,9 @@ def of_others(row: Row) -> dict[str, Any]:
         "case": row.case,
         "layout": row.layout,
         "Megatron-LM ms": row.megatron_ms,
-        "MiB": row.megatron_mib,
+        "Megatron-LM MiB": row.megatron_mib,
         "OneFlow ms": row.oneflow_ms,
-        " MiB": row.oneflow_mib,
+        "OneFlow MiB": row.oneflow_mib,
     }
 
 
