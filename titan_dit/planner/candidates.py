@@ -61,13 +61,7 @@ class Candidate(NamedTuple):
     @property
     def sizes(self) -> AxisSizes:
         """Its mesh."""
-        return AxisSizes(
-            pp=self.pp,
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            cp=self.cp,
-            tp=self.tp,
-        )
+        return AxisSizes(**dict(zip(self._fields[:5], self[:5], strict=True)))
 
     @property
     def num_axes(self) -> int:
@@ -84,6 +78,9 @@ SECTIONS = {
 }
 KEYS = tuple(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)
 """The keys that the planner chooses, in the sequence of `Candidate`."""
+
+
+PARALLEL = frozenset(f"parallel.{key}" for key in SECTIONS["parallel"])
 
 
 class Space:
@@ -141,16 +138,26 @@ class Space:
         config = self.config_of(candidate)
         validate(config, resolve(config, self.gpus))
 
+    def why_empty(self) -> str | None:
+        """What the checks say about the fixed values alone, else the last refusal."""
+        config = self.config
+        own = {key.partition(".")[2]: self._own(key) for key in self.fixed & PARALLEL}
+        training = replace(config.training, microbatch_size=self._own("training.microbatch_size"))
+        simple = replace(config, parallel=replace(alone(config.parallel), **own), training=training)
+        try:
+            validate(simple, resolve(simple, self.gpus))
+        except UserError as error:
+            return str(error)
+        return self.refusal
+
     def flags(self, candidate: Candidate) -> str:
         """The command-line keys that turn the config into this layout."""
         old, new = self.config, self.config_of(candidate)
         words = []
-        for section in (*SECTIONS,):
-            before, after = getattr(old, section), getattr(new, section)
-            keys = (key for key in vars(after) if getattr(before, key) != getattr(after, key))
-            for key in keys:
-                value = getattr(after, key)
-                words.append(f"--{section}.{key} {word(value) if value != () else '[]'}")
+        for section in SECTIONS:
+            before, after = vars(getattr(old, section)), vars(getattr(new, section))
+            for key in (key for key in after if before[key] != after[key]):
+                words.append(f"--{section}.{key} {word(after[key]) if after[key] != () else '[]'}")
         return " ".join(words)
 
     def parallel_of(self, candidate: Candidate) -> ParallelConfig:

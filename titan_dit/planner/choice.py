@@ -131,8 +131,7 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome) -> str:
     """What would fit: other values of fixed keys, or more GPUs."""
     device, gpus = space.device, space.gpus
     if not outcome.tally.candidates:
-        refused = f" The last check said: {space.refusal}" if space.refusal else ""
-        return f"--gpus {gpus}: no layout can run this model and batch.{refused}"
+        return f"--gpus {gpus}: no layout can run this model and batch. {space.why_empty() or ''}"
     wanted = " ".join(f"--fix {key}" for key in sorted(space.fixed))
     head = f"--gpus {gpus} --device {device.name}: no layout{f' with {wanted}' * bool(wanted)} fits"
     smallest = leanest(space.config, device, space.fixed, model, gpus)

@@ -1,9 +1,10 @@
-"""Counts that follow from others: of any microbatch size and any cp.
+"""Counts that follow from others: of any microbatch size, any cp, and of [remat] with cp.
 
 A rehearsal takes a second, and a search asks for hundreds. Every number of a part is linear in the
-microbatch size, and, of a given cp method, in 1 / cp. The exceptions have laws of their own: the
-blocks of a ring, and the bytes of an all-to-all. So two rehearsed sizes give all others. What a
-search ends with is rehearsed at its own size (`Derived.exact`), which checks the derived counts.
+microbatch size, so two rehearsed sizes give all others. With more slices of a sample a rank does
+its share of the work of cp 2; rings and all-to-alls have laws of their own. What [remat] adds with
+cp is the slice of what it adds without. What a search ends with is rehearsed at its own size, cp
+and mode (`Derived.exact`), which checks the derived counts.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ Item = TypeVar("Item", Product, Attention, Message)
 CountsOf = Callable[[RunPlan], Counts]
 SIZES = (2, 3)
 """Rehearsed microbatch sizes: those that `counts.py` compares."""
-FLOAT8_SIZES = ((2, 3), (8, 9), (32, 33))
-"""The same with float8, which only large products use: for sizes up to twice the first one."""
-SLICES = (2, 4)
+FLOAT8_SIZES = ((2, 3), (16, 17))
+"""The same with float8, which only large products use: each for sizes below 3 x the first."""
+SLICES = 2
 """Rehearsed cp."""
-UNSLICED = (1, *SLICES)
 
 
 class OtherOperatorsError(Exception):
@@ -52,10 +52,13 @@ class Derived:
         return self.found[key]
 
     def _derived(self, plan: RunPlan, cp: int, size: int) -> Counts:
-        if cp in UNSLICED:
-            return self._of_size(plan, cp, size)
-        few, many = (self._of_size(plan, slices, size) for slices in SLICES)
-        return sliced(few, many, cp)
+        if cp > 1 and plan.remat.mode != "none":
+            silent = replace(plan, remat=replace(plan.remat, mode="none"))
+            alike = (self.counts(alone(each, 1, size)) for each in (plan, silent))
+            return with_remat(self.counts(alone(silent, cp, size)), *alike, 1 / cp)
+        if cp > SLICES:
+            return sliced(self.counts(alone(plan, SLICES, size)), cp)
+        return self._of_size(plan, cp, size)
 
     def _of_size(self, plan: RunPlan, cp: int, size: int) -> Counts:
         first, second = sizes_for(plan, size)
@@ -73,7 +76,7 @@ def sizes_for(plan: RunPlan, size: int) -> tuple[int, int]:
     """The microbatch sizes from which `size` follows."""
     if plan.precision.float8 == "off":
         return SIZES
-    return next((pair for pair in FLOAT8_SIZES if size < 2 * pair[0]), FLOAT8_SIZES[-1])
+    return next((pair for pair in FLOAT8_SIZES if size < 3 * pair[0]), FLOAT8_SIZES[-1])
 
 
 def split_of(plan: RunPlan) -> tuple[Any, ...]:
@@ -101,38 +104,75 @@ def between(first: Counts, second: Counts, x: float) -> Counts:
     return counts
 
 
-def sliced(few: Counts, many: Counts, cp: int) -> Counts:
-    """Counts of `cp` slices from those of `SLICES`."""
-    c, d = SLICES
-    x = (1 / cp - 1 / c) / (1 / d - 1 / c)
-    found = between(few, many, x)
+def with_remat(sliced: Counts, remat: Counts, silent: Counts, share: float) -> Counts:
+    """Counts of slices with [remat]: what `remat` has above `silent`, both of whole samples."""
 
-    def ring(item: Attention) -> Attention:
-        return item if item.ring == 1 else item._replace(ring=cp)
+    def part(own: Part, more: Part, less: Part) -> Part:
+        def at(name: str) -> float:
+            value: float = getattr(own, name)
+            return value + share * (getattr(more, name) - getattr(less, name))
 
-    def exchanged(item: Message, of_few: Message) -> Message:
-        if item.axis != "cp" or item.operation != "all-to-all":
-            return item
-        # A rank keeps 1 / cp of its 1 / cp of the tokens.
-        return item._replace(bytes=of_few.bytes * ((cp - 1) / cp**2) / ((c - 1) / c**2))
-
-    def of_work(work: Work, own: Work) -> Work:
-        messages = zip(work.messages.items(), own.messages, strict=True)
+        names = ("kept", "forward_peak", "backward_peak")
         return replace(
-            work,
-            attention={ring(item): count for item, count in work.attention.items()},
-            messages={exchanged(item, first): count for (item, count), first in messages},
+            own,
+            forward=own.forward + (more.forward - less.forward).times(share),
+            backward=own.backward + (more.backward - less.backward).times(share),
+            **{name: at(name) for name in names},
         )
 
-    def of_part(part: Part, own: Part) -> Part:
-        forward, backward = of_work(part.forward, own.forward), of_work(part.backward, own.backward)
-        return replace(part, forward=forward, backward=backward)
+    return replace(
+        sliced,
+        embed=part(sliced.embed, remat.embed, silent.embed),
+        block=part(sliced.block, remat.block, silent.block),
+        head=part(sliced.head, remat.head, silent.head),
+    )
+
+
+def sliced(halves: Counts, cp: int) -> Counts:
+    """Counts of `cp` slices from those of `SLICES`."""
+    share = SLICES / cp
+
+    def ring(item: Attention) -> Attention:
+        if item.ring == 1:
+            return item._replace(heads=item.heads * share)
+        queries, hop = item.queries * share, item.hop_bytes * share
+        return item._replace(queries=queries, hop_bytes=hop, ring=cp)
+
+    def message(item: Message) -> Message:
+        law = share
+        if item.axis == "cp" and item.operation == "ring":
+            law = share * (cp - 1) / (SLICES - 1)
+        elif item.axis == "cp":
+            # A rank keeps 1 / cp of its 1 / cp of the tokens.
+            law = ((cp - 1) / cp**2) / ((SLICES - 1) / SLICES**2)
+        return item._replace(bytes=item.bytes * law)
+
+    def work(own: Work) -> Work:
+        less = own.times(share)
+        return replace(
+            less,
+            attention={ring(item): count for item, count in own.attention.items()},
+            messages={message(item): count for item, count in own.messages.items()},
+            operators=own.operators,
+            kernels=own.kernels,
+        )
+
+    def part(own: Part) -> Part:
+        return replace(
+            own,
+            forward=work(own.forward),
+            backward=work(own.backward),
+            kept=own.kept * share,
+            forward_peak=own.forward_peak * share,
+            backward_peak=own.backward_peak * share,
+        )
 
     return replace(
-        found,
-        embed=of_part(found.embed, few.embed),
-        block=of_part(found.block, few.block),
-        head=of_part(found.head, few.head),
+        halves,
+        embed=part(halves.embed),
+        block=part(halves.block),
+        head=part(halves.head),
+        stream=halves.stream * share,
     )
 
 

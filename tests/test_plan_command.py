@@ -1,0 +1,157 @@
+"""`python -m titan_dit plan` as a user types it; searches are tested in tests/planner."""
+
+import json
+import sys
+
+import pytest
+from tiny import TABLES
+
+from titan_dit.__main__ import main as titan_dit
+from titan_dit.commands import plan
+from titan_dit.commands.flags.plan import Options
+from titan_dit.config import catalog, config_file
+from titan_dit.config.section import UserError
+from titan_dit.planner import hardware
+
+SECTIONS = {
+    "data": {"name": "latents", "path": "nowhere"},
+    "model": TABLES["model"] | {"layers": 2, "channels": 4},
+    "training": {"steps": 100, "global_batch_size": 8},
+    "precision": {"dtype": "bf16"},
+}
+FIXED = ("--fix", "pipeline.schedule=1f1b", "--precision.float8", "off")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "tiny.toml"
+    path.write_text(config_file.to_toml(TABLES | SECTIONS))
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def given(*words):
+        monkeypatch.setattr(sys, "argv", ["titan_dit", "plan", *map(str, words)])
+        titan_dit()
+        return capsys.readouterr().out
+
+    return given
+
+
+@pytest.fixture(scope="module")
+def planned(config, tmp_path_factory):
+    """One plan for two GPUs: console lines, plan.json and best.toml."""
+    folder = tmp_path_factory.mktemp("planned")
+    out, best = folder / "plan.json", folder / "best.toml"
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(plan.console, "say", said.append)
+        words = ["plan", "--config", config, "--gpus", 2, "--device", "h100", *FIXED]
+        words += ["--parallel.cp", "1", "--fix", "remat.mode=none", "training.microbatch_size=2"]
+        patch.setattr(
+            sys, "argv", ["titan_dit", *map(str, [*words, "--out", out, "--write", best])]
+        )
+        titan_dit()
+    return said, json.loads(out.read_text()), best
+
+
+def test_the_report_names_layout_time_memory_and_command(planned):
+    said, _, _ = planned
+    text = "\n".join(said)
+    for word in ("plan of tiny: 2 GPUs", "MFU", "samples/s", "runner-up", "GPU-hours", "fewest"):
+        assert word in text
+    assert any(line.startswith("run     NGPU=2 ./run_train.sh --config") for line in said)
+    assert "not calibrated" in text
+    assert "(a whole fake step)" in text
+
+
+def test_the_json_has_all_of_it_and_its_terms_add_up(planned):
+    _, found, _ = planned
+    best = found["best"]
+    assert best["memory_is_rehearsed"]
+    assert sum(best["terms"].values()) == pytest.approx(best["seconds"])
+    assert sum(best["bytes"].values()) / 2**30 == pytest.approx(best["allocated_gib"])
+    seconds = [row["seconds"] for row in found["layouts"]]
+    assert seconds == sorted(seconds)
+    assert found["gpu_hours"] == pytest.approx(100 * best["seconds"] * 2 / 3600)
+    assert found["fewest_gpus"] == 1
+    for key, value in (("remat.mode", "none"), ("training.microbatch_size", 2)):
+        assert {row["keys"][key] for row in found["layouts"]} == {value}
+
+
+def test_the_written_config_reads_back_and_is_the_layout(planned):
+    _, found, best = planned
+    config = config_file.load(["--config", str(best)], catalog.variant)
+    tables = config_file.to_tables(config)
+    for key, value in found["best"]["keys"].items():
+        section, _, name = key.partition(".")
+        assert tables[section][name] == value
+    again = best.with_name("again.toml")
+    again.write_text(config_file.to_toml(tables))
+    assert config_file.load(["--config", str(again)], catalog.variant) == config
+
+
+def test_keys_and_fixes_are_the_same(config):
+    options = Options(config=str(config), gpus=2, device="h100", fix=(("parallel.tp=2",),))
+    by_fix, fixed = plan.config_of(options, [])
+    by_key, also = plan.config_of(Options(config=str(config)), ["--parallel.tp", "2"])
+    assert fixed == also == ["parallel.tp"]
+    assert by_fix == by_key
+
+
+BAD = {
+    "--gpus 12 --device h100": "--gpus 12: h100 has 8 GPUs a node.* --gpus 8 or --gpus 16",
+    "--gpus 8 --device x100": "unknown device.*h100.*v100_16",
+    "--gpus 8": "--device, one of a100_40",
+    "--device h100": "plan needs --gpus",
+    "--gpus 8 --device h100 --fix parallel.tq=4": r"\[parallel\] tq: unknown key",
+    "--gpus 8 --device h100 --fix tp": "write section.key=value",
+    "--gpus 8 --device h100 --fix parallel.tp=3": "no layout can run.*tp=3",
+    "--gpus 8 --device h100 --fix parallel.tp=0": r"tp=0 must be at least 1",
+    "--gpus 8 --device h100 --fix training.microbatch_size=3": "no layout.*size=3",
+    "--gpus 8 --device v100_16": "bf16",
+    "--gpus 8 --device h100 --out plan.txt": r"name a .json",
+    "--gpus 8 --device h100 --write best.json": r"name a .toml",
+    "--calibrate gpu.json": "--out FILE.toml",
+    "--run nowhere": "--run needs --device",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line(config, run, words):
+    own = [] if words.startswith(("--calibrate", "--run")) else ["--config", config]
+    with pytest.raises(UserError, match=BAD[words]) as error:
+        run(*own, *words.split())
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_without_metrics_is_one_line(run, tmp_path):
+    with pytest.raises(UserError, match=r"config.toml|metrics"):
+        run("--run", tmp_path, "--device", "h100")
+
+
+def test_a_node_without_links_takes_one_node(tmp_path, config, run):
+    alone = hardware.device_of("h100")
+    file = tmp_path / "alone.toml"
+    hardware.write(plan.replace(alone, nics_per_node=0, nic_gb_per_s=0.0), file)
+    with pytest.raises(UserError, match=r"no link between nodes. Give at most --gpus 8"):
+        run("--config", config, "--gpus", 16, "--device", file)
+
+
+def test_a_calibration_of_another_version_is_warned_about():
+    device = plan.replace(hardware.device_of("h100"), versions={"torch": "1.0", "driver": "5"})
+    [line] = plan.warnings(device)
+    assert "calibrated with torch 1.0" in line
+    assert plan.warnings(hardware.device_of("h100")) == []
+
+
+def test_nothing_that_fits_names_what_would(tmp_path, config, run):
+    small = plan.replace(hardware.device_of("h100"), memory_gib=1.0)
+    file = tmp_path / "small.toml"
+    hardware.write(small, file)
+    words = ["--fix", "remat.mode=none", "training.microbatch_size=8", "parallel.pp=1"]
+    words += ["parallel.tp=1", "parallel.cp=1", "--model.hidden", "1024", "--model.layers", "2"]
+    with pytest.raises(UserError, match=r"no layout with .* fits; the smallest") as error:
+        run("--config", config, "--gpus", 1, "--device", file, *words, *FIXED)
+    assert "\n" not in str(error.value)
