@@ -197,6 +197,12 @@ def test_the_planned_memory_is_that_of_the_rehearsal(tmp_path):
     cells = [plan["planned ms"], plan["in total GiB"], rehearsal["peak GiB"]]
     assert f"| 525.21 | 7416 | {' | '.join(cells)} |" in text
     assert "- v100_16 ms, v100_16 GiB: `python benchmarks/matrix.py --plan v100_16" in text
+    others = planned | {"rows": [plan | {"case": "DP_1x1x1_2_1536x16", "planned ms": "7"}]}
+    both = [row_of("DP_1x1x1"), row_of("MP_1x1x1")]
+    merged = matrix_page.page(both, [planned, others])
+    assert f"| 525.21 | 7416 | {plan['planned ms']} | {plan['in total GiB']} |" in merged
+    assert f"| 406.16 | 11066 | 7 | {plan['in total GiB']} |" in merged
+    assert merged.count("- v100_16 ms, v100_16 GiB of 1 cases: ") == 2
     document = "# A page\n\n| case |\n|---|\n| old |\n\n- old: 1\n\n## More\n\n- 2\n"
     renewed = matrix_page.renew(document, text)
     assert renewed == f"# A page\n\n{text}\n\n## More\n\n- 2\n"
