@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ from titan_dit.system.progress import ProgressLine
 def take_runs(rows: Sequence[Row], options: argparse.Namespace) -> int:
     """`--run`; 1 if a row failed."""
     small = Small(layers=options.layers, tokens=options.tokens)
-
+    # An exception, so that the ranks are ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     so_far: list[dict[str, Any]] = []
 
     def found(result: matrix_small.Compared) -> None:
