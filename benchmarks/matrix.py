@@ -3,13 +3,15 @@
 `--plan DEVICE`: milliseconds and GiB of each at full size, beside what others measured.
 `--rehearse`: a dry run of each at full size. `--run`: real steps on gloo ranks of this machine, at
 about a twelfth of the width, against one process and against their dry runs; 32 ranks at most.
-`--page FILE... --out docs/matrix.md`: the page's table, from the files that `--out` wrote.
+`--page FILE... --out docs/matrix.md`: the page's table, from the files that `--out` wrote. Several
+of one kind add up: 32 ranks may run at another time than 8.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ import matrix_plan
 import matrix_rows
 import matrix_small
 from matrix_rows import Row, Small
-from report import finish
+from report import finish, write
 
 from titan_dit.config.section import UserError
 from titan_dit.system.progress import ProgressLine
@@ -30,10 +32,14 @@ from titan_dit.system.progress import ProgressLine
 def take_runs(rows: Sequence[Row], options: argparse.Namespace) -> int:
     """`--run`; 1 if a row failed."""
     small = Small(layers=options.layers, tokens=options.tokens)
+    # An exception, so that the ranks are ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    so_far: list[dict[str, Any]] = []
 
     def found(result: matrix_small.Compared) -> None:
-        cells = result.cells
-        print(f"{cells['case']}  {cells['result']}", file=sys.stderr, flush=True)
+        so_far.append(result.cells)
+        print(f"{so_far[-1]['case']}  {so_far[-1]['result']}", file=sys.stderr, flush=True)
+        keep("matrix run", so_far, options)
 
     results = matrix_small.measure(rows, small, options.timeout_s, found)
     finish("matrix run", [result.cells for result in results], options.out, **named(options))
@@ -49,6 +55,7 @@ def rehearse(rows: Sequence[Row], options: argparse.Namespace) -> int:
     found = []
     for row in rows:
         found.append(matrix_full.rehearsal_row(row))
+        keep("matrix rehearsed", found, options)
         progress.add(1)
     progress.end()
     finish("matrix rehearsed", found, options.out, **named(options))
@@ -60,6 +67,12 @@ def plan(rows: Sequence[Row], options: argparse.Namespace) -> int:
     found = matrix_plan.plan_rows(rows, options.plan)
     finish("matrix planned", found, options.out, device_planned=options.plan, **named(options))
     return 0
+
+
+def keep(name: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Write the rows so far: a command that is killed keeps them."""
+    if options.out:
+        write(name, rows, options.out, **named(options))
 
 
 def named(options: argparse.Namespace) -> dict[str, Any]:

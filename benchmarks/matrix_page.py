@@ -34,8 +34,11 @@ def page(rows: Sequence[Row], files: Sequence[File]) -> str:
         columns = columns_of(file)
         cells = {cells["case"]: cells for cells in file["rows"]}
         for case, own in found.items():
-            own |= {name: value(cells.get(case, {}), key) for name, key in columns.items()}
-        sources.append(f"- {', '.join(columns)}: {source(file)}")
+            for name, key in columns.items():
+                if case in cells or name not in own:
+                    own[name] = value(cells.get(case, {}), key)
+        of_all = "" if len(cells) == len(found) else f" of {len(cells)} cases"
+        sources.append(f"- {', '.join(columns)}{of_all}: {source(file)}")
     return "\n".join([table(list(found.values())), "", *sources])
 
 

@@ -127,6 +127,7 @@ def test_a_layout_on_eight_ranks_gives_the_loss_of_one_process(
     flags = ["--run", "--only", "2D_2x4x1", "--layers", "2", "--tokens", "16"]
     out = ["--out", str(tmp_path / "run.json")]
     monkeypatch.setattr(sys, "argv", ["matrix.py", *flags, *out])
+    monkeypatch.setattr(matrix.signal, "signal", lambda *_: None)  # It would outlive the test.
     assert matrix.main() == 0
     found = json.loads((tmp_path / "run.json").read_text())
     [row] = found["rows"]
@@ -197,6 +198,12 @@ def test_the_planned_memory_is_that_of_the_rehearsal(tmp_path):
     cells = [plan["planned ms"], plan["in total GiB"], rehearsal["peak GiB"]]
     assert f"| 525.21 | 7416 | {' | '.join(cells)} |" in text
     assert "- v100_16 ms, v100_16 GiB: `python benchmarks/matrix.py --plan v100_16" in text
+    others = planned | {"rows": [plan | {"case": "DP_1x1x1_2_1536x16", "planned ms": "7"}]}
+    both = [row_of("DP_1x1x1"), row_of("MP_1x1x1")]
+    merged = matrix_page.page(both, [planned, others])
+    assert f"| 525.21 | 7416 | {plan['planned ms']} | {plan['in total GiB']} |" in merged
+    assert f"| 406.16 | 11066 | 7 | {plan['in total GiB']} |" in merged
+    assert merged.count("- v100_16 ms, v100_16 GiB of 1 cases: ") == 2
     document = "# A page\n\n| case |\n|---|\n| old |\n\n- old: 1\n\n## More\n\n- 2\n"
     renewed = matrix_page.renew(document, text)
     assert renewed == f"# A page\n\n{text}\n\n## More\n\n- 2\n"
