@@ -62,12 +62,13 @@ class Derived:
         return self._of_size(plan, cp, size)
 
     def _of_size(self, plan: RunPlan, cp: int, size: int) -> Counts:
-        if plan.precision.float8 == "off" or size < LARGE // 4:
+        if plan.precision.float8 == "off":
             return self._between(plan, cp, SIZES, size)
         try:
             return self._between(plan, cp, (SIZES[0], LARGE), size)
         except OtherOperatorsError:
-            return self._between(plan, cp, (LARGE, LARGE + 1), size)
+            pair = SIZES if size < LARGE // 4 else (LARGE, LARGE + 1)
+            return self._between(plan, cp, pair, size)
 
     def _between(self, plan: RunPlan, cp: int, sizes: tuple[int, int], size: int) -> Counts:
         small, large = (self._rehearsed(plan, cp, each) for each in sizes)

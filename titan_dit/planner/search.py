@@ -217,6 +217,9 @@ class Search:
                 sharper = self._before_rehearsal(candidate, coarser[:level])
                 if sharper is None or not self._matters(sharper, candidate):
                     return sharper
+                if not self._could_win(sharper, candidate):
+                    self.left_out = True
+                    return None
             found = [(one, self._counts(one)) for one in coarser[: level + 1]]
             known = [(one, counts) for one, counts in found if counts is not None]
             plan = self.space.plan(candidate)
