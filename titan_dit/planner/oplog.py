@@ -194,7 +194,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
 
 
 def attention(args: Sequence[Any], *, is_backward: bool) -> Attention:
-    """torch's fused kernel; its arguments begin with q, k, v, those of backward with a gradient."""
+    """Torch's fused kernel; its arguments begin with q, k, v, those of backward with a gradient."""
     q, k = args[1:3] if is_backward else args[:2]
     batch, heads, queries, head_dim = q.shape
     # Fake tensors are on the CPU, whose kernel has one flag.
