@@ -121,15 +121,19 @@ def test_half_of_backward_are_weight_gradients():
     assert by_half == {True: forward, False: forward}
 
 
+LONG = pytest.mark.long
 SENDING = [
-    ("dit", "selective", {"tp": 4}),
-    ("dit", "full", {"tp": 4, "sequence_parallel": False}),
-    ("dit", "attention", {"cp": 4, "cp_method": "ulysses"}),
-    ("dit", "none", {"cp": 2, "tp": 2}),
     ("gpt", "none", {"tp": 4}),
+    ("gpt", "full", {"tp": 4, "sequence_parallel": False}),
     ("gpt", "full", {"cp": 4}),
-    ("gpt", "selective", {"cp": 2, "tp": 2, "cp_method": "ulysses"}),
-    ("bert", "full", {"tp": 4}),
+    ("gpt", "attention", {"cp": 4, "cp_method": "ulysses"}),
+    ("gpt", "selective", {"cp": 2, "tp": 2}),
+    ("dit", "selective", {"tp": 4}),
+    pytest.param("dit", "full", {"tp": 4, "sequence_parallel": False}, marks=LONG),
+    pytest.param("dit", "attention", {"cp": 4, "cp_method": "ulysses"}, marks=LONG),
+    pytest.param("dit", "none", {"cp": 2, "tp": 2}, marks=LONG),
+    pytest.param("gpt", "selective", {"cp": 2, "tp": 2, "cp_method": "ulysses"}, marks=LONG),
+    pytest.param("bert", "full", {"tp": 4}, marks=LONG),
 ]
 
 

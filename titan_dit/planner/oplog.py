@@ -162,7 +162,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
             rows = math.prod(args[0].shape[:-1])
             return Product(1, rows, outputs, inner, FORMATS[args[0].dtype])
         if "scaled_dot_product" in name:
-            return attention(name, args, is_backward="backward" in name)
+            return attention(args, is_backward="backward" in name)
         return None
 
     def message(self, name: str, args: Sequence[Any]) -> Message | None:
@@ -193,16 +193,14 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         )
 
 
-def attention(name: str, args: Sequence[Any], *, is_backward: bool) -> Attention:
-    """A fused kernel of torch; its arguments begin with q, k, v, backward with its gradient."""
+def attention(args: Sequence[Any], *, is_backward: bool) -> Attention:
+    """Torch's fused kernel; its arguments begin with q, k, v, those of backward with a gradient."""
     q, k = args[1:3] if is_backward else args[:2]
     batch, heads, queries, head_dim = q.shape
-    flags = [value for value in args if isinstance(value, bool)]
-    # Of all kernels `is_causal` is the last flag, but for forwards that end with another one.
-    ends = not is_backward and ("cudnn" in name or name.endswith("flash_attention"))
-    causal = flags[-2] if ends and len(flags) > 1 else bool(flags and flags[-1])
+    # Fake tensors are on the CPU, whose kernel has one flag.
+    is_causal = any(value is True for value in args)
     dtype = FORMATS[q.dtype]
-    return Attention(batch, heads, queries, k.shape[2], head_dim, dtype, causal, is_backward)
+    return Attention(batch, heads, queries, k.shape[2], head_dim, dtype, is_causal, is_backward)
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
