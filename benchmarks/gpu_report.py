@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu_ceilings import attention_table, gemm_table
+from gpu_configs import configs
 from gpu_contenders import Cell, Row
 from gpu_levers import table as levers_table
 from gpu_queue import Task
@@ -17,6 +18,7 @@ from gpu_tokens import table as tokens_table
 from gpu_verdicts import Measured, verdicts
 from report import table, write
 
+from titan_dit import __version__
 from titan_dit.launcher.allocator import SETTINGS
 
 HOLDS = """A step: forward, backward, AdamW and one EMA of the weights, on a batch on the device;
@@ -86,10 +88,12 @@ class Findings:
                 summary(self.wanted, self.measured, self.ceilings),
                 self.out,
                 self.place,
+                titan_dit=__version__,
                 objective=self.objective,
                 allocator={name: os.environ[name] for name in SETTINGS if name in os.environ},
                 step=HOLDS,
                 ceilings=self.ceilings,
+                configs=list(configs(self.wanted)),
                 measured=self.measured,
                 max_tokens=self.max_tokens,
                 levers=self.levers,

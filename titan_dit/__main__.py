@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "train a run on the ranks of this node",
     "sample": "draw samples from a trained run",
     "evaluate": "score a trained run on its validation set",
+    "plan": "plan time, memory and the best layout of a run without a GPU",
     "runs": "compare runs: a table, and their loss curves as a picture",
     "convert": "convert weights of DiT or transformers to a checkpoint, or back",
     "predict": "run the network on given inputs",
@@ -34,7 +35,7 @@ COMMANDS = {
     "checkpoint verify": "check the SHA-256 of every checkpoint file",
     "checkpoint show": "print a checkpoint's metadata, tensors and config",
 }
-KEYED = ("evaluate",)
+KEYED = ("evaluate", "plan")
 """Commands that take keys of the config, too: `main(options, keys)`."""
 
 

@@ -14,19 +14,11 @@ from typing import Any
 from titan_dit.config.job import JobConfig
 from titan_dit.dry_run.command import of_data
 from titan_dit.plan import RunPlan
+from titan_dit.planner.chain import PARTS, Change, Pass, Trace
 from titan_dit.planner.fusion import fused, moved
 from titan_dit.planner.interpolate import interpolated, with_weight_gradients
 from titan_dit.planner.oplog import Operator
-from titan_dit.planner.rehearsal import (
-    PARTS,
-    Change,
-    Pass,
-    Rehearsal,
-    Sections,
-    State,
-    Trace,
-    rehearse,
-)
+from titan_dit.planner.rehearsal import Rehearsal, Sections, State, rehearse
 from titan_dit.planner.work import Attention, Counts, Message, Part, Product, Work
 
 AXES = ("tp", "cp")
@@ -123,7 +115,7 @@ class Rehearsals:
         peak, gradients = highest(trace.backward.changes)
         every = self.sections.ema.settled().every
         average = updated(state.average).times(1 / every)
-        update = updated(state.update) + average + casts(state, plan)
+        update = updated(trace.reduced) + updated(state.update) + average + casts(state, plan)
         return Part(
             forward=works["forward"],
             backward=works["backward"],

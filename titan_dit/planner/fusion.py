@@ -68,7 +68,7 @@ class Kernel:
             for access in operator.writes
             if access.storage in needed and access.storage not in self.dropped
         }
-        return sum(access.bytes for access in written | self.reads.keys())
+        return sum(access.bytes for access in (*written, *self.reads))
 
 
 def fused(
@@ -90,6 +90,8 @@ def fused(
             readers[storage] = readers.get(storage, 0) + 1
     inner = {a.storage for k in every for o in k.operators for a in o.reads if a.storage in k.made}
     results = {s for k in every for s in k.made if s not in inner}
+    # What was there before and is changed in place.
+    results |= {a.storage for k in every for a in k.reads if a.storage in k.made}
     needed = barred | readers.keys() | results
     return {
         name: (

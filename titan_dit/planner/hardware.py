@@ -2,27 +2,52 @@
 
 Bandwidths are per direction, in GB/s (1e9 bytes); `copy_gb_per_s` counts bytes read plus written.
 Peaks are those of data sheets. What of them is reached is in `Efficiency`, from a calibration.
+A file has the keys of `Device`; [sources] says where each number is from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from titan_dit.config import did_you_mean, toml_text
+from titan_dit.config.section import (
+    Bound,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UserError,
+    conform,
+    hints_of,
+    show,
+)
+
+FOLDER = Path(__file__).parent / "hardware"
+EXAMPLE = "h100"
+"""The device whose values stand in messages about a missing key."""
+FORMATS = ("fp64", "fp32", "fp16", "bf16", "float8")
+Share = Annotated[float, Bound(above=0, most=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of the peaks that a software reaches, 0 to 1: what a calibration fits."""
 
-    products: float
+    products: Share
     """Large matrix products, of the peak."""
-    attention: float
-    """Fused attention of long sequences, of the peak."""
-    moved: float
+    attention: Share
+    """Fused attention, forward, head dim 128, long sequences; of the peak."""
+    moved: Share
     """Elementwise kernels, of the copy rate."""
-    inner: float
+    inner: Share
     """Collectives inside a node, of the link."""
-    node: float
+    node: Share
     """Collectives across nodes, of the link."""
 
 
@@ -30,11 +55,11 @@ class Efficiency:
 class Overhead:
     """Device memory beside torch's tensors: what a calibration of memory fits."""
 
-    context_mib: float
+    context_mib: NonNegativeFloat
     """CUDA context, kernels and libraries."""
-    communicator_mib: float
+    communicator_mib: NonNegativeFloat
     """Buffers of one NCCL communicator."""
-    allocator: float
+    allocator: Annotated[float, Bound(least=1, below=float("inf"))]
     """Reserved over allocated bytes, at least 1: rounding and fragments of the allocator."""
 
 
@@ -43,34 +68,225 @@ class Device:
     """A device, its node and its links."""
 
     name: str
-    memory_gib: float
+    memory_gib: PositiveFloat
     """What torch reports, see `dry_run.devices`."""
     peak_tflops: Mapping[str, float]
     """By format: "fp32", "fp16", "bf16", "float8"; dense."""
-    copy_gb_per_s: float
-    gpus_per_node: int
+    copy_gb_per_s: PositiveFloat
+    gpus_per_node: PositiveInt
     inner_gb_per_s: Mapping[int, float]
     """Bandwidth of a rank inside a node, by the size of its group; see `inner`."""
-    inner_latency_us: float
+    inner_latency_us: NonNegativeFloat
     """Of one hop."""
-    nics_per_node: int
-    nic_gb_per_s: float
+    nics_per_node: NonNegativeInt
+    """0: a single node."""
+    nic_gb_per_s: NonNegativeFloat
     """Of each."""
-    node_latency_us: float
+    node_latency_us: NonNegativeFloat
     """Of one hop between nodes."""
-    launch_us: float
+    launch_us: NonNegativeFloat
     """Host time of one kernel."""
     efficiency: Efficiency
     overhead: Overhead
-    error: float
-    """Relative error to expect of a step's time: from a calibration, else of devices on which
-    only the data sheet was known."""
+    error: Fraction
+    """Relative error to expect of a step's time: the leave-one-out error of a calibration, else
+    of devices on which only the data sheet was known."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Key -> where its number is from."""
+    """Key, or table.key -> where its number is from."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of a calibration: torch, this project, the driver."""
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """Of a calibration: case -> what was measured and what the fit says."""
 
     def inner(self, ranks: int) -> float:
         """Bandwidth inside a node of a rank in a group of `ranks`: the next smaller known size."""
         known = [size for size in self.inner_gb_per_s if size <= ranks]
         return self.inner_gb_per_s[max(known, default=min(self.inner_gb_per_s))]
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s of a format; UserError if the device lacks it."""
+        if dtype not in self.peak_tflops:
+            key = "float8" if dtype == "float8" else "dtype"
+            others = [known for known in self.peak_tflops if known != "float8"]
+            fix = '"off"' if dtype == "float8" else " or ".join(map(show, others))
+            raise UserError(
+                f"[precision] {key}: device {self.name} has no {dtype}, only "
+                f"{', '.join(self.peak_tflops)}. Set [precision] {key} = {fix}, or plan for "
+                "another device."
+            )
+        return 1e12 * self.peak_tflops[dtype]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        peaks, inner = sorted(self.peak_tflops.values()), sorted(self.inner_gb_per_s.values())
+        return hash((self.copy_gb_per_s, self.efficiency, self.launch_us, *peaks, *inner))
+
+    def __hash__(self) -> int:
+        """Computed once: rates are cached by device. Mappings have no hash of their own."""
+        return self._hash
+
+
+def names() -> tuple[str, ...]:
+    """The devices of the package."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def device_of(name: str) -> Device:
+    """A device by its name, or by the path of a file. Raises UserError."""
+    if name in names():
+        return read(FOLDER / f"{name}.toml")
+    if Path(name).is_file():
+        return read(Path(name))
+    if name.endswith(".toml") or "/" in name:
+        raise UserError(
+            f"--device {name}: no such file. Known devices: {', '.join(names())}; "
+            "--calibrate writes a file of your own."
+        )
+    longer = [known for known in names() if known.startswith(name.lower())]
+    near = f" Did you mean {' or '.join(longer)}?" if longer else ""
+    raise UserError(
+        f"--device {name}: unknown device.{near or did_you_mean.for_value(name, names())} "
+        f"Known: {', '.join(names())}, or the path of a .toml file."
+    )
+
+
+def read(path: Path) -> Device:
+    """Read a device's file; UserError names the file, the key and what to write."""
+    tables = toml_text.parse(path)
+    device: Device = build(tables, Device, str(path), "")
+    check(device, str(path))
+    return device
+
+
+def build(table: Mapping[str, Any], kind: Any, file: str, prefix: str) -> Any:
+    """The dataclass `kind` from a table of a file; `prefix`: "[table] " in messages."""
+    hints = hints_of(kind)
+    for key in table:
+        if key not in hints:
+            hint = did_you_mean.nearest(key, hints)
+            raise UserError(f"{file}: {prefix}{key}: unknown key.{hint}")
+    for f in dataclasses.fields(kind):
+        has_default = f.default_factory is not dataclasses.MISSING
+        if f.name not in table and not has_default:
+            raise UserError(f"{file}: {missing(f.name, prefix)}")
+    return kind(
+        **{key: value_of(value, hints[key], file, prefix, key) for key, value in table.items()}
+    )
+
+
+def value_of(value: object, hint: Any, file: str, prefix: str, key: str) -> Any:
+    """One value of a file as its field's type."""
+    is_table = dataclasses.is_dataclass(hint) or get_origin(hint) is Mapping
+    if not is_table:
+        return conform(value, hint, f"{file}: {prefix}{key}")
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: {key}={show(value)} must be a table: write [{key}].")
+    if dataclasses.is_dataclass(hint):
+        return build(value, hint, file, f"[{key}] ")
+    return {
+        entry_key(name, hint, file, key): conform(item, item_hint(hint), f"{file}: [{key}] {name}")
+        for name, item in value.items()
+    }
+
+
+def entry_key(name: str, hint: Any, file: str, table: str) -> Any:
+    """The key of a mapping: a group size in [inner_gb_per_s], else text."""
+    if get_args(hint)[0] is not int:
+        return name
+    if not name.isdecimal():
+        raise UserError(
+            f"{file}: [{table}] {name}: a key is the number of ranks of a group, such as 8."
+        )
+    return int(name)
+
+
+def item_hint(hint: Any) -> Any:
+    """The type of a mapping's values; numbers are bandwidths or peaks, above 0."""
+    kind = get_args(hint)[1]
+    return PositiveFloat if kind is float else kind
+
+
+def missing(key: str, prefix: str) -> str:
+    """What to write for a missing key, with the value of the example device."""
+    example: Any = toml_text.parse(FOLDER / f"{EXAMPLE}.toml")
+    if prefix:
+        example = example[prefix.strip("[] ")]
+    value = example[key]
+    if isinstance(value, dict):
+        return f"[{key}] is missing. Write the table; {EXAMPLE} has {show(value)}."
+    return f"{prefix}{key} is missing. Write {key} = {show(value)}, as {EXAMPLE} has it."
+
+
+def check(device: Device, file: str) -> None:
+    """Raise UserError, with the name of a file, about values that are out of range or lack a link.
+
+    Values that were not read from a file, such as those of a fit, are checked, too.
+    """
+    for key, value, hint in numbers(device):
+        conform(value, hint, f"{file}: {key}")
+    for name in device.peak_tflops:
+        if name not in FORMATS:
+            hint = did_you_mean.nearest(name, FORMATS)
+            raise UserError(f"{file}: [peak_tflops] {name}: unknown format.{hint}")
+    if not device.peak_tflops:
+        raise UserError(f"{file}: [peak_tflops] is empty. Write bf16 = 989.0, the dense peak.")
+    sizes, gpus = device.inner_gb_per_s, device.gpus_per_node
+    if gpus > 1 and 2 not in sizes:
+        raise UserError(
+            f"{file}: [inner_gb_per_s] has no link for 2 ranks. Write 2 = 450.0, the GB/s of a "
+            "rank per direction; a larger group takes the next smaller size."
+        )
+    if wrong := [size for size in sizes if not 2 <= size <= gpus]:
+        raise UserError(
+            f"{file}: [inner_gb_per_s] {wrong[0]}: a group inside a node has 2 to "
+            f"gpus_per_node={gpus} ranks. Leave it out."
+        )
+    if device.nics_per_node and not device.nic_gb_per_s:
+        raise UserError(
+            f"{file}: nics_per_node={device.nics_per_node} needs nic_gb_per_s above 0. Write "
+            "nic_gb_per_s = 50.0, the GB/s of one NIC per direction, or nics_per_node = 0."
+        )
+
+
+def numbers(device: Device) -> Iterator[tuple[str, float, Any]]:
+    """(key, value, type) of every number of a device, its tables' as "table.key"."""
+    for name, hint in hints_of(Device).items():
+        value = getattr(device, name)
+        if dataclasses.is_dataclass(hint):
+            for key, of_key in hints_of(hint).items():  # type: ignore[arg-type]
+                yield f"{name}.{key}", getattr(value, key), of_key
+        elif isinstance(value, Mapping):
+            if item_hint(hint) is PositiveFloat:
+                yield from ((f"{name}.{key}", item, PositiveFloat) for key, item in value.items())
+        elif name != "name":
+            yield name, value, hint
+
+
+def unsourced(device: Device) -> list[str]:
+    """Numbers without an entry in `sources`, neither of their own nor of their table."""
+    return [
+        key
+        for key, _, _ in numbers(device)
+        if key not in device.sources and key.partition(".")[0] not in device.sources
+    ]
+
+
+def write(device: Device, path: Path) -> None:
+    """Write a device as TOML, which `read` reads back to an equal one. Raises UserError."""
+    check(device, str(path))
+    plain, tables = [], []
+    for name, value in dataclasses.asdict(device).items():
+        if isinstance(value, dict):
+            if value:
+                entries = (f"{toml_key(key)} = {show(item)}" for key, item in value.items())
+                tables += ["", f"[{name}]", *entries]
+        else:
+            plain.append(f"{name} = {show(value)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*plain, *tables, ""]), encoding="utf-8")
+
+
+def toml_key(key: object) -> str:
+    """A key of a table, in quotes unless it is a plain word."""
+    text = str(key)
+    return text if text.replace("_", "").isalnum() and text.isascii() else show(text)

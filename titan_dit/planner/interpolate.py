@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from titan_dit.planner.chain import Change, Pass, Trace
 from titan_dit.planner.oplog import Access, Operator
-from titan_dit.planner.rehearsal import Change, Pass, Trace
 from titan_dit.planner.work import Product
 
 Line: TypeAlias = Callable[[float, float], float]

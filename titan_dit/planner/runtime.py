@@ -17,6 +17,8 @@ class Runtime:
     whose gradients are all-reduced."""
     overlaps_data: bool = True
     """Gathers and reductions over data-parallel ranks hide behind computing."""
+    reduces_each_microbatch: bool = False
+    """Gradients are reduced over data-parallel ranks in every microbatch, not in the last one."""
     gather_bytes: int | None = None
     """Per parameter of an all-gather; None: [precision] dtype."""
     gradient_bytes: int = 4
@@ -26,7 +28,7 @@ class Runtime:
     state_bytes: float | None = None
     """Held per parameter: weights, gradients, optimizer; None: as counted."""
     blocking_messages: bool = False
-    """A pipeline rank computes nothing while it sends or receives."""
+    """A pipeline rank computes nothing while it sends. What it receives meanwhile costs no more."""
     scattered_messages: bool = False
     """Stage messages are cut over the tp ranks and gathered inside the node."""
     attention_dropout: bool = False

@@ -137,8 +137,9 @@ class Part:
     backward: Work
     """With what [remat] computes and sends again."""
     update: Work
-    """Clipping, optimizer and EMA of its parameters, all shards of FSDP together: a rank of n
-    shards does 1/n of it."""
+    """Clipping, optimizer, EMA and casts of its parameters, all shards of FSDP together: a rank of
+    n shards does 1/n of it. Its messages over tp sum gradients, in fp32, of which each tp rank has
+    a part; without the all-reduce of the norm over all ranks."""
     parameters: float
     """Elements on a tp rank, all shards of FSDP together."""
     trained: float

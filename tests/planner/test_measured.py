@@ -1,0 +1,164 @@
+"""What was measured: run directories and the JSON of benchmarks/gpu.py, as plans and times."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from titan_dit.config import catalog, config_file
+from titan_dit.config.section import UserError
+from titan_dit.planner import calibrate as calibration
+from titan_dit.planner.calibrate import calibrate, known_device
+from titan_dit.planner.hardware import device_of, read
+from titan_dit.planner.measured import VERSIONS, beside, of_gpu, of_run, warnings
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from gpu_configs import CONTENDERS, tables_of
+from gpu_contenders import CONTENDERS as ALL
+from gpu_contenders import Cell
+from shapes import config_of
+
+
+def tables():
+    found = config_file.read_toml(ROOT / "train_configs" / "digits.toml")
+    config = config_file.build({**found, "job": {"name": "digits"}}, catalog.variant)
+    return config_file.to_tables(config), config
+
+
+def row(step, ms, ranks=2, wait=1.0, mfu=None):
+    samples_per_s = 128 / ms * 1e3
+    return {
+        "step": step,
+        "step_ms": ms,
+        "samples_per_s": samples_per_s,
+        "tflops_per_gpu": samples_per_s * flops() / ranks / 1e12,
+        "mfu": mfu,
+        "peak_gib": 0.3,
+        "data_wait_ms": wait,
+    }
+
+
+def flops():
+    import torch
+
+    _, config = tables()
+    spec = config.objective.model_spec(config.model)
+    with torch.device("meta"):
+        return spec.build().flops_per_sample(spec.num_tokens)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    (folder / "config.toml").write_text(config_file.to_toml(tables()[0]))
+    rows = [row(1, 900.0), row(5, 41.0), row(10, 51.0), row(15, 61.0)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return folder
+
+
+@pytest.fixture
+def gpu_json(tmp_path):
+    cell = Cell(config_of("toy", 8), 4, model="toy")
+    wanted = [(cell, "ours"), (cell, "ours_compiled"), (cell, "plain")]
+    measured = [
+        {**cell.key, "contender": name, "round": 1, "result": "measured", "laps_ms": laps}
+        | {"peak_gib": 8.0, "reserved_gib": 10.0}
+        for name, laps in (("ours", [3.0, 2.0, 9.0]), ("plain", [5.0]))
+    ]
+    measured.append({**cell.key, "contender": "ours_compiled", "result": "failed: no compiler"})
+    configs = [
+        {**one.key, "contender": name, "tables": tables_of(one, CONTENDERS[name])}
+        for one, name in wanted
+        if name in CONTENDERS
+    ]
+    path = tmp_path / "gpu.json"
+    place = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.12.0", "titan_dit": "0.1.0"}
+    path.write_text(json.dumps({**place, "measured": measured, "configs": configs}))
+    return path
+
+
+def test_a_run_is_the_median_after_the_first_row_without_waiting_and_its_ranks(run):
+    found = of_run(run)
+    assert found.step_ms == 50.0
+    assert found.plan.world_size == 2
+    assert found.plan.sizes.dp_shard == 2
+    # peak_gib of a CPU is the process's.
+    assert found.allocated_gib is None
+    assert found.samples_per_s == pytest.approx(128 / 0.05)
+
+
+def test_a_run_without_metrics_is_an_error_of_one_line(run):
+    (run / "metrics.jsonl").write_text(json.dumps(row(1, 900.0)) + "\n")
+    with pytest.raises(UserError, match="1 rows with step_ms") as error:
+        of_run(run)
+    assert "\n" not in str(error.value)
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="0 rows with step_ms"):
+        of_run(run)
+    with pytest.raises(UserError, match=r"no config\.toml"):
+        of_run(run / "nowhere")
+
+
+def test_rows_of_gpu_json_that_have_a_config_are_steps_of_one_rank(gpu_json):
+    [found] = of_gpu(gpu_json)
+    assert found.name == "ours, toy, 16 tokens, batch 4"
+    assert found.step_ms == 3.0
+    assert (found.plan.world_size, found.plan.microbatch_size) == (1, 4)
+    assert (found.allocated_gib, found.reserved_gib) == (8.0, 10.0)
+    assert list(warnings(found)) == [
+        f"warning: {found.name} was measured with torch 2.12.0, this is {VERSIONS['torch']}: "
+        "measure again, or expect other times"
+    ]
+    assert set(CONTENDERS) <= set(ALL)
+
+
+def test_a_json_without_steps_is_an_error_of_one_line(tmp_path):
+    path = tmp_path / "other.json"
+    for text in ("{", "[]", '{"measured": []}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"benchmarks/gpu\.py"):
+            of_gpu(path)
+
+
+def test_torchs_name_of_a_device_finds_its_file():
+    found = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-80GB": "a100_80",
+        "NVIDIA A100-SXM4-40GB": "a100_40",
+        "Tesla V100-SXM2-16GB": "v100_16",
+        "CPU, 2 cores of AMD EPYC": "cpu",
+    }
+    assert {text: known_device(["", text]).name for text in found} == found
+    with pytest.raises(UserError, match="no device of the package"):
+        known_device(["RTX 4090"])
+    with pytest.raises(UserError, match="runs do not log their device"):
+        known_device([""])
+
+
+def test_a_plan_stands_beside_the_metrics_of_a_run(run):
+    lines = beside(run, device_of("cpu"))
+    assert "2 ranks, dp_shard 2" in lines[0]
+    ms, samples = (line.split() for line in lines[2:4])
+    assert float(ms[4]) == 50.0
+    error = float(ms[2]) / 50.0 - 1
+    assert float(ms[-1].rstrip("%")) == pytest.approx(100 * error, abs=2)
+    assert float(samples[2]) == pytest.approx(128 / float(ms[2]) * 1e3, rel=0.01)
+    assert "not a GPU's" in lines[4]
+    assert "products" in lines[-1]
+
+
+def test_calibration_writes_a_device_that_fits_its_rows(run, tmp_path):
+    out, metrics = tmp_path / "mine.toml", run / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row(step, 150.0)) + "\n" for step in (1, 2)))
+    lines = calibrate(None, [run], out, device_of("cpu"))
+    assert lines[0] == "calibrated on 1 steps, from cpu"
+    assert lines[-1] == f"wrote {out}: plan with --device {out}"
+    [case] = calibration.cases_of([of_run(run)])
+    before, after = (abs(calibration.errors([case], d)[0]) for d in (device_of("cpu"), read(out)))
+    assert after < 0.5 * before or after < 0.1
+    assert str(run) in read(out).rows
+    assert Path(out).is_file()

@@ -1,0 +1,160 @@
+"""The search against all layouts, estimated one by one."""
+
+import pytest
+from hand_made import easy
+from made_up_counts import counts_of
+from tiny import tiny_config
+
+from titan_dit.config.section import UserError
+from titan_dit.planner import memory as memory_of
+from titan_dit.planner import step
+from titan_dit.planner.candidates import Space
+from titan_dit.planner.floors import bucket_of, busy_of, coarser_than, floor_of, scaled
+from titan_dit.planner.search import (
+    Model,
+    Search,
+    equals,
+    fullest,
+    mesh_of,
+    preferred,
+)
+
+MODEL = Model(counts=counts_of)
+SMALL = {"hidden": 512, "layers": 4, "heads": 4, "latent_size": 64}
+LAYERS = SMALL["layers"]
+
+
+def space_of(gpus=4, device=None, fixed=(), **sections):
+    given = {
+        "model": SMALL,
+        "precision": {"dtype": "bf16"},
+        "training": {"global_batch_size": 8},
+        "compile": {"enabled": True},
+    }
+    for section, table in sections.items():
+        given[section] = {**given.get(section, {}), **table}
+    return Space(tiny_config(**given), gpus, device or DEVICE, fixed)
+
+
+DEVICE = easy(
+    inner_latency_us=5.0, node_latency_us=20.0, launch_us=4.0, error=0.1, gpus_per_node=2,
+    inner_gb_per_s={2: 50.0}, memory_gib=3.0,
+    peak_tflops={"bf16": 20.0, "float8": 40.0},
+)  # fmt: skip
+
+
+def all_rows(space, device):
+    """The fastest layout of every mesh that fits, by estimating all."""
+    rows = {}
+    for candidate in space:
+        plan = space.plan(candidate)
+        counts = counts_of(plan)
+        _, needed, _ = fullest(MODEL, plan, counts, device)
+        if memory_of.fits(needed, device):
+            seconds = step.estimate(plan, counts, device).seconds
+            mesh = mesh_of(candidate)
+            if mesh not in rows or seconds < rows[mesh][0]:
+                rows[mesh] = (seconds, needed.total, candidate)
+    return sorted(rows.values())
+
+
+@pytest.mark.parametrize("memory_gib", [0.8, 0.9, 3.0])
+def test_the_search_finds_what_estimating_every_layout_finds(memory_gib):
+    device = easy(**{**plain(DEVICE), "memory_gib": memory_gib})
+    space = space_of(device=device)
+    wanted = all_rows(space, device)
+    found = Search(space, device, MODEL).run(top=5)
+    assert wanted
+    times = [row.estimate.seconds for row in found.rows[:5]]
+    assert times == pytest.approx([seconds for seconds, _, _ in wanted[:5]], rel=1e-9)
+    assert found.tally.estimated < found.tally.candidates / 3
+    best = preferred(found.rows, device.error)[0]
+    limit = wanted[0][0] * (1 + device.error)
+    alike = [row for row in wanted if row[0] <= limit]
+    fewest, least = min((row[2].num_axes, row[1]) for row in alike)
+    assert best.candidate.num_axes == fewest
+    assert best.needed.total == pytest.approx(least, rel=1e-9)
+
+
+def plain(device):
+    keys = ("inner_latency_us", "node_latency_us", "launch_us", "error", "gpus_per_node")
+    keys += ("inner_gb_per_s", "peak_tflops")
+    return {key: getattr(device, key) for key in keys}
+
+
+def test_no_bound_is_above_the_estimate():
+    """Floors of coarser splits and `step.bound`, on every eleventh layout."""
+    space = space_of()
+    for candidate in list(space)[::11]:
+        plan = space.plan(candidate)
+        counts = counts_of(plan)
+        seconds = step.estimate(plan, counts, DEVICE).seconds * (1 + 1e-9)
+        assert step.bound(plan, counts, DEVICE) <= seconds
+        known = []
+        for coarse in coarser_than(candidate):
+            known.append((coarse, counts_of(space.plan(coarse))))
+            busy = busy_of(known, candidate, plan, DEVICE)
+            floor = floor_of(busy, candidate, LAYERS, plan.global_batch_size)
+            assert floor <= seconds, (candidate, coarse)
+            shares = scaled(known[-1][1], coarse, candidate)
+            assert step.bound(plan, shares, DEVICE) <= seconds, (candidate, coarse)
+
+
+def test_a_coarser_split_needs_no_more_memory():
+    space = space_of()
+    for candidate in list(space)[::11]:
+        plan = space.plan(candidate)
+        _, own, _ = fullest(MODEL, plan, counts_of(plan), DEVICE)
+        for coarse in coarser_than(candidate):
+            if coarse.mode == candidate.mode:
+                least = scaled(counts_of(space.plan(coarse)), coarse, candidate)
+                _, bound, _ = fullest(MODEL, plan, least, DEVICE)
+                assert bound.total <= own.total * (1 + 1e-9)
+
+
+def test_few_splits_are_rehearsed_to_rule_out_the_others():
+    space, asked = space_of(), set()
+
+    def counts(plan):
+        asked.add((plan.sizes.tp, plan.sizes.cp, plan.remat.mode, plan.precision.float8))
+        return counts_of(plan)
+
+    Search(space, DEVICE, Model(counts=counts)).run(top=1)
+    every = {bucket_of(one)._replace(microbatch_size=1)[:6] for one in space}
+    assert len(asked) < len(every) / 2
+
+
+def test_a_layout_whose_counts_cannot_be_had_is_left_out_and_noted():
+    def counts(plan):
+        if plan.precision.float8 != "off":
+            raise ImportError("No module named 'torchao'")
+        return counts_of(plan)
+
+    found = Search(space_of(gpus=2), DEVICE, Model(counts=counts)).run(top=3)
+    assert {row.candidate.float8 for row in found.rows} == {"off"}
+    assert found.notes == ["layouts left out: No module named 'torchao'"]
+
+
+def test_nothing_that_fits_is_an_empty_outcome():
+    tiny = easy(**{**plain(DEVICE), "memory_gib": 0.7})
+    found = Search(space_of(device=tiny), tiny, MODEL).run()
+    assert found.rows == []
+    assert found.tally.too_large > 0
+
+
+def test_equals_are_preferred_by_axes_then_memory_and_others_by_time():
+    found = Search(space_of(), DEVICE, MODEL).run(top=8)
+    order = preferred(found.rows, DEVICE.error)
+    alike = equals(found.rows, DEVICE.error)
+    keys = [(row.candidate.num_axes, row.needed.total) for row in order[: len(alike)]]
+    assert keys == sorted(keys)
+    rest = [row.estimate.seconds for row in order[len(alike) :]]
+    assert rest == sorted(rest)
+    assert len(order) == len(found.rows)
+    assert preferred([], 0.1) == []
+
+
+def test_an_error_of_the_device_comes_through():
+    space = space_of(gpus=16, device=easy(nics_per_node=0))
+    with pytest.raises(UserError, match="nics_per_node"):
+        Search(space, space.device, MODEL).run()

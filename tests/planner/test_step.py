@@ -1,0 +1,339 @@
+"""The time of a step: every term by hand, or by the simulator of schedules."""
+
+from dataclasses import replace
+
+import pytest
+from hand_made_counts import DEVICE, counts, moving, multiplying, part
+from tiny import tiny_config
+
+from titan_dit.plan import resolve
+from titan_dit.planner.runtime import OURS, Runtime
+from titan_dit.planner.step import bound, estimate, mfu, samples_per_s
+from titan_dit.planner.work import Message, Work
+from titan_dit.schedules.simulator import simulate, stage_costs
+
+F, B = 1.0, 2.0
+"""Seconds of a block."""
+
+
+def plan_of(pp=1, count=1, layers=4, world=None, schedule="1f1b", stages=1, **sections):
+    """A plan of `count` microbatches of one sample for each of its data-parallel ranks."""
+    parallel = {"pp": pp} | sections.pop("parallel", {})
+    world = world or pp
+    data = world // pp // parallel.get("tp", 1) // parallel.get("cp", 1)
+    if pp > 1:
+        num = pp * (2 if schedule in ("zbv_zero_bubble", "dualpipev") else stages)
+        split = [layers // num] * num
+        sections["pipeline"] = {"schedule": schedule, "virtual_stages": stages, "split": split}
+    config = tiny_config(
+        model={"layers": layers},
+        parallel=parallel,
+        training={"global_batch_size": count * data, "microbatch_size": 1},
+        **sections,
+    )
+    plan = resolve(config, world)
+    assert plan.num_microbatches == count
+    return plan
+
+
+def equal_blocks(**more):
+    """Blocks of F and B, and nothing else."""
+    return counts(block=part(moving(F), moving(B)), **more)
+
+
+def added_up(found):
+    """The estimate's seconds, which its terms must add up to."""
+    assert sum(found.terms.values()) == pytest.approx(found.seconds, abs=1e-9)
+    assert min(found.terms.values()) >= -1e-9
+    return found.seconds
+
+
+@pytest.mark.parametrize(("pp", "count"), [(2, 1), (2, 6), (4, 4), (4, 13)])
+def test_1f1b_is_idle_as_long_as_its_formula_says(pp, count):
+    found = estimate(plan_of(pp, count), equal_blocks(), DEVICE)
+    blocks = 4 // pp * (F + B)
+    assert added_up(found) == pytest.approx((count + pp - 1) * blocks)
+    assert found.terms["bubble"] == pytest.approx((pp - 1) * blocks)
+    assert found.terms["elementwise"] == pytest.approx(count * blocks)
+    assert found.idle == pytest.approx([(pp - 1) / (count + pp - 1)] * pp)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "stages", "count"),
+    [
+        ("gpipe", 4, 1, 6),
+        ("interleaved_1f1b", 2, 2, 6),
+        ("interleaved_zero_bubble", 2, 2, 4),
+        ("zbv_zero_bubble", 2, 1, 7),
+        ("dualpipev", 2, 1, 8),
+    ],
+)
+def test_every_schedule_takes_what_the_simulator_says(schedule, pp, stages, count):
+    plan = plan_of(pp, count, layers=4, schedule=schedule, stages=stages)
+    weight = multiplying(1.0, is_weight_gradient=True)
+    block = part(moving(F), moving(1.0) + weight)
+    found = estimate(plan, counts(block=block), DEVICE)
+    costs = stage_costs([len(layers) for layers in plan.stage_layers])
+    if plan.splits_backward:
+        # All work of the first stage is for its weights.
+        for (kind, stage), cost in list(costs.items()):
+            if stage == 0 and kind.value in "IW":
+                costs[kind, stage] = 0.0 if kind.value == "I" else 2 * cost
+    simulated = simulate(plan.order(count), costs)
+    assert added_up(found) == pytest.approx(simulated.makespan)
+    shares = [idle / simulated.makespan for idle in simulated.idle]
+    assert found.idle == pytest.approx(shares)
+
+
+def test_unequal_stages_wait_for_the_slowest_as_in_the_simulator():
+    pp, count = 4, 6
+    plan = plan_of(pp, count)
+    given = counts(
+        embed=part(moving(0.5), moving(0.25)),
+        block=part(moving(F), moving(B)),
+        head=part(moving(2.0), moving(3.0)),
+    )
+    found = estimate(plan, given, DEVICE)
+    costs = stage_costs([1.0] * pp)
+    for (kind, stage), cost in list(costs.items()):
+        more = {"F": (0.5, 2.0), "B": (0.25, 3.0)}.get(kind.value, (0.0, 0.0))
+        costs[kind, stage] = cost + more[0] * (stage == 0) + more[1] * (stage == pp - 1)
+    simulated = simulate(plan.order(count), costs)
+    assert added_up(found) == pytest.approx(simulated.makespan)
+    assert found.critical == pp - 1
+    assert found.terms["elementwise"] == pytest.approx(simulated.busy[pp - 1])
+
+
+def test_messages_between_stages_come_on_top_as_in_the_simulator():
+    pp, count = 4, 6
+    plan = plan_of(pp, count)
+    # 5e10 bytes at 100 GB/s: 0.5 s.
+    found = estimate(plan, equal_blocks(stream=5e10), DEVICE)
+    costs = stage_costs([1.0] * pp)
+    simulated = simulate(plan.order(count), costs, latency=0.5)
+    without = simulate(plan.order(count), costs)
+    assert added_up(found) == pytest.approx(simulated.makespan)
+    assert found.terms["bubble"] == pytest.approx(without.makespan - without.busy[0])
+    assert found.terms["stage messages"] == pytest.approx(simulated.makespan - without.makespan)
+    assert found.idle == pytest.approx([idle / simulated.makespan for idle in simulated.idle])
+    # Half of the link: twice the messages' time.
+    slow = estimate(
+        plan,
+        equal_blocks(stream=5e10),
+        replace(DEVICE, efficiency=replace(DEVICE.efficiency, inner=0.5)),
+    )
+    assert added_up(slow) == pytest.approx(simulate(plan.order(count), costs, latency=1.0).makespan)
+
+
+def test_messages_between_nodes_take_the_nodes_link():
+    # Two ranks of a stage fill half a node of four: stages 1 and 2 are on different nodes.
+    plan = plan_of(4, 4, world=8)
+    found = estimate(plan, equal_blocks(stream=1e10), DEVICE)
+    costs = stage_costs([1.0] * 4)
+
+    def latency(source, target):
+        # 100 GB/s inside; across, each rank has a NIC of 10 GB/s.
+        return 1.0 if {source, target} == {1, 2} else 0.1
+
+    simulated = simulate(plan.order(4), costs, latency=latency)
+    assert added_up(found) == pytest.approx(simulated.makespan)
+
+
+def test_blocking_messages_keep_both_ranks_busy():
+    pp, count = 4, 8
+    blocking = Runtime(blocking_messages=True)
+    found = estimate(plan_of(pp, count), equal_blocks(stream=1e10), DEVICE, blocking)
+    # 0.1 s for each send, in which the rank receives, too: a rank in the middle has two of them.
+    costs = stage_costs([1.0] * pp)
+    for (kind, stage), cost in list(costs.items()):
+        sends = stage < pp - 1 if kind.value == "F" else stage > 0
+        costs[kind, stage] = cost + 0.1 * sends
+    simulated = simulate(plan_of(pp, count).order(count), costs)
+    assert added_up(found) == pytest.approx(simulated.makespan)
+    assert found.terms["stage messages"] > 0.2 * (count - 1)
+    assert found.terms["elementwise"] == pytest.approx(count * (F + B))
+    hidden = estimate(plan_of(pp, count), equal_blocks(stream=1e10), DEVICE)
+    assert hidden.terms["stage messages"] < found.terms["stage messages"]
+    scattered = Runtime(blocking_messages=True, scattered_messages=True)
+    assert estimate(plan_of(pp, count), equal_blocks(stream=1e10), DEVICE, scattered) == found
+
+
+def test_scattered_messages_are_cut_over_tp_and_gathered_inside_the_node():
+    plan = plan_of(2, 4, world=4, parallel={"tp": 2})
+    whole = estimate(plan, equal_blocks(stream=2e10), DEVICE)
+    cut = estimate(plan, equal_blocks(stream=2e10), DEVICE, Runtime(scattered_messages=True))
+    # 0.2 s; or half of it, then half of the stream from the other tp rank.
+    assert added_up(whole) == pytest.approx(added_up(cut))
+    across = plan_of(2, 4, world=8, parallel={"tp": 4})
+    whole = estimate(across, equal_blocks(stream=2e10), DEVICE)
+    cut = estimate(across, equal_blocks(stream=2e10), DEVICE, Runtime(scattered_messages=True))
+    costs = stage_costs([2.0] * 2)
+    for found, seconds in ((whole, 2.0), (cut, 0.5 + 0.15)):
+        simulated = simulate(across.order(4), costs, latency=seconds)
+        assert added_up(found) == pytest.approx(simulated.makespan)
+
+
+def test_without_a_pipeline_microbatches_follow_each_other():
+    update = moving(0.5)
+    given = counts(
+        embed=part(moving(0.5), moving(0.25), update),
+        block=part(moving(F), moving(B), update),
+        head=part(moving(2.0), moving(3.0), update),
+        prepare=moving(0.125),
+    )
+    found = estimate(plan_of(count=3), given, DEVICE)
+    assert added_up(found) == pytest.approx(3 * (4 * 3 + 5.75 + 0.125) + 6 * 0.5)
+    assert found.terms["optimizer"] == pytest.approx(3.0)
+    assert (found.critical, found.idle) == (0, (0.0,))
+
+
+def test_repeated_work_of_backward_is_charged_with_its_messages():
+    message = Message("tp", "all-reduce", 1e10)  # 0.1 s
+    sends = Work(messages={message: 2.0})
+    plain = counts(block=part(moving(F) + sends, moving(B) + sends))
+    repeated = counts(block=part(moving(F) + sends, moving(B + F) + sends.times(2)))
+    plan = plan_of(2, 4, world=4, parallel={"tp": 2})
+    first, second = (estimate(plan, given, DEVICE) for given in (plain, repeated))
+    assert first.terms["tp"] == pytest.approx(4 * 2 * 4 * 0.1)
+    assert second.terms["tp"] == pytest.approx(4 * 2 * 6 * 0.1)
+    more = (4 + 1) * 2 * (F + 0.2)  # m + p - 1 times two blocks
+    assert added_up(second) - added_up(first) == pytest.approx(more)
+
+
+def test_a_split_backward_leaves_weight_gradients_for_later():
+    weight = multiplying(1.5, is_weight_gradient=True)
+    block = part(moving(1.0), moving(0.5) + weight)
+    plan = plan_of(2, 8, schedule="zbv_zero_bubble")
+    found = estimate(plan, counts(block=block), DEVICE)
+    assert found.terms["products"] == pytest.approx(8 * 2 * 1.5)
+    costs = stage_costs([1] * 4, backward_input=0.5, backward_weight=1.5)
+    for kind, stage in list(costs):
+        if stage == 0 and kind.value in "IW":
+            costs[kind, stage] = 0.0 if kind.value == "I" else 2.0
+    assert added_up(found) == pytest.approx(simulate(plan.order(8), costs).makespan)
+
+
+def test_launches_are_host_time_beyond_the_devices():
+    device = replace(DEVICE, launch_us=1e5)  # 0.1 s
+    host = equal_blocks()
+    short = part(moving(F, operators=4, kernels=2), moving(B, operators=50, kernels=50))
+    found = estimate(plan_of(), replace(host, block=short), device)
+    assert found.terms["launches"] == pytest.approx(4 * (50 * 0.1 - B))
+    assert added_up(found) == pytest.approx(4 * (F + 5.0))
+
+
+def test_fused_work_is_that_of_compiled_blocks():
+    work = replace(moving(F), fused=moving(F / 4).fused)
+    given = counts(embed=part(work), block=part(work))
+    eager, runtime = plan_of(), Runtime(is_fused=True)
+    assert added_up(estimate(eager, given, DEVICE)) == pytest.approx(5 * F)
+    assert added_up(estimate(eager, given, DEVICE, runtime)) == pytest.approx(5 * F / 4)
+    compiled = plan_of(compile={"enabled": True})
+    assert added_up(estimate(compiled, given, DEVICE)) == pytest.approx(F + F)
+
+
+def test_shards_update_their_part_and_replicas_everything():
+    given = equal_blocks()
+    given = replace(given, block=replace(given.block, update=moving(1.0), trained=1e9))
+    plan = plan_of(world=4)
+    assert estimate(plan, given, DEVICE).terms["optimizer"] == pytest.approx(1.0)
+    bytes_given = Runtime(update_bytes=50)
+    sharded = estimate(plan, given, DEVICE, bytes_given)
+    assert sharded.terms["optimizer"] == pytest.approx(4 * 50e9 / 1e12 / 4)
+    whole = Runtime(sharding="replicas", update_bytes=50)
+    assert estimate(plan, given, DEVICE, whole).terms["optimizer"] == pytest.approx(0.2)
+
+
+def test_a_pipeline_updates_as_long_as_its_largest_rank():
+    given = equal_blocks(head=part(update=moving(3.0)))
+    given = replace(given, block=replace(given.block, update=moving(1.0)))
+    found = estimate(plan_of(2, 2, world=4), given, DEVICE)
+    assert found.terms["optimizer"] == pytest.approx((2 * 1.0 + 3.0) / 2)
+    assert added_up(found) == pytest.approx(3 * 2 * (F + B) + 2.5)
+
+
+def test_replicas_reduce_over_the_link_that_they_really_have():
+    # Eight ranks on two nodes of four: pp is outermost, so data ranks are inside a node.
+    whole = Runtime(sharding="replicas", overlaps_data=False, update_bytes=0)
+    given = equal_blocks()
+    given = replace(given, block=replace(given.block, parameters=1e10, trained=1e10))
+    inside = estimate(plan_of(2, 2, world=8), given, DEVICE, whole)
+    # 2 x 3/4 of two blocks' 4e10 bytes each, at 100 GB/s.
+    assert inside.terms["data parallel"] == pytest.approx(1.5 * 2 * 4e10 / 1e11)
+    across = estimate(plan_of(count=2, world=8), given, DEVICE, whole)
+    # Four blocks; a ring of eight over four NICs of 10 GB/s each.
+    assert across.terms["data parallel"] == pytest.approx(7 / 4 * 4 * 4e10 / 4e10)
+    added_up(across)
+
+
+def test_tied_weights_travel_between_the_ends_of_a_pipeline():
+    plan = plan_of(2, 1)
+    # fp32, 100 GB/s: 0.4 s each way, while the other end waits for its first or last action.
+    hidden = estimate(plan, equal_blocks(tied=1e10), DEVICE)
+    assert added_up(hidden) == pytest.approx(4 * (F + B))
+    # 40 s: the last stage waits for its copy, then takes 2 F + 2 B; its gradient takes as long.
+    found = estimate(plan, equal_blocks(tied=1e12), DEVICE)
+    assert added_up(found) == pytest.approx(40 + 2 * (F + B) + 40)
+    assert found.terms["tied weights"] == pytest.approx(added_up(found) - 4 * (F + B))
+    # Copies of other trainers are summed after the step.
+    replicas = Runtime(sharding="replicas", update_bytes=0)
+    summed = estimate(plan, equal_blocks(tied=1e10), DEVICE, replicas)
+    assert summed.terms["tied weights"] == pytest.approx(0.4)
+    v_shaped = plan_of(2, 4, schedule="zbv_zero_bubble")
+    found = estimate(v_shaped, equal_blocks(tied=1e12), DEVICE)
+    assert found.terms["tied weights"] == 0
+
+
+def test_rates_of_samples_and_of_flops():
+    plan = plan_of(count=4, world=2)
+    found = estimate(plan, equal_blocks(), DEVICE)
+    assert added_up(found) == pytest.approx(4 * 4 * (F + B))
+    assert samples_per_s(found, plan) == pytest.approx(8 / 48)
+    # 12e12 FLOPs in a sample, 2 devices of 1 TFLOP/s.
+    assert mfu(found, plan, DEVICE, 12e12) == pytest.approx(12 * 8 / 48 / 2)
+
+
+LAYOUTS = [
+    {"pp": 2, "count": 3},
+    {"pp": 4, "count": 4, "world": 8},
+    {"pp": 4, "count": 9, "world": 16},
+    {"count": 3, "world": 8},
+    {"pp": 2, "count": 4, "stages": 2, "schedule": "interleaved_1f1b", "world": 4},
+    {"pp": 2, "count": 4, "stages": 2, "schedule": "interleaved_zero_bubble", "world": 4},
+    {"pp": 2, "count": 5, "schedule": "zbv_zero_bubble", "world": 8},
+    {"pp": 2, "count": 5, "schedule": "dualpipev", "world": 4},
+    {"pp": 4, "count": 5, "schedule": "gpipe", "world": 4},
+]
+RUNTIMES = [
+    OURS,
+    Runtime(blocking_messages=True, sharding="replicas", overlaps_data=False),
+    Runtime(sharding="replicas", update_bytes=10),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("runtime", RUNTIMES, ids=["ours", "megatron", "replicas"])
+def test_no_step_is_faster_than_its_bound(layout, runtime):
+    plan = plan_of(**layout)
+    weight = multiplying(0.7, is_weight_gradient=True)
+    ends = part(moving(0.4), moving(0.6), moving(0.1), parameters=1e8)
+    given = counts(
+        embed=ends,
+        block=part(moving(F), moving(1.3) + weight, moving(0.2), parameters=1e9),
+        head=ends,
+        prepare=moving(0.1),
+        stream=1e9,
+        tied=1e8,
+    )
+    found = estimate(plan, given, DEVICE, runtime)
+    least = bound(plan, given, DEVICE, runtime)
+    assert least <= added_up(found) * (1 + 1e-9)
+    # It is of use: a search drops what is this much slower.
+    assert least > 0.6 * found.seconds
+
+
+def test_the_bound_of_a_pipeline_of_equal_stages_is_its_time():
+    plan = plan_of(4, 6)
+    assert bound(plan, equal_blocks(), DEVICE) == pytest.approx(
+        estimate(plan, equal_blocks(), DEVICE).seconds
+    )

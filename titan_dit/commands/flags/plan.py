@@ -1,0 +1,40 @@
+"""Flags of `plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from titan_dit.config.section import FilePath, NonNegativeInt, PositiveInt, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Plan a run without a GPU: step time, memory and the best layout (docs/planner.md).
+
+    Every key of the config is a flag, too: --parallel.tp 4 is --fix parallel.tp=4.
+    """
+
+    section = "plan"
+
+    config: FilePath = ""
+    """Config to plan for."""
+    gpus: NonNegativeInt = 0
+    """GPUs to plan for."""
+    device: str = ""
+    """A device of titan_dit/planner/hardware, such as h100, or the path of a .toml file."""
+    fix: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+    """section.key=value ...: keep these keys at their values. May be repeated."""
+    top: PositiveInt = 10
+    """Layouts to print, one for each mesh."""
+    out: FilePath | None = None
+    """FILE.json for all of it; with --calibrate FILE.toml, the device."""
+    write: FilePath | None = None
+    """FILE.toml for a config with the recommended layout."""
+    run: FilePath | None = None
+    """Run directory: set the plan for --device beside what it measured."""
+    calibrate: tuple[FilePath, ...] = ()
+    """gpu.json RUN ...: fit a device to a JSON of benchmarks/gpu.py and to runs, and write it to
+    --out FILE.toml."""

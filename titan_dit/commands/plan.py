@@ -1,0 +1,181 @@
+"""`python -m titan_dit plan`: time, memory and the best layout of a run, without a GPU.
+
+`plan --run RUN` sets a plan beside what a run measured, `plan --calibrate` fits a device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from titan_dit import __version__
+from titan_dit.checks import validate
+from titan_dit.checks.optimizer import check_optimizer
+from titan_dit.checks.parts import validate_parts
+from titan_dit.commands.flags.plan import Options
+from titan_dit.config import catalog, config_file, flags
+from titan_dit.config.job import JobConfig
+from titan_dit.config.section import UserError
+from titan_dit.dry_run.memory import Peak
+from titan_dit.observe import console
+from titan_dit.plan import RunPlan, resolve
+from titan_dit.planner import hardware, report, whole
+from titan_dit.planner.candidates import KEYS, Space, alone
+from titan_dit.planner.choice import Choice, choose
+from titan_dit.planner.counts import Rehearsals
+from titan_dit.planner.derived import Derived
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.memory import memory
+from titan_dit.planner.optimizer_state import state_of
+from titan_dit.planner.runtime import OURS
+from titan_dit.planner.search import Model, Search
+from titan_dit.system.progress import ProgressLine
+
+VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
+
+
+def main(options: Options, keys: Sequence[str]) -> None:
+    """Plan, set a plan beside a run, or calibrate."""
+    if options.calibrate or options.run:
+        measured(options)
+        return
+    check_options(options)
+    device = hardware.device_of(options.device)
+    for line in warnings(device):
+        console.say(line)
+    check_gpus(options.gpus, device)
+    config, fixed = config_of(options, keys)
+    choice = plan(config, options.gpus, device, fixed, options.top)
+    for line in report.lines(choice, options.top, options.config):
+        console.say(line)
+    if options.out:
+        found = report.as_json(choice, options.top, options.config)
+        console.say(written(options.out, json.dumps(found, indent=2) + "\n"))
+    if options.write:
+        best = choice.space.config_of(choice.best.candidate)
+        console.say(written(options.write, config_file.to_toml(config_file.to_tables(best))))
+
+
+def check_options(options: Options) -> None:
+    """Refuse a plan without a config, a number of GPUs or a device, and files of another kind."""
+    if not options.config:
+        raise UserError("plan needs --config FILE, such as --config dit_7b.toml.")
+    if not options.gpus:
+        raise UserError("plan needs --gpus NUMBER, such as --gpus 64.")
+    if not options.device:
+        raise UserError(f"plan needs --device, one of {', '.join(hardware.names())}, or a file.")
+    for flag, path, suffix in (("out", options.out, ".json"), ("write", options.write, ".toml")):
+        if path and Path(path).suffix != suffix:
+            raise UserError(f"--{flag} {path}: name a {suffix} file.")
+
+
+def check_gpus(gpus: int, device: Device) -> None:
+    """Refuse GPUs that leave a node partly used, unless they are in a single node."""
+    node = device.gpus_per_node
+    if gpus > node and gpus % node:
+        below = gpus // node * node
+        raise UserError(
+            f"--gpus {gpus}: {device.name} has {node} GPUs a node, and {gpus} fill "
+            f"{below // node} and a part of one. Give --gpus {below} or --gpus {below + node}."
+        )
+    if gpus > node and not device.nics_per_node:
+        raise UserError(
+            f"--gpus {gpus}: {device.name} has {node} GPUs a node and no link between nodes. Give "
+            f"at most --gpus {node}, or a file with nics_per_node, nic_gb_per_s and "
+            "node_latency_us."
+        )
+
+
+def warnings(device: Device) -> list[str]:
+    """A line for every version of a calibration that is another one now."""
+    return [
+        f"warning: {device.name} was calibrated with {name} {device.versions[name]}, this is "
+        f"{now}: calibrate again, or expect other errors"
+        for name, now in VERSIONS.items()
+        if device.versions.get(name, now) != now
+    ]
+
+
+def config_of(options: Options, keys: Sequence[str]) -> tuple[JobConfig, list[str]]:
+    """The config with the keys of the command line, and those of `KEYS` that are fixed by it."""
+    words = ["--config", options.config, *keys]
+    for fix in (each for several in options.fix for each in several):
+        key, equals, value = fix.partition("=")
+        if not equals or not value or "." not in key:
+            raise UserError(f"--fix {fix}: write section.key=value, such as parallel.tp=4.")
+        words.append(f"--{key.strip().lstrip('-')}={value.strip()}")
+    _, given = flags.split(words, (*config_file.plain_sections(), *config_file.CHOSEN_BY_NAME))
+    return config_file.load(words, catalog.variant), [
+        key for key in given if key in (*KEYS, "pipeline.split")
+    ]
+
+
+def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top: int) -> Choice:
+    """Search, then rehearse. Raises UserError if nothing can run or fits."""
+    device.peak(config.precision.dtype)
+    space = Space(config, gpus, device, fixed)
+    parts = whole.parts_of(config)
+    one = resolve(config_alone(config), 1)
+    validate_parts(one, parts.objective, parts.fields, config.data.name)
+    check_optimizer(one, parts.objective, config.optimizer)
+    exact, state = Rehearsals(config).counts, state_of(config)
+    model = Model(
+        counts=Derived(exact).counts,
+        memory=lambda plan, counts: memory(plan, counts, OURS, state),
+    )
+    outcome = Search(space, device, model, shows=True).run(top)
+    progress = ProgressLine(2, "layouts", what="whole steps on fake tensors")
+
+    def peak_of(plan: RunPlan, rank: int) -> Peak:
+        peak = whole.peak_of(plan, parts, rank)
+        progress.add(1)
+        return peak
+
+    choice = choose(space, outcome, model, exact, peak_of)
+    progress.end()
+    # The checks of a start, once more for the very config that is written.
+    best = space.config_of(choice.best.candidate)
+    validate(best, resolve(best, gpus))
+    return choice
+
+
+def config_alone(config: JobConfig) -> JobConfig:
+    """The config on one rank."""
+    return replace(config, parallel=alone(config.parallel))
+
+
+def written(path: str, text: str) -> str:
+    """Write a file; the line that says so."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return f"wrote {file}"
+
+
+def measured(options: Options) -> None:
+    """`--run RUN` and `--calibrate gpu.json RUN ...`."""
+    device = hardware.device_of(options.device) if options.device else None
+    if options.calibrate:
+        from titan_dit.planner.calibrate import calibrate
+
+        if not options.out or Path(options.out).suffix != ".toml":
+            raise UserError("--calibrate needs --out FILE.toml, for the device.")
+        files = [Path(name) for name in options.calibrate if name.endswith(".json")]
+        runs = [Path(name) for name in options.calibrate if not name.endswith(".json")]
+        if len(files) > 1:
+            raise UserError(
+                f"--calibrate {files[0]} {files[1]}: give one JSON of gpu.py, and runs."
+            )
+        lines = calibrate(files[0] if files else None, runs, Path(options.out), device)
+    else:
+        from titan_dit.planner.measured import beside
+
+        if device is None:
+            raise UserError(f"--run needs --device, one of {', '.join(hardware.names())}.")
+        lines = beside(Path(options.run or ""), device)
+    for line in lines:
+        console.say(line)

@@ -1,0 +1,272 @@
+"""Calibration: fits the efficiencies of a device to steps that were timed.
+
+At most six coefficients, by damped least squares on the logarithms of the times, so that a step of
+1 ms counts as much as one of a minute. A weak prior holds what no row depends on at its old value.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_dit.config.section import UserError
+from titan_dit.plan import RunPlan
+from titan_dit.planner.counts import Rehearsals
+from titan_dit.planner.hardware import Device, Overhead, device_of, names, write
+from titan_dit.planner.measured import Measured, of_gpu, of_run, warnings
+from titan_dit.planner.runtime import OURS, Runtime
+from titan_dit.planner.step import estimate
+from titan_dit.planner.work import Counts
+
+Vector = npt.NDArray[np.float64]
+
+EFFICIENCIES = ("products", "attention", "moved", "inner", "node")
+COEFFICIENTS = (*EFFICIENCIES, "launch_us")
+"""What a fit may change: fields of `hardware.Efficiency`, and the time of a launch."""
+PRIOR = 0.15
+"""Weight of a coefficient's distance from its old value, in logarithms, beside the rows' errors."""
+STEP, ENOUGH = 0.02, 1e-3
+"""Of finite differences and of the last change, in logarithms."""
+MEANS = {
+    "products": "matrix products faster than the device's peak_tflops",
+    "attention": "attention faster than the device's peak_tflops",
+    "moved": "elementwise kernels faster than copy_gb_per_s",
+    "inner": "collectives inside a node faster than inner_gb_per_s",
+    "node": "collectives between nodes faster than the node's NICs",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step that was timed."""
+
+    name: str
+    plan: RunPlan
+    counts: Counts
+    seconds: float
+    runtime: Runtime = OURS
+    same: str = ""
+    """Equal in rows that measured the same case again: they are never split."""
+
+
+def predicted(case: Case, device: Device) -> float:
+    """Seconds of a step by the planner."""
+    return estimate(case.plan, case.counts, device, case.runtime).seconds
+
+
+def errors(cases: Sequence[Case], device: Device) -> list[float]:
+    """Predicted over measured, minus 1."""
+    return [predicted(case, device) / case.seconds - 1 for case in cases]
+
+
+def coefficients(device: Device) -> dict[str, float]:
+    """What a fit may change, by name."""
+    return {**asdict(device.efficiency), "launch_us": device.launch_us}
+
+
+def with_coefficients(device: Device, values: Mapping[str, float]) -> Device:
+    """The device with other efficiencies, or another time of a launch."""
+    shares = {key: value for key, value in values.items() if key in EFFICIENCIES}
+    launch_us = values.get("launch_us", device.launch_us)
+    return replace(device, efficiency=replace(device.efficiency, **shares), launch_us=launch_us)
+
+
+def fit(
+    cases: Sequence[Case],
+    device: Device,
+    keys: Sequence[str] = COEFFICIENTS,
+    prior: float = PRIOR,
+) -> Device:
+    """The device with the coefficients `keys` that fit the cases best.
+
+    Raises UserError if an efficiency would have to be above 1: then a row, or a number of the
+    device, is not what it is taken for.
+    """
+    if not cases:
+        raise UserError("--calibrate: no row to calibrate on. Give a JSON of gpu.py, or runs.")
+    own = coefficients(device)
+    # A device whose launches take no time, such as an ideal one, keeps that.
+    keys = [key for key in keys if own[key] > 0]
+    start = np.log([own[key] for key in keys])
+
+    def at(x: Vector) -> Device:
+        return with_coefficients(device, dict(zip(keys, np.exp(x).tolist(), strict=True)))
+
+    def misfit(x: Vector) -> Vector:
+        there = at(x)
+        rows = [math.log(predicted(case, there) / case.seconds) for case in cases]
+        return np.array([*rows, *(prior * (x - start))])
+
+    found, slopes = least_squares(misfit, start)
+    refuse_above_one(dict(zip(keys, np.exp(found).tolist(), strict=True)), cases, slopes, device)
+    return at(found)
+
+
+def refuse_above_one(
+    values: Mapping[str, float], cases: Sequence[Case], slopes: Vector, device: Device
+) -> None:
+    """Raise UserError if an efficiency is above 1, with the rows that depend on it most."""
+    for column, (key, value) in enumerate(values.items()):
+        if key in EFFICIENCIES and value > 1:
+            order = np.argsort(-np.abs(slopes[: len(cases), column]))
+            rows = ", ".join(cases[row].name for row in order[:3])
+            raise UserError(
+                f"--calibrate: the rows need {key} = {value:.2f}, above 1: {MEANS[key]}. Of all "
+                f"rows {rows} decide it. Check that they ran on {device.name}, that its file has "
+                "the right peaks and links, and that their layout is the one that was timed."
+            )
+
+
+def least_squares(
+    misfit: Callable[[Vector], Vector], start: Vector, most: int = 15
+) -> tuple[Vector, Vector]:
+    """Where the sum of squares is least, and the slopes there: Levenberg-Marquardt.
+
+    Steps that do not help are damped ten times as much; `most` slopes are computed at most.
+    """
+    x, damping = start.copy(), 1e-3
+    now = misfit(x)
+    slopes = slopes_of(misfit, x, now)
+    for _ in range(most):
+        gradient, curvature = slopes.T @ now, slopes.T @ slopes
+        change = np.linalg.solve(curvature + damping * np.eye(len(x)), -gradient)
+        # Half an order of magnitude at once is as far as a slope may be trusted.
+        change = np.clip(change, -1, 1)
+        there = misfit(x + change)
+        if there @ there < now @ now:
+            x, now, damping = x + change, there, damping / 10
+            slopes = slopes_of(misfit, x, now)
+        else:
+            damping *= 10
+        if np.abs(change).max() < ENOUGH:
+            break
+    return x, slopes
+
+
+def slopes_of(misfit: Callable[[Vector], Vector], x: Vector, now: Vector) -> Vector:
+    """Forward differences, [rows, coefficients]."""
+    return np.array([(misfit(x + STEP * unit) - now) / STEP for unit in np.eye(len(x))]).T
+
+
+def leave_one_out(
+    cases: Sequence[Case], device: Device, keys: Sequence[str] = COEFFICIENTS
+) -> dict[str, float]:
+    """Each case's error by a fit of all others, by name; cases that are the same go together.
+
+    A single case has none but itself: its error is that of the device as it was.
+    """
+    found: dict[str, float] = {}
+    for same in dict.fromkeys(case.same or case.name for case in cases):
+        out = [case for case in cases if (case.same or case.name) == same]
+        rest = [case for case in cases if case not in out]
+        fitted = fit(rest, device, keys) if rest else device
+        found |= {case.name: error for case, error in zip(out, errors(out, fitted), strict=True)}
+    return found
+
+
+def calibrated(
+    cases: Sequence[Case],
+    device: Device,
+    keys: Sequence[str] = COEFFICIENTS,
+    versions: Mapping[str, str] | None = None,
+) -> Device:
+    """`fit`, with its rows, versions and the median leave-one-out error, as a device file has."""
+    fitted, left_out = fit(cases, device, keys), leave_one_out(cases, device, keys)
+    rows = {
+        case.name: (
+            f"measured {1e3 * case.seconds:.4g} ms, fitted {1e3 * predicted(case, fitted):.4g} ms, "
+            f"left out {left_out[case.name]:+.1%}"
+        )
+        for case in cases
+    }
+    now, before = coefficients(fitted), coefficients(device)
+    sources = {
+        (f"efficiency.{key}" if key in EFFICIENCIES else key): f"calibrated, {len(cases)} rows"
+        for key in now
+        if now[key] != before[key]
+    }
+    error = statistics.median(map(abs, left_out.values()))
+    return replace(
+        fitted,
+        error=min(1.0, error),
+        sources={**device.sources, **sources, "error": "median with each row left out"},
+        versions=dict(versions or {}),
+        rows=rows,
+    )
+
+
+def calibrate(
+    gpu_json: Path | None, runs: Sequence[Path], out: Path, device: Device | None = None
+) -> list[str]:
+    """Fit a device to what was measured and write its file; returns console lines.
+
+    `gpu_json` is of benchmarks/gpu.py, `runs` are run directories, `device` the one to start from;
+    without it the one that `gpu_json` names. Raises UserError.
+    """
+    found = [*(of_gpu(gpu_json) if gpu_json else ()), *map(of_run, runs)]
+    start = device or known_device([one.device for one in found])
+    cases = cases_of(found)
+    versions = {name: text for one in found for name, text in one.versions.items()}
+    fitted = calibrated(cases, start, versions=versions)
+    fitted = replace(fitted, name=out.stem, overhead=allocator_of(found, fitted.overhead))
+    write(fitted, out)
+    return [
+        *(line for one in found for line in warnings(one)),
+        f"calibrated on {len(cases)} steps, from {start.name}",
+        *changes(start, fitted),
+        *(f"  {name}: {text}" for name, text in fitted.rows.items()),
+        f"error    {fitted.error:.1%}, the median with each row left out",
+        f"wrote {out}: plan with --device {out}",
+    ]
+
+
+def cases_of(found: Sequence[Measured]) -> list[Case]:
+    """What was measured as cases, each with its rehearsed counts."""
+    return [
+        Case(
+            name=one.name,
+            plan=one.plan,
+            counts=Rehearsals(one.config).counts(one.plan),
+            seconds=1e-3 * one.step_ms,
+        )
+        for one in found
+    ]
+
+
+def known_device(measured_on: Sequence[str]) -> Device:
+    """The device of the package that torch's names of devices mean. Raises UserError."""
+    on = next(filter(None, measured_on), "")
+    text = on.lower()
+    # "a100_80" is "NVIDIA A100-SXM4-80GB"; the longest match is an h200, not an h20.
+    matches = [name for name in names() if all(part in text for part in name.split("_"))]
+    if not matches:
+        what = f"{on!r} is no device of the package" if on else "runs do not log their device"
+        raise UserError(f"--calibrate: {what}. Add --device, one of {', '.join(names())}.")
+    return device_of(max(matches, key=len))
+
+
+def allocator_of(found: Sequence[Measured], overhead: Overhead) -> Overhead:
+    """The overhead with what torch's allocator reserved over its tensors, where both are known."""
+    shares = [
+        one.reserved_gib / one.allocated_gib
+        for one in found
+        if one.reserved_gib and one.allocated_gib
+    ]
+    if not shares:
+        return overhead
+    return replace(overhead, allocator=max(1.0, statistics.median(shares)))
+
+
+def changes(before: Device, after: Device) -> Iterator[str]:
+    """A line for every coefficient: its fitted value, and what it was."""
+    old, new = coefficients(before), coefficients(after)
+    old["allocator"], new["allocator"] = before.overhead.allocator, after.overhead.allocator
+    for key, value in new.items():
+        note = f"was {old[key]:.3g}" if f"{value:.3g}" != f"{old[key]:.3g}" else "unchanged"
+        yield f"  {key:10} {value:.3g} ({note})"

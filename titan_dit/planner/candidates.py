@@ -1,0 +1,343 @@
+"""All layouts of a config on a number of GPUs: what the planner may choose.
+
+A layout is one value for each key of `KEYS`. The model, the objective, the optimizer and the global
+batch stay. The checks of a start (titan_dit.checks) say which layouts can run; each is asked once
+for the keys that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from titan_dit.checks import formats, layout, validate
+from titan_dit.config.catalog import SCHEDULES
+from titan_dit.config.job import JobConfig
+from titan_dit.config.layout import (
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RematConfig,
+    as_planned,
+)
+from titan_dit.config.section import UserError
+from titan_dit.dry_run.simpler import word
+from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.parallel.tensor import TensorPlan
+from titan_dit.plan import RunPlan, resolve
+from titan_dit.planner.hardware import Device
+from titan_dit.schedules.schedule import schedule_of
+
+MIN_TOKENS = 256
+"""Tokens of a sample that cp leaves to a rank, at least: fewer do not fill a product."""
+MAX_TOKENS = 2**16
+"""Tokens of a microbatch on a rank, at most: kernels are full long before."""
+VIRTUAL_STAGES = (2, 3, 4, 6, 8)
+"""Stages per rank of interleaved schedules that are tried; a fixed number is another one."""
+MODES = ("none", "attention", "selective", "full")
+"""[remat] modes; later ones compute more again."""
+RECIPE = "tensorwise"
+"""The float8 recipe that is tried beside the config's own: it reads memory least often."""
+
+
+class Candidate(NamedTuple):
+    """A layout: one value for each key of `KEYS`."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    cp_method: str
+    sequence_parallel: bool
+    reshard_after_forward: str
+    schedule: str
+    virtual_stages: int
+    microbatch_size: int
+    mode: str
+    float8: str
+
+    @property
+    def sizes(self) -> AxisSizes:
+        """Its mesh."""
+        return AxisSizes(
+            pp=self.pp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            cp=self.cp,
+            tp=self.tp,
+        )
+
+    @property
+    def num_axes(self) -> int:
+        """Axes above 1."""
+        return sum(size > 1 for size in self[:5])
+
+
+SECTIONS = {
+    "parallel": Candidate._fields[:8],
+    "pipeline": ("schedule", "virtual_stages"),
+    "training": ("microbatch_size",),
+    "remat": ("mode",),
+    "precision": ("float8",),
+}
+KEYS = tuple(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)
+"""The keys that the planner chooses, in the sequence of `Candidate`."""
+
+
+class Space:
+    """The layouts of `config` on `gpus` ranks of `device`."""
+
+    def __init__(
+        self, config: JobConfig, gpus: int, device: Device, fixed: Collection[str] = ()
+    ) -> None:
+        """`fixed`: those of `KEYS` that keep the config's value."""
+        self.config, self.gpus, self.device = config, gpus, device
+        self.fixed = frozenset(fixed)
+        pipeline = as_planned(config.pipeline)
+        # The layers of a stage and the order of a file belong to one number of stages.
+        self.pipeline = replace(pipeline, split=()) if "pipeline.split" not in fixed else pipeline
+        self.base = resolve(replace(config, parallel=alone(config.parallel)), gpus)
+        self.tensor_plans: dict[bool, TensorPlan] = {}
+        self._parallel: dict[tuple[Any, ...], ParallelConfig] = {}
+        self._sections: dict[tuple[str, ...] | tuple[str, int], Any] = {}
+        self._verdicts: dict[tuple[Any, ...], bool] = {}
+        self.refusal: str | None = None
+        """The last check that refused a layout."""
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Every layout that the checks accept; those of one tensor and context split in a row."""
+        for start in self._meshes():
+            for staged in self._pipelines(start):
+                yield from self._formats(staged)
+
+    def plan(self, candidate: Candidate) -> RunPlan:
+        """The plan of a run with this layout."""
+        return replace(
+            self.base,
+            sizes=candidate.sizes,
+            parallel=self.parallel_of(candidate),
+            pipeline=self.pipeline_of(candidate),
+            wanted_microbatch_size=candidate.microbatch_size,
+            remat=self.remat_of(candidate),
+            precision=self.precision_of(candidate),
+        )
+
+    def config_of(self, candidate: Candidate) -> JobConfig:
+        """The config of a run with this layout."""
+        training = replace(self.config.training, microbatch_size=candidate.microbatch_size)
+        return replace(
+            self.config,
+            parallel=self.parallel_of(candidate),
+            pipeline=self.pipeline_of(candidate),
+            training=training,
+            remat=self.remat_of(candidate),
+            precision=self.precision_of(candidate),
+        )
+
+    def check(self, candidate: Candidate) -> None:
+        """The checks of a start. Raises UserError."""
+        config = self.config_of(candidate)
+        validate(config, resolve(config, self.gpus))
+
+    def flags(self, candidate: Candidate) -> str:
+        """The command-line keys that turn the config into this layout."""
+        old, new = self.config, self.config_of(candidate)
+        words = []
+        for section in (*SECTIONS,):
+            before, after = getattr(old, section), getattr(new, section)
+            keys = (key for key in vars(after) if getattr(before, key) != getattr(after, key))
+            for key in keys:
+                value = getattr(after, key)
+                words.append(f"--{section}.{key} {word(value) if value != () else '[]'}")
+        return " ".join(words)
+
+    def parallel_of(self, candidate: Candidate) -> ParallelConfig:
+        """[parallel] of a layout."""
+        key = candidate[:8]
+        if key not in self._parallel:
+            given: dict[str, Any] = dict(zip(SECTIONS["parallel"], key, strict=True))
+            if candidate.tp == 1:
+                given["async_tp"] = False
+            self._parallel[key] = replace(self.config.parallel, **given)
+        return self._parallel[key]
+
+    def pipeline_of(self, candidate: Candidate) -> PipelineConfig:
+        """[pipeline] of a layout."""
+        found: PipelineConfig = self._section(
+            (candidate.schedule, candidate.virtual_stages),
+            lambda: replace(
+                self.pipeline,
+                schedule=candidate.schedule,
+                virtual_stages=candidate.virtual_stages,
+            ),
+        )
+        return found
+
+    def remat_of(self, candidate: Candidate) -> RematConfig:
+        """[remat] of a layout."""
+        mode: Any = candidate.mode
+        own = self.config.remat
+        found: RematConfig = self._section(("remat", mode), lambda: replace(own, mode=mode))
+        return found
+
+    def precision_of(self, candidate: Candidate) -> PrecisionConfig:
+        """[precision] of a layout."""
+        recipe: Any = candidate.float8
+        own = self.config.precision
+        made = self._section(("float8", recipe), lambda: replace(own, float8=recipe))
+        found: PrecisionConfig = made
+        return found
+
+    def _section(self, key: Any, made: Callable[[], Any]) -> Any:
+        # Building a section checks its keys, which takes longer than a bound on a step's time.
+        if key not in self._sections:
+            self._sections[key] = made()
+        return self._sections[key]
+
+    def _own(self, key: str) -> Any:
+        """The config's value of one of `KEYS` if it is fixed, else None."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self.config, section), name) if key in self.fixed else None
+
+    def _options(self, key: str, free: Collection[Any]) -> Collection[Any]:
+        """The values of a key to try."""
+        return free if key not in self.fixed else (self._own(key),)
+
+    def _sizes(self, axis: str, ranks: int, most: int) -> list[int]:
+        """The divisors of `ranks` to try for an axis, at most `most` unless it is fixed."""
+        own = self._own(f"parallel.{axis}")
+        if own in (None, -1):
+            return [size for size in range(1, min(ranks, most) + 1) if ranks % size == 0]
+        return [own] if ranks % own == 0 else []
+
+    def _accepts(self, check: Callable[[RunPlan], None], candidate: Candidate, *read: Any) -> bool:
+        """True if a check accepts a layout; `read`: the values that its answer depends on."""
+        key = (check.__name__, *read)
+        if key not in self._verdicts:
+            try:
+                check(self.plan(candidate))
+                self._verdicts[key] = True
+            except UserError as error:
+                self._verdicts[key], self.refusal = False, str(error)
+        return self._verdicts[key]
+
+    def _meshes(self) -> Iterator[Candidate]:
+        """Every mesh and split of tensors and tokens, without a pipeline's schedule."""
+        spec, node = self.base.spec, self.device.gpus_per_node
+        slices = max(1, spec.num_tokens // MIN_TOKENS)
+        for tp in self._sizes("tp", self.gpus, min(node, spec.num_heads)):
+            for cp in self._sizes("cp", self.gpus // tp, slices):
+                for method in self._methods(cp):
+                    starts = (self._start(tp, cp, method, each) for each in self._sequence(tp))
+                    # As fast without sequence parallelism, but with more memory.
+                    if start := next(filter(self._splits, starts), None):
+                        yield from self._data(start)
+
+    def _start(self, tp: int, cp: int, method: str, sequence: bool) -> Candidate:
+        """A split of tensors and tokens; all other ranks are shards."""
+        return Candidate(
+            *(1, 1, self.gpus // tp // cp, cp, tp, method, sequence, "auto"),
+            *("1f1b", 1, 1, "none", "off"),
+        )
+
+    def _methods(self, cp: int) -> Collection[str]:
+        if cp == 1:
+            return (self.config.parallel.cp_method,)
+        return self._options("parallel.cp_method", ("ring", "ulysses"))
+
+    def _sequence(self, tp: int) -> Collection[bool]:
+        if tp == 1:
+            return (self.config.parallel.sequence_parallel,)
+        return self._options("parallel.sequence_parallel", (True, False))
+
+    def _splits(self, start: Candidate) -> bool:
+        """True if the model's heads, widths and tokens can be split so."""
+        read = start.tp, start.cp, start.cp_method, start.sequence_parallel
+        checks = (layout.check_tensor, layout.check_context, layout.check_tensor_specs)
+        return all(self._accepts(check, start, *read) for check in checks)
+
+    def _data(self, start: Candidate) -> Iterator[Candidate]:
+        """The pipeline and data-parallel sizes of the remaining ranks."""
+        ranks = self.gpus // start.tp // start.cp
+        for pp in self._sizes("pp", ranks, self.base.spec.num_layers):
+            left = ranks // pp
+            for shard in self._sizes("dp_shard", left, left):
+                copies = self._sizes("dp_replicate", left // shard, left)
+                if left // shard not in copies:
+                    continue
+                mesh = start._replace(pp=pp, dp_shard=shard, dp_replicate=left // shard)
+                if self._accepts(layout.check_batch, mesh, left):
+                    yield mesh
+
+    def _pipelines(self, mesh: Candidate) -> Iterator[Candidate]:
+        """Schedules, stages per rank and microbatch sizes."""
+        share = self.base.global_batch_size // (mesh.dp_replicate * mesh.dp_shard)
+        most = max(1, MAX_TOKENS * mesh.cp // self.base.spec.num_tokens)
+        free = [size for size in divisors(share) if size <= most]
+        sizes = self._options("training.microbatch_size", free)
+        for schedule, virtual in self._schedules(mesh.pp):
+            for size in sizes:
+                if size is None or share % size:
+                    continue
+                found = mesh._replace(
+                    schedule=schedule, virtual_stages=virtual, microbatch_size=size
+                )
+                read = mesh.pp, schedule, virtual, share // size
+                if mesh.pp == 1 or self._accepts(layout.check_pipeline, found, *read):
+                    yield found
+
+    def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
+        """Schedules and stages per rank; those of the config without a pipeline."""
+        own = self.config.pipeline
+        if pp == 1:
+            yield own.schedule, own.virtual_stages
+            return
+        # gpipe takes as long as 1f1b, with the activations of all microbatches.
+        names = dict.fromkeys((*SCHEDULES, own.schedule))
+        names.pop("gpipe")
+        for name in self._options("pipeline.schedule", names):
+            several = schedule_of(name).interleaved
+            free = VIRTUAL_STAGES if several else (1,)
+            for virtual in self._options("pipeline.virtual_stages", free):
+                yield name, virtual
+
+    def _formats(self, staged: Candidate) -> Iterator[Candidate]:
+        """Recomputation, float8, and whether gathered parameters are kept after forward."""
+        read = staged.pp > 1, staged.schedule, staged.tp, staged.cp, staged.sequence_parallel
+        passes = self.base.global_batch_size // (staged.dp_shard * staged.dp_replicate)
+        passes //= staged.microbatch_size
+        for mode in self._options("remat.mode", MODES):
+            for recipe in self._recipes():
+                found = staged._replace(mode=mode, float8=recipe)
+                own = (*read, passes > 1, mode, recipe)
+                checks = (formats.check_compile, formats.check_remat, formats.check_float8)
+                if all(self._accepts(check, found, *own) for check in checks):
+                    for reshard in self._reshards(staged):
+                        yield found._replace(reshard_after_forward=reshard)
+
+    def _recipes(self) -> Collection[str]:
+        """[precision] float8: off, the config's own, and one more if the device has float8."""
+        own = self.config.precision
+        if "precision.float8" in self.fixed or own.float8_emulate:
+            return (own.float8,)
+        has = "float8" in self.device.peak_tflops and own.dtype == "bf16"
+        return tuple(dict.fromkeys(("off", own.float8, RECIPE) if has else ("off",)))
+
+    def _reshards(self, mesh: Candidate) -> Collection[str]:
+        """In a pipeline, and without shards, parameters are kept in any case."""
+        if mesh.pp > 1 or mesh.dp_shard * mesh.cp == 1:
+            return self._options("parallel.reshard_after_forward", ("auto",))
+        return self._options("parallel.reshard_after_forward", ("auto", "never"))
+
+
+def alone(parallel: ParallelConfig) -> ParallelConfig:
+    """[parallel] with all ranks on dp_shard, whatever was given."""
+    sizes = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "cp": 1, "pp": 1, "async_tp": False}
+    return replace(parallel, **sizes)  # type: ignore[arg-type]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,163 @@
+"""The layout that is recommended: by preference among equals, its memory from a whole fake step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from titan_dit.config.section import UserError
+from titan_dit.dry_run.memory import Peak
+from titan_dit.plan import RunPlan
+from titan_dit.planner import memory as memory_of
+from titan_dit.planner.candidates import Space
+from titan_dit.planner.fewest import Lean, fewest, leanest
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.search import (
+    CountsOf,
+    Layout,
+    Model,
+    Outcome,
+    one_line,
+    preferred,
+    with_exact_counts,
+)
+
+NEAREST = 64
+"""Where nothing fits, up to so many times the GPUs are tried."""
+PeakOf = Callable[[RunPlan, int], Peak]
+"""Peak memory of a pipeline rank in a whole fake step."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is printed and written."""
+
+    space: Space
+    rows: Sequence[Layout]
+    """The fastest layout of every mesh, the fastest first."""
+    best: Layout
+    runner_up: Layout | None
+    """The fastest other one."""
+    outcome: Outcome
+    lean: Lean | None
+    """The layout on the fewest GPUs."""
+    parameters: int
+    flops_per_sample: int
+    notes: Sequence[str]
+
+    @property
+    def device(self) -> Device:
+        """The device that is planned for."""
+        return self.space.device
+
+
+def choose(
+    space: Space, outcome: Outcome, model: Model, exact: CountsOf, peak_of: PeakOf
+) -> Choice:
+    """Rehearse what is preferred and the fastest other layout. UserError if nothing fits."""
+    device, notes = space.device, list(outcome.notes)
+    rows = list(outcome.rows)
+    confirmed: dict[int, Layout] = {}
+
+    def confirm(order: Callable[[], list[Layout]]) -> Layout | None:
+        while found := order():
+            first = found[0]
+            if id(first) in confirmed:
+                return first
+            checked, note = rehearsed(first, model, exact, peak_of, device)
+            notes.extend([note] if note else [])
+            place = next(i for i, row in enumerate(rows) if row is first)
+            if memory_of.fits(checked.needed, device):
+                rows[place], confirmed[id(checked)] = checked, checked
+            else:
+                notes.append(too_large(checked, device))
+                del rows[place]
+        return None
+
+    best = confirm(lambda: preferred(rows, device.error))
+    if best is None:
+        raise UserError(nothing_fits(space, model, outcome))
+    runner_up = confirm(lambda: [row for row in by_time(rows) if row is not best])
+    with torch.device("meta"):
+        network = space.base.spec.build()
+    return Choice(
+        space=space,
+        rows=by_time(rows),
+        best=best,
+        runner_up=runner_up,
+        outcome=outcome,
+        lean=fewest(space.config, device, space.fixed, model, (1, space.gpus)),
+        parameters=sum(p.numel() for p in network.parameters()),
+        flops_per_sample=network.flops_per_sample(space.base.spec.num_tokens),
+        notes=notes,
+    )
+
+
+def by_time(rows: Sequence[Layout]) -> list[Layout]:
+    """The fastest first."""
+    return sorted(rows, key=lambda row: row.estimate.seconds)
+
+
+def rehearsed(
+    layout: Layout, model: Model, exact: CountsOf, peak_of: PeakOf, device: Device
+) -> tuple[Layout, str]:
+    """A layout with counts of its own size and the memory of a whole fake step, and a note."""
+    found = with_exact_counts(layout, model, exact, device)
+    try:
+        peak = peak_of(found.plan, found.rank)
+    except (UserError, ImportError) as error:
+        return found, f"{found.plan.sizes}: memory is composed only: {one_line(error)}"
+    held = {kind: float(size) for kind, size in peak.bytes.items()}
+    needed = model.needed(held, found.plan, device)
+    composed, whole = found.needed.allocated, needed.allocated
+    note = (
+        f"{found.plan.sizes}: {whole:.2f} GiB in a whole fake step, {composed:.2f} composed "
+        f"({composed / whole - 1:+.1%})"
+    )
+    return replace(found, held=held, needed=needed, is_rehearsed=True), note
+
+
+def too_large(layout: Layout, device: Device) -> str:
+    """Why a layout was dropped after its fake step."""
+    return (
+        f"{layout.plan.sizes}, microbatches of {layout.candidate.microbatch_size}: needs "
+        f"{layout.needed.total:.1f} GiB, more than the {device.memory_gib:.1f} of {device.name}"
+    )
+
+
+def nothing_fits(space: Space, model: Model, outcome: Outcome) -> str:
+    """What would fit: other values of fixed keys, or more GPUs."""
+    device, gpus = space.device, space.gpus
+    if not outcome.tally.candidates:
+        refused = f" The last check said: {space.refusal}" if space.refusal else ""
+        return f"--gpus {gpus}: no layout can run this model and batch.{refused}"
+    wanted = " ".join(f"--fix {key}" for key in sorted(space.fixed))
+    head = f"--gpus {gpus} --device {device.name}: no layout{f' with {wanted}' * bool(wanted)} fits"
+    smallest = leanest(space.config, device, space.fixed, model, gpus)
+    if smallest:
+        head += (
+            f"; the smallest, {smallest.candidate.sizes} with [remat] mode="
+            f'"{smallest.candidate.mode}", needs {smallest.needed.total:.1f} of '
+            f"{device.memory_gib:.1f} GiB"
+        )
+    return f"{head}. {'; or '.join(ways(space, model)) or 'Take a device with more memory'}."
+
+
+def ways(space: Space, model: Model) -> Iterator[str]:
+    """What would make a layout fit."""
+    device, gpus, config = space.device, space.gpus, space.config
+    for key in ("remat.mode", "training.microbatch_size"):
+        if key in space.fixed:
+            free = space.fixed - {key}
+            found = leanest(config, device, free, model, gpus)
+            if found and memory_of.fits(found.needed, device):
+                value = found.candidate.mode if key == "remat.mode" else 1
+                yield f"Set --fix {key}={value}"
+    more = fewest(config, device, space.fixed, model, (gpus + 1, NEAREST * gpus))
+    if more:
+        yield (
+            f"{more.gpus} GPUs hold it ({more.candidate.sizes}, [remat] mode="
+            f'"{more.candidate.mode}", microbatches of {more.candidate.microbatch_size})'
+        )

@@ -1,0 +1,324 @@
+"""Messages over data-parallel ranks: what a step gathers and reduces, and what of it hides.
+
+FSDP2 as `parallel.fsdp` sets it up: units of a few blocks, and a root unit of embed and head, over
+dp_shard x cp; replicas all-reduce the shards (HSDP). Without a pipeline every microbatch gathers a
+unit for forward and, if it was freed, again for backward. The last microbatch reduces, in fp32. A
+pipeline gathers once before its pass and reduces a stage once after its last backward.
+
+All messages of a rank share one link and are sent one after another. A unit's gather hides behind
+the unit computed before it, a reduction behind those computed after it: of a step, the first
+gathers and the last reductions are exposed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from titan_dit.parallel.fsdp import LARGEST_UNIT
+from titan_dit.parallel.mesh import FILL, AxisSizes, axes
+from titan_dit.plan import RunPlan
+from titan_dit.planner.links import Links
+from titan_dit.planner.runtime import Runtime
+from titan_dit.planner.work import Counts, Message
+
+
+class Unit(NamedTuple):
+    """What is gathered and reduced at once."""
+
+    parameters: float
+    """Elements on a tp rank."""
+    trained: float
+    """Those with gradients."""
+    blocks: int
+    """Blocks in it; 0 for the root unit."""
+
+
+class Shape(NamedTuple):
+    """What a stage has; stages of one shape take the same time."""
+
+    blocks: int
+    is_first: bool
+    is_last: bool
+
+
+class Compute(NamedTuple):
+    """Seconds of a microbatch, copies of FSDP included."""
+
+    embed_forward: float
+    block_forward: float
+    head_forward: float
+    embed_backward: float
+    block_backward: float
+    head_backward: float
+
+
+def unit_sizes(num_blocks: int, block_parameters: float, size: int) -> list[int]:
+    """Blocks of every unit, as `fsdp.units` makes them; `block_parameters`: on a tp rank."""
+    most, step = size, size
+    if not size:
+        most, step = (
+            max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // max(1.0, block_parameters)))),
+            1,
+        )
+    found: list[int] = []
+    while (left := num_blocks - sum(found)) > 0:
+        found.append(min(step, left))
+        step = min(2 * step, most)
+    return found
+
+
+def shard_axis(sizes: AxisSizes) -> str:
+    """The name of FSDP's group in the dry run's traffic."""
+    return " x ".join(a for a in axes("fsdp") if a == FILL or getattr(sizes, a) > 1)
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The data-parallel messages of a layout."""
+
+    plan: RunPlan
+    counts: Counts
+    links: Links
+    runtime: Runtime
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks of FSDP's group; replicas of `Runtime.sharding` are as many."""
+        return self.plan.sizes.product("fsdp")
+
+    @cached_property
+    def splits(self) -> int:
+        """Ranks that a parameter and its update are cut over."""
+        return 1 if self.runtime.sharding == "replicas" else self.shards
+
+    @cached_property
+    def gather_bytes(self) -> int:
+        """Per parameter."""
+        return self.runtime.gather_bytes or self.plan.dtype.itemsize
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Per gradient."""
+        return max(self.runtime.gradient_bytes, 8 * (self.plan.precision.dtype == "fp64"))
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of every stage."""
+        sizes = [len(layers) for layers in self.plan.stage_layers]
+        last = len(sizes) - 1
+        return tuple(Shape(size, i == 0, i == last) for i, size in enumerate(sizes))
+
+    @cached_property
+    def _units(self) -> dict[Shape, tuple[Unit, list[Unit]]]:
+        return {}
+
+    def units(self, shape: Shape) -> tuple[Unit, list[Unit]]:
+        """The root unit of a stage (perhaps empty), and those of its blocks."""
+        if shape not in self._units:
+            self._units[shape] = self._new_units(shape)
+        return self._units[shape]
+
+    def _new_units(self, shape: Shape) -> tuple[Unit, list[Unit]]:
+        embed, block, head = self.counts.embed, self.counts.block, self.counts.head
+        # The last of several stages has a copy of what it shares with the first.
+        copied = self.counts.tied * (not shape.is_first)
+        root = Unit(
+            shape.is_first * embed.parameters + shape.is_last * (head.parameters + copied),
+            shape.is_first * embed.trained + shape.is_last * (head.trained + copied),
+            0,
+        )
+        size = self.plan.parallel.blocks_per_fsdp_unit
+        sizes = unit_sizes(shape.blocks, block.parameters, size)
+        return root, [Unit(n * block.parameters, n * block.trained, n) for n in sizes]
+
+    def gathers(self, unit: Unit) -> Iterator[Message]:
+        """Of one unit, once."""
+        if self.splits > 1 and unit.parameters:
+            sent = (self.splits - 1) / self.splits * unit.parameters * self.gather_bytes
+            yield Message(shard_axis(self.plan.sizes), "all-gather", sent)
+
+    def reductions(self, unit: Unit) -> Iterator[Message]:
+        """Of one unit, once."""
+        whole = unit.trained * self.gradient_bytes
+        shards, copies = self.shards, self.plan.sizes.dp_replicate
+        if whole and shards > 1:
+            times, name = (2, "all-reduce") if self.splits == 1 else (1, "reduce-scatter")
+            sent = times * (shards - 1) / shards * whole
+            yield Message(shard_axis(self.plan.sizes), name, sent)
+        if whole and copies > 1:
+            sent = 2 * (copies - 1) / copies * whole / self.splits
+            yield Message("dp_replicate", "all-reduce", sent)
+
+    def gather_s(self, unit: Unit) -> float:
+        """Seconds of one gather of a unit."""
+        return sum(map(self.links.seconds, self.gathers(unit)))
+
+    def reduce_s(self, unit: Unit) -> float:
+        """Seconds of one reduction of a unit."""
+        return sum(map(self.links.seconds, self.reductions(unit)))
+
+    def frees(self, unit: Unit) -> bool:
+        """True if a unit is freed after forward, and gathered again for backward."""
+        plan = self.plan
+        if self.runtime.sharding != "fsdp" or plan.sizes.pp > 1:
+            return False
+        when = plan.parallel.reshard_after_forward
+        return when == "always" or (when == "auto" and bool(unit.blocks) and self.shards > 1)
+
+    def copied(self, unit: Unit) -> tuple[float, float]:
+        """Bytes that FSDP reads and writes in a step for a unit: around gathers, and gradients.
+
+        A gather casts the shards and copies the parameters out of its buffer; gradients are added
+        up over microbatches in fp32 and copied into the buffer of their reduction. Without the
+        casts once a step, which are in `Part.update`.
+        """
+        if self.runtime.sharding == "replicas" or self.runtime.update_bytes is not None:
+            return 0.0, 0.0
+        count, cast, held = self.plan.num_microbatches, self.gather_bytes, self.gradient_bytes
+        passes = 1 if self.plan.sizes.pp > 1 else count * (1 + self.frees(unit))
+        gathered = float(passes * 2 * cast) if self.splits > 1 else 0.0
+        if cast != held:
+            gathered += (passes - 1) * (held + cast) / self.splits
+        # The first gradient is cast if the sums have another format.
+        added = float((count - 1) * (cast + 2 * held))
+        if count > 1 and cast != held:
+            added += (cast + held) * (1 - 1 / self.splits)
+        is_sent = self.shards * self.plan.sizes.dp_replicate > 1
+        kept = cast if count == 1 else held
+        into = kept + held if is_sent else 0
+        return gathered * unit.parameters, (added + into) * unit.trained
+
+    def traffic(self, pipeline_rank: int = 0) -> Counter[Message]:
+        """Messages of a rank in a step, with how often."""
+        found: Counter[Message] = Counter()
+        count = 1 if self.plan.sizes.pp > 1 else self.plan.num_microbatches
+        reduced = count if self.runtime.reduces_each_microbatch else 1
+        for stage in self.plan.stages_of(pipeline_rank):
+            root, blocks = self.units(self.shapes[stage])
+            for unit in (root, *blocks):
+                for message in self.gathers(unit):
+                    found[message] += count * (2 if self.frees(unit) else 1)
+                for message in self.reductions(unit):
+                    found[message] += reduced
+        return found
+
+    def step_s(self, compute: Compute) -> float:
+        """All microbatches without a pipeline: computing, and what of the messages it waits for."""
+        count = self.plan.num_microbatches
+        every = self.runtime.reduces_each_microbatch
+        last = self.microbatch_s(compute, reduces=True)
+        if count == 1:
+            return last
+        return last + (count - 1) * (last if every else self.microbatch_s(compute, reduces=False))
+
+    def microbatch_s(self, compute: Compute, *, reduces: bool) -> float:
+        """Forward and backward of the whole model, with its messages."""
+        root, blocks = self.units(self.shapes[0])
+        link = Link(hides=self.runtime.overlaps_data)
+        link.forward(compute, self.gather_s(root), [(u.blocks, self.gather_s(u)) for u in blocks])
+        again = [(u.blocks, self.gather_s(u) if self.frees(u) else 0.0) for u in blocks]
+        reductions = [self.reduce_s(u) if reduces else 0.0 for u in blocks]
+        if self.frees(root):
+            link.wait(link.send(link.now, self.gather_s(root)))
+        link.backward(compute, again, reductions)
+        link.send(link.now, self.reduce_s(root) if reduces else 0.0)
+        return link.wait(link.free)
+
+    def before_s(self, compute: Compute, stages: Sequence[int]) -> float:
+        """How much longer the first forward of a pipeline rank's stages takes than its computing.
+
+        All units are gathered at once, in the sequence of their use.
+        """
+        link = Link(hides=self.runtime.overlaps_data)
+        for stage in stages:
+            root, blocks = self.units(self.shapes[stage])
+            link.forward(
+                compute._replace(embed_forward=0.0, head_forward=0.0),
+                self.gather_s(root),
+                [(unit.blocks, self.gather_s(unit)) for unit in blocks],
+                ahead=True,
+            )
+        return link.waited
+
+    def after_s(self, stage: int, compute: Compute) -> float:
+        """What a pipeline rank waits for after the last backward of a stage."""
+        root, blocks = self.units(self.shapes[stage])
+        reductions = [self.reduce_s(unit) for unit in blocks]
+        if self.runtime.sharding == "fsdp" or not self.runtime.overlaps_data:
+            # Ours reduces once the backward is over.
+            return sum(reductions) + self.reduce_s(root)
+        link = Link(hides=True)
+        link.backward(compute, [(unit.blocks, 0.0) for unit in blocks], reductions)
+        link.send(link.now, self.reduce_s(root))
+        link.wait(link.free)
+        return link.waited
+
+
+class Link:
+    """Computing and the link, side by side, in seconds since a microbatch began."""
+
+    def __init__(self, *, hides: bool) -> None:
+        self.hides = hides
+        self.now = 0.0
+        """Computing is here."""
+        self.free = 0.0
+        """The link has sent all."""
+        self.waited = 0.0
+
+    def send(self, at: float, seconds: float) -> float:
+        """A message that may start `at` this time; returns its end."""
+        if not seconds:
+            return at
+        self.free = max(self.free, at if self.hides else self.now) + seconds
+        return self.free if self.hides else self.wait(self.free)
+
+    def wait(self, until: float) -> float:
+        """Compute nothing until then; returns the time."""
+        self.waited += max(0.0, until - self.now)
+        self.now = max(self.now, until)
+        return self.now
+
+    def forward(
+        self,
+        compute: Compute,
+        root: float,
+        blocks: Sequence[tuple[int, float]],
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """A forward; `blocks`: (number, seconds of the gather) of every unit.
+
+        A gather starts when the unit before the last one starts to compute (FSDP2 then frees the
+        buffer of that one's gather), `ahead`: as soon as the link is free.
+        """
+        begun = 0.0 if ahead else self.now
+        self.wait(self.send(begun, root))
+        starts = [begun, begun]
+        arrived = self.send(begun, blocks[0][1]) if blocks else 0.0
+        self.now += compute.embed_forward
+        for index, (count, _) in enumerate(blocks):
+            self.wait(arrived)
+            starts.append(self.now)
+            if index + 1 < len(blocks):
+                arrived = self.send(begun if ahead else starts[-2], blocks[index + 1][1])
+            self.now += count * compute.block_forward
+        self.now += compute.head_forward
+
+    def backward(
+        self, compute: Compute, blocks: Sequence[tuple[int, float]], reductions: Sequence[float]
+    ) -> None:
+        """A backward; a unit's gather starts with the unit computed before it."""
+        given = list(zip(blocks, reductions, strict=True))[::-1]
+        arrived = self.send(self.now, given[0][0][1]) if given else 0.0
+        self.now += compute.head_backward
+        for index, ((count, _), reduction) in enumerate(given):
+            self.wait(arrived)
+            if index + 1 < len(given):
+                arrived = self.send(self.now, given[index + 1][0][1])
+            self.now += count * compute.block_backward
+            self.send(self.now, reduction)
+        self.now += compute.embed_backward

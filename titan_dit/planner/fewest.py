@@ -1,0 +1,100 @@
+"""The fewest GPUs that hold a run: decided by memory, with the layouts that need least."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from titan_dit.config.job import JobConfig
+from titan_dit.config.section import UserError
+from titan_dit.planner import memory as memory_of
+from titan_dit.planner.candidates import KEYS, MODES, Candidate, Space
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.memory import Needed
+from titan_dit.planner.search import Model, fullest
+
+FREE = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
+"""The axes that are tried; replicas, cp and more samples per microbatch do not save memory that
+these do not."""
+
+
+class Lean(NamedTuple):
+    """The layout that needs least on a number of GPUs."""
+
+    gpus: int
+    candidate: Candidate
+    needed: Needed
+
+
+def gpu_counts(device: Device, first: int, last: int) -> Iterator[int]:
+    """1, 2, 4, ... GPUs of a node, then twice as many nodes each, from `first` to `last`."""
+    count = 1
+    while count <= last:
+        if count >= first:
+            yield count
+        following = 2 * count
+        node = device.gpus_per_node
+        count = node if count < node < following else following
+
+
+def fewest(
+    config: JobConfig,
+    device: Device,
+    fixed: Collection[str],
+    model: Model,
+    gpus: tuple[int, int],
+) -> Lean | None:
+    """The first number of GPUs within `gpus` (from, to) that holds the run; None if none does."""
+    for count in gpu_counts(device, *gpus):
+        found = leanest(config, device, fixed, model, count)
+        if found and memory_of.fits(found.needed, device):
+            return found
+    return None
+
+
+def leanest(
+    config: JobConfig, device: Device, fixed: Collection[str], model: Model, gpus: int
+) -> Lean | None:
+    """The layout that needs least on `gpus`; the first one that fits, if one does."""
+    best: Lean | None = None
+    modes = [config.remat.mode] if "remat.mode" in fixed else list(reversed(MODES))
+    for mode in modes:
+        for candidate, space in lean_layouts(config, device, fixed, gpus, mode):
+            plan = space.plan(candidate)
+            try:
+                counts = model.counts(plan)
+            except (UserError, ImportError):
+                continue
+            _, needed, _ = fullest(model, plan, counts, device)
+            if best is None or needed.total < best.needed.total:
+                best = Lean(gpus, candidate, needed)
+            if memory_of.fits(needed, device):
+                return best
+    return best
+
+
+def lean_layouts(
+    config: JobConfig, device: Device, fixed: Collection[str], gpus: int, mode: str
+) -> Iterator[tuple[Candidate, Space]]:
+    """Layouts with one sample a microbatch and one replica, unless these are fixed."""
+    lean = {
+        "parallel.dp_replicate": 1,
+        "parallel.cp": 1,
+        "parallel.reshard_after_forward": "auto",
+        "parallel.sequence_parallel": True,
+        "pipeline.schedule": "1f1b",
+        "pipeline.virtual_stages": 1,
+        "training.microbatch_size": 1,
+        "remat.mode": mode,
+        "precision.float8": "off",
+    }
+    for key, value in lean.items():
+        if key not in fixed:
+            section, _, name = key.partition(".")
+            changed = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: changed})
+    free = [key for key in FREE if key not in fixed]
+    space = Space(config, gpus, device, [key for key in KEYS if key not in free])
+    for candidate in sorted(space, key=lambda one: (one.tp, one.pp)):
+        yield candidate, space

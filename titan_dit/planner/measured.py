@@ -1,0 +1,187 @@
+"""What was measured: steps of runs (metrics.jsonl, config.toml) and of benchmarks/gpu.py's JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_dit import __version__
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.store import location
+from titan_dit.config import catalog, config_file
+from titan_dit.config.job import JobConfig
+from titan_dit.config.section import UserError
+from titan_dit.observe.metrics import Row, read_rows
+from titan_dit.plan import RunPlan, resolve
+from titan_dit.planner.counts import Rehearsals
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.memory import GIB, memory
+from titan_dit.planner.optimizer_state import state_of
+from titan_dit.planner.step import estimate
+
+VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
+"""Of this process."""
+COMPARED = ("titan_dit", "torch")
+MEASURED = "measured"
+"""`result` of a row of gpu.py that has figures."""
+KEY = ("contender", "model", "tokens", "batch")
+"""Columns that name a row of gpu.py."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that was timed."""
+
+    name: str
+    config: JobConfig
+    plan: RunPlan
+    step_ms: float
+    """Without waiting for data."""
+    allocated_gib: float | None = None
+    """Most bytes of torch's tensors; None if it was not a GPU's."""
+    reserved_gib: float | None = None
+    """Most that torch's allocator held; None if not logged."""
+    device: str = ""
+    """Its name, as torch reports it; empty if not logged."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all ranks."""
+        return 1e3 * self.plan.global_batch_size / self.step_ms
+
+
+def of_run(run: Path) -> Measured:
+    """The steps of a run: the median over its rows. Raises UserError without metrics."""
+    tables_file, metrics_file = run / "config.toml", run / "metrics.jsonl"
+    if not tables_file.is_file():
+        raise UserError(
+            f"{run}: no config.toml. Give the directory of a run, such as outputs/NAME."
+        )
+    rows = [row for row in read_rows(metrics_file) if row.get("step_ms")]
+    # The first row is the first step, which compiles and warms up.
+    if not rows[1:]:
+        raise UserError(
+            f"{metrics_file}: {len(rows)} rows with step_ms, but the median after the first is "
+            "needed. Train more steps, or set [metrics] every lower."
+        )
+    config = config_file.build(config_file.of_run(tables_file), catalog.variant)
+    is_gpu = rows[-1].get("mfu") is not None
+    return Measured(
+        name=str(run),
+        config=config,
+        plan=resolve(config, ranks_of(config, rows[-1])),
+        step_ms=statistics.median(row["step_ms"] - row["data_wait_ms"] for row in rows[1:]),
+        # On a CPU the column is the memory of the process.
+        allocated_gib=rows[-1]["peak_gib"] if is_gpu else None,
+        versions=versions_of(run),
+    )
+
+
+def ranks_of(config: JobConfig, row: Row) -> int:
+    """Ranks of a run: the FLOP/s of all over those of one (`observe.flops.Work.rates`)."""
+    spec = config.objective.model_spec(config.model)
+    with torch.device("meta"):
+        flops = spec.build().flops_per_sample(spec.num_tokens)
+    ranks: float = row["samples_per_s"] * flops / (row["tflops_per_gpu"] * 1e12)
+    return round(ranks)
+
+
+def versions_of(run: Path) -> dict[str, str]:
+    """Versions in the newest checkpoint of a run; {} if it has none."""
+    try:
+        found = checkpoint.read_record(find_checkpoint(location(run), None))
+    except UserError:
+        return {}
+    return dict(found["versions"])
+
+
+def of_gpu(file: Path) -> list[Measured]:
+    """The steps of titan_dit that benchmarks/gpu.py measured, one for each contender and cell."""
+    try:
+        report = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not a JSON of benchmarks/gpu.py ({error}).") from None
+    found = list(steps_of(report)) if isinstance(report, dict) else []
+    if not found:
+        raise UserError(
+            f"{file}: no measured step of titan_dit that names its config. Write it with this "
+            "version's benchmarks/gpu.py --parts steps --out FILE."
+        )
+    return found
+
+
+def steps_of(report: Mapping[str, Any]) -> Iterator[Measured]:
+    """The rows of a report that have a config; several rounds are one step."""
+    versions = {name: str(report.get(name, "")) for name in ("titan_dit", "torch", "driver")}
+    for entry in report.get("configs", ()):
+        key = {name: entry[name] for name in KEY}
+        rows = [
+            row
+            for row in report.get("measured", ())
+            if row.get("result") == MEASURED and row.items() >= key.items()
+        ]
+        if not rows:
+            continue
+        config = config_file.build(entry["tables"], catalog.variant)
+        yield Measured(
+            name="{contender}, {model}, {tokens} tokens, batch {batch}".format(**key),
+            config=config,
+            plan=resolve(config, 1),
+            step_ms=statistics.median(lap for row in rows for lap in row["laps_ms"]),
+            allocated_gib=highest(rows, "peak_gib"),
+            reserved_gib=highest(rows, "reserved_gib"),
+            device=str(report.get("device", "")),
+            versions={name: text for name, text in versions.items() if text},
+        )
+
+
+def highest(rows: list[Mapping[str, Any]], column: str) -> float | None:
+    """The largest figure of a column; None if no row has one."""
+    return max((row[column] for row in rows if row.get(column) is not None), default=None)
+
+
+def warnings(measured: Measured) -> Iterator[str]:
+    """A line for every version that differs from this process's."""
+    for name in COMPARED:
+        if (text := measured.versions.get(name)) and text != VERSIONS[name]:
+            yield (
+                f"warning: {measured.name} was measured with {name} {text}, this is "
+                f"{VERSIONS[name]}: measure again, or expect other times"
+            )
+
+
+def beside(run: Path, device: Device) -> list[str]:
+    """The plan of a run on a device beside its metrics; console lines. Raises UserError."""
+    found = of_run(run)
+    plan, counts = found.plan, Rehearsals(found.config).counts(found.plan)
+    step = estimate(plan, counts, device)
+    lines = [
+        *warnings(found),
+        f"run      {run}: {plan.world_size} ranks, {plan.sizes}; medians of its rows but the first",
+        f"device   {device.name}; error to expect {device.error:.0%}",
+        compared("ms", 1e3 * step.seconds, found.step_ms),
+        compared("samples/s", plan.global_batch_size / step.seconds, found.samples_per_s),
+    ]
+    if found.allocated_gib is not None:
+        ranks = memory(plan, counts, state=state_of(found.config))
+        # Metrics are those of rank 0.
+        lines.append(compared("GiB", sum(ranks[0].values()) / GIB, found.allocated_gib))
+    else:
+        lines.append("  GiB: the run's peak_gib is not a GPU's, so it is not compared")
+    shares = sorted(step.terms.items(), key=lambda term: -term[1])
+    told = (f"{name} {s / step.seconds:.0%}" for name, s in shares if s >= 0.005 * step.seconds)
+    return [*lines, f"  of the planned ms: {', '.join(told)}"]
+
+
+def compared(unit: str, planned: float, measured: float) -> str:
+    """A line of a plan and a measurement."""
+    error = planned / measured - 1
+    return f"  {unit:10} planned {planned:10.4g}  measured {measured:10.4g}  error {error:+.1%}"

@@ -1,0 +1,168 @@
+"""The time of a pipeline's pass: `schedules.simulator` for a search, which plays an order often.
+
+What an action waits for depends on the order alone: it is looked up once, then played with the
+times of many layouts. The ends are those of `simulate`. A pass of many microbatches is played with
+fewer: once the pipeline is full, every further round takes as long as the one before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from titan_dit.plan import RunPlan
+from titan_dit.schedules.action import Action, Kind, Order
+from titan_dit.schedules.looped import round_size
+from titan_dit.schedules.messages import inputs_of, output_of
+from titan_dit.schedules.placement import pipeline_order
+from titan_dit.schedules.proof import execution, num_stages_of
+from titan_dit.schedules.schedule import schedule_of
+
+FULL = 3
+"""Rounds that are played at least; a round has `pp` microbatches, or as many as an interleaved
+schedule takes at a time."""
+STEPS = 8192
+"""Actions up to which a pass is played whole."""
+COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""What ends the work of a stage on a microbatch."""
+
+
+class Step(NamedTuple):
+    """An action of a compiled order."""
+
+    rank: int
+    cost: tuple[Kind, int]
+    """(kind, stage)."""
+    source: int
+    """The step of another rank whose output it needs; -1 for none."""
+    channel: tuple[int, int]
+    """(source, target) rank of that output."""
+    is_last: bool
+    """It ends the work of its stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long everything takes, in seconds."""
+
+    costs: Mapping[tuple[Kind, int], float]
+    """Of an action, by (kind, stage), as for `simulate`."""
+    latency: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """From the end of an action to the arrival of its output, by (source, target) rank; else 0."""
+    ready: Sequence[float] = ()
+    """When each rank can begin; else 0."""
+    after: Mapping[int, float] = field(default_factory=dict)
+    """What a rank does once it has ended the work of a stage and sent its output; else 0."""
+
+
+class Played(NamedTuple):
+    """A pass; both by rank, in seconds."""
+
+    ends: tuple[float, ...]
+    """When it is free."""
+    busy: tuple[float, ...]
+    """Its actions together."""
+
+    @property
+    def makespan(self) -> float:
+        """Until every rank is free."""
+        return max(self.ends)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Share of the makespan that each rank waits."""
+        return tuple(1 - busy / self.makespan for busy in self.busy)
+
+
+def compiled(order: Order) -> tuple[Step, ...]:
+    """The actions, each after its inputs. Raises ValueError on a deadlock."""
+    num_stages = num_stages_of(order)
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    left = Counter(a.stage for actions in order for a in actions if a.kind in COMPLETES)
+    made: dict[Action, int] = {}
+    steps: list[Step] = []
+    for rank, action in execution(order):
+        source, channel = -1, (rank, rank)
+        # What the rank makes itself it has made before.
+        for message in inputs_of(action, num_stages):
+            if rank_of[message.stage] != rank:
+                source, channel = made[message], (rank_of[message.stage], rank)
+        made[output_of(action)] = len(steps)
+        left[action.stage] -= action.kind in COMPLETES
+        is_last = action.kind in COMPLETES and not left[action.stage]
+        steps.append(Step(rank, (action.kind, action.stage), source, channel, is_last))
+    return tuple(steps)
+
+
+def play(steps: Sequence[Step], num_ranks: int, times: Times) -> Played:
+    """One pass, every action as soon as its rank and its input are there.
+
+    A channel has one latency for all messages, so none overtakes another.
+    """
+    costs, latency = times.costs, times.latency
+    free, busy = list(times.ready or (0.0,) * num_ranks), [0.0] * num_ranks
+    made: list[float] = []
+    for rank, cost, source, channel, is_last in steps:
+        start = free[rank]
+        if source >= 0:
+            arrives = made[source] + latency.get(channel, 0.0)
+            if arrives > start:
+                start = arrives
+        took = costs[cost]
+        end = start + took
+        busy[rank] += took
+        made.append(end)
+        free[rank] = end + times.after.get(cost[1], 0.0) if is_last else end
+    return Played(tuple(free), tuple(busy))
+
+
+def played(plan: RunPlan, times: Times) -> Played:
+    """The pass of a training step, a run-time order as planned."""
+    count, pp = plan.num_microbatches, plan.sizes.pp
+    if plan.order_of_file is not None:
+        return play(compiled(plan.order(count)), pp, times)
+    size, pipeline = round_of(plan), plan.pipeline
+    kinds = 3 if plan.splits_backward else 2
+    whole = max(FULL, STEPS // (kinds * plan.num_stages * size))
+    if count <= (whole + 1) * size:
+        return play(program(pipeline.schedule, pp, pipeline.virtual_stages, count), pp, times)
+    # The growth of half of the rounds: messages may let a round last longer, the next one less.
+    grows = whole // 2
+    more = whole * size + count % size
+    fewer = more - grows * size
+    some, most = (
+        play(program(pipeline.schedule, pp, pipeline.virtual_stages, number), pp, times)
+        for number in (fewer, more)
+    )
+    times_grown = (count - more) / (grows * size)
+
+    def grown(few: Sequence[float], many: Sequence[float]) -> tuple[float, ...]:
+        return tuple(b + times_grown * (b - a) for a, b in zip(few, many, strict=True))
+
+    return Played(grown(some.ends, most.ends), grown(some.busy, most.busy))
+
+
+def round_of(plan: RunPlan) -> int:
+    """Microbatches after which an order repeats itself."""
+    pp = plan.sizes.pp
+    if schedule_of(plan.pipeline.schedule).interleaved:
+        return round_size(pp, plan.num_microbatches)
+    return pp
+
+
+@functools.lru_cache(maxsize=256)
+def program(
+    schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int
+) -> tuple[Step, ...]:
+    """The compiled order of a schedule; cached, because a search plays it with many times."""
+    return compiled(
+        pipeline_order(
+            schedule,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            virtual_stages=virtual_stages,
+        )
+    )

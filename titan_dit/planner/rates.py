@@ -1,0 +1,114 @@
+"""Seconds of work on a device: products, attention, moved bytes, messages, launches.
+
+A roofline, max(FLOPs / rate, bytes / rate), whose rates are the peaks of the device times its
+`Efficiency`, times a factor below 1 for shapes that do not fill the kernels' tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.links import Links
+from titan_dit.planner.work import Attention, Product, Work
+
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "float8": 1}
+OUTPUT_BYTES = ITEM_BYTES | {"float8": 2}
+"""Products of float8 are written in bf16."""
+SHORT_SIDE = 96
+"""A product whose shortest side is this long reaches half of the rate of a large one: tiles of 128
+x 128 are cut, and the first and last steps of a short sum wait. Assumed, not fitted."""
+TILE = 128
+"""Rows and columns of a tile of fused attention."""
+FULL_HEAD = 128
+"""Head dim of the efficiency of attention."""
+HEAD_STEP = 32
+"""Kernels compute head dims that are multiples of it: 72 as 96."""
+HEAD_OVERHEAD = 32
+"""Softmax and loads per key cost as much as so many channels: head dim 64 reaches 5/6 of the rate
+of 128, about what the figures of arXiv:2307.08691 show."""
+BACKWARD_FLOPS = 2.5 / 2
+"""Backward of fused attention has 5 products for forward's 2; model FLOPs count 4."""
+BACKWARD_RATE = 0.85
+"""FlashAttention-2 reaches up to 73% of an A100's peak forward, 63% backward (arXiv:2307.08691
+section 4.1)."""
+
+
+@functools.lru_cache(maxsize=2**16)
+def product_s(product: Product, device: Device) -> float:
+    """Seconds of a product. UserError if the device does not have its format."""
+    batch, m, n, k, dtype = product[:5]
+    peak = device.peak(dtype) * device.efficiency.products
+    item = ITEM_BYTES[dtype]
+    nbytes = batch * (item * (m * k + k * n) + OUTPUT_BYTES[dtype] * m * n)
+    return max(product.flops / (peak * shape_factor(m, n, k)), moved_s(nbytes, device))
+
+
+def shape_factor(m: float, n: float, k: float) -> float:
+    """Share of a large product's rate: half at a shortest side of `SHORT_SIDE`."""
+    return 1 / (1 + SHORT_SIDE / min(m, n, k))
+
+
+@functools.lru_cache(maxsize=2**16)
+def block_s(attention: Attention, device: Device) -> float:
+    """Seconds of one call of a fused kernel: of one block of a ring."""
+    keys = attention.keys / attention.ring
+    flops = attention.flops / attention.ring
+    rate = device.peak(attention.dtype) * device.efficiency.attention
+    rate *= head_factor(attention.head_dim) * length_factor(keys, attention.is_causal)
+    tensors = attention.queries + keys  # q and o; k and v
+    passes = 2
+    if attention.is_backward:
+        flops, rate, passes = flops * BACKWARD_FLOPS, rate * BACKWARD_RATE, 4
+    elements = passes * attention.batch * attention.heads * tensors * attention.head_dim
+    return max(flops / rate, moved_s(ITEM_BYTES[attention.dtype] * elements, device))
+
+
+def head_factor(head_dim: float) -> float:
+    """Share of the rate at head dim 128; channels of padding are computed in vain."""
+    padded = -(-head_dim // HEAD_STEP) * HEAD_STEP
+    full = FULL_HEAD / (FULL_HEAD + HEAD_OVERHEAD)
+    return min(1.0, head_dim / (padded + HEAD_OVERHEAD) / full)
+
+
+def length_factor(keys: float, is_causal: bool) -> float:
+    """Share of the rate of long sequences: tiles at the ends, and those that a causal mask cuts."""
+    return 1 / (1 + (3 if is_causal else 1) * TILE / keys)
+
+
+def attention_s(attention: Attention, device: Device, links: Links) -> float:
+    """Seconds of fused attention; the hops of a ring hide behind its blocks."""
+    block = block_s(attention, device)
+    if attention.ring == 1:
+        return block
+    hop = links.hop_s(attention.hop_bytes, "cp")
+    return block + (attention.ring - 1) * max(block, hop)
+
+
+def moved_s(nbytes: float, device: Device) -> float:
+    """Seconds in which elementwise kernels read and write `nbytes` in total."""
+    return nbytes / (1e9 * device.copy_gb_per_s * device.efficiency.moved)
+
+
+def seconds(work: Work, device: Device, links: Links, *, fused: bool) -> dict[str, float]:
+    """Seconds of work, one operator after another; the terms add up.
+
+    "products", "attention", "elementwise", "tp" and "cp" (messages that the work waits for), every
+    other axis that it sends on, and "launches": host time beyond the device's.
+    """
+    terms = defaultdict[str, float](float)
+    terms["products"] = sum(
+        count * product_s(product, device) for product, count in work.products.items()
+    )
+    terms["attention"] = sum(
+        count * attention_s(attention, device, links) for attention, count in work.attention.items()
+    )
+    terms["elementwise"] = moved_s(work.fused if fused else work.moved, device)
+    terms["tp"] = terms["cp"] = 0.0
+    for message, count in work.messages.items():
+        if message.operation != "ring":
+            terms[message.axis] += count * links.seconds(message)
+    host = 1e-6 * device.launch_us * (work.kernels if fused else work.operators)
+    terms["launches"] = max(0.0, host - sum(terms.values()))
+    return dict(terms)

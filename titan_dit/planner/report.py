@@ -1,0 +1,298 @@
+"""What `plan` prints and writes about its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from titan_dit.dry_run import devices
+from titan_dit.dry_run.report import number, plural, table
+from titan_dit.planner.candidates import KEYS
+from titan_dit.planner.choice import Choice
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.search import Layout, equals
+from titan_dit.planner.step import mfu, samples_per_s
+
+GIB = 2**30
+LEAST_SHARE = 0.0005
+"""Terms below it are left out of the table."""
+
+
+def lines(choice: Choice, top: int, name: str) -> Iterator[str]:
+    """The report, line by line; `name` is the config's, for the command."""
+    yield from head(choice)
+    yield ""
+    yield f"the fastest layouts, one for each mesh; ms {margin(choice.device)}:"
+    yield from layouts(choice, top)
+    yield ""
+    yield from verdict(choice)
+    yield ""
+    yield "where the time goes, ms:"
+    yield from terms(choice)
+    yield from loses(choice)
+    yield ""
+    yield from memory(choice)
+    yield ""
+    yield from cost(choice)
+    yield from (f"note    {note}" for note in choice.notes)
+    yield f"run     {command(choice, name)}"
+
+
+def margin(device: Device) -> str:
+    """The error of a step's time."""
+    return f"+- {device.error:.0%}"
+
+
+def head(choice: Choice) -> Iterator[str]:
+    """One line each for the model, the batch, the device and the search."""
+    space, device = choice.space, choice.device
+    plan, tally = space.base, choice.outcome.tally
+    nodes = -(-space.gpus // device.gpus_per_node)
+    yield f"plan of {plan.name}: {plural(space.gpus, 'GPU')} in {plural(nodes, 'node')}"
+    yield (
+        f"model   {plan.model_name}: {choice.parameters:,} parameters, {plan.spec.num_tokens} "
+        f"tokens, {number(choice.flops_per_sample)} per sample"
+    )
+    yield f"batch   {plan.global_batch_size} samples, {steps(choice)}"
+    peak = device.peak_tflops[plan.precision.dtype]
+    link = f"{device.inner(device.gpus_per_node):g} GB/s" if device.gpus_per_node > 1 else "no link"
+    yield (
+        f"device  {device.name}: {device.memory_gib:g} GiB, {peak:g} TFLOP/s "
+        f"{plan.precision.dtype}, {device.gpus_per_node} a node with {link}, "
+        f"{device.nics_per_node} NICs of {device.nic_gb_per_s:g} GB/s; {origin(device)}"
+    )
+    yield (
+        f"search  {tally.candidates:,} layouts, {tally.bounded:,} bounded, {tally.weighed:,} "
+        f"weighed ({tally.too_large:,} too large), {tally.estimated:,} estimated in "
+        f"{tally.seconds:.0f} s"
+    )
+
+
+def origin(device: Device) -> str:
+    """Where the rates are from."""
+    if device.versions:
+        return f"calibrated, {margin(device)}"
+    return f"from a data sheet, not calibrated, {margin(device)}"
+
+
+def steps(choice: Choice) -> str:
+    """The length of the run."""
+    training = choice.space.config.training
+    if training.steps:
+        return f"{training.steps:,} steps"
+    return f"{training.epochs:g} epochs"
+
+
+def layouts(choice: Choice, top: int) -> Iterator[str]:
+    """The table of the fastest meshes, and the recommended one if it is slower."""
+    shown = list(choice.rows[:top])
+    if choice.best not in shown:
+        shown.append(choice.best)
+    header = ["", "layout", "microbatches", "schedule", "remat", "float8", "ms", "samples/s"]
+    header += ["MFU", "allocated", "needed"]
+    alike = equals(choice.rows, choice.device.error)
+    rows = []
+    for row in shown:
+        mark = "*" if row is choice.best else "=" if row in alike else ""
+        rows.append([mark, *cells(row, choice)])
+    yield from table(header, rows)
+    yield "  *  recommended   =  within the error of the fastest   allocated, needed: GiB a GPU"
+
+
+def cells(row: Layout, choice: Choice) -> list[str]:
+    """A row of the table."""
+    one, plan, seconds = row.candidate, row.plan, row.estimate.seconds
+    share = mfu(row.estimate, plan, choice.device, choice.flops_per_sample)
+    return [
+        title(row),
+        f"{plan.num_microbatches} x {one.microbatch_size}",
+        schedule(row),
+        one.mode,
+        one.float8,
+        f"{1e3 * seconds:,.0f}",
+        f"{samples_per_s(row.estimate, plan):,.1f}",
+        f"{share:.3f}",
+        f"{row.needed.allocated:.1f}{'' if row.is_rehearsed else ' composed'}",
+        f"{row.needed.total:.1f}",
+    ]
+
+
+def title(row: Layout) -> str:
+    """The mesh and what else of [parallel] is not the default."""
+    one, words = row.candidate, [str(row.plan.sizes)]
+    if one.cp > 1:
+        words.append(one.cp_method)
+    if one.tp > 1 and not one.sequence_parallel:
+        words.append("without sequence_parallel")
+    if one.reshard_after_forward != "auto":
+        words.append(f"reshard {one.reshard_after_forward}")
+    return ", ".join(words)
+
+
+def schedule(row: Layout) -> str:
+    """The pipeline schedule and its stages per rank."""
+    one = row.candidate
+    if one.pp == 1:
+        return "-"
+    return f"{one.schedule} v{one.virtual_stages}" if one.virtual_stages > 1 else one.schedule
+
+
+def verdict(choice: Choice) -> Iterator[str]:
+    """What is recommended, and why it and not the fastest."""
+    best, fastest, error = choice.best, choice.rows[0], choice.device.error
+    alike = len(equals(choice.rows, error))
+    yield f"best    {title(best)}: {1e3 * best.estimate.seconds:,.0f} ms {margin(choice.device)}"
+    if best is fastest:
+        why = "the fastest" if alike == 1 else "the fastest, and none of its equals has fewer axes"
+    else:
+        behind = best.estimate.seconds / fastest.estimate.seconds - 1
+        why = (
+            f"{behind:.1%} behind the fastest, {title(fastest)}, which is within the error: of "
+            f"{plural(alike, 'equal')} it has the fewest axes, then needs least memory"
+        )
+    yield f"        {why}"
+
+
+def terms(choice: Choice) -> Iterator[str]:
+    """Each term of the best layout, its share, and the runner-up's."""
+    best, other = choice.best.estimate, choice.runner_up.estimate if choice.runner_up else None
+    names = dict.fromkeys([*best.terms, *(other.terms if other else ())])
+    header = ["term", "best", "share", *(["runner-up"] if other else [])]
+    rows = []
+    for name in names:
+        own, its = best.terms.get(name, 0.0), other.terms.get(name, 0.0) if other else 0.0
+        if max(abs(own), abs(its)) < LEAST_SHARE * best.seconds:
+            continue
+        row = [name, f"{1e3 * own:,.1f}", f"{own / best.seconds:.1%}"]
+        rows.append([*row, *([f"{1e3 * its:,.1f}"] if other else [])])
+    whole = ["step", f"{1e3 * best.seconds:,.1f}", "100.0%"]
+    rows.append([*whole, *([f"{1e3 * other.seconds:,.1f}"] if other else [])])
+    yield from table(header, rows)
+
+
+def loses(choice: Choice) -> Iterator[str]:
+    """The term in which the runner-up loses most to the best."""
+    if choice.runner_up is None:
+        return
+    best, other = choice.best.estimate, choice.runner_up.estimate
+    more = {
+        name: other.terms.get(name, 0.0) - best.terms.get(name, 0.0)
+        for name in dict.fromkeys([*best.terms, *other.terms])
+    }
+    worst = max(more, key=lambda name: more[name])
+    difference = 1e3 * (other.seconds - best.seconds)
+    yield (
+        f"runner-up {title(choice.runner_up)}: {difference:+,.1f} ms; it loses "
+        f"{1e3 * more[worst]:,.1f} ms in {worst}"
+        if more[worst] > 0
+        else f"runner-up {title(choice.runner_up)}: {difference:+,.1f} ms; it loses in no term"
+    )
+
+
+def memory(choice: Choice) -> Iterator[str]:
+    """Bytes by kind of the fullest rank, and what the device must have beside them."""
+    best = choice.best
+    how = "a whole fake step" if best.is_rehearsed else "composed from a block's counts"
+    yield f"memory of the fullest GPU, GiB ({how}):"
+    held = {str(kind): size / GIB for kind, size in best.held.items() if size >= 0.005 * GIB}
+    needed = best.needed
+    rows = [[kind, f"{size:.2f}"] for kind, size in held.items()]
+    rows += [
+        ["allocated", f"{needed.allocated:.2f}"],
+        ["reserved by the allocator", f"{needed.reserved:.2f}"],
+        ["needed, with context and NCCL", f"{needed.total:.2f}"],
+        [f"{choice.device.name} has", f"{choice.device.memory_gib:.2f}"],
+    ]
+    yield from table(["kind", "GiB"], rows)
+    kinds = [kind for kind in best.held if str(kind) in held]
+    yield from devices.words(kinds)
+
+
+def cost(choice: Choice) -> Iterator[str]:
+    """GPU-hours, and the fewest GPUs."""
+    training, gpus = choice.space.config.training, choice.space.gpus
+    seconds = choice.best.estimate.seconds
+    if training.steps:
+        hours = training.steps * seconds / 3600
+        yield (
+            f"cost    {hours * gpus:,.0f} GPU-hours for {training.steps:,} steps: {hours:,.1f} h "
+            f"({hours / 24:,.1f} days) on {gpus} GPUs, without data, checkpoints and restarts"
+        )
+    else:
+        per_sample = seconds * gpus / choice.space.base.global_batch_size
+        yield (
+            f"cost    {1e6 * per_sample / 3600:,.1f} GPU-hours per million samples; the steps of "
+            f"{training.epochs:g} epochs depend on the data"
+        )
+    if lean := choice.lean:
+        one = lean.candidate
+        yield (
+            f"fewest  {plural(lean.gpus, 'GPU')} hold it: {one.sizes}, [remat] mode="
+            f'"{one.mode}", microbatches of {one.microbatch_size}: {lean.needed.total:.1f} GiB'
+        )
+
+
+def command(choice: Choice, name: str) -> str:
+    """How to run it."""
+    gpus, node = choice.space.gpus, choice.device.gpus_per_node
+    own = min(gpus, node)
+    where = f"NGPU={own} "
+    if gpus > node:
+        where += f"NNODES={gpus // node} RDZV_ENDPOINT=HOST:PORT "
+    flags = choice.space.flags(choice.best.candidate)
+    return f"{where}./run_train.sh --config {name}{' ' + flags if flags else ''}"
+
+
+def as_json(choice: Choice, top: int, name: str) -> dict[str, Any]:
+    """All of the report, as JSON."""
+    return {
+        "config": name,
+        "gpus": choice.space.gpus,
+        "device": asdict(choice.device),
+        "fixed": sorted(choice.space.fixed),
+        "parameters": choice.parameters,
+        "flops_per_sample": choice.flops_per_sample,
+        "search": asdict(choice.outcome.tally),
+        "best": of_layout(choice.best, choice),
+        "runner_up": of_layout(choice.runner_up, choice) if choice.runner_up else None,
+        "layouts": [of_layout(row, choice) for row in choice.rows[:top]],
+        "fewest_gpus": choice.lean.gpus if choice.lean else None,
+        "steps": choice.space.config.training.steps,
+        "gpu_hours": gpu_hours(choice),
+        "notes": list(choice.notes),
+        "command": command(choice, name),
+    }
+
+
+def gpu_hours(choice: Choice) -> float | None:
+    """Of the config's steps; None if they depend on the data."""
+    num_steps = choice.space.config.training.steps
+    if not num_steps:
+        return None
+    return num_steps * choice.best.estimate.seconds * choice.space.gpus / 3600
+
+
+def of_layout(row: Layout, choice: Choice) -> dict[str, Any]:
+    """A layout, with its time in seconds and its memory in bytes."""
+    needed = row.needed
+    return {
+        "keys": dict(zip(KEYS, row.candidate, strict=True)),
+        "microbatches": row.plan.num_microbatches,
+        "seconds": row.estimate.seconds,
+        "error": choice.device.error,
+        "samples_per_s": samples_per_s(row.estimate, row.plan),
+        "mfu": mfu(row.estimate, row.plan, choice.device, choice.flops_per_sample),
+        "terms": dict(row.estimate.terms),
+        "idle": list(row.estimate.idle),
+        "bytes": by_kind(row.held),
+        "allocated_gib": needed.allocated,
+        "reserved_gib": needed.reserved,
+        "needed_gib": needed.total,
+        "memory_is_rehearsed": row.is_rehearsed,
+    }
+
+
+def by_kind(held: Mapping[Any, float]) -> dict[str, float]:
+    """Bytes by the name of their kind."""
+    return {str(kind): size for kind, size in held.items()}

@@ -1,0 +1,330 @@
+"""The best layouts of a config: best first, by lower bounds on a step's time.
+
+A candidate's bound is first that of coarser splits (`floors.py`), then `step.bound` with counts of
+its own. Its memory is composed and its step estimated only if no layout that was found is as fast
+as its bound. Layouts without tp and cp come first: they need the fewest rehearsals.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from titan_dit.config.section import UserError
+from titan_dit.dry_run.memory import StorageKind
+from titan_dit.plan import RunPlan
+from titan_dit.planner import memory as memory_of
+from titan_dit.planner import step
+from titan_dit.planner.candidates import MODES, Candidate, Space
+from titan_dit.planner.floors import (
+    Bucket,
+    Busy,
+    bucket_of,
+    busy_of,
+    coarser_than,
+    floor_of,
+    scaled,
+)
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.memory import Needed
+from titan_dit.planner.step import Estimate
+from titan_dit.planner.work import Counts
+from titan_dit.system.progress import ProgressLine
+
+CountsOf = Callable[[RunPlan], Counts]
+Held = Mapping[StorageKind, float]
+SLACK = 1e-9
+"""Relative: bounds and estimates are sums in another sequence."""
+LESS: Mapping[str, Sequence[str]] = {
+    "none": (),
+    "attention": ("none",),
+    "selective": ("none",),
+    "full": ("none", "attention", "selective"),
+}
+"""[remat] mode -> those that compute less again: where one of them fits, it is faster."""
+ROUNDS = 4
+"""Rounds of `pp` microbatches after which no schedule but gpipe has more in flight."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a search asks about a layout; tests replace it."""
+
+    counts: CountsOf
+    estimate: Callable[[RunPlan, Counts, Device], Estimate] = step.estimate
+    bound: Callable[[RunPlan, Counts, Device], float] = step.bound
+    memory: Callable[[RunPlan, Counts], Sequence[Held]] = memory_of.memory
+    needed: Callable[[Held, RunPlan, Device], Needed] = memory_of.needed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A candidate that fits, with its predicted step and memory."""
+
+    candidate: Candidate
+    plan: RunPlan
+    estimate: Estimate
+    held: Held
+    """Bytes by kind of the pipeline rank that needs most, at its peak."""
+    needed: Needed
+    rank: int
+    """That pipeline rank."""
+    is_rehearsed: bool = False
+    """Its memory is that of a whole fake step."""
+
+
+@dataclass
+class Tally:
+    """What a search did."""
+
+    candidates: int = 0
+    bounded: int = 0
+    """Candidates with a bound from counts of their own."""
+    weighed: int = 0
+    """Candidates whose memory was composed."""
+    too_large: int = 0
+    """Those that do not fit."""
+    estimated: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """The layouts that were found."""
+
+    rows: list[Layout]
+    """The fastest of every mesh, the fastest first."""
+    tally: Tally
+    notes: list[str] = field(default_factory=list)
+
+
+class Item(NamedTuple):
+    """A candidate in the queue; the fields are compared in their sequence."""
+
+    is_split: bool
+    """With tp or cp. Without, few rehearsals find a first good layout."""
+    bound: float
+    extra: int
+    """[remat] modes that compute more come later."""
+    number: int
+    level: int
+    """How far `coarser_than` was followed; beyond it, the bound is that of its own counts."""
+    candidate: Candidate
+
+
+class Search:
+    """A search over a space of layouts."""
+
+    def __init__(self, space: Space, device: Device, model: Model, *, shows: bool = False) -> None:
+        """`shows`: progress on stderr."""
+        self.space, self.device, self.model = space, device, model
+        self.batch, self.layers = space.base.global_batch_size, space.base.spec.num_layers
+        self.tally = Tally()
+        self.rows: dict[object, Layout] = {}
+        self.times: list[float] = []
+        self.notes: list[str] = []
+        self.fitting: set[Candidate] = set()
+        self.known: dict[Bucket, Counts | None] = {}
+        self.busy: dict[tuple[Bucket, int], Busy | None] = {}
+        self.queue: list[Item] = []
+        self.top = 0
+        self.fewest = len(Candidate._fields)
+        """The fewest axes of a row within the error of the fastest."""
+        self.shown, self.next_look = 0, 0.0
+        self.progress = ProgressLine(1, "layouts", what="plan") if shows else None
+
+    def run(self, top: int = 10) -> Outcome:
+        """The fastest `top` meshes, and all that may be preferred to them within the error.
+
+        Each is the fastest layout of its mesh that fits.
+        """
+        began, self.top = time.process_time(), top
+        for number, candidate in enumerate(self.space):
+            is_split, extra = candidate.tp * candidate.cp > 1, MODES.index(candidate.mode)
+            self.queue.append(Item(is_split, 0.0, extra, number, -1, candidate))
+        self.tally.candidates = len(self.queue)
+        heapq.heapify(self.queue)
+        while self.queue:
+            item = heapq.heappop(self.queue)
+            if self._matters(item.bound, item.candidate):
+                self._take(item)
+            self._show()
+        if self.progress:
+            self.progress.end()
+        self.tally.seconds = time.process_time() - began
+        rows = sorted(self.rows.values(), key=lambda row: row.estimate.seconds)
+        return Outcome(rows, self.tally, notes=self.notes)
+
+    def _matters(self, bound: float, candidate: Candidate) -> bool:
+        """False if the candidate cannot become a row that is shown or preferred."""
+        times, top = self.times, self.top
+        row = self.rows.get(mesh_of(candidate))
+        if not times:
+            return True
+        if row is not None and bound >= row.estimate.seconds:
+            return False
+        if any(candidate._replace(mode=mode) in self.fitting for mode in LESS[candidate.mode]):
+            return False
+        if len(times) < top or bound <= times[top - 1] * (1 + SLACK):
+            return True
+        is_equal = bound <= times[0] * (1 + self.device.error) * (1 + SLACK)
+        return is_equal and candidate.num_axes <= self.fewest
+
+    def _take(self, item: Item) -> None:
+        """Sharpen the bound of a candidate, or weigh and estimate it."""
+        candidate, level = item.candidate, item.level + 1
+        coarser = list(coarser_than(candidate))
+        if level < len(coarser):
+            bound = self._floor(candidate, coarser, level)
+        elif level == len(coarser):
+            bound = self._bound(candidate, self._counts(candidate))
+        else:
+            self._decide(candidate)
+            return
+        if bound is not None:
+            heapq.heappush(self.queue, item._replace(bound=max(item.bound, bound), level=level))
+
+    def _floor(self, candidate: Candidate, coarser: list[Candidate], level: int) -> float | None:
+        """The floor by a split and those before it; None if the candidate cannot fit or run."""
+        key = bucket_of(candidate), level
+        if key not in self.busy:
+            if level and bucket_of(coarser[level]) not in self.known:
+                sharper = self._before_rehearsal(candidate, coarser[:level])
+                if sharper is None or not self._matters(sharper, candidate):
+                    return sharper
+            found = [(one, self._counts(one)) for one in coarser[: level + 1]]
+            known = [(one, counts) for one, counts in found if counts is not None]
+            plan = self.space.plan(candidate)
+            whole = len(known) == len(found)
+            self.busy[key] = busy_of(known, candidate, plan, self.device) if whole else None
+        busy = self.busy[key]
+        return None if busy is None else floor_of(busy, candidate, self.layers, self.batch)
+
+    def _bound(self, candidate: Candidate, counts: Counts | None) -> float | None:
+        """`step.bound` by these counts."""
+        if counts is None:
+            return None
+        self.tally.bounded += 1
+        return self.model.bound(self.space.plan(candidate), counts, self.device)
+
+    def _before_rehearsal(self, candidate: Candidate, known: list[Candidate]) -> float | None:
+        """The highest bound by the shares of coarser splits; None if not even these fit."""
+        bounds = [0.0]
+        for coarse in known:
+            counts = self._counts(coarse)
+            if counts is None:
+                return None
+            shares = scaled(counts, coarse, candidate)
+            plan = self.space.plan(candidate)
+            if coarse.mode == candidate.mode:
+                _, needed, _ = fullest(self.model, plan, shares, self.device)
+                if not memory_of.fits(needed, self.device):
+                    return None
+            bounds.append(self._bound(candidate, shares) or 0.0)
+        return max(bounds)
+
+    def _counts(self, candidate: Candidate) -> Counts | None:
+        """Counts of a candidate; None if the model cannot run so, or a library is missing."""
+        bucket = bucket_of(candidate)
+        if bucket not in self.known:
+            try:
+                self.known[bucket] = self.model.counts(self.space.plan(candidate))
+            except (UserError, ImportError) as error:
+                self.known[bucket] = None
+                if (note := f"layouts left out: {one_line(error)}") not in self.notes:
+                    self.notes.append(note)
+        return self.known[bucket]
+
+    def _decide(self, candidate: Candidate) -> None:
+        """Weigh and estimate a candidate; keep the fastest of a mesh."""
+        counts, plan = self._counts(candidate), self.space.plan(candidate)
+        assert counts is not None
+        self.tally.weighed += 1
+        held, needed, rank = fullest(self.model, plan, counts, self.device)
+        if not memory_of.fits(needed, self.device):
+            self.tally.too_large += 1
+            return
+        self.fitting.add(candidate)
+        estimate = self.model.estimate(plan, counts, self.device)
+        self.tally.estimated += 1
+        mesh = mesh_of(candidate)
+        row = self.rows.get(mesh)
+        if row is None or estimate.seconds < row.estimate.seconds:
+            self.rows[mesh] = Layout(candidate, plan, estimate, held, needed, rank)
+            self.times = sorted(one.estimate.seconds for one in self.rows.values())
+            alike = equals(list(self.rows.values()), self.device.error)
+            self.fewest = min(one.candidate.num_axes for one in alike)
+
+    def _show(self) -> None:
+        self.shown += 1
+        if self.progress is None or time.monotonic() < self.next_look:
+            return
+        left = sum(self._matters(item.bound, item.candidate) for item in self.queue)
+        self.progress.total = self.shown + left
+        best = f", best {1e3 * self.times[0]:,.0f} ms" if self.times else ""
+        self.progress(self.shown, f"{self.tally.estimated} estimated{best}")
+        self.next_look = time.monotonic() + self.progress.every
+
+
+def mesh_of(candidate: Candidate) -> tuple[object, ...]:
+    """What one row of the table is about: the sizes of the axes, and the cp method."""
+    return (*candidate[:5], candidate.cp_method if candidate.cp > 1 else "")
+
+
+def fullest(
+    model: Model, plan: RunPlan, counts: Counts, device: Device
+) -> tuple[Held, Needed, int]:
+    """Memory of the pipeline rank that needs most, and the rank."""
+    shorter = shortened(plan)
+    rest = counts.inputs * (plan.samples_per_rank - shorter.samples_per_rank)
+    found = []
+    for rank, held in enumerate(model.memory(shorter, counts)):
+        whole = {**held, StorageKind.INPUTS: held[StorageKind.INPUTS] + rest}
+        found.append((whole, model.needed(whole, plan, device), rank))
+    return max(found, key=lambda one: one[1].total)
+
+
+def shortened(plan: RunPlan) -> RunPlan:
+    """The plan with fewer microbatches, as many in flight: an order of many takes long to read."""
+    most = ROUNDS * plan.sizes.pp
+    fixed = plan.pipeline.schedule == "gpipe" or plan.order_of_file is not None
+    if plan.sizes.pp == 1 or fixed or plan.num_microbatches <= most:
+        return plan
+    batch = most * plan.microbatch_size * plan.sizes.data
+    return replace(plan, global_batch_size=batch, wanted_microbatch_size=plan.microbatch_size)
+
+
+def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
+    """Rows within the error of the fastest."""
+    best = min(row.estimate.seconds for row in rows)
+    return [row for row in rows if row.estimate.seconds <= best * (1 + error)]
+
+
+def preferred(rows: Sequence[Layout], error: float) -> list[Layout]:
+    """Rows in the sequence of preference.
+
+    Those within the error of the fastest count as equal: fewest axes first, then least memory. The
+    others follow by time.
+    """
+    if not rows:
+        return []
+    alike = equals(rows, error)
+    alike.sort(key=lambda row: (row.candidate.num_axes, row.needed.total))
+    rest = [row for row in rows if row not in alike]
+    return alike + sorted(rest, key=lambda row: row.estimate.seconds)
+
+
+def with_exact_counts(layout: Layout, model: Model, counts: CountsOf, device: Device) -> Layout:
+    """The layout with the estimate and memory of counts that were not derived."""
+    exact = counts(layout.plan)
+    held, needed, rank = fullest(model, layout.plan, exact, device)
+    estimate = model.estimate(layout.plan, exact, device)
+    return replace(layout, estimate=estimate, held=held, needed=needed, rank=rank)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

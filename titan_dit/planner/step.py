@@ -1,0 +1,290 @@
+"""The time of a training step on a device that is not here, as terms that add up to it.
+
+A stage's forward is embed, its blocks and the head, as far as it has them; so is its backward, with
+what [remat] repeats. Without a pipeline a rank runs them for each microbatch, and FSDP's messages
+hide behind them (`data_parallel`). A pipeline is played action by action (`pipeline`). Gradient
+norm, clipping, optimizer and EMA follow.
+
+Not modelled: async TP, whose messages are charged as if products did not hide them, the first
+all-reduce of an objective that counts its tokens, and the logging of losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from titan_dit.plan import RunPlan
+from titan_dit.planner import rates
+from titan_dit.planner.data_parallel import Compute, DataParallel, Shape
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.links import Links
+from titan_dit.planner.pipeline import Times, played
+from titan_dit.planner.runtime import OURS, Runtime
+from titan_dit.planner.stage_times import Parts, Passes, Terms, parts_of, total
+from titan_dit.planner.work import Counts, Message, Part
+from titan_dit.schedules.action import Kind
+
+NORM_BYTES = 8
+"""The sum of the gradients' squares, fp64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The time of a step."""
+
+    seconds: float
+    terms: Mapping[str, float]
+    """Seconds; they add up to `seconds`. Computing ("products", "attention", "elementwise", "tp",
+    "cp", "launches") is that of the pipeline rank with the most of it. "bubble": it waits for
+    others, if messages take no time. "stage messages", "data parallel", "tied weights": what the
+    step gets longer by them. "gradient norm": its all-reduce. "optimizer": with clipping and EMA,
+    of the rank with the most parameters."""
+    critical: int
+    """The pipeline rank with the most computing."""
+    idle: tuple[float, ...]
+    """By pipeline rank: share of the pass that it waits for other stages, messages included."""
+
+
+def samples_per_s(estimate: Estimate, plan: RunPlan) -> float:
+    """Samples per second of all ranks."""
+    return plan.global_batch_size / estimate.seconds
+
+
+def mfu(estimate: Estimate, plan: RunPlan, device: Device, flops_per_sample: float) -> float:
+    """Model FLOPs, without what is recomputed, over the peak of all devices in [precision] dtype.
+
+    `flops_per_sample`: see `Model.flops_per_sample`.
+    """
+    peak = 1e12 * device.peak_tflops[plan.precision.dtype] * plan.world_size
+    return flops_per_sample * samples_per_s(estimate, plan) / peak
+
+
+def estimate(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = OURS) -> Estimate:
+    """The time of a training step. UserError if the device lacks a format or a link."""
+    step = Step(plan, counts, device, runtime)
+    terms, critical, idle = step.passes()
+    terms["gradient norm"], terms["optimizer"] = step.norm_s, step.update_s
+    return Estimate(seconds=sum(terms.values()), terms=terms, critical=critical, idle=idle)
+
+
+def bound(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = OURS) -> float:
+    """Seconds that `estimate` is not below; it plays no pipeline."""
+    step = Step(plan, counts, device, runtime)
+    least = step.least() if plan.sizes.pp > 1 else sum(step.local()[0].values())
+    return least + step.norm_s + step.update_s
+
+
+class Step:
+    """The parts of a step, computed when they are asked for."""
+
+    def __init__(self, plan: RunPlan, counts: Counts, device: Device, runtime: Runtime) -> None:
+        self.plan, self.counts, self.device, self.runtime = plan, counts, device, runtime
+        self.links = Links(plan.sizes, device)
+        self.parts: Parts = parts_of(plan, counts, device, self.links, runtime)
+        self.data = DataParallel(plan, counts, self.links, runtime)
+        self.ranks = range(plan.sizes.pp)
+        self.held = [plan.stages_of(rank) for rank in self.ranks]
+        """The stages of every pipeline rank."""
+
+    @cached_property
+    def stages(self) -> tuple[Passes, ...]:
+        """The passes of every stage, for one microbatch."""
+        made = {shape: self.stage(shape) for shape in set(self.data.shapes)}
+        return tuple(made[shape] for shape in self.data.shapes)
+
+    def stage(self, shape: Shape) -> Passes:
+        """The passes of a stage; what FSDP copies is spread over the microbatches."""
+        plan, parts = self.plan, self.parts
+        own = [(float(shape.blocks), parts.block)]
+        own += [(1.0, parts.embed)] * shape.is_first + [(1.0, parts.head)] * shape.is_last
+        copied = Passes(*map(elementwise, self.copies_s(shape)))
+        found = Passes.sum([*own, (1 / plan.num_microbatches, copied)])
+        if plan.splits_backward:
+            # The first stage has no input gradient: all its work is the second half.
+            second = found.backward if shape.is_first else found.weight
+            first = total((1.0, found.backward), (-1.0, second))
+            return replace(found, weight=second, input=first)
+        return found
+
+    def copies_s(self, shape: Shape) -> tuple[float, float]:
+        """Seconds in which FSDP copies a stage's parameters and gradients in a step."""
+        root, blocks = self.data.units(shape)
+        sums = [sum(pair) for pair in zip(*map(self.data.copied, (root, *blocks)), strict=True)]
+        gathered, reduced = (rates.moved_s(nbytes, self.device) for nbytes in sums)
+        return gathered, reduced
+
+    def passes(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
+        """Terms of the forwards and backwards, the critical rank, the idle share of every rank."""
+        return self.pipelined() if self.plan.sizes.pp > 1 else self.local()
+
+    def local(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
+        """See `passes`, without a pipeline."""
+        count, [stage] = self.plan.num_microbatches, self.stages
+        terms = total((count, stage.forward), (count, stage.backward))
+        computing = sum(terms.values())
+        terms = total((1.0, terms), (count, self.parts.prepare))
+        terms["data parallel"] = self.data.step_s(self.compute()) - computing
+        return terms, 0, (0.0,)
+
+    def compute(self, stage: int = 0) -> Compute:
+        """Computing of a stage's parts; what FSDP copies is spread over its blocks."""
+        count, shape = self.plan.num_microbatches, self.data.shapes[stage]
+        gathered, reduced = (copies / count / shape.blocks for copies in self.copies_s(shape))
+        embed, block, head = self.parts.embed, self.parts.block, self.parts.head
+        return Compute(
+            *(seconds(embed.forward), seconds(block.forward) + gathered, seconds(head.forward)),
+            *(seconds(embed.backward), seconds(block.backward) + reduced, seconds(head.backward)),
+        )
+
+    def pipelined(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
+        """See `passes`, with a pipeline."""
+        plan, count = self.plan, self.plan.num_microbatches
+        silent = Times(costs=self.costs())
+        alone = played(plan, silent)
+        critical = max(self.ranks, key=lambda rank: alone.busy[rank])
+        own = [self.stages[stage] for stage in self.held[critical]]
+        terms = total(
+            *((count, each.forward) for each in own), *((count, each.backward) for each in own)
+        )
+        terms["bubble"] = alone.makespan - sum(terms.values())
+        terms = total((1.0, terms), (count, self.parts.prepare))
+        sending = self.with_messages(silent)
+        sent = played(plan, sending)
+        terms["stage messages"] = sent.makespan - alone.makespan
+        reducing = replace(
+            sending,
+            ready=tuple(self.data.before_s(self.compute(own[0]), own) for own in self.held),
+            after={s: self.data.after_s(s, self.compute(s)) for s in range(len(self.stages))},
+        )
+        reduced = played(plan, reducing)
+        terms["data parallel"] = reduced.makespan - sent.makespan
+        terms["tied weights"] = self.tied(reducing) - reduced.makespan
+        # A blocking message is no computing, although its rank is busy.
+        idle = (1 - busy / sent.makespan for busy in alone.busy)
+        return terms, critical, tuple(idle)
+
+    def costs(self) -> dict[tuple[Kind, int], float]:
+        """Seconds of every action by (kind, stage)."""
+        kinds = (
+            (Kind.FORWARD, "forward"),
+            (Kind.BACKWARD, "backward"),
+            (Kind.BACKWARD_INPUT, "input"),
+            (Kind.BACKWARD_WEIGHT, "weight"),
+        )
+        return {
+            (kind, number): seconds(getattr(stage, name))
+            for number, stage in enumerate(self.stages)
+            for kind, name in kinds
+        }
+
+    def channels(self) -> list[tuple[tuple[Kind, int], tuple[int, int]]]:
+        """((kind, stage) of an action, (source, target) rank of its output) between ranks."""
+        ranks, last = self.plan.stage_ranks, len(self.stages) - 1
+        found = [((Kind.FORWARD, s), (ranks[s], ranks[s + 1])) for s in range(last)]
+        for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            found += [((kind, s), (ranks[s], ranks[s - 1])) for s in range(1, last + 1)]
+        return [(action, pair) for action, pair in found if pair[0] != pair[1]]
+
+    def message_s(self, source: int, target: int) -> float:
+        """Seconds of a microbatch's message from one pipeline rank to another."""
+        nbytes, tp = self.counts.stream, self.plan.sizes.tp
+        if not self.runtime.scattered_messages or tp == 1:
+            return self.links.stage_s(nbytes, source, target)
+        gather = Message("tp", "all-gather", (tp - 1) / tp * nbytes)
+        return self.links.stage_s(nbytes / tp, source, target) + self.links.seconds(gather)
+
+    def with_messages(self, times: Times) -> Times:
+        """The same pass with messages between stages."""
+        took = {pair: self.message_s(*pair) for pair in {pair for _, pair in self.channels()}}
+        if not self.runtime.blocking_messages:
+            return replace(times, latency=took)
+        # Its receive is over as soon as its send: both directions of a link work at once.
+        costs = dict(times.costs)
+        for action, pair in self.channels():
+            costs[action] += took[pair]
+        return replace(times, costs=costs)
+
+    def tied(self, times: Times) -> float:
+        """The end of a pass with the messages of tied weights, see `parallel.tied`."""
+        plan, tied = self.plan, self.counts.tied
+        owner, holder = plan.stage_ranks[0], plan.stage_ranks[-1]
+        if not tied or owner == holder:
+            return played(plan, times).makespan
+        gradients = tied * self.data.gradient_bytes / self.data.splits
+        back = self.links.stage_s(gradients, holder, owner)
+        if self.runtime.sharding == "replicas":
+            # Both hold the weight, and add up its gradients.
+            ends = list(played(plan, times).ends)
+            ends[owner] = ends[holder] = max(ends[owner], ends[holder]) + back
+            return max(ends)
+        weights = tied * plan.dtype.itemsize / self.data.splits
+        ready = list(times.ready)
+        ready[holder] += self.links.stage_s(weights, owner, holder)
+        ends = list(played(plan, replace(times, ready=tuple(ready))).ends)
+        ends[owner] = max(ends[owner], ends[holder] + back)
+        return max(ends)
+
+    @property
+    def norm_s(self) -> float:
+        """The all-reduce of the gradient norm over all ranks."""
+        world = self.plan.world_size
+        sent = 2 * (world - 1) / world * NORM_BYTES
+        return self.links.seconds(Message("all", "all-reduce", sent))
+
+    @cached_property
+    def update_s(self) -> float:
+        """Clipping, optimizer and EMA of the pipeline rank with the most of them."""
+        counts = self.counts
+        took = tuple(map(self.part_update_s, (counts.embed, counts.block, counts.head)))
+        found: list[float] = []
+        for stages in self.held:
+            shapes = [self.data.shapes[stage] for stage in stages]
+            has = zip(*((each.is_first, each.blocks, each.is_last) for each in shapes), strict=True)
+            found.append(sum(sum(times) * one for times, one in zip(has, took, strict=True)))
+        return max(found)
+
+    def part_update_s(self, part: Part) -> float:
+        """Of a rank's shard of a part."""
+        splits = self.data.splits
+        if self.runtime.update_bytes is not None:
+            return rates.moved_s(self.runtime.update_bytes * part.trained / splits, self.device)
+        # Shards are as many tensors as the whole, and take as many kernels.
+        update = part.update
+        work = replace(update.times(1 / splits), operators=update.operators, kernels=update.kernels)
+        return seconds(rates.seconds(work, self.device, self.links, fused=False))
+
+    def least(self) -> float:
+        """A lower bound on a pipeline's pass: the longest chain through one rank.
+
+        A rank computes all its microbatches after the first one has come to it and, if no rank
+        splits its backward, before the last one has gone back to the first stage.
+        """
+        plan, count = self.plan, self.plan.num_microbatches
+        took = self.with_messages(Times(costs=self.costs()))
+        pairs = list(pairwise(plan.stage_ranks))
+        sends = [took.latency.get(pair, 0.0) for pair in pairs]
+        backs = [took.latency.get(pair[::-1], 0.0) for pair in pairs]
+        after = self.data.after_s(0, self.compute(0))
+        splits, costs = plan.splits_backward, took.costs
+        longest = 0.0
+        for own in self.held:
+            before = range(min(own))
+            whole = sum(costs[Kind.FORWARD, s] + costs[Kind.BACKWARD, s] for s in own)
+            chain = sum(costs[Kind.FORWARD, s] + sends[s] for s in before) + count * whole
+            if not splits:
+                chain += sum(costs[Kind.BACKWARD, s] + backs[s] for s in before) + after
+            longest = max(longest, chain)
+        return longest + count * seconds(self.parts.prepare)
+
+
+def seconds(terms: Terms) -> float:
+    """The sum of the terms."""
+    return sum(terms.values())
+
+
+def elementwise(value: float) -> Terms:
+    """Seconds of copies."""
+    return {"elementwise": value}
