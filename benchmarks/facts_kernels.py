@@ -107,6 +107,18 @@ def as_unfused(counts: Counts, kernels: Unfused, recompute: str, logits: float) 
     return replace(counts, **added)
 
 
+def with_hidden_tp(counts: Counts) -> Counts:
+    """Counts whose blocks wait for no message over tp."""
+
+    def hidden(work: Work) -> Work:
+        left = {key: count for key, count in work.messages.items() if key.axis != "tp"}
+        return replace(work, messages=left)
+
+    block = counts.block
+    own = replace(block, forward=hidden(block.forward), backward=hidden(block.backward))
+    return replace(counts, block=own)
+
+
 def accumulating(part: Part, per_gradient: float) -> Part:
     """The part whose backward adds its gradients to those of other microbatches."""
     nbytes = per_gradient * part.trained

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from facts_kernels import as_foundry, as_unfused
+from facts_kernels import as_foundry, as_unfused, with_hidden_tp
 from facts_software import SOFTWARE, Software
 
 from titan_dit.config import catalog, config_file
@@ -175,7 +175,8 @@ def counts_of(fact: Fact, plan: RunPlan) -> Counts:
     """Counts of a row's trainer."""
     kernels, recompute = fact.software.kernels, fact.row["recompute"]
     if kernels == "ours":
-        return rehearsed(fact, plan)
+        own = rehearsed(fact, plan)
+        return with_hidden_tp(own) if fact.software.is_async else own
     precision = replace(plan.precision, float8="off")
     plain = replace(plan, remat=RematConfig(mode="none"), precision=precision)
     counts = rehearsed(fact, plain)

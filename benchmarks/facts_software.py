@@ -27,6 +27,8 @@ class Software:
     reshard: str = "auto"
     """[parallel] reshard_after_forward."""
     is_compiled: bool = False
+    is_async: bool = False
+    """Products hide tp's messages part by part (async TP)."""
     held: Held | None = None
     """Of a trainer whose memory is compared."""
 
@@ -109,7 +111,7 @@ SOFTWARE = {
     "torchtitan": {
         "eager": Software(runtime=Runtime()),
         "compiled": Software(runtime=Runtime(), is_compiled=True),
-        "compiled async_tp": Software(runtime=Runtime(), is_compiled=True),
+        "compiled async_tp": Software(runtime=Runtime(), is_compiled=True, is_async=True),
     },
 }
 
