@@ -182,7 +182,7 @@ def test_other_trainers_hold_the_bytes_that_they_say():
         [held] = memory(plan_of(4), found, runtime)
         assert sum(held[kind] for kind in states) == pytest.approx(18 * 200 / shards)
         assert (held[StorageKind.UNREDUCED] == 0) == (sharding == "replicas")
-    whole = Runtime(sharding="gradients")
+    whole, found = Runtime(sharding="gradients"), counts(block=part(1000, kept=1e6))
     assert memory(plan_of(4), found, whole) == memory(
         plan_of(4, **parallel(reshard_after_forward="never")), found
     )

@@ -125,7 +125,7 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     made = sums + fresh * head.backward_gradients
     yield Moment(resident + ahead, made, 0.0, kept + head.kept, head.backward_peak)
     # The gradient of tied weights waits for embed's share of it.
-    of_head = width * (head.trained + counts.tied)
+    of_head = how.fresh * width * (head.trained + counts.tied)
     reducing = 0.0
     """The input of the last reduce-scatter, kept until the next one."""
     for number in reversed(range(len(units))):
@@ -138,8 +138,8 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
         before = units[max(0, number - max(1, how.prefetch)) : number]
         ahead = _ahead(counts, before, how) if gathers else 0.0
         for done in {0, size - 1}:
-            made = of_head + reducing + width * block.trained * done
-            made += fresh * block.backward_gradients
+            made = of_head + reducing
+            made += fresh * (width * block.trained * done + block.backward_gradients)
             held = kept - done * block.kept
             yield Moment(resident + ahead, sums + made, gradients, held, block.backward_peak)
         kept -= size * block.kept

@@ -126,6 +126,8 @@ class StageParts:
     """It computes with a copy of the first stage's weights."""
     largest_unit: int
     """Blocks of its largest FSDP unit."""
+    whole_table: float = 0.0
+    """See `whole_table`."""
 
     @cached_property
     def parameters(self) -> float:
@@ -142,10 +144,15 @@ class StageParts:
         """Elements of the copy."""
         return self.counts.tied * self.has_copy
 
+    @cached_property
+    def unreduced(self) -> float:
+        """Elements of the gradients before they are reduced."""
+        return self.trained + self.has_embed * self.whole_table
+
     @property
     def root(self) -> float:
-        """Trained elements outside the blocks."""
-        return self.trained - self.layers * self.counts.block.trained
+        """Those outside the blocks."""
+        return self.unreduced - self.layers * self.counts.block.trained
 
     def _elements(self, key: str) -> float:
         counts = self.counts
@@ -186,25 +193,47 @@ class StageParts:
 
     def backward(self, how: Sharding, is_summed: bool) -> Iterator[Moment]:
         """Moments of a full backward; activations are less what its microbatch keeps."""
-        counts, gone = self.counts, 0.0
-        wide = 0.0 if is_summed else float(how.sum_width)
-        made = 0.0
+        counts, gone, made = self.counts, 0.0, 0.0
+        is_cast = how.width < how.sum_width
+        # In the weights' own format gradients are added to the sums one by one.
+        width = float(how.width if is_cast or not is_summed else 0)
+        fresh = float(width > 0)
+        sums = 0.0 if is_summed else float(how.sum_width)
         if self.has_head:
-            own = how.fresh * counts.head.backward_gradients
+            own = fresh * counts.head.backward_gradients
             yield Moment(0.0, own, 0.0, 0.0, counts.head.backward_peak)
             gone = counts.head.kept
-            made = how.width * (counts.head.trained + counts.tied * self.has_copy)
+            made = width * (counts.head.trained + counts.tied * self.has_copy)
         unit = min(self.layers, self.largest_unit) - 1
         for done, own in ((0, 0), (self.layers - 1, unit)):
-            found = made + own * how.width * counts.block.trained
-            found += how.fresh * counts.block.backward_gradients
-            found += (done - own) * wide * counts.block.trained
+            found = made + own * width * counts.block.trained
+            found += fresh * counts.block.backward_gradients
+            found += (done - own) * sums * counts.block.trained
             activations = -gone - done * counts.block.kept
             yield Moment(0.0, found, 0.0, activations, counts.block.backward_peak)
+        blocks = self.layers * sums * counts.block.trained
         if self.has_embed:
-            found = made + self.layers * wide * counts.block.trained
-            found += how.fresh * counts.embed.backward_gradients
-            yield Moment(0.0, found, 0.0, self.entered - self.kept, counts.embed.backward_peak)
+            found = made + blocks + fresh * counts.embed.backward_gradients
+            # Alone on its stage, it adds no part of a table to the head's.
+            high = counts.embed.backward_peak
+            high -= how.width * counts.tied if self.whole_table else 0.0
+            yield Moment(0.0, found, 0.0, self.entered - self.kept, high)
+        # Those outside the blocks are summed at the end.
+        own = (width + sums * is_cast) * self.root
+        yield Moment(0.0, blocks + own, 0.0, -self.kept)
+
+
+def whole_table(counts: Counts, tp: int, width: int) -> float:
+    """Elements by which the gradient of embed exceeds its parameters on a tp rank.
+
+    A table whose rows are split over tp has a gradient with all rows until it is reduced, unless
+    the head adds its own to it.
+    """
+    embed = counts.embed
+    if not counts.tied:
+        return max(0.0, embed.backward_gradients / width - embed.trained)
+    is_whole = embed.backward_peak >= tp * width * counts.tied
+    return (tp - 1) * counts.tied if is_whole else 0.0
 
 
 def of_products(part: Part) -> float:
@@ -221,13 +250,18 @@ def pipeline_moments(
     stages: Sequence[StageParts],
     how: Sharding,
     growth: float,
+    sending: float,
 ) -> Iterator[Moment]:
-    """Forward and backward of a step; `growth`: times the activations of the planned order."""
+    """Forward and backward of a step.
+
+    `growth`: times the activations of the planned order. `sending`: bytes of a message to which no
+    action belongs.
+    """
     parameters = sum(stage.parameters for stage in stages)
     stream = stages[0].counts.stream
     for flight in flights:
-        trained = sum(
-            stage.trained
+        summed = sum(
+            stage.unreduced
             for stage, is_summed in zip(stages, flight.summed, strict=True)
             if is_summed
         )
@@ -237,9 +271,9 @@ def pipeline_moments(
             activations = held + flight.messages * stream + own.activations
             yield Moment(
                 how.width * parameters + own.gathered,
-                how.sum_width * trained + own.unreduced,
+                how.sum_width * summed + own.unreduced,
                 own.gradients,
-                activations * growth,
+                activations * growth + sending,
                 halves + own.temporary,
             )
 
@@ -252,7 +286,7 @@ def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]
         return
     arrived = 0.0 if stage.has_head else counts.stream
     """The gradient of the stage's output."""
-    whole = how.width * stage.trained
+    whole = how.width * stage.unreduced
     if flight.kind is Kind.BACKWARD:
         moments = stage.backward(how, is_summed)
         yield from (each._replace(activations=each.activations + arrived) for each in moments)
@@ -266,11 +300,9 @@ def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]
     elif flight.kind is Kind.BACKWARD_WEIGHT:
         yield Moment(unreduced=whole)
     if flight.last:
-        sums = 0.0 if is_summed else how.sum_width * stage.trained
-        largest = max(stage.root, stage.largest_unit * counts.block.trained)
-        gone = -stage.kept - (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
-        yield Moment(
-            unreduced=sums + how.sum_width * largest,
-            gradients=0.0,
-            activations=gone,
-        )
+        sums = 0.0 if is_summed else how.sum_width * stage.unreduced
+        blocks = stage.largest_unit * counts.block.trained
+        gone = stage.kept + (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
+        # Each unit frees its parameters, then copies its gradients to reduce them.
+        for unit in (stage.root, blocks):
+            yield Moment(-how.width * unit, sums + how.sum_width * unit, 0.0, -gone)

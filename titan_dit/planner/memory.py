@@ -28,6 +28,7 @@ from titan_dit.planner.held_pipeline import (
     pipeline_moments,
     profile,
     profile_of_schedule,
+    whole_table,
 )
 from titan_dit.planner.optimizer_state import ADAMW, OptimizerState
 from titan_dit.planner.runtime import OURS, Runtime
@@ -60,8 +61,9 @@ def memory(
     flights, growth = in_flight(plan)
     found = []
     for pipeline_rank, flight in enumerate(flights):
-        stages = stages_of(plan, counts, pipeline_rank)
-        moments = pipeline_moments(flight, stages, how, growth[pipeline_rank])
+        stages = stages_of(plan, counts, how, pipeline_rank)
+        sending = sent_copy(plan, counts, how) if pipeline_rank == 0 else 0.0
+        moments = pipeline_moments(flight, stages, how, growth[pipeline_rank], sending)
         found.append(at_peak(plan, stages, moments, how, runtime, state))
     return found
 
@@ -187,7 +189,15 @@ def optimizer_work(
     return elements * ((state.shard_work + received) / how.shards + state.whole_work * own)
 
 
-def stages_of(plan: RunPlan, counts: Counts, pipeline_rank: int) -> list[StageParts]:
+def sent_copy(plan: RunPlan, counts: Counts, how: Sharding) -> float:
+    """Bytes of tied weights that the first rank casts to send them: kept to the end of a step."""
+    first, last = plan.stage_ranks[0], plan.stage_ranks[-1]
+    if first == last or how.width == how.sum_width:
+        return 0.0
+    return how.width * counts.tied / how.shards
+
+
+def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) -> list[StageParts]:
     """The stages of a pipeline rank."""
     layers = layers_of(plan)
     last, found = plan.num_stages - 1, []
@@ -203,6 +213,7 @@ def stages_of(plan: RunPlan, counts: Counts, pipeline_rank: int) -> list[StagePa
                 has_head=stage == last,
                 has_copy=stage == last,
                 largest_unit=max(units),
+                whole_table=whole_table(counts, plan.sizes.tp, how.width),
             )
         )
     return found
