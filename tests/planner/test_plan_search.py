@@ -65,11 +65,11 @@ def test_the_search_finds_what_estimating_every_layout_finds(memory_gib):
     wanted = all_rows(space, device)
     found = Search(space, device, MODEL).run(top=5)
     assert wanted
-    times = [row.estimate.seconds for row in found.rows[:5]]
-    assert times == pytest.approx([seconds for seconds, _, _ in wanted[:5]], rel=1e-9)
+    limit = wanted[0][0] * (1 + device.error)
+    times = [row.estimate.seconds for row in found.rows[:5] if row.estimate.seconds <= limit]
+    assert times == pytest.approx([row[0] for row in wanted[:5] if row[0] <= limit], rel=1e-9)
     assert found.tally.estimated < found.tally.candidates / 3
     best = preferred(found.rows, device.error)[0]
-    limit = wanted[0][0] * (1 + device.error)
     alike = [row for row in wanted if row[0] <= limit]
     fewest, least = min((row[2].num_axes, row[1]) for row in alike)
     assert best.candidate.num_axes == fewest

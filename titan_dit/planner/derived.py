@@ -21,8 +21,8 @@ Item = TypeVar("Item", Product, Attention, Message)
 CountsOf = Callable[[RunPlan], Counts]
 SIZES = (2, 3)
 """Rehearsed microbatch sizes: those that `counts.py` compares."""
-FLOAT8_SIZES = ((2, 3), (16, 17))
-"""The same with float8, which only large products use: each for sizes below 3 x the first."""
+LARGE = 16
+"""With float8, which only large products use, larger sizes follow from this one, too."""
 SLICES = 2
 """Rehearsed cp."""
 
@@ -54,29 +54,30 @@ class Derived:
     def _derived(self, plan: RunPlan, cp: int, size: int) -> Counts:
         if cp > 1 and plan.remat.mode != "none":
             silent = replace(plan, remat=replace(plan.remat, mode="none"))
-            alike = (self.counts(alone(each, 1, size)) for each in (plan, silent))
-            return with_remat(self.counts(alone(silent, cp, size)), *alike, 1 / cp)
+            sliced_once = self.counts(alone(silent, cp, size))
+            remat, none = (self.counts(alone(each, 1, size)) for each in (plan, silent))
+            return with_remat(sliced_once, remat, none, 1 / cp)
         if cp > SLICES:
             return sliced(self.counts(alone(plan, SLICES, size)), cp)
         return self._of_size(plan, cp, size)
 
     def _of_size(self, plan: RunPlan, cp: int, size: int) -> Counts:
-        first, second = sizes_for(plan, size)
-        small, large = (self._rehearsed(plan, cp, each) for each in (first, second))
-        return between(small, large, (size - first) / (second - first))
+        if plan.precision.float8 == "off" or size < LARGE // 4:
+            return self._between(plan, cp, SIZES, size)
+        try:
+            return self._between(plan, cp, (SIZES[0], LARGE), size)
+        except OtherOperatorsError:
+            return self._between(plan, cp, (LARGE, LARGE + 1), size)
+
+    def _between(self, plan: RunPlan, cp: int, sizes: tuple[int, int], size: int) -> Counts:
+        small, large = (self._rehearsed(plan, cp, each) for each in sizes)
+        return between(small, large, (size - sizes[0]) / (sizes[1] - sizes[0]))
 
     def _rehearsed(self, plan: RunPlan, cp: int, size: int) -> Counts:
         key = *split_of(plan), cp, size
         if key not in self.rehearsed:
             self.rehearsed[key] = self.exact(alone(plan, cp, size))
         return self.rehearsed[key]
-
-
-def sizes_for(plan: RunPlan, size: int) -> tuple[int, int]:
-    """The microbatch sizes from which `size` follows."""
-    if plan.precision.float8 == "off":
-        return SIZES
-    return next((pair for pair in FLOAT8_SIZES if size < 3 * pair[0]), FLOAT8_SIZES[-1])
 
 
 def split_of(plan: RunPlan) -> tuple[Any, ...]:
@@ -108,16 +109,13 @@ def with_remat(sliced: Counts, remat: Counts, silent: Counts, share: float) -> C
     """Counts of slices with [remat]: what `remat` has above `silent`, both of whole samples."""
 
     def part(own: Part, more: Part, less: Part) -> Part:
-        def at(name: str) -> float:
-            value: float = getattr(own, name)
-            return value + share * (getattr(more, name) - getattr(less, name))
-
-        names = ("kept", "forward_peak", "backward_peak")
         return replace(
             own,
             forward=own.forward + (more.forward - less.forward).times(share),
             backward=own.backward + (more.backward - less.backward).times(share),
-            **{name: at(name) for name in names},
+            kept=own.kept + share * (more.kept - less.kept),
+            forward_peak=own.forward_peak + share * (more.forward_peak - less.forward_peak),
+            backward_peak=own.backward_peak + share * (more.backward_peak - less.backward_peak),
         )
 
     return replace(

@@ -23,7 +23,10 @@ def lines(choice: Choice, top: int, name: str) -> Iterator[str]:
     """The report, line by line; `name` is the config's, for the command."""
     yield from head(choice)
     yield ""
-    yield f"the fastest layouts, one for each mesh; ms {margin(choice.device)}:"
+    yield (
+        f"the fastest layouts, one for each mesh; ms {margin(choice.device)} (those slower than "
+        "that are not all):"
+    )
     yield from layouts(choice, top)
     yield ""
     yield from verdict(choice)
@@ -35,8 +38,20 @@ def lines(choice: Choice, top: int, name: str) -> Iterator[str]:
     yield from memory(choice)
     yield ""
     yield from cost(choice)
-    yield from (f"note    {note}" for note in choice.notes)
+    yield from (f"note    {note}" for note in (*choice.notes, *cautions(choice)))
     yield f"run     {command(choice, name)}"
+
+
+def cautions(choice: Choice) -> Iterator[str]:
+    """Lines if the recommended tp leaves the node, or float8 was not the config's."""
+    if choice.best.candidate.float8 not in ("off", choice.space.config.precision.float8):
+        yield "float8 changes the numerics (docs/float8.md): --fix precision.float8=off keeps bf16"
+    one, node = choice.best.candidate, choice.device.gpus_per_node
+    if one.tp > node:
+        yield (
+            f"tp {one.tp} leaves the node of {node}: predictions of such layouts are the least "
+            "certain (docs/planner.md)"
+        )
 
 
 def margin(device: Device) -> str:

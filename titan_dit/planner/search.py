@@ -137,9 +137,10 @@ class Search:
         self.progress = ProgressLine(1, "layouts", what="plan") if shows else None
 
     def run(self, top: int = 10) -> Outcome:
-        """The fastest `top` meshes, and all that may be preferred to them within the error.
+        """The fastest `top` meshes within the error, and all that may be preferred to them.
 
-        Each is the fastest layout of its mesh that fits.
+        Each is the fastest layout of its mesh that fits. Slower meshes are among the rows if they
+        were met, but were not searched for.
         """
         began, self.top = time.process_time(), top
         for number, candidate in enumerate(self.space):
@@ -168,10 +169,10 @@ class Search:
             return False
         if any(candidate._replace(mode=mode) in self.fitting for mode in LESS[candidate.mode]):
             return False
-        if len(times) < top or bound <= times[top - 1] * (1 + SLACK):
-            return True
-        is_equal = bound <= times[0] * (1 + self.device.error) * (1 + SLACK)
-        return is_equal and candidate.num_axes <= self.fewest
+        if bound > times[0] * (1 + self.device.error) * (1 + SLACK):
+            return False
+        is_shown = len(times) < top or bound <= times[top - 1] * (1 + SLACK)
+        return is_shown or candidate.num_axes <= self.fewest
 
     def _take(self, item: Item) -> None:
         """Sharpen the bound of a candidate, or weigh and estimate it."""
