@@ -59,6 +59,7 @@ def choose(
     """Rehearse what is preferred and the fastest other layout. UserError if nothing fits."""
     device, notes = space.device, list(outcome.notes)
     rows = list(outcome.rows)
+    counted: dict[int, Layout] = {}
     confirmed: dict[int, Layout] = {}
 
     def confirm(order: Callable[[], list[Layout]]) -> Layout | None:
@@ -66,11 +67,16 @@ def choose(
             first = found[0]
             if id(first) in confirmed:
                 return first
-            checked, note = rehearsed(first, model, exact, peak_of, device)
-            notes.extend([note] if note else [])
             place = next(i for i, row in enumerate(rows) if row is first)
+            if id(first) not in counted:
+                # Its own counts may make it slower or larger than the next.
+                checked, known = with_exact_counts(first, model, exact, device), counted
+            else:
+                checked, note = rehearsed(first, model, peak_of, device)
+                notes.append(note)
+                known = confirmed
             if memory_of.fits(checked.needed, device):
-                rows[place], confirmed[id(checked)] = checked, checked
+                rows[place], known[id(checked)] = checked, checked
             else:
                 notes.append(too_large(checked, device))
                 del rows[place]
@@ -100,23 +106,21 @@ def by_time(rows: Sequence[Layout]) -> list[Layout]:
     return sorted(rows, key=lambda row: row.estimate.seconds)
 
 
-def rehearsed(
-    layout: Layout, model: Model, exact: CountsOf, peak_of: PeakOf, device: Device
-) -> tuple[Layout, str]:
-    """A layout with counts of its own size and the memory of a whole fake step, and a note."""
-    found = with_exact_counts(layout, model, exact, device)
+def rehearsed(layout: Layout, model: Model, peak_of: PeakOf, device: Device) -> tuple[Layout, str]:
+    """A layout with the memory of a whole fake step, and a note."""
+    sizes = layout.plan.sizes
     try:
-        peak = peak_of(found.plan, found.rank)
+        peak = peak_of(layout.plan, layout.rank)
     except (UserError, ImportError) as error:
-        return found, f"{found.plan.sizes}: memory is composed only: {one_line(error)}"
+        return replace(layout), f"{sizes}: memory is composed only: {one_line(error)}"
     held = {kind: float(size) for kind, size in peak.bytes.items()}
-    needed = model.needed(held, found.plan, device)
-    composed, whole = found.needed.allocated, needed.allocated
+    needed = model.needed(held, layout.plan, device)
+    composed, whole = layout.needed.allocated, needed.allocated
     note = (
-        f"{found.plan.sizes}: {whole:.2f} GiB in a whole fake step, {composed:.2f} composed "
+        f"{sizes}: {whole:.2f} GiB in a whole fake step, {composed:.2f} composed "
         f"({composed / whole - 1:+.1%})"
     )
-    return replace(found, held=held, needed=needed, is_rehearsed=True), note
+    return replace(layout, held=held, needed=needed, is_rehearsed=True), note
 
 
 def too_large(layout: Layout, device: Device) -> str:

@@ -131,16 +131,19 @@ class Search:
         self.busy: dict[tuple[Bucket, int], Busy | None] = {}
         self.queue: list[Item] = []
         self.top = 0
+        self.plain: float | None = None
+        """Seconds of the fastest layout without tp and cp."""
+        self.left_out = False
+        """`_could_win` has ruled out candidates."""
         self.fewest = len(Candidate._fields)
         """The fewest axes of a row within the error of the fastest."""
         self.shown, self.next_look = 0, 0.0
         self.progress = ProgressLine(1, "layouts", what="plan") if shows else None
 
     def run(self, top: int = 10) -> Outcome:
-        """The fastest `top` meshes within the error, and all that may be preferred to them.
+        """The fastest `top` meshes, and all that may be preferred to them within the error.
 
-        Each is the fastest layout of its mesh that fits. Slower meshes are among the rows if they
-        were met, but were not searched for.
+        Each is the fastest layout of its mesh that fits. Of tp and cp only what `_could_win`.
         """
         began, self.top = time.process_time(), top
         for number, candidate in enumerate(self.space):
@@ -151,12 +154,20 @@ class Search:
         while self.queue:
             item = heapq.heappop(self.queue)
             if self._matters(item.bound, item.candidate):
-                self._take(item)
+                if self._could_win(item.bound, item.candidate):
+                    self._take(item)
+                else:
+                    self.left_out = True
             self._show()
         if self.progress:
             self.progress.end()
         self.tally.seconds = time.process_time() - began
         rows = sorted(self.rows.values(), key=lambda row: row.estimate.seconds)
+        if self.left_out:
+            self.notes.append(
+                "layouts with tp or cp that cannot be faster by more than the error of "
+                f"{self.device.error:.0%} are left out: --fix parallel.tp=2 shows some"
+            )
         return Outcome(rows, self.tally, notes=self.notes)
 
     def _matters(self, bound: float, candidate: Candidate) -> bool:
@@ -169,10 +180,20 @@ class Search:
             return False
         if any(candidate._replace(mode=mode) in self.fitting for mode in LESS[candidate.mode]):
             return False
-        if bound > times[0] * (1 + self.device.error) * (1 + SLACK):
-            return False
-        is_shown = len(times) < top or bound <= times[top - 1] * (1 + SLACK)
-        return is_shown or candidate.num_axes <= self.fewest
+        if len(times) < top or bound <= times[top - 1] * (1 + SLACK):
+            return True
+        is_equal = bound <= times[0] * (1 + self.device.error) * (1 + SLACK)
+        return is_equal and candidate.num_axes <= self.fewest
+
+    def _could_win(self, bound: float, candidate: Candidate) -> bool:
+        """False for tp or cp that could be faster than a layout without by the error at most.
+
+        Both would count as equal, and it has no fewer axes: it needs no rehearsal.
+        """
+        if candidate.tp * candidate.cp == 1 or self.plain is None:
+            return True
+        is_simpler = candidate.num_axes < self.fewest
+        return is_simpler or bound * (1 + self.device.error) < self.plain
 
     def _take(self, item: Item) -> None:
         """Sharpen the bound of a candidate, or weigh and estimate it."""
@@ -256,6 +277,8 @@ class Search:
         if row is None or estimate.seconds < row.estimate.seconds:
             self.rows[mesh] = Layout(candidate, plan, estimate, held, needed, rank)
             self.times = sorted(one.estimate.seconds for one in self.rows.values())
+            if candidate.tp * candidate.cp == 1:
+                self.plain = min(self.plain or estimate.seconds, estimate.seconds)
             alike = equals(list(self.rows.values()), self.device.error)
             self.fewest = min(one.candidate.num_axes for one in alike)
 
@@ -307,13 +330,18 @@ def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
 def preferred(rows: Sequence[Layout], error: float) -> list[Layout]:
     """Rows in the sequence of preference.
 
-    Those within the error of the fastest count as equal: fewest axes first, then least memory. The
-    others follow by time.
+    Those within the error of the fastest count as equal: fewest axes first, then without tp and
+    cp, then least memory. The others follow by time.
     """
     if not rows:
         return []
     alike = equals(rows, error)
-    alike.sort(key=lambda row: (row.candidate.num_axes, row.needed.total))
+
+    def rank(row: Layout) -> tuple[int, bool, float]:
+        one = row.candidate
+        return one.num_axes, one.tp * one.cp > 1, row.needed.total
+
+    alike.sort(key=rank)
     rest = [row for row in rows if row not in alike]
     return alike + sorted(rest, key=lambda row: row.estimate.seconds)
 

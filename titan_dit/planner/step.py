@@ -239,7 +239,7 @@ class Step:
         """Clipping, optimizer and EMA of the pipeline rank with the most of them."""
         counts = self.counts
         took = tuple(map(self.part_update_s, (counts.embed, counts.block, counts.head)))
-        found = []
+        found: list[float] = []
         for stages in self.held:
             shapes = [self.data.shapes[stage] for stage in stages]
             has = zip(*((each.is_first, each.blocks, each.is_last) for each in shapes), strict=True)
