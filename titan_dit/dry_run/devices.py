@@ -70,18 +70,14 @@ def aligned(rows: Mapping[str, str]) -> Iterator[str]:
         yield f"  {name:{width}}  {meaning}"
 
 
-def verdicts(peak: int, step_ms: Mapping[str, float] | None = None) -> Iterator[list[str]]:
-    """Rows (device, usable GiB, needed GiB, fits, time of a step), the header first.
-
-    `step_ms`: predicted milliseconds by device; a dry run knows none.
-    """
-    yield ["device", "usable", "needed", "fits", "step time"]
+def verdicts(peak: int) -> Iterator[list[str]]:
+    """Rows (device, usable GiB, needed GiB, fits), the header first."""
+    yield ["device", "usable", "needed", "fits"]
     known = dict(DEVICES_GIB)
     if torch.cuda.is_available():
         size, _ = estimate.rank_memory()
         known = {f"here: {torch.cuda.get_device_name()}": (size or 0) / GIB, **known}
     for name, gib in known.items():
         usable, needed = USABLE * gib, peak / GIB
-        time = f"{step_ms[name]:.0f} ms" if step_ms and name in step_ms else "-"
         fits = "yes" if needed <= usable else "no"
-        yield [name, f"{usable:.1f}", f"{needed:.2f}", fits, time]
+        yield [name, f"{usable:.1f}", f"{needed:.2f}", fits]

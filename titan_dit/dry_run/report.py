@@ -36,7 +36,7 @@ def lines(report: Report) -> Iterator[str]:
     if report.plan.sizes.pp > 1:
         yield f"  idle  {devices.IDLE}"
     yield ""
-    yield "devices, GiB (usable: 0.9 of what torch reports; step time: not predicted yet):"
+    yield "devices, GiB (usable: 0.9 of what torch reports; step time: see `plan`):"
     header, *rows = devices.verdicts(report.peak)
     yield from table(header, rows)
     yield ""

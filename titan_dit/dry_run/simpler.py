@@ -1,7 +1,7 @@
 """Whether a layout with fewer mesh axes fits the same device.
 
-Only memory decides, by a dry run of each candidate, at most three. Which layout is faster is not
-predicted: that is for a planner.
+Only memory decides, by a dry run of each candidate, at most three. Which layout is faster: that is
+for the planner.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def lines(config: JobConfig, plan: RunPlan, peak: int, peak_of: PeakOf) -> Itera
         except UserError as error:
             needs.append(f"{candidate.plan.sizes} is refused: {error}")
             continue
-        took = f"found in {time.process_time() - start:.0f} s; which is faster is not predicted"
+        took = f"found in {time.process_time() - start:.0f} s; which is faster: see `plan`"
         if needed <= space:
             yield (
                 f"simpler {candidate.plan.sizes} needs {needed / GIB:.2f} GiB and fits {where}, "
