@@ -32,7 +32,8 @@ from titan_dit.planner.hardware import Device
 from titan_dit.planner.memory import memory
 from titan_dit.planner.optimizer_state import state_of
 from titan_dit.planner.runtime import OURS
-from titan_dit.planner.search import Model, Search
+from titan_dit.planner.search import Search
+from titan_dit.planner.weighing import Model
 from titan_dit.system.progress import ProgressLine
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}

@@ -15,14 +15,13 @@ from titan_dit.planner.candidates import Space
 from titan_dit.planner.fewest import Lean, fewest, leanest
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.search import (
-    CountsOf,
     Layout,
-    Model,
     Outcome,
     one_line,
     preferred,
     with_exact_counts,
 )
+from titan_dit.planner.weighing import CountsOf, Model
 
 NEAREST = 64
 """Where nothing fits, up to so many times the GPUs are tried."""

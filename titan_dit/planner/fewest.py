@@ -12,7 +12,7 @@ from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import KEYS, MODES, Candidate, Space
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.memory import Needed
-from titan_dit.planner.search import Model, fullest
+from titan_dit.planner.weighing import Model, fullest
 
 FREE = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
 """The axes that are tried; replicas, cp and more samples per microbatch do not save memory that

@@ -51,6 +51,7 @@ class Busy(NamedTuple):
         return Busy(*(max(0.0, a - b) for a, b in zip(self, other, strict=True)))
 
 
+FP32 = 4
 NONE = Busy(0.0, 0.0, 0.0)
 SLICED = ("cp", "attention")
 """Terms that cp adds to, whatever tp is."""
@@ -141,6 +142,27 @@ def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float
     filled = busy.forward if schedule.splits_backward else block
     others = 0 if schedule.v_shaped else pp - 1
     return max(mean, count * stages * least * block + others * least * filled)
+
+
+def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPlan) -> float:
+    """Bytes that the first pipeline rank holds at least: its weights, and what forward keeps.
+
+    From the counts of a coarser split with the same [remat]. In a pipeline FSDP keeps the gathered
+    weights, and all schedules but V-shaped ones begin with a forward for each rank.
+    """
+    layers = model.spec.num_layers // fine.pp
+    elements = layers * counts.block.parameters * coarse.tp / fine.tp
+    held = FP32 * elements / (fine.dp_shard * fine.cp)
+    flights = 1.0
+    if fine.pp > 1:
+        shared = fine.dp_shard * fine.cp > 1
+        held += model.dtype.itemsize * elements if shared and fine.float8 == "off" else 0.0
+        data = fine.dp_replicate * fine.dp_shard
+        count = model.global_batch_size / (data * fine.microbatch_size)
+        v_shaped = schedule_of(fine.schedule).v_shaped
+        flights = 1.0 if v_shaped else min(fine.pp, count)
+    share = coarse.tp * coarse.cp / (fine.tp * fine.cp)
+    return held + flights * layers * counts.block.kept * share
 
 
 def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:

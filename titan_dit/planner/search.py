@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from titan_dit.config.section import UserError
-from titan_dit.dry_run.memory import StorageKind
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
-from titan_dit.planner import step
 from titan_dit.planner.candidates import MODES, Candidate, Space
 from titan_dit.planner.floors import (
     Bucket,
@@ -26,16 +24,17 @@ from titan_dit.planner.floors import (
     busy_of,
     coarser_than,
     floor_of,
+    least_bytes,
     scaled,
 )
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.memory import Needed
 from titan_dit.planner.step import Estimate
+from titan_dit.planner.weighing import CountsOf, Held, Model, fullest
 from titan_dit.planner.work import Counts
 from titan_dit.system.progress import ProgressLine
 
-CountsOf = Callable[[RunPlan], Counts]
-Held = Mapping[StorageKind, float]
+GIB = 2**30
 SLACK = 1e-9
 """Relative: bounds and estimates are sums in another sequence."""
 LESS: Mapping[str, Sequence[str]] = {
@@ -45,19 +44,6 @@ LESS: Mapping[str, Sequence[str]] = {
     "full": ("none", "attention", "selective"),
 }
 """[remat] mode -> those that compute less again: where one of them fits, it is faster."""
-ROUNDS = 4
-"""Rounds of `pp` microbatches after which no schedule but gpipe has more in flight."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a search asks about a layout; tests replace it."""
-
-    counts: CountsOf
-    estimate: Callable[[RunPlan, Counts, Device], Estimate] = step.estimate
-    bound: Callable[[RunPlan, Counts, Device], float] = step.bound
-    memory: Callable[[RunPlan, Counts], Sequence[Held]] = memory_of.memory
-    needed: Callable[[Held, RunPlan, Device], Needed] = memory_of.needed
 
 
 @dataclass(frozen=True)
@@ -201,6 +187,9 @@ class Search:
         coarser = list(coarser_than(candidate))
         if level < len(coarser):
             bound = self._floor(candidate, coarser, level)
+            if self._is_too_large(candidate, coarser[level]):
+                self.tally.too_large += 1
+                return
         elif level == len(coarser):
             bound = self._bound(candidate, self._counts(candidate))
         else:
@@ -227,6 +216,14 @@ class Search:
             self.busy[key] = busy_of(known, candidate, plan, self.device) if whole else None
         busy = self.busy[key]
         return None if busy is None else floor_of(busy, candidate, self.layers, self.batch)
+
+    def _is_too_large(self, candidate: Candidate, coarse: Candidate) -> bool:
+        """True if not even weights and activations fit, by a coarser split; in microseconds."""
+        counts = self.known.get(bucket_of(coarse))
+        if counts is None or coarse.mode != candidate.mode:
+            return False
+        least = least_bytes(counts, coarse, candidate, self.space.base)
+        return least > GIB * self.device.memory_gib
 
     def _bound(self, candidate: Candidate, counts: Counts | None) -> float | None:
         """`step.bound` by these counts."""
@@ -299,29 +296,6 @@ class Search:
 def mesh_of(candidate: Candidate) -> tuple[object, ...]:
     """What one row of the table is about: the sizes of the axes, and the cp method."""
     return (*candidate[:5], candidate.cp_method if candidate.cp > 1 else "")
-
-
-def fullest(
-    model: Model, plan: RunPlan, counts: Counts, device: Device
-) -> tuple[Held, Needed, int]:
-    """Memory of the pipeline rank that needs most, and the rank."""
-    shorter = shortened(plan)
-    rest = counts.inputs * (plan.samples_per_rank - shorter.samples_per_rank)
-    found = []
-    for rank, held in enumerate(model.memory(shorter, counts)):
-        whole = {**held, StorageKind.INPUTS: held[StorageKind.INPUTS] + rest}
-        found.append((whole, model.needed(whole, plan, device), rank))
-    return max(found, key=lambda one: one[1].total)
-
-
-def shortened(plan: RunPlan) -> RunPlan:
-    """The plan with fewer microbatches, as many in flight: an order of many takes long to read."""
-    most = ROUNDS * plan.sizes.pp
-    fixed = plan.pipeline.schedule == "gpipe" or plan.order_of_file is not None
-    if plan.sizes.pp == 1 or fixed or plan.num_microbatches <= most:
-        return plan
-    batch = most * plan.microbatch_size * plan.sizes.data
-    return replace(plan, global_batch_size=batch, wanted_microbatch_size=plan.microbatch_size)
 
 
 def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
