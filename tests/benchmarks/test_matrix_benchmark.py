@@ -181,8 +181,8 @@ def matrix_in(folder, *flags, timeout=240):
 
 def test_the_planned_memory_is_that_of_the_rehearsal(tmp_path):
     files = tmp_path / "planned.json", tmp_path / "rehearsed.json"
-    whats = ("--plan", "v100_16"), ("--rehearse",)
-    for what, file in zip(whats, files, strict=True):
+    modes = ("--plan", "v100_16"), ("--rehearse",)
+    for what, file in zip(modes, files, strict=True):
         done = matrix_in(tmp_path, *what, "--only", "MP_1x1x1", "--out", file)
         assert done.returncode == 0, done.stderr
     planned, rehearsed = (json.loads(file.read_text()) for file in files)
