@@ -13,7 +13,7 @@ from tiny_gpt import gpt_config
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.parallel import fsdp
 from titan_dit.plan import resolve
-from titan_dit.planner.data_parallel import Compute, DataParallel, unit_sizes
+from titan_dit.planner.data_parallel import Compute, DataParallel
 from titan_dit.planner.links import Links
 from titan_dit.planner.runtime import OURS, Runtime
 from titan_dit.planner.step import NORM_BYTES
@@ -125,13 +125,15 @@ def without_norm(calls, sent, world):
     return {key: calls[key] for key in ours}, {key: sent[key] for key in ours}
 
 
-def test_units_are_those_of_fsdp():
+def test_units_double_up_to_the_largest():
     for numbers, width, size in ((7, 16, 0), (12, 64, 0), (5, 16, 2), (1, 16, 0)):
         blocks = [torch.nn.Linear(width, width, bias=False) for _ in range(numbers)]
-        made = [len(unit) for unit in fsdp.units(blocks, size)]
-        assert unit_sizes(numbers, width**2, size) == made
-    assert unit_sizes(4, 2**27, 0) == [1, 1, 1, 1]
-    assert unit_sizes(4, 2**26, 0) == [1, 2, 1]
+        made = tuple(len(unit) for unit in fsdp.units(blocks, size))
+        assert fsdp.unit_sizes(numbers, width**2, size) == made
+    assert fsdp.unit_sizes(7, 16, 0) == (1, 2, 4)
+    assert fsdp.unit_sizes(4, 2**27, 0) == (1, 1, 1, 1)
+    assert fsdp.unit_sizes(4, 2**26, 0) == (1, 2, 1)
+    assert fsdp.unit_sizes(5, 16, 2) == (2, 2, 1)
 
 
 # Six blocks of one unit each.

@@ -4,16 +4,12 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from test_planner_memory_steps import DIT, GPT, parallel, pipeline, tables
-from torch import nn
 
 from titan_dit.config import catalog, config_file
 from titan_dit.dry_run.memory import StorageKind
-from titan_dit.parallel import fsdp
 from titan_dit.plan import resolve
 from titan_dit.planner.hardware import Device, Efficiency, Overhead
-from titan_dit.planner.held import unit_sizes
 from titan_dit.planner.held_pipeline import profile
 from titan_dit.planner.memory import communicators, fits, memory, needed
 from titan_dit.planner.optimizer_state import OptimizerState, state_of
@@ -151,16 +147,6 @@ def test_a_copy_of_tied_weights_has_no_state():
     assert first[StorageKind.PARAMETERS] == 4 * 100
     assert last[StorageKind.PARAMETERS] == 4 * (20 + 60)
     assert last[StorageKind.OPTIMIZER] == 2 * 4 * 20
-
-
-@pytest.mark.parametrize("layers", [1, 5, 28])
-@pytest.mark.parametrize("width", [4, 6000, 20000])
-@pytest.mark.parametrize("size", [0, 1, 3])
-def test_units_are_those_of_fsdp(layers, width, size):
-    with torch.device("meta"):
-        blocks = [nn.Linear(width, width, bias=False) for _ in range(layers)]
-    wanted = tuple(len(unit) for unit in fsdp.units(blocks, size))
-    assert unit_sizes(layers, width**2, size) == wanted
 
 
 def test_kept_parameters_are_all_gathered():

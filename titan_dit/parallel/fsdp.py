@@ -6,6 +6,7 @@ calls torch's fully_shard and the methods that it adds.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -71,15 +72,24 @@ def units(blocks: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
     and the last reduce-scatter, which both belong to the first unit; those of the next hide behind
     the work on the units before.
     """
+    largest = max((count_parameters(block) for block in blocks), default=1)
+    ends = itertools.accumulate(unit_sizes(len(blocks), largest, size), initial=0)
+    return [list(blocks[first:last]) for first, last in itertools.pairwise(ends)]
+
+
+def unit_sizes(num_blocks: int, parameters: float, size: int) -> tuple[int, ...]:
+    """Blocks of each unit.
+
+    `parameters`: of the largest block on a tp rank. `size`: [parallel] blocks_per_fsdp_unit.
+    """
     most, step = size, size
     if not size:
-        largest = max((count_parameters(block) for block in blocks), default=1)
-        most, step = max(1, min(LARGEST_UNIT[0], LARGEST_UNIT[1] // largest)), 1
-    found, first = [], 0
-    while first < len(blocks):
-        found.append(list(blocks[first : first + step]))
-        first, step = first + step, min(2 * step, most)
-    return found
+        most, step = max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // max(1, parameters)))), 1
+    found, left = [], num_blocks
+    while left > 0:
+        found.append(min(step, left))
+        left, step = left - step, min(2 * step, most)
+    return tuple(found)
 
 
 def count_parameters(block: nn.Module) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from titan_dit.parallel.fsdp import LARGEST_UNIT
+from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.parallel.mesh import FILL, AxisSizes, axes
 from titan_dit.plan import RunPlan
 from titan_dit.planner.links import Links
@@ -54,21 +54,6 @@ class Compute(NamedTuple):
     embed_backward: float
     block_backward: float
     head_backward: float
-
-
-def unit_sizes(num_blocks: int, block_parameters: float, size: int) -> list[int]:
-    """Blocks of every unit, as `fsdp.units` makes them; `block_parameters`: on a tp rank."""
-    most, step = size, size
-    if not size:
-        most, step = (
-            max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // max(1.0, block_parameters)))),
-            1,
-        )
-    found: list[int] = []
-    while (left := num_blocks - sum(found)) > 0:
-        found.append(min(step, left))
-        step = min(2 * step, most)
-    return found
 
 
 def shard_axis(sizes: AxisSizes) -> str:

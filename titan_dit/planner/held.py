@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from titan_dit.parallel.compute_copies import CHUNK
-from titan_dit.parallel.fsdp import LARGEST_UNIT
 from titan_dit.planner.work import Counts, Part
 
 
@@ -65,21 +64,6 @@ class Sharding:
         """Bytes per element of a reduction's output; replicas without shards divide into a copy."""
         divided = 1 if self.is_alone and self.has_copies else 0
         return self.sum_width * (1 / self.shards + divided)
-
-
-def unit_sizes(layers: int, parameters: float, size: int) -> tuple[int, ...]:
-    """Blocks of each FSDP unit, as `parallel.fsdp.units` makes them.
-
-    `parameters`: of a block on a tp rank. `size`: [parallel] blocks_per_fsdp_unit.
-    """
-    most, step = size, size
-    if not size:
-        most, step = max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // max(1, parameters)))), 1
-    found, left = [], layers
-    while left > 0:
-        found.append(min(step, left))
-        left, step = left - step, min(2 * step, most)
-    return tuple(found)
 
 
 def sharded_moments(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
 from titan_dit.parallel.compute_copies import FLOAT8
+from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.plan import RunPlan
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.held import (
@@ -20,7 +21,6 @@ from titan_dit.planner.held import (
     Sharding,
     sharded_moments,
     single_moments,
-    unit_sizes,
 )
 from titan_dit.planner.held_pipeline import (
     InFlight,
