@@ -63,23 +63,25 @@ def remat(mode):
 
 
 SHORT = {
+    "recomputed": (GPT, 4, remat("full") | parallel(blocks_per_fsdp_unit=1, prefetch=1)),
+    "tp": (GPT, 4, parallel(tp=2)),
+    "1f1b": (DIT, 2, pipeline(2, "1f1b")),
+    "zero bubble": (GPT, 2, pipeline(2, "zbv_zero_bubble")),
+}
+LONG = {
     "one rank": (DIT, 1, {}),
     "fsdp": (DIT, 4, {}),
     "muon": (DIT, 4, {"optimizer": {"name": "muon"}} | remat("full")),
     "hsdp, kept": (GPT, 4, parallel(dp_replicate=2, reshard_after_forward="never")),
-    "recomputed": (GPT, 4, remat("full") | parallel(blocks_per_fsdp_unit=1, prefetch=1)),
-    "tp": (GPT, 4, parallel(tp=2)),
     "tp, whole tokens": (DIT, 2, parallel(tp=2, sequence_parallel=False)),
     "ring": (GPT, 2, parallel(cp=2) | remat("selective")),
-    "1f1b": (DIT, 2, pipeline(2, "1f1b")),
     "interleaved": (GPT, 4, pipeline(2, "interleaved_1f1b", 2)),
-    "zero bubble": (GPT, 2, pipeline(2, "zbv_zero_bubble")),
 }
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
 def test_the_composed_peak_is_that_of_a_whole_step(compare, name):
-    model, world, sections = SHORT[name]
+    model, world, sections = (SHORT | LONG)[name]
     found = compare(tables(model, **sections), world)
     assert abs(found.error) < 0.03, found
     assert max(map(abs, found.errors)) < 0.03, found
