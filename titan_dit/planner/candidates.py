@@ -33,8 +33,8 @@ MIN_TOKENS = 256
 """Tokens of a sample that cp leaves to a rank, at least: fewer do not fill a product."""
 MAX_TOKENS = 2**16
 """Tokens of a microbatch on a rank, at most: kernels are full long before."""
-VIRTUAL_STAGES = (2, 3, 4, 6, 8)
-"""Stages per rank of interleaved schedules that are tried; a fixed number is another one."""
+VIRTUAL_STAGES = (2, 4, 8)
+"""Stages per rank of interleaved schedules that are tried, beside the config's own."""
 MODES = ("none", "attention", "selective", "full")
 """[remat] modes; later ones compute more again."""
 RECIPE = "tensorwise"
@@ -306,7 +306,7 @@ class Space:
         names.pop("gpipe")
         for name in self._options("pipeline.schedule", names):
             several = schedule_of(name).interleaved
-            free = VIRTUAL_STAGES if several else (1,)
+            free = sorted({*VIRTUAL_STAGES, max(2, own.virtual_stages)}) if several else (1,)
             for virtual in self._options("pipeline.virtual_stages", free):
                 yield name, virtual
 

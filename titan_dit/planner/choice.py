@@ -19,9 +19,8 @@ from titan_dit.planner.search import (
     Outcome,
     one_line,
     preferred,
-    with_exact_counts,
 )
-from titan_dit.planner.weighing import CountsOf, Model
+from titan_dit.planner.weighing import CountsOf, Model, fullest
 
 NEAREST = 64
 """Where nothing fits, up to so many times the GPUs are tried."""
@@ -103,6 +102,14 @@ def choose(
 def by_time(rows: Sequence[Layout]) -> list[Layout]:
     """The fastest first."""
     return sorted(rows, key=lambda row: row.estimate.seconds)
+
+
+def with_exact_counts(layout: Layout, model: Model, counts: CountsOf, device: Device) -> Layout:
+    """The layout with the estimate and memory of counts that were not derived."""
+    exact = counts(layout.plan)
+    held, needed, rank = fullest(model, layout.plan, exact, device)
+    estimate = model.estimate(layout.plan, exact, device)
+    return replace(layout, estimate=estimate, held=held, needed=needed, rank=rank)
 
 
 def rehearsed(layout: Layout, model: Model, peak_of: PeakOf, device: Device) -> tuple[Layout, str]:

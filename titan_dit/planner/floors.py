@@ -161,6 +161,9 @@ def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPl
         count = model.global_batch_size / (data * fine.microbatch_size)
         v_shaped = schedule_of(fine.schedule).v_shaped
         flights = 1.0 if v_shaped else min(fine.pp, count)
+        if shared and count > fine.pp and not v_shaped:
+            # After its first backward the rank has the gradients of all its weights, unreduced.
+            held += model.dtype.itemsize * elements
     share = coarse.tp * coarse.cp / (fine.tp * fine.cp)
     return held + flights * layers * counts.block.kept * share
 

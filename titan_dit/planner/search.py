@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titan_dit.config.section import UserError
@@ -30,7 +30,7 @@ from titan_dit.planner.floors import (
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.memory import Needed
 from titan_dit.planner.step import Estimate
-from titan_dit.planner.weighing import CountsOf, Held, Model, fullest
+from titan_dit.planner.weighing import Held, Model, fullest
 from titan_dit.planner.work import Counts
 from titan_dit.system.progress import ProgressLine
 
@@ -115,6 +115,8 @@ class Search:
         self.fitting: set[Candidate] = set()
         self.known: dict[Bucket, Counts | None] = {}
         self.busy: dict[tuple[Bucket, int], Busy | None] = {}
+        self.fits: dict[Candidate, bool] = {}
+        """Candidates with microbatches of one sample."""
         self.queue: list[Item] = []
         self.top = 0
         self.plain: float | None = None
@@ -191,6 +193,9 @@ class Search:
                 self.tally.too_large += 1
                 return
         elif level == len(coarser):
+            if not self._fits_with_one_sample(candidate):
+                self.tally.too_large += 1
+                return
             bound = self._bound(candidate, self._counts(candidate))
         else:
             self._decide(candidate)
@@ -224,6 +229,22 @@ class Search:
             return False
         least = least_bytes(counts, coarse, candidate, self.space.base)
         return least > GIB * self.device.memory_gib
+
+    def _fits_with_one_sample(self, candidate: Candidate) -> bool:
+        """False if not even microbatches of one sample fit: asked once for all sizes."""
+        least = candidate._replace(microbatch_size=1)
+        share = self.batch // (candidate.dp_replicate * candidate.dp_shard)
+        # A single microbatch accumulates no gradients: it may fit where smaller ones do not.
+        is_single = candidate.microbatch_size == share
+        if least == candidate or is_single or "training.microbatch_size" in self.space.fixed:
+            return True
+        if least not in self.fits:
+            counts = self._counts(least)
+            if counts is None:
+                return True
+            _, needed, _ = fullest(self.model, self.space.plan(least), counts, self.device)
+            self.fits[least] = memory_of.fits(needed, self.device)
+        return self.fits[least]
 
     def _bound(self, candidate: Candidate, counts: Counts | None) -> float | None:
         """`step.bound` by these counts."""
@@ -321,14 +342,6 @@ def preferred(rows: Sequence[Layout], error: float) -> list[Layout]:
     alike.sort(key=rank)
     rest = [row for row in rows if row not in alike]
     return alike + sorted(rest, key=lambda row: row.estimate.seconds)
-
-
-def with_exact_counts(layout: Layout, model: Model, counts: CountsOf, device: Device) -> Layout:
-    """The layout with the estimate and memory of counts that were not derived."""
-    exact = counts(layout.plan)
-    held, needed, rank = fullest(model, layout.plan, exact, device)
-    estimate = model.estimate(layout.plan, exact, device)
-    return replace(layout, estimate=estimate, held=held, needed=needed, rank=rank)
 
 
 def one_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from titan_dit.planner.work import Counts
 
 CountsOf = Callable[[RunPlan], Counts]
 Held = Mapping[StorageKind, float]
-ROUNDS = 4
+ROUNDS = 3
 """Rounds of `pp` microbatches after which no schedule but gpipe has more in flight."""
 
 
