@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_dit.config.job import JobConfig
 from titan_dit.data.base import Field
@@ -27,6 +26,7 @@ from titan_dit.dry_run.pipeline import growth_of, microbatches_to_run
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
+from titan_dit.planner.rehearsal import fake_tensors
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def peak_of(plan: RunPlan, parts: Parts, rank: int) -> Peak:
     count = own.num_microbatches
     fewer, enough = microbatches_to_run(own, count)
     growth = growth_of(plan, enough, count)[rank]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_tensors()
     first = rank * (own.world_size // own.sizes.pp)
     with fake_world(first, own.world_size), chunks_of_a_device():
         mesh = Mesh(own.sizes, "cpu")
