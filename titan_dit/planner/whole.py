@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-
 from titan_dit.config.job import JobConfig
 from titan_dit.data.base import Field
 from titan_dit.dry_run.command import of_data
