@@ -23,7 +23,7 @@ from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import Peak
 from titan_dit.observe import console
 from titan_dit.plan import RunPlan, resolve
-from titan_dit.planner import hardware, report, whole
+from titan_dit.planner import hardware, links, report, whole
 from titan_dit.planner.candidates import KEYS, Space, alone
 from titan_dit.planner.choice import Choice, choose
 from titan_dit.planner.counts import Rehearsals
@@ -77,7 +77,7 @@ def check_options(options: Options) -> None:
 def check_gpus(gpus: int, device: Device) -> None:
     """Refuse GPUs that leave a node partly used, unless they are in a single node."""
     node = device.gpus_per_node
-    if gpus > node and gpus % node:
+    if not links.fills_nodes(gpus, device):
         below = gpus // node * node
         raise UserError(
             f"--gpus {gpus}: {device.name} has {node} GPUs a node, and {gpus} fill "

@@ -8,7 +8,7 @@ a kernel of forward is computed again there, if that moves less than to write an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titan_dit.planner.oplog import Access, Operator
@@ -208,8 +208,3 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-
-
-def read_by(operators: Iterable[Operator]) -> set[int]:
-    """Storages that operators read."""
-    return {access.storage for operator in operators for access in operator.reads}

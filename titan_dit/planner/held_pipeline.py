@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from titan_dit.execution.planned import AHEAD
 from titan_dit.planner.held import Moment, Sharding
 from titan_dit.planner.work import Counts, Part
 from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.messages import inputs_of
 from titan_dit.schedules.placement import pipeline_order
-
-AHEAD = 2
-"""Receives posted before their action: `execution.planned.AHEAD`."""
-
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
 """Of a gradient in the format of its product; in float8 it is kept in bf16."""
