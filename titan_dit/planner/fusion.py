@@ -107,7 +107,7 @@ def compute_again(forward: Sequence[Kernel], backward: Sequence[Kernel], barred:
     """Let backward's kernels read what forward's read, in place of what forward's made."""
     for kernel in forward:
         read = {a.storage for other in forward if other is not kernel for a in other.reads}
-        for access in {access for o in kernel.operators for access in o.writes}:
+        for access in dict.fromkeys(access for o in kernel.operators for access in o.writes):
             storage = access.storage
             users = [u for u in backward if any(a.storage == storage for a in u.reads)]
             if not users or storage in barred or storage in read or storage in kernel.dropped:
@@ -131,7 +131,11 @@ class Graph:
         """By node: those that must run before."""
         self.below = [0] * (2 * count)
         self.members = [1 << number for number in range(2 * count)]
-        """By node: the nodes of its kernel."""
+        """By first node of a kernel: the nodes of the kernel."""
+        self.joined = [*range(2 * count)]
+        """By node: one of its kernel, at the end the first."""
+        self.firsts = (1 << 2 * count) - 1
+        """First nodes of kernels; the others' entries of `above` and `below` are of no use."""
         writer: dict[int, int] = {}
         readers: dict[int, list[int]] = {}
         for number, operator in enumerate(operators):
@@ -159,23 +163,29 @@ class Graph:
             for before in bits(above):
                 self.below[before] |= 1 << number
 
-    def join(self, first: int, second: int) -> bool:
+    def first(self, node: int) -> int:
+        """The first node of a node's kernel."""
+        while self.joined[node] != node:
+            node = self.joined[node]
+        return node
+
+    def join(self, one: int, two: int) -> bool:
         """Put two nodes into one kernel, unless a third one has to run between them."""
-        one, two = self.members[first], self.members[second]
-        if one & two:
+        first, second = sorted((self.first(one), self.first(two)))
+        if first == second:
             return True
-        both = one | two
+        both = self.members[first] | self.members[second]
         if ((self.below[first] & self.above[second]) | (self.below[second] & self.above[first])) & (
             ~both
         ):
             return False
         above = (self.above[first] | self.above[second]) & ~both
         below = (self.below[first] | self.below[second]) & ~both
-        for node in bits(both):
-            self.members[node], self.above[node], self.below[node] = both, above, below
-        for node in bits(above):
+        self.members[first], self.above[first], self.below[first] = both, above, below
+        self.joined[second], self.firsts = first, self.firsts & ~(1 << second)
+        for node in bits(above & self.firsts):
             self.below[node] |= below | both
-        for node in bits(below):
+        for node in bits(below & self.firsts):
             self.above[node] |= above | both
         return True
 
@@ -198,8 +208,9 @@ def kernels_of(operators: Sequence[Operator]) -> Iterator[Kernel]:
     done = 0
     for number, operator in enumerate(operators):
         if can_fuse(operator) and not done >> number & 1:
-            done |= graph.members[number]
-            yield Kernel([operators[node] for node in bits(graph.members[number])])
+            kernel = graph.members[graph.first(number)]
+            done |= kernel
+            yield Kernel([operators[node] for node in bits(kernel)])
 
 
 def bits(mask: int) -> Iterator[int]:
