@@ -1,10 +1,11 @@
-"""Counts that follow from others: of any microbatch size, any cp, and of [remat] with cp.
+"""Counts that follow from others: of any microbatch size, any cp, and of [remat] with a ring.
 
 A rehearsal takes a second, and a search asks for hundreds. Every number of a part is linear in the
 microbatch size, so two rehearsed sizes give all others. With more slices of a sample a rank does
 its share of the work of cp 2; rings and all-to-alls have laws of their own. What [remat] adds with
-cp is the slice of what it adds without. What a search ends with is rehearsed at its own size, cp
-and mode (`Derived.exact`), which checks the derived counts.
+a ring is the slice of what it adds without, and the ring again where attention runs again. What a
+search ends with is rehearsed at its own size, cp and mode (`Derived.exact`), which checks the
+derived counts.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Derived:
         return self.found[key]
 
     def _derived(self, plan: RunPlan, cp: int, size: int) -> Counts:
-        if cp > 1 and plan.remat.mode != "none":
+        # All-to-alls copy what they send: that is kept or not, as the mode says.
+        if cp > 1 and plan.remat.mode != "none" and plan.parallel.cp_method == "ring":
             silent = replace(plan, remat=replace(plan.remat, mode="none"))
             sliced_once = self.counts(alone(silent, cp, size))
             remat, none = (self.counts(alone(each, 1, size)) for each in (plan, silent))
@@ -104,14 +106,20 @@ def between(first: Counts, second: Counts, x: float) -> Counts:
 
 
 def with_remat(sliced: Counts, remat: Counts, silent: Counts, share: float) -> Counts:
-    """Counts of slices with [remat]: what `remat` has above `silent`, both of whole samples."""
+    """Counts of slices with [remat]: what `remat` has above `silent`, both of whole samples.
+
+    Where it runs attention again, it runs and sends again what cp adds to the forward, too.
+    """
 
     def part(own: Part, more: Part, less: Part) -> Part:
+        added, runs = more.backward - less.backward, sum(less.forward.attention.values())
+        share_again = sum(added.attention.values()) / runs if runs else 0.0
+        sent = of_slices(own.forward, of_share(less.forward, share)).times(share_again)
         return replace(
             own,
-            forward=own.forward + (more.forward - less.forward).times(share),
-            backward=own.backward + (more.backward - less.backward).times(share),
-            kept=own.kept + share * (more.kept - less.kept),
+            forward=own.forward + of_share(more.forward - less.forward, share),
+            backward=own.backward + replace(of_share(added, share), attention={}) + sent,
+            kept=share * more.kept + (own.kept - share * less.kept) * (1 - share_again),
             forward_peak=own.forward_peak + share * (more.forward_peak - less.forward_peak),
             backward_peak=own.backward_peak + share * (more.backward_peak - less.backward_peak),
         )
@@ -121,6 +129,23 @@ def with_remat(sliced: Counts, remat: Counts, silent: Counts, share: float) -> C
         embed=part(sliced.embed, remat.embed, silent.embed),
         block=part(sliced.block, remat.block, silent.block),
         head=part(sliced.head, remat.head, silent.head),
+    )
+
+
+def of_share(work: Work, share: float) -> Work:
+    """The work on a share of the tokens: as many calls."""
+    return replace(work.times(share), operators=work.operators, kernels=work.kernels)
+
+
+def of_slices(forward: Work, plain: Work) -> Work:
+    """What is of cp in a forward: attention, its messages, and what `plain` does not move."""
+    return Work(
+        attention=forward.attention,
+        messages={one: count for one, count in forward.messages.items() if one.axis == "cp"},
+        moved=forward.moved - plain.moved,
+        fused=forward.fused - plain.fused,
+        operators=forward.operators - plain.operators,
+        kernels=forward.kernels - plain.kernels,
     )
 
 
