@@ -11,11 +11,11 @@ from commands import ROOT
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
+from titan_dit.opening import VERSIONS
 from titan_dit.planner import calibrate as calibration
+from titan_dit.planner import measured
 from titan_dit.planner.calibrate import calibrate, known_device
 from titan_dit.planner.hardware import device_of, read
-from titan_dit.opening import VERSIONS
-from titan_dit.planner import measured
 from titan_dit.planner.measured import another_device, beside, of_gpu, of_run, outdated, warnings
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -99,6 +99,12 @@ def with_versions(monkeypatch, torch="2.13.0+cpu"):
     monkeypatch.setattr(measured, "versions_of", lambda run: {**VERSIONS, "torch": torch})
 
 
+def without_rehearsals(monkeypatch):
+    """`beside` of a step that is estimated at a second."""
+    monkeypatch.setattr(measured, "Rehearsals", lambda _: SimpleNamespace(counts=lambda plan: None))
+    monkeypatch.setattr(measured, "estimate", lambda *_: SimpleNamespace(seconds=1.0, terms={}))
+
+
 def with_mfu(run, peak_tflops=989.0):
     """As a GPU with this peak writes its rows, in bf16."""
     text = config_file.to_toml(tables()[0])
@@ -111,6 +117,7 @@ def with_mfu(run, peak_tflops=989.0):
 
 def test_a_run_was_on_a_gpu_if_it_has_mfu_and_on_a_cpu_if_its_torch_is_a_cpus(run, monkeypatch):
     with_versions(monkeypatch)
+    without_rehearsals(monkeypatch)
     on_cpu = of_run(run)
     assert (on_cpu.allocated_gib, on_cpu.device) == (None, "CPU")
     assert any("run on a CPU" in line for line in beside(run, device_of("cpu")))
@@ -188,6 +195,7 @@ def test_a_plan_stands_beside_the_metrics_of_a_run(run):
 
 def test_a_plan_beside_a_run_warns_of_an_old_calibration_and_of_another_device(run, monkeypatch):
     with_versions(monkeypatch)
+    without_rehearsals(monkeypatch)
     versions, rows = {"torch": "1.0", "titan_dit": VERSIONS["titan_dit"]}, {"one": "measured"}
     old = replace(device_of("cpu"), versions=versions, rows=rows)
     said = [line for line in beside(run, old) if line.startswith("warning")]
@@ -197,7 +205,6 @@ def test_a_plan_beside_a_run_warns_of_an_old_calibration_and_of_another_device(r
         "other errors",
         *warnings(of_run(run)),
     ]
-    monkeypatch.setattr(measured, "estimate", lambda *_: SimpleNamespace(seconds=1.0, terms={}))
     said = "\n".join(beside(run, device_of("h100")))
     assert f"warning: {run}: it was measured on CPU, not on h100" in said
 

@@ -79,7 +79,7 @@ def head(choice: Choice) -> Iterator[str]:
     yield (
         f"device  {device.name}: {device.memory_gib:g} GiB, {peak:g} TFLOP/s "
         f"{plan.precision.dtype}, {device.gpus_per_node} a node with {link}, "
-        f"{device.nics_per_node} NICs of {device.nic_gb_per_s:g} GB/s; {origin(device)}"
+        f"{plural(device.nics_per_node, 'NIC')} of {device.nic_gb_per_s:g} GB/s; {origin(device)}"
     )
     yield (
         f"search  {tally.candidates:,} layouts, {tally.bounded:,} bounded, {tally.weighed:,} "
