@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from facts_rows import Fact, case_of, thirds
+from facts_rows import Fact, case_of, inside_nodes, thirds
 
 from titan_dit.config.section import UserError
 from titan_dit.planner.calibrate import Case, coefficients, fit, predicted, with_coefficients
 from titan_dit.planner.hardware import Device
+from titan_dit.planner.report import ACROSS
 
 NEAR = 0.20
 """Errors below are counted."""
@@ -55,13 +56,15 @@ class Source:
     @property
     def flagged(self) -> set[str]:
         """Rows with tp across nodes: predicted, but neither fitted nor counted."""
-        gpus = self.device.gpus_per_node
-        return {fact.name for fact in self.facts if fact["tp"] > gpus}
+        return {fact.name for fact in self.facts} - {
+            fact.name for fact in inside_nodes(self.facts, self.device)
+        }
 
     @property
     def counted(self) -> list[Case]:
         """The rows that the figures are about."""
-        return [case for case in self.cases if case.name not in self.flagged]
+        flagged = self.flagged
+        return [case for case in self.cases if case.name not in flagged]
 
     @property
     def errors(self) -> list[float]:
@@ -79,7 +82,7 @@ def fold_of(name: str, device: Device, cases: Sequence[Case], chosen: Sequence[C
 def source_of(name: str, facts: Sequence[Fact], device: Device, only: Sequence[str] = ()) -> Source:
     """Fits on every third case, or one on the rows that `only` names."""
     cases = {fact.name: case_of(fact) for fact in facts}
-    inside = [fact for fact in facts if fact["tp"] <= device.gpus_per_node]
+    inside = inside_nodes(facts, device)
     chosen = [[fact for fact in facts if fact.name in only]] if only else thirds(inside)
     folds, refused = [], {}
     for number, part in enumerate(chosen, 1):
@@ -94,17 +97,18 @@ def source_of(name: str, facts: Sequence[Fact], device: Device, only: Sequence[s
 
 def rows_table(source: Source) -> list[dict[str, Any]]:
     """A line for every row: measured, and predicted by each fit."""
+    flagged = source.flagged
     return [
         {
-            "case": case.name + (" (tp across nodes)" if case.name in source.flagged else ""),
+            "case": case.name + (f" ({ACROSS})" if case.name in flagged else ""),
             "measured ms": figure(1e3 * case.seconds),
-            **{fold.name: said(fold, case) for fold in source.folds},
+            **{fold.name: prediction(fold, case) for fold in source.folds},
         }
         for case in source.cases
     ]
 
 
-def said(fold: Fold, case: Case) -> str:
+def prediction(fold: Fold, case: Case) -> str:
     """A prediction and its error; in brackets if the fit has seen the row."""
     text = f"{figure(1e3 * fold.seconds[case.name])} {fold.error(case):+.1%}"
     return f"({text})" if case.name in fold.fitted else text

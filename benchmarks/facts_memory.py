@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 from facts_fit import errors_row
 from facts_kernels import Held
-from facts_rows import Fact, plan_of, rehearsed, thirds
+from facts_rows import Fact, inside_nodes, plan_of, rehearsed, thirds
 
 from titan_dit.config.layout import RematConfig
 from titan_dit.plan import RunPlan
 from titan_dit.planner.calibrate import PRIOR, least_squares
 from titan_dit.planner.hardware import Device, Overhead
-from titan_dit.planner.memory import memory, needed
+from titan_dit.planner.memory import MIB_OF_GIB, memory, needed
+from titan_dit.planner.report import ACROSS
 from titan_dit.planner.work import Counts
-
-MIB = 2**20
-MIB_OF_GIB = 2**10
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def memory_tables(
 ) -> list[tuple[str, list[dict[str, Any]]]]:
     """(title, rows): fits on every third case, then every row."""
     rows = {fact.name: row_of(fact) for fact in facts}
-    inside = [fact for fact in facts if fact["tp"] <= device.gpus_per_node]
+    inside = inside_nodes(facts, device)
     counted = [rows[fact.name] for fact in inside]
     folds = []
     for number, part in enumerate(thirds(inside), 1):
@@ -134,12 +132,13 @@ def memory_tables(
     lines.append({**dict.fromkeys(lines[0], ""), "fit on": "all thirds", **errors_row(held_out)})
     each = [
         {
-            "case": row.fact.name + ("" if row in counted else " (tp across nodes)"),
+            "case": row.fact.name + ("" if row in counted else f" ({ACROSS})"),
             "nvidia-smi MiB": f"{row.measured:,.0f}",
-            "not calibrated": said(row, device),
+            "not calibrated": prediction(row, device),
             **{
-                title: f"({said(row, fitted)})" if row.fact.name in chosen else said(row, fitted)
+                title: f"({text})" if row.fact.name in chosen else text
                 for title, fitted, chosen in folds
+                for text in [prediction(row, fitted)]
             },
         }
         for row in rows.values()
@@ -152,7 +151,7 @@ def errors_of(rows: Sequence[Row], device: Device) -> list[float]:
     return [row.total(device) / row.measured - 1 for row in rows]
 
 
-def said(row: Row, device: Device) -> str:
+def prediction(row: Row, device: Device) -> str:
     """MiB and error."""
     total = row.total(device)
     return f"{total:,.0f} {total / row.measured - 1:+.1%}"

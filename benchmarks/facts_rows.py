@@ -19,6 +19,8 @@ from titan_dit.config.section import UserError
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.calibrate import Case
 from titan_dit.planner.counts import Rehearsals
+from titan_dit.planner.hardware import Device
+from titan_dit.planner.weighing import tp_crosses_nodes
 from titan_dit.planner.work import Counts
 
 FACTS = Path(__file__).resolve().parent / "facts"
@@ -156,6 +158,11 @@ def config_of(tables: Mapping[str, Any]) -> JobConfig:
 def plan_of(fact: Fact) -> RunPlan:
     """The plan that describes a row."""
     return resolve(config_of(fact.tables), fact["gpus"])
+
+
+def inside_nodes(facts: Sequence[Fact], device: Device) -> list[Fact]:
+    """The rows whose tp groups stay inside a node; others are neither fitted nor counted."""
+    return [fact for fact in facts if not tp_crosses_nodes(plan_of(fact).sizes, device)]
 
 
 REHEARSALS: dict[str, Rehearsals] = {}

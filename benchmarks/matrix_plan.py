@@ -11,6 +11,8 @@ from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner import memory, step
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, device_of
+from titan_dit.planner.report import ACROSS
+from titan_dit.planner.weighing import tp_crosses_nodes
 from titan_dit.planner.work import Counts
 from titan_dit.system.progress import ProgressLine
 
@@ -38,10 +40,12 @@ def plan_row(row: Row, plan: RunPlan, counts: Counts, device: Device) -> dict[st
     largest = max(needs, key=lambda needed: needed.total)
     shares = sorted(estimate.terms.items(), key=lambda term: -term[1])
     terms = ", ".join(f"{term} {share / estimate.seconds:.0%}" for term, share in shares[:3])
+    across = f" ({ACROSS})" if tp_crosses_nodes(plan.sizes, device) else ""
     return {
         "case": row.case,
         "layout": row.layout,
-        "planned ms": f"{1e3 * estimate.seconds:.0f}",
+        # Such predictions are the least certain.
+        "planned ms": f"{1e3 * estimate.seconds:.0f}" + across,
         "mostly": terms,
         "allocated GiB": f"{largest.allocated:.2f}",
         "in total GiB": f"{largest.total:.2f}",

@@ -103,7 +103,7 @@ def test_keys_and_fixes_are_the_same(config):
 BAD = {
     "--gpus 12 --device h100": "--gpus 12: h100 has 8 GPUs a node.* --gpus 8 or --gpus 16",
     "--gpus 8 --device x100": "unknown device.*h100.*v100_16",
-    "--gpus 8": "--device, one of a100_40",
+    "--gpus 8": "--device NAME, one of a100_40",
     "--device h100": "plan needs --gpus",
     "--gpus 8 --device h100 --fix parallel.tq=4": r"\[parallel\] tq: unknown key",
     "--gpus 8 --device h100 --fix tp": "write section.key=value",
@@ -115,6 +115,16 @@ BAD = {
     "--gpus 8 --device h100 --write best.json": r"name a .toml",
     "--calibrate gpu.json": "--out FILE.toml",
     "--run nowhere": "--run needs --device",
+    "--run nowhere --device h100": "--run nowhere: no config.toml",
+    "--run nowhere --device h100 --gpus 8": "--gpus has no effect with --run, which reads --device",
+    "--run nowhere --device h100 --top 3": "--top has no effect with --run",
+    "--run nowhere --device h100 --out plan.json": "--out has no effect with --run",
+    "--run nowhere --device h100 --fix parallel.tp=4": "--fix has no effect with --run",
+    "--run nowhere --device h100 --parallel.tp 4": "--parallel.tp has no effect with --run",
+    "--calibrate gpu.json --out a.toml --write b.toml": "--write has no effect with --calibrate",
+    "--calibrate gpu.json --out a.toml --config c.toml": "--config has no effect with --calibrate",
+    "--calibrate gpu.json --out a.toml --run here": "--run has no effect with --calibrate",
+    "--calibrate gpu.json --out a.toml": "--calibrate gpu.json: no such file",
 }
 
 
@@ -137,13 +147,6 @@ def test_a_node_without_links_takes_one_node(tmp_path, config, run):
     hardware.write(plan.replace(alone, nics_per_node=0, nic_gb_per_s=0.0), file)
     with pytest.raises(UserError, match=r"no link between nodes. Give at most --gpus 8"):
         run("--config", config, "--gpus", 16, "--device", file)
-
-
-def test_a_calibration_of_another_version_is_warned_about():
-    device = plan.replace(hardware.device_of("h100"), versions={"torch": "1.0", "driver": "5"})
-    [line] = plan.warnings(device)
-    assert "calibrated with torch 1.0" in line
-    assert plan.warnings(hardware.device_of("h100")) == []
 
 
 def test_nothing_that_fits_names_what_would(tmp_path, config, run):

@@ -119,6 +119,28 @@ def test_each_row_is_left_out_with_its_twins():
     assert abs(expected) > 0.2
 
 
+def test_a_row_whose_others_need_an_efficiency_above_one_is_unknown_and_the_file_says_so():
+    # Alone, "large" needs products of 1.2; with the slow ones the fit is below 1.
+    fast = case("large", true={**TRUE, "products": 1.2})
+    slow = [replace(case("large"), name=name) for name in ("slow", "slower")]
+    rows = [fast, *(replace(one, seconds=1.6 * one.seconds, same="slow") for one in slow)]
+    left_out = leave_one_out(rows, H100, ["products"])
+    assert left_out["slow"] is left_out["slower"] is None
+    assert left_out["large"] > 0.5
+    found = calibrated(rows, H100, ["products"])
+    assert coefficients(found)["products"] < 1
+    assert "left out unknown: the other rows need an efficiency above 1" in found.rows["slow"]
+    assert found.sources["error"] == "median with 1 of 3 rows left out"
+    assert found.error == min(1.0, left_out["large"])
+
+
+def test_where_no_row_has_a_leave_one_out_error_the_device_keeps_its_own(monkeypatch):
+    monkeypatch.setattr(calibration, "leave_one_out", lambda cases, *_: dict.fromkeys(TERMS))
+    found = calibrated(CASES, H100)
+    assert found.error == H100.error
+    assert found.sources["error"] == H100.sources["error"]
+
+
 def test_a_calibrated_device_records_rows_versions_and_error_and_is_read_back(tmp_path):
     found = calibrated(CASES, H100, versions={"torch": "2.13"})
     write(found, tmp_path / "mine.toml")

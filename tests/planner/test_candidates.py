@@ -139,6 +139,13 @@ def test_tp_stays_inside_a_node_unless_it_is_fixed():
     assert max(one.tp for one in Space(tiny(), 4, small)) == 2
     across = Space(tiny(parallel={"tp": 4}), 4, small, ["parallel.tp"])
     assert {one.tp for one in across} == {4}
+    # Two nodes of 6: the second of three groups of 4 has ranks on both.
+    odd = easy(gpus_per_node=6, inner_gb_per_s={2: 50.0})
+    model = {"heads": 4, "hidden": 64}
+    assert {one.tp for one in Space(tiny(model=model), 12, odd)} == {1, 2}
+    fixed = Space(tiny(model=model, parallel={"tp": 4}), 12, odd, ["parallel.tp"])
+    assert {one.tp for one in fixed} == {4}
+    assert {one.tp for one in Space(tiny(model=model), 4, odd)} == {1, 2, 4}
 
 
 def test_keys_of_another_layout_are_dropped():

@@ -2,17 +2,21 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import ROOT
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
+from titan_dit.opening import VERSIONS
 from titan_dit.planner import calibrate as calibration
+from titan_dit.planner import measured
 from titan_dit.planner.calibrate import calibrate, known_device
 from titan_dit.planner.hardware import device_of, read
-from titan_dit.planner.measured import VERSIONS, beside, of_gpu, of_run, warnings
+from titan_dit.planner.measured import another_device, beside, of_gpu, of_run, outdated, warnings
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_configs import CONTENDERS, tables_of
@@ -85,9 +89,45 @@ def test_a_run_is_the_median_after_the_first_row_without_waiting_and_its_ranks(r
     assert found.step_ms == 50.0
     assert found.plan.world_size == 2
     assert found.plan.sizes.dp_shard == 2
-    # peak_gib of a CPU is the process's.
-    assert found.allocated_gib is None
+    # Without mfu peak_gib may be the process's, of a CPU.
+    assert (found.allocated_gib, found.device, found.peak_tflops) == (None, "", None)
     assert found.samples_per_s == pytest.approx(128 / 0.05)
+
+
+def with_versions(monkeypatch, torch="2.13.0+cpu"):
+    """As if the run had a checkpoint; a CPU's build of torch has such a version."""
+    monkeypatch.setattr(measured, "versions_of", lambda run: {**VERSIONS, "torch": torch})
+
+
+def without_rehearsals(monkeypatch):
+    """`beside` of a step that is estimated at a second."""
+    monkeypatch.setattr(measured, "Rehearsals", lambda _: SimpleNamespace(counts=lambda plan: None))
+    monkeypatch.setattr(measured, "estimate", lambda *_: SimpleNamespace(seconds=1.0, terms={}))
+
+
+def with_mfu(run, peak_tflops=989.0):
+    """As a GPU with this peak writes its rows, in bf16."""
+    text = config_file.to_toml(tables()[0])
+    assert 'dtype = "fp32"' in text
+    (run / "config.toml").write_text(text.replace('dtype = "fp32"', 'dtype = "bf16"'))
+    rows = [row(step, 50.0) for step in (1, 5)]
+    rows = [one | {"mfu": one["tflops_per_gpu"] / peak_tflops} for one in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def test_a_run_was_on_a_gpu_if_it_has_mfu_and_on_a_cpu_if_its_torch_is_a_cpus(run, monkeypatch):
+    with_versions(monkeypatch)
+    without_rehearsals(monkeypatch)
+    on_cpu = of_run(run)
+    assert (on_cpu.allocated_gib, on_cpu.device) == (None, "CPU")
+    assert any("run on a CPU" in line for line in beside(run, device_of("cpu")))
+    with_versions(monkeypatch, "2.13.0+cu130")
+    assert of_run(run).device == ""
+    assert any("without mfu" in line for line in beside(run, device_of("cpu")))
+    with_mfu(run)
+    on_gpu = of_run(run)
+    assert (on_gpu.allocated_gib, on_gpu.device) == (0.3, "")
+    assert on_gpu.peak_tflops == pytest.approx(989.0)
 
 
 def test_a_run_without_metrics_is_an_error_of_one_line(run):
@@ -133,6 +173,7 @@ def test_torchs_name_of_a_device_finds_its_file():
         "CPU, 2 cores of AMD EPYC": "cpu",
     }
     assert {text: known_device(["", text]).name for text in found} == found
+    assert known_device(["CPU"]).name == "cpu"
     with pytest.raises(UserError, match="no device of the package"):
         known_device(["RTX 4090"])
     with pytest.raises(UserError, match="runs do not log their device"):
@@ -142,20 +183,84 @@ def test_torchs_name_of_a_device_finds_its_file():
 def test_a_plan_stands_beside_the_metrics_of_a_run(run):
     lines = beside(run, device_of("cpu"))
     assert "2 ranks, dp_shard 2" in lines[0]
+    assert not any(line.startswith("warning") for line in lines)
     ms, samples = (line.split() for line in lines[2:4])
     assert float(ms[4]) == 50.0
     error = float(ms[2]) / 50.0 - 1
     assert float(ms[-1].rstrip("%")) == pytest.approx(100 * error, abs=2)
     assert float(samples[2]) == pytest.approx(128 / float(ms[2]) * 1e3, rel=0.01)
-    assert "not a GPU's" in lines[4]
+    assert "not compared" in lines[4]
     assert "products" in lines[-1]
+
+
+def test_a_plan_beside_a_run_warns_of_an_old_calibration_and_of_another_device(run, monkeypatch):
+    with_versions(monkeypatch)
+    without_rehearsals(monkeypatch)
+    versions, rows = {"torch": "1.0", "titan_dit": VERSIONS["titan_dit"]}, {"one": "measured"}
+    old = replace(device_of("cpu"), versions=versions, rows=rows)
+    said = [line for line in beside(run, old) if line.startswith("warning")]
+    torch = VERSIONS["torch"]
+    assert said == [
+        f"warning: cpu was calibrated with torch 1.0, this is {torch}: calibrate again, or expect "
+        "other errors",
+        *warnings(of_run(run)),
+    ]
+    said = "\n".join(beside(run, device_of("h100")))
+    assert f"warning: {run}: it was measured on CPU, not on h100" in said
+
+
+def test_a_calibrated_device_is_one_with_rows_whatever_it_says_of_versions():
+    device = device_of("h100")
+    assert list(outdated(replace(device, versions={"torch": "1.0"}))) == []
+    lines = list(outdated(replace(device, rows={"one": "measured"})))
+    assert [line.split()[4:7] for line in lines] == [
+        ["with", "titan_dit", "(unknown),"], ["with", "torch", "(unknown),"],
+    ]  # fmt: skip
+
+
+def test_steps_of_several_devices_are_not_fitted_together(run, gpu_json, tmp_path, monkeypatch):
+    out = tmp_path / "mine.toml"
+
+    def refused(match, device=None):
+        with pytest.raises(UserError, match=match) as error:
+            calibrate(gpu_json, [run], out, device)
+        assert "\n" not in str(error.value)
+
+    with_versions(monkeypatch)
+    refused(rf"--calibrate {run}: it was measured on CPU, not on h100")
+    refused("--calibrate ours, toy.*measured on NVIDIA H100.*not on a100_80", device_of("a100_80"))
+    with_mfu(run, 312.0)
+    refused(r"312 TFLOP/s in bf16, but h100 has 989")
+    assert not out.exists()
+    with_mfu(run)
+    assert another_device(of_run(run), device_of("h100")) is None
+    # A file of the user's own may be of any device; its peaks decide.
+    own = replace(device_of("h100"), name="ours")
+    assert another_device(of_gpu(gpu_json)[0], own) is None
+    with_mfu(run, 500.0)
+    assert "989" in another_device(of_run(run), own)
+
+
+def test_steps_of_several_versions_are_warned_about_and_all_stand_in_the_file(
+    run, gpu_json, tmp_path, monkeypatch
+):
+    with_versions(monkeypatch, "2.13.0+cu130")
+    with_mfu(run)
+    found = [*of_gpu(gpu_json), of_run(run)]
+    assert list(calibration.mixed_versions(found)) == [
+        "warning: the steps were measured with torch 2.12.0, 2.13.0+cu130: expect a larger error"
+    ]
+    assert calibration.all_versions(found)["torch"] == "2.12.0, 2.13.0+cu130"
+    [unknown] = calibration.mixed_versions([replace(found[1], versions={})])
+    assert "does not say its titan_dit and torch" in unknown
 
 
 def test_calibration_writes_a_device_that_fits_its_rows(run, tmp_path):
     out, metrics = tmp_path / "mine.toml", run / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(row(step, 150.0)) + "\n" for step in (1, 2)))
     lines = calibrate(None, [run], out, device_of("cpu"))
-    assert lines[0] == "calibrated on 1 steps, from cpu"
+    assert "does not say its titan_dit and torch" in lines[0]
+    assert lines[1] == "calibrated on 1 steps, from cpu"
     assert lines[-1] == f"wrote {out}: plan with --device {out}"
     [case] = calibration.cases_of([of_run(run)])
     before, after = (abs(calibration.errors([case], d)[0]) for d in (device_of("cpu"), read(out)))

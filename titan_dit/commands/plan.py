@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
-import torch
-
-from titan_dit import __version__
 from titan_dit.checks import validate
 from titan_dit.checks.optimizer import check_optimizer
 from titan_dit.checks.parts import validate_parts
@@ -29,6 +26,7 @@ from titan_dit.planner.choice import Choice, choose
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.derived import Derived
 from titan_dit.planner.hardware import Device
+from titan_dit.planner.measured import beside, outdated
 from titan_dit.planner.memory import memory
 from titan_dit.planner.optimizer_state import state_of
 from titan_dit.planner.runtime import OURS
@@ -36,17 +34,16 @@ from titan_dit.planner.search import Search
 from titan_dit.planner.weighing import Model
 from titan_dit.system.progress import ProgressLine
 
-VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
-
 
 def main(options: Options, keys: Sequence[str]) -> None:
     """Plan, set a plan beside a run, or calibrate."""
     if options.calibrate or options.run:
+        check_unused(options, keys)
         measured(options)
         return
     check_options(options)
     device = hardware.device_of(options.device)
-    for line in warnings(device):
+    for line in outdated(device):
         console.say(line)
     check_gpus(options.gpus, device)
     config, fixed = config_of(options, keys)
@@ -61,14 +58,34 @@ def main(options: Options, keys: Sequence[str]) -> None:
         console.say(written(options.write, config_file.to_toml(config_file.to_tables(best))))
 
 
+def check_unused(options: Options, keys: Sequence[str]) -> None:
+    """Refuse flags of the search beside --run or --calibrate, which would have no effect."""
+    flag, used = "--run", ["run", "device"]
+    if options.calibrate:
+        flag, used = "--calibrate", ["calibrate", "device", "out"]
+    given = [f.name for f in fields(options) if getattr(options, f.name) != f.default]
+    unused = [f"--{name}" for name in given if name not in used] + list(keys[:1])
+    if unused:
+        others = " and ".join(f"--{name}" for name in used[1:])
+        raise UserError(
+            f"{unused[0]} has no effect with {flag}, which reads {others} alone. Leave out one of "
+            "the two."
+        )
+
+
 def check_options(options: Options) -> None:
     """Refuse a plan without a config, a number of GPUs or a device, and files of another kind."""
     if not options.config:
-        raise UserError("plan needs --config FILE, such as --config dit_7b.toml.")
+        raise UserError(
+            "plan needs --config FILE, such as --config dit_7b.toml; or --run RUN, or --calibrate "
+            "gpu.json RUN ..."
+        )
     if not options.gpus:
         raise UserError("plan needs --gpus NUMBER, such as --gpus 64.")
     if not options.device:
-        raise UserError(f"plan needs --device, one of {', '.join(hardware.names())}, or a file.")
+        raise UserError(
+            f"plan needs --device NAME, one of {', '.join(hardware.names())}, or a .toml file."
+        )
     for flag, path, suffix in (("out", options.out, ".json"), ("write", options.write, ".toml")):
         if path and Path(path).suffix != suffix:
             raise UserError(f"--{flag} {path}: name a {suffix} file.")
@@ -89,16 +106,6 @@ def check_gpus(gpus: int, device: Device) -> None:
             f"at most --gpus {node}, or a file with nics_per_node, nic_gb_per_s and "
             "node_latency_us."
         )
-
-
-def warnings(device: Device) -> list[str]:
-    """A line for every version of a calibration that is another one now."""
-    return [
-        f"warning: {device.name} was calibrated with {name} {device.versions[name]}, this is "
-        f"{now}: calibrate again, or expect other errors"
-        for name, now in VERSIONS.items()
-        if device.versions.get(name, now) != now
-    ]
 
 
 def config_of(options: Options, keys: Sequence[str]) -> tuple[JobConfig, list[str]]:
@@ -173,8 +180,6 @@ def measured(options: Options) -> None:
             )
         lines = calibrate(files[0] if files else None, runs, Path(options.out), device)
     else:
-        from titan_dit.planner.measured import beside
-
         if device is None:
             raise UserError(f"--run needs --device, one of {', '.join(hardware.names())}.")
         lines = beside(Path(options.run or ""), device)

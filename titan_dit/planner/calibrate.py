@@ -16,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_dit.config.section import UserError
+from titan_dit.opening import VERSIONS
 from titan_dit.plan import RunPlan
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, Overhead, device_of, names, write
-from titan_dit.planner.measured import Measured, of_gpu, of_run, warnings
+from titan_dit.planner.measured import (
+    Measured,
+    another_device,
+    device_named,
+    of_gpu,
+    of_run,
+    warnings,
+)
 from titan_dit.planner.runtime import OURS, Runtime
 from titan_dit.planner.step import estimate
 from titan_dit.planner.work import Counts
@@ -40,6 +48,10 @@ MEANS = {
     "inner": "collectives inside a node faster than inner_gb_per_s",
     "node": "collectives between nodes faster than the node's NICs",
 }
+
+
+class ImplausibleFitError(UserError):
+    """The rows need an efficiency above 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +97,8 @@ def fit(
 ) -> Device:
     """The device with the coefficients `keys` that fit the cases best.
 
-    Raises UserError if an efficiency would have to be above 1: then a row, or a number of the
-    device, is not what it is taken for.
+    Raises ImplausibleFitError if an efficiency would have to be above 1: then a row, or a number
+    of the device, is not what it is taken for.
     """
     if not cases:
         raise UserError("--calibrate: no row to calibrate on. Give a JSON of gpu.py, or runs.")
@@ -111,12 +123,12 @@ def fit(
 def refuse_above_one(
     values: Mapping[str, float], cases: Sequence[Case], slopes: Vector, device: Device
 ) -> None:
-    """Raise UserError if an efficiency is above 1, with the rows that depend on it most."""
+    """Raise an error if an efficiency is above 1, with the rows that depend on it most."""
     for column, (key, value) in enumerate(values.items()):
         if key in EFFICIENCIES and value > 1:
             order = np.argsort(-np.abs(slopes[: len(cases), column]))
             rows = ", ".join(cases[row].name for row in order[:3])
-            raise UserError(
+            raise ImplausibleFitError(
                 f"--calibrate: the rows need {key} = {value:.2f}, above 1: {MEANS[key]}. Of all "
                 f"rows {rows} decide it. Check that they ran on {device.name}, that its file has "
                 "the right peaks and links, and that their layout is the one that was timed."
@@ -156,16 +168,21 @@ def slopes_of(misfit: Callable[[Vector], Vector], x: Vector, now: Vector) -> Vec
 
 def leave_one_out(
     cases: Sequence[Case], device: Device, keys: Sequence[str] = COEFFICIENTS
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Each case's error by a fit of all others, by name; cases that are the same go together.
 
-    A single case has none but itself: its error is that of the device as it was.
+    A single case has none but itself: its error is that of the device as it was. None if the others
+    need an efficiency above 1.
     """
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for same in dict.fromkeys(case.same or case.name for case in cases):
         out = [case for case in cases if (case.same or case.name) == same]
         rest = [case for case in cases if case not in out]
-        fitted = fit(rest, device, keys) if rest else device
+        try:
+            fitted = fit(rest, device, keys) if rest else device
+        except ImplausibleFitError:
+            found |= {case.name: None for case in out}
+            continue
         found |= {case.name: error for case, error in zip(out, errors(out, fitted), strict=True)}
     return found
 
@@ -176,12 +193,16 @@ def calibrated(
     keys: Sequence[str] = COEFFICIENTS,
     versions: Mapping[str, str] | None = None,
 ) -> Device:
-    """`fit`, with its rows, versions and the median leave-one-out error, as a device file has."""
+    """`fit`, with its rows, versions and the median leave-one-out error, as a device file has.
+
+    Where no row has a leave-one-out error, the device keeps its own.
+    """
     fitted, left_out = fit(cases, device, keys), leave_one_out(cases, device, keys)
+    known = [abs(error) for error in left_out.values() if error is not None]
     rows = {
         case.name: (
             f"measured {1e3 * case.seconds:.4g} ms, fitted {1e3 * predicted(case, fitted):.4g} ms, "
-            f"left out {left_out[case.name]:+.1%}"
+            f"left out {as_text(left_out[case.name])}"
         )
         for case in cases
     }
@@ -191,13 +212,22 @@ def calibrated(
         for key in now
         if now[key] != before[key]
     }
-    error = statistics.median(map(abs, left_out.values()))
+    if known:
+        of = "each row" if len(known) == len(left_out) else f"{len(known)} of {len(left_out)} rows"
+        sources["error"] = f"median with {of} left out"
     return replace(
         fitted,
-        error=min(1.0, error),
-        sources={**device.sources, **sources, "error": "median with each row left out"},
+        error=min(1.0, statistics.median(known)) if known else device.error,
+        sources={**device.sources, **sources},
         versions=dict(versions or {}),
         rows=rows,
+    )
+
+
+def as_text(error: float | None) -> str:
+    """A leave-one-out error."""
+    return (
+        "unknown: the other rows need an efficiency above 1" if error is None else f"{error:+.1%}"
     )
 
 
@@ -207,23 +237,53 @@ def calibrate(
     """Fit a device to what was measured and write its file; returns console lines.
 
     `gpu_json` is of benchmarks/gpu.py, `runs` are run directories, `device` the one to start from;
-    without it the one that `gpu_json` names. Raises UserError.
+    without it the one that `gpu_json` names. Raises UserError, also if one of them was measured on
+    another device.
     """
-    found = [*(of_gpu(gpu_json) if gpu_json else ()), *map(of_run, runs)]
+    found = [*(of_gpu(gpu_json) if gpu_json else ())]
+    found += [of_run(run, "--calibrate") for run in runs]
     start = device or known_device([one.device for one in found])
+    for one in found:
+        if other := another_device(one, start):
+            raise UserError(
+                f"--calibrate {one.name}: {other}. Calibrate each device on steps of its own, or "
+                "give --device the file of theirs."
+            )
     cases = cases_of(found)
-    versions = {name: text for one in found for name, text in one.versions.items()}
-    fitted = calibrated(cases, start, versions=versions)
+    fitted = calibrated(cases, start, versions=all_versions(found))
     fitted = replace(fitted, name=out.stem, overhead=allocator_of(found, fitted.overhead))
     write(fitted, out)
     return [
         *(line for one in found for line in warnings(one)),
+        *mixed_versions(found),
         f"calibrated on {len(cases)} steps, from {start.name}",
         *changes(start, fitted),
         *(f"  {name}: {text}" for name, text in fitted.rows.items()),
-        f"error    {fitted.error:.1%}, the median with each row left out",
+        f"error    {fitted.error:.1%}: {fitted.sources.get('error', 'as it was')}",
         f"wrote {out}: plan with --device {out}",
     ]
+
+
+def all_versions(found: Sequence[Measured]) -> dict[str, str]:
+    """All versions that steps were measured with, by name: "2.12.0, 2.13.0" of several."""
+    every: dict[str, set[str]] = {}
+    for one in found:
+        for name, text in one.versions.items():
+            every.setdefault(name, set()).add(text)
+    return {name: ", ".join(sorted(texts)) for name, texts in every.items()}
+
+
+def mixed_versions(found: Sequence[Measured]) -> Iterator[str]:
+    """A warning for every version that is not the same, or not known, of all steps."""
+    for name, texts in all_versions(found).items():
+        if "," in texts:
+            yield f"warning: the steps were measured with {name} {texts}: expect a larger error"
+    for one in found:
+        if unknown := [name for name in VERSIONS if name not in one.versions]:
+            yield (
+                f"warning: {one.name} does not say its {' and '.join(unknown)}: a run has them in "
+                "its checkpoints"
+            )
 
 
 def cases_of(found: Sequence[Measured]) -> list[Case]:
@@ -240,15 +300,13 @@ def cases_of(found: Sequence[Measured]) -> list[Case]:
 
 
 def known_device(measured_on: Sequence[str]) -> Device:
-    """The device of the package that torch's names of devices mean. Raises UserError."""
+    """The device of the package that the first of torch's names means. Raises UserError."""
     on = next(filter(None, measured_on), "")
-    text = on.lower()
-    # "a100_80" is "NVIDIA A100-SXM4-80GB"; the longest match is an h200, not an h20.
-    matches = [name for name in names() if all(part in text for part in name.split("_"))]
-    if not matches:
+    name = device_named(on)
+    if name is None:
         what = f"{on!r} is no device of the package" if on else "runs do not log their device"
         raise UserError(f"--calibrate: {what}. Add --device, one of {', '.join(names())}.")
-    return device_of(max(matches, key=len))
+    return device_of(name)
 
 
 def allocator_of(found: Sequence[Measured], overhead: Overhead) -> Overhead:

@@ -78,8 +78,6 @@ SECTIONS = {
 }
 KEYS = tuple(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)
 """The keys that the planner chooses, in the sequence of `Candidate`."""
-
-
 PARALLEL = frozenset(f"parallel.{key}" for key in SECTIONS["parallel"])
 
 
@@ -235,6 +233,8 @@ class Space:
         spec, node = self.base.spec, self.device.gpus_per_node
         slices = max(1, spec.num_tokens // MIN_TOKENS)
         for tp in self._sizes("tp", self.gpus, min(node, spec.num_heads)):
+            if node % tp and self.gpus > node and "parallel.tp" not in self.fixed:
+                continue  # Groups would leave their node.
             for cp in self._sizes("cp", self.gpus // tp, slices):
                 for method in self._methods(cp):
                     starts = (self._start(tp, cp, method, each) for each in self._sequence(tp))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -12,14 +13,9 @@ from titan_dit.dry_run.memory import Peak
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import Space
-from titan_dit.planner.fewest import Lean, fewest, leanest
+from titan_dit.planner.fewest import Smallest, fewest, smallest
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.search import (
-    Layout,
-    Outcome,
-    one_line,
-    preferred,
-)
+from titan_dit.planner.search import Layout, Outcome, one_line, preferred
 from titan_dit.planner.weighing import CountsOf, Model, fullest
 
 NEAREST = 64
@@ -39,7 +35,7 @@ class Choice:
     runner_up: Layout | None
     """The fastest other one."""
     outcome: Outcome
-    lean: Lean | None
+    fewest: Smallest | None
     """The layout on the fewest GPUs."""
     parameters: int
     flops_per_sample: int
@@ -80,10 +76,19 @@ def choose(
                 del rows[place]
         return None
 
-    best = confirm(lambda: preferred(rows, device.error))
-    if best is None:
-        raise UserError(nothing_fits(space, model, outcome))
-    runner_up = confirm(lambda: [row for row in by_time(rows) if row is not best])
+    def first_choice() -> list[Layout]:
+        # Within the error of the fastest: its time has to be exact, and it has to fit.
+        confirm(lambda: by_time(rows))
+        return preferred(rows, device.error)
+
+    while True:
+        best = confirm(first_choice)
+        if best is None:
+            raise UserError(nothing_fits(space, model, outcome))
+        runner_up = confirm(partial(others_by_time, rows, best))
+        # Its own counts may have made the runner-up the fastest.
+        if confirm(first_choice) is best:
+            break
     with torch.device("meta"):
         network = space.base.spec.build()
     return Choice(
@@ -92,7 +97,7 @@ def choose(
         best=best,
         runner_up=runner_up,
         outcome=outcome,
-        lean=fewest(space.config, device, space.fixed, model, (1, space.gpus)),
+        fewest=fewest(space.config, device, space.fixed, model, (1, space.gpus)),
         parameters=sum(p.numel() for p in network.parameters()),
         flops_per_sample=network.flops_per_sample(space.base.spec.num_tokens),
         notes=notes,
@@ -102,6 +107,11 @@ def choose(
 def by_time(rows: Sequence[Layout]) -> list[Layout]:
     """The fastest first."""
     return sorted(rows, key=lambda row: row.estimate.seconds)
+
+
+def others_by_time(rows: Sequence[Layout], best: Layout) -> list[Layout]:
+    """All but the best."""
+    return [row for row in by_time(rows) if row is not best]
 
 
 def with_exact_counts(layout: Layout, model: Model, counts: CountsOf, device: Device) -> Layout:
@@ -144,11 +154,11 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome) -> str:
         return f"--gpus {gpus}: no layout can run this model and batch. {space.why_empty() or ''}"
     wanted = " ".join(f"--fix {key}" for key in sorted(space.fixed))
     head = f"--gpus {gpus} --device {device.name}: no layout{f' with {wanted}' * bool(wanted)} fits"
-    smallest = leanest(space.config, device, space.fixed, model, gpus)
-    if smallest:
+    least = smallest(space.config, device, space.fixed, model, gpus)
+    if least:
         head += (
-            f"; the smallest, {smallest.candidate.sizes} with [remat] mode="
-            f'"{smallest.candidate.mode}", needs {smallest.needed.total:.1f} of '
+            f"; the smallest, {least.candidate.sizes} with [remat] mode="
+            f'"{least.candidate.mode}", needs {least.needed.total:.1f} of '
             f"{device.memory_gib:.1f} GiB"
         )
     return f"{head}. {'; or '.join(ways(space, model)) or 'Take a device with more memory'}."
@@ -160,7 +170,7 @@ def ways(space: Space, model: Model) -> Iterator[str]:
     for key in ("remat.mode", "training.microbatch_size"):
         if key in space.fixed:
             free = space.fixed - {key}
-            found = leanest(config, device, free, model, gpus)
+            found = smallest(config, device, free, model, gpus)
             if found and memory_of.fits(found.needed, device):
                 value = found.candidate.mode if key == "remat.mode" else 1
                 yield f"Set --fix {key}={value}"

@@ -19,7 +19,7 @@ FREE = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
 these do not."""
 
 
-class Lean(NamedTuple):
+class Smallest(NamedTuple):
     """The layout that needs least on a number of GPUs."""
 
     gpus: int
@@ -44,23 +44,23 @@ def fewest(
     fixed: Collection[str],
     model: Model,
     gpus: tuple[int, int],
-) -> Lean | None:
+) -> Smallest | None:
     """The first number of GPUs within `gpus` (from, to) that holds the run; None if none does."""
     for count in gpu_counts(device, *gpus):
-        found = leanest(config, device, fixed, model, count)
+        found = smallest(config, device, fixed, model, count)
         if found and memory_of.fits(found.needed, device):
             return found
     return None
 
 
-def leanest(
+def smallest(
     config: JobConfig, device: Device, fixed: Collection[str], model: Model, gpus: int
-) -> Lean | None:
+) -> Smallest | None:
     """The layout that needs least on `gpus`; the first one that fits, if one does."""
-    best: Lean | None = None
+    best: Smallest | None = None
     modes = [config.remat.mode] if "remat.mode" in fixed else list(reversed(MODES))
     for mode in modes:
-        for candidate, space in lean_layouts(config, device, fixed, gpus, mode):
+        for candidate, space in small_layouts(config, device, fixed, gpus, mode):
             plan = space.plan(candidate)
             try:
                 counts = model.counts(plan)
@@ -68,17 +68,17 @@ def leanest(
                 continue
             _, needed, _ = fullest(model, plan, counts, device)
             if best is None or needed.total < best.needed.total:
-                best = Lean(gpus, candidate, needed)
+                best = Smallest(gpus, candidate, needed)
             if memory_of.fits(needed, device):
                 return best
     return best
 
 
-def lean_layouts(
+def small_layouts(
     config: JobConfig, device: Device, fixed: Collection[str], gpus: int, mode: str
 ) -> Iterator[tuple[Candidate, Space]]:
     """Layouts with one sample a microbatch and one replica, unless these are fixed."""
-    lean = {
+    values = {
         "parallel.dp_replicate": 1,
         "parallel.cp": 1,
         "parallel.reshard_after_forward": "auto",
@@ -89,7 +89,7 @@ def lean_layouts(
         "remat.mode": mode,
         "precision.float8": "off",
     }
-    for key, value in lean.items():
+    for key, value in values.items():
         if key not in fixed:
             section, _, name = key.partition(".")
             changed = replace(getattr(config, section), **{name: value})

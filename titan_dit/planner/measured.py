@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from titan_dit import __version__
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
@@ -19,16 +18,16 @@ from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe.metrics import Row, read_rows
+from titan_dit.opening import VERSIONS
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.hardware import Device
+from titan_dit.planner.hardware import Device, names
 from titan_dit.planner.memory import GIB, memory
 from titan_dit.planner.optimizer_state import state_of
 from titan_dit.planner.step import estimate
 
-VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
-"""Of this process."""
-COMPARED = ("titan_dit", "torch")
+PEAKS_DIFFER = 0.05
+"""Peaks further apart, relative, are those of different devices."""
 MEASURED = "measured"
 """`result` of a row of gpu.py that has figures."""
 KEY = ("contender", "model", "tokens", "batch")
@@ -49,7 +48,9 @@ class Measured:
     reserved_gib: float | None = None
     """Most that torch's allocator held; None if not logged."""
     device: str = ""
-    """Its name, as torch reports it; empty if not logged."""
+    """Its name, as torch reports it; "CPU" of a run; empty if not logged."""
+    peak_tflops: float | None = None
+    """Its peak in [precision] dtype, which mfu is a share of; None if not logged."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -58,30 +59,35 @@ class Measured:
         return 1e3 * self.plan.global_batch_size / self.step_ms
 
 
-def of_run(run: Path) -> Measured:
-    """The steps of a run: the median over its rows. Raises UserError without metrics."""
+def of_run(run: Path, flag: str = "--run") -> Measured:
+    """The steps of a run: the median over its rows. UserError, with `flag`, without metrics."""
     tables_file, metrics_file = run / "config.toml", run / "metrics.jsonl"
     if not tables_file.is_file():
         raise UserError(
-            f"{run}: no config.toml. Give the directory of a run, such as outputs/NAME."
+            f"{flag} {run}: no config.toml. Give the directory of a run, such as outputs/NAME."
         )
     rows = [row for row in read_rows(metrics_file) if row.get("step_ms")]
     # The first row is the first step, which compiles and warms up.
     if not rows[1:]:
         raise UserError(
-            f"{metrics_file}: {len(rows)} rows with step_ms, but the median after the first is "
-            "needed. Train more steps, or set [metrics] every lower."
+            f"{flag} {run}: metrics.jsonl has {len(rows)} rows with step_ms, but the median after "
+            "the first is needed. Train more steps, or set [metrics] every lower."
         )
     config = config_file.build(config_file.of_run(tables_file), catalog.variant)
-    is_gpu = rows[-1].get("mfu") is not None
+    last, versions = rows[-1], versions_of(run)
+    peak = last["tflops_per_gpu"] / last["mfu"] if last.get("mfu") else None
+    # Without mfu (fp32, an unknown GPU) only a CPU's build of torch says what the device is.
+    on_cpu = peak is None and versions.get("torch", "").endswith("+cpu")
     return Measured(
         name=str(run),
         config=config,
-        plan=resolve(config, ranks_of(config, rows[-1])),
+        plan=resolve(config, ranks_of(config, last)),
         step_ms=statistics.median(row["step_ms"] - row["data_wait_ms"] for row in rows[1:]),
         # On a CPU the column is the memory of the process.
-        allocated_gib=rows[-1]["peak_gib"] if is_gpu else None,
-        versions=versions_of(run),
+        allocated_gib=last["peak_gib"] if peak else None,
+        device="CPU" if on_cpu else "",
+        peak_tflops=peak,
+        versions=versions,
     )
 
 
@@ -105,15 +111,22 @@ def versions_of(run: Path) -> dict[str, str]:
 
 def of_gpu(file: Path) -> list[Measured]:
     """The steps of titan_dit that benchmarks/gpu.py measured, one for each contender and cell."""
+    if not file.is_file():
+        raise UserError(
+            f"--calibrate {file}: no such file. Write it with benchmarks/gpu.py --out FILE."
+        )
     try:
         report = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not a JSON of benchmarks/gpu.py ({error}).") from None
+        raise UserError(
+            f"--calibrate {file}: not a JSON of benchmarks/gpu.py ({error}). Write it with "
+            "benchmarks/gpu.py --out FILE."
+        ) from None
     found = list(steps_of(report)) if isinstance(report, dict) else []
     if not found:
         raise UserError(
-            f"{file}: no measured step of titan_dit that names its config. Write it with this "
-            "version's benchmarks/gpu.py --parts steps --out FILE."
+            f"--calibrate {file}: no measured step of titan_dit that names its config. Write it "
+            "with this version's benchmarks/gpu.py --parts steps --out FILE."
         )
     return found
 
@@ -148,9 +161,42 @@ def highest(rows: list[Mapping[str, Any]], column: str) -> float | None:
     return max((row[column] for row in rows if row.get(column) is not None), default=None)
 
 
+def device_named(text: str) -> str | None:
+    """The device of the package that a name means, as torch or a file has it; None without one."""
+    words = text.lower()
+    # "a100_80" is "NVIDIA A100-SXM4-80GB"; the longest match is an h200, not an h20.
+    matches = [name for name in names() if all(part in words for part in name.split("_"))]
+    return max(matches, key=len, default=None)
+
+
+def another_device(measured: Measured, device: Device) -> str | None:
+    """What says that a step was not measured on this device; None if nothing does."""
+    own, its = device_named(device.name), device_named(measured.device)
+    if own and measured.device and own != its:
+        return f"it was measured on {measured.device}, not on {device.name}"
+    dtype = measured.config.precision.dtype
+    peak, expected = measured.peak_tflops, device.peak_tflops.get(dtype)
+    if peak and expected and abs(peak / expected - 1) > PEAKS_DIFFER:
+        return (
+            f"its mfu is a share of {peak:.3g} TFLOP/s in {dtype}, but {device.name} has "
+            f"{expected:.3g}"
+        )
+    return None
+
+
+def outdated(device: Device) -> Iterator[str]:
+    """A warning for every version of a calibration that is not this process's."""
+    for name, now in VERSIONS.items():
+        if device.rows and (text := device.versions.get(name)) != now:
+            yield (
+                f"warning: {device.name} was calibrated with {name} {text or '(unknown)'}, this is "
+                f"{now}: calibrate again, or expect other errors"
+            )
+
+
 def warnings(measured: Measured) -> Iterator[str]:
     """A line for every version that differs from this process's."""
-    for name in COMPARED:
+    for name in VERSIONS:
         if (text := measured.versions.get(name)) and text != VERSIONS[name]:
             yield (
                 f"warning: {measured.name} was measured with {name} {text}, this is "
@@ -163,8 +209,11 @@ def beside(run: Path, device: Device) -> list[str]:
     found = of_run(run)
     plan, counts = found.plan, Rehearsals(found.config).counts(found.plan)
     step = estimate(plan, counts, device)
+    other = another_device(found, device)
     lines = [
+        *outdated(device),
         *warnings(found),
+        *([f"warning: {run}: {other}"] if other else []),
         f"run      {run}: {plan.world_size} ranks, {plan.sizes}; medians of its rows but the first",
         f"device   {device.name}; error to expect {device.error:.0%}",
         compared("ms", 1e3 * step.seconds, found.step_ms),
@@ -174,11 +223,13 @@ def beside(run: Path, device: Device) -> list[str]:
         ranks = memory(plan, counts, state=state_of(found.config))
         # Metrics are those of rank 0.
         lines.append(compared("GiB", sum(ranks[0].values()) / GIB, found.allocated_gib))
+    elif found.device:
+        lines.append("  GiB: peak_gib of a run on a CPU is its process's, so it is not compared")
     else:
-        lines.append("  GiB: the run's peak_gib is not a GPU's, so it is not compared")
+        lines.append("  GiB: without mfu peak_gib may be a process's, so it is not compared")
     shares = sorted(step.terms.items(), key=lambda term: -term[1])
-    told = (f"{name} {s / step.seconds:.0%}" for name, s in shares if s >= 0.005 * step.seconds)
-    return [*lines, f"  of the planned ms: {', '.join(told)}"]
+    large = (f"{name} {s / step.seconds:.0%}" for name, s in shares if s >= 0.005 * step.seconds)
+    return [*lines, f"  of the planned ms: {', '.join(large)}"]
 
 
 def compared(unit: str, planned: float, measured: float) -> str:

@@ -11,10 +11,15 @@ from titan_dit.dry_run.report import number, plural, table
 from titan_dit.planner.candidates import KEYS
 from titan_dit.planner.choice import Choice
 from titan_dit.planner.hardware import Device
+from titan_dit.planner.memory import GIB
 from titan_dit.planner.search import Layout, equals
 from titan_dit.planner.step import mfu, samples_per_s
+from titan_dit.planner.weighing import tp_crosses_nodes
 
-GIB = 2**30
+ACROSS = "tp across nodes"
+"""Stands beside every layout whose tp groups leave a node."""
+RULE = "fewest axes, then no tp or cp, then least memory"
+"""The sequence of `search.preferred`."""
 LEAST_SHARE = 0.0005
 """Terms below it are left out of the table."""
 
@@ -24,8 +29,8 @@ def lines(choice: Choice, top: int, name: str) -> Iterator[str]:
     yield from head(choice)
     yield ""
     yield (
-        f"the fastest layouts, one for each mesh; ms {margin(choice.device)} (those slower than "
-        "that are not all):"
+        f"the fastest layouts, one for each mesh, ms {margin(choice.device)}; the list is complete "
+        "up to that error:"
     )
     yield from layouts(choice, top)
     yield ""
@@ -38,19 +43,18 @@ def lines(choice: Choice, top: int, name: str) -> Iterator[str]:
     yield from memory(choice)
     yield ""
     yield from cost(choice)
-    yield from (f"note    {note}" for note in (*choice.notes, *cautions(choice)))
+    yield from (f"note    {note}" for note in (*choice.notes, *cautions(choice, top)))
     yield f"run     {command(choice, name)}"
 
 
-def cautions(choice: Choice) -> Iterator[str]:
-    """Lines if the recommended tp leaves the node, or float8 was not the config's."""
+def cautions(choice: Choice, top: int) -> Iterator[str]:
+    """Lines if float8 was not the config's, or tp of a layout shown leaves a node."""
     if choice.best.candidate.float8 not in ("off", choice.space.config.precision.float8):
         yield "float8 changes the numerics (docs/float8.md): --fix precision.float8=off keeps bf16"
-    one, node = choice.best.candidate, choice.device.gpus_per_node
-    if one.tp > node:
+    if any(tp_crosses_nodes(row.plan.sizes, choice.device) for row in shown(choice, top)):
         yield (
-            f"tp {one.tp} leaves the node of {node}: predictions of such layouts are the least "
-            "certain (docs/planner.md)"
+            f"{ACROSS}: groups leave their node of {choice.device.gpus_per_node}; predictions of "
+            "such layouts are the least certain, mostly too fast (docs/planner.md)"
         )
 
 
@@ -75,7 +79,7 @@ def head(choice: Choice) -> Iterator[str]:
     yield (
         f"device  {device.name}: {device.memory_gib:g} GiB, {peak:g} TFLOP/s "
         f"{plan.precision.dtype}, {device.gpus_per_node} a node with {link}, "
-        f"{device.nics_per_node} NICs of {device.nic_gb_per_s:g} GB/s; {origin(device)}"
+        f"{plural(device.nics_per_node, 'NIC')} of {device.nic_gb_per_s:g} GB/s; {origin(device)}"
     )
     yield (
         f"search  {tally.candidates:,} layouts, {tally.bounded:,} bounded, {tally.weighed:,} "
@@ -86,7 +90,7 @@ def head(choice: Choice) -> Iterator[str]:
 
 def origin(device: Device) -> str:
     """Where the rates are from."""
-    if device.versions:
+    if device.rows:
         return f"calibrated, {margin(device)}"
     return f"from a data sheet, not calibrated, {margin(device)}"
 
@@ -99,16 +103,20 @@ def steps(choice: Choice) -> str:
     return f"{training.epochs:g} epochs"
 
 
+def shown(choice: Choice, top: int) -> list[Layout]:
+    """The fastest layouts, and the recommended one and the runner-up if they are slower."""
+    rows = list(choice.rows[:top])
+    own = [row for row in (choice.best, choice.runner_up) if row is not None]
+    return rows + [row for row in own if not any(row is each for each in rows)]
+
+
 def layouts(choice: Choice, top: int) -> Iterator[str]:
-    """The table of the fastest meshes, and the recommended one if it is slower."""
-    shown = list(choice.rows[:top])
-    if choice.best not in shown:
-        shown.append(choice.best)
+    """The table of the fastest meshes."""
     header = ["", "layout", "microbatches", "schedule", "remat", "float8", "ms", "samples/s"]
     header += ["MFU", "allocated", "needed"]
     alike = equals(choice.rows, choice.device.error)
     rows = []
-    for row in shown:
+    for row in shown(choice, top):
         mark = "*" if row is choice.best else "=" if row in alike else ""
         rows.append([mark, *cells(row, choice)])
     yield from table(header, rows)
@@ -120,12 +128,12 @@ def cells(row: Layout, choice: Choice) -> list[str]:
     one, plan, seconds = row.candidate, row.plan, row.estimate.seconds
     share = mfu(row.estimate, plan, choice.device, choice.flops_per_sample)
     return [
-        title(row),
+        title(row, choice.device),
         f"{plan.num_microbatches} x {one.microbatch_size}",
         schedule(row),
         one.mode,
         one.float8,
-        f"{1e3 * seconds:,.0f}",
+        milliseconds(seconds),
         f"{samples_per_s(row.estimate, plan):,.1f}",
         f"{share:.3f}",
         f"{row.needed.allocated:.1f}{'' if row.is_rehearsed else ' composed'}",
@@ -133,8 +141,14 @@ def cells(row: Layout, choice: Choice) -> list[str]:
     ]
 
 
-def title(row: Layout) -> str:
-    """The mesh and what else of [parallel] is not the default."""
+def milliseconds(seconds: float) -> str:
+    """At least three digits."""
+    ms = 1e3 * seconds
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def title(row: Layout, device: Device) -> str:
+    """The mesh, what else of [parallel] is not the default, and whether tp leaves a node."""
     one, words = row.candidate, [str(row.plan.sizes)]
     if one.cp > 1:
         words.append(one.cp_method)
@@ -142,6 +156,8 @@ def title(row: Layout) -> str:
         words.append("without sequence_parallel")
     if one.reshard_after_forward != "auto":
         words.append(f"reshard {one.reshard_after_forward}")
+    if tp_crosses_nodes(row.plan.sizes, device):
+        words.append(ACROSS)
     return ", ".join(words)
 
 
@@ -155,18 +171,19 @@ def schedule(row: Layout) -> str:
 
 def verdict(choice: Choice) -> Iterator[str]:
     """What is recommended, and why it and not the fastest."""
-    best, fastest, error = choice.best, choice.rows[0], choice.device.error
-    alike = len(equals(choice.rows, error))
-    yield f"best    {title(best)}: {1e3 * best.estimate.seconds:,.0f} ms {margin(choice.device)}"
+    best, fastest, device = choice.best, choice.rows[0], choice.device
+    alike = len(equals(choice.rows, device.error))
+    ms = milliseconds(best.estimate.seconds)
+    yield f"best    {title(best, device)}: {ms} ms {margin(device)}"
     if best is fastest:
-        why = "the fastest" if alike == 1 else "the fastest, and none of its equals has fewer axes"
+        why = "the fastest"
     else:
         behind = best.estimate.seconds / fastest.estimate.seconds - 1
         why = (
-            f"{behind:.1%} behind the fastest, {title(fastest)}, which is within the error: of "
-            f"{plural(alike, 'equal')} it has the fewest axes, then needs least memory"
+            f"{behind:.1%} behind the fastest, {title(fastest, device)}, which is within the error"
         )
-    yield f"        {why}"
+    rule = f"; of {alike} equals it is preferred: {RULE}" if alike > 1 else ""
+    yield f"        {why}{rule}"
 
 
 def terms(choice: Choice) -> Iterator[str]:
@@ -191,6 +208,7 @@ def loses(choice: Choice) -> Iterator[str]:
     if choice.runner_up is None:
         return
     best, other = choice.best.estimate, choice.runner_up.estimate
+    its = title(choice.runner_up, choice.device)
     more = {
         name: other.terms.get(name, 0.0) - best.terms.get(name, 0.0)
         for name in dict.fromkeys([*best.terms, *other.terms])
@@ -198,10 +216,9 @@ def loses(choice: Choice) -> Iterator[str]:
     worst = max(more, key=lambda name: more[name])
     difference = 1e3 * (other.seconds - best.seconds)
     yield (
-        f"runner-up {title(choice.runner_up)}: {difference:+,.1f} ms; it loses "
-        f"{1e3 * more[worst]:,.1f} ms in {worst}"
+        f"runner-up {its}: {difference:+,.1f} ms; it loses {1e3 * more[worst]:,.1f} ms in {worst}"
         if more[worst] > 0
-        else f"runner-up {title(choice.runner_up)}: {difference:+,.1f} ms; it loses in no term"
+        else f"runner-up {its}: {difference:+,.1f} ms; it loses in no term"
     )
 
 
@@ -240,11 +257,13 @@ def cost(choice: Choice) -> Iterator[str]:
             f"cost    {1e6 * per_sample / 3600:,.1f} GPU-hours per million samples; the steps of "
             f"{training.epochs:g} epochs depend on the data"
         )
-    if lean := choice.lean:
-        one = lean.candidate
+    if least := choice.fewest:
+        one = least.candidate
+        hold = "GPU holds" if least.gpus == 1 else "GPUs hold"
+        across = f" ({ACROSS})" if tp_crosses_nodes(one.sizes, choice.device) else ""
         yield (
-            f"fewest  {plural(lean.gpus, 'GPU')} hold it: {one.sizes}, [remat] mode="
-            f'"{one.mode}", microbatches of {one.microbatch_size}: {lean.needed.total:.1f} GiB'
+            f"fewest  {least.gpus} {hold} it: {one.sizes}{across}, [remat] mode="
+            f'"{one.mode}", microbatches of {one.microbatch_size}: {least.needed.total:.1f} GiB'
         )
 
 
@@ -272,7 +291,7 @@ def as_json(choice: Choice, top: int, name: str) -> dict[str, Any]:
         "best": of_layout(choice.best, choice),
         "runner_up": of_layout(choice.runner_up, choice) if choice.runner_up else None,
         "layouts": [of_layout(row, choice) for row in choice.rows[:top]],
-        "fewest_gpus": choice.lean.gpus if choice.lean else None,
+        "fewest_gpus": choice.fewest.gpus if choice.fewest else None,
         "steps": choice.space.config.training.steps,
         "gpu_hours": gpu_hours(choice),
         "notes": list(choice.notes),
@@ -293,6 +312,7 @@ def of_layout(row: Layout, choice: Choice) -> dict[str, Any]:
     needed = row.needed
     return {
         "keys": dict(zip(KEYS, row.candidate, strict=True)),
+        "tp_crosses_nodes": tp_crosses_nodes(row.plan.sizes, choice.device),
         "microbatches": row.plan.num_microbatches,
         "seconds": row.estimate.seconds,
         "error": choice.device.error,

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from titan_dit.dry_run.memory import StorageKind
+from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner import step
 from titan_dit.planner.hardware import Device
+from titan_dit.planner.links import Links
 from titan_dit.planner.memory import Needed
 from titan_dit.planner.step import Estimate
 from titan_dit.planner.work import Counts
@@ -42,6 +44,11 @@ def fullest(
         whole = {**held, StorageKind.INPUTS: held[StorageKind.INPUTS] + rest}
         found.append((whole, model.needed(whole, plan, device), rank))
     return max(found, key=lambda one: one[1].total)
+
+
+def tp_crosses_nodes(sizes: AxisSizes, device: Device) -> bool:
+    """True if a tp group has ranks on several nodes: predictions of such steps are too fast."""
+    return Links(sizes, device).group("tp").nodes > 1
 
 
 def shortened(plan: RunPlan) -> RunPlan:
