@@ -55,6 +55,9 @@ class Cost(NamedTuple):
     """Bytes/s of one rank across nodes, where all ranks of the node send."""
     inner: float
     """Bytes/s of one rank inside the node."""
+    pair: float
+    """Bytes/s of one rank to the next: what one GPU reaches, and no more than its share of a NIC
+    on the hops between nodes."""
     pass_s: float
     """Latency of the n - 1 hops of a ring."""
     tree_s: float
@@ -98,7 +101,7 @@ class Links:
     def hop_s(self, nbytes: float, axis: str) -> float:
         """Seconds in which every rank of a ring sends `nbytes` to the next one."""
         cost = self._cost(axis)
-        return 0.0 if cost.group.ranks == 1 else nbytes / cost.bandwidth + cost.hop_s
+        return 0.0 if cost.group.ranks == 1 else nbytes / cost.pair + cost.hop_s
 
     def stage_s(self, nbytes: float, source: int, target: int) -> float:
         """Seconds from one pipeline rank to another; all ranks of the node send at once."""
@@ -114,11 +117,18 @@ class Links:
         device, gpus, nics = self.device, self.device.gpus_per_node, self.device.nics_per_node
         most = leaving_at_once(self.world_size // self.sizes.pp, source, target, gpus)
         if not most:
-            inner = 1e9 * device.inner(2) * device.efficiency.inner
-            return 1e-6 * device.inner_latency_us, inner
+            return 1e-6 * device.inner_latency_us, self._pair(min(gpus, self.world_size))
         own = min(nics / most, near(nics, gpus, 1))
         nic = 1e9 * device.nic_gb_per_s * device.efficiency.node
         return 1e-6 * device.node_latency_us, nic * own
+
+    def _pair(self, ranks: int) -> float:
+        """Bytes/s from one GPU of a node to another, while all `ranks` GPUs send.
+
+        NVLinks to other GPUs do not help a pair; a bus that all share is slower with many.
+        """
+        inner = min(self.device.inner(2), self.device.inner(ranks))
+        return 1e9 * inner * self.device.efficiency.inner
 
     def _cost(self, axis: str) -> Cost:
         if axis not in self._costs:
@@ -126,20 +136,24 @@ class Links:
         return self._costs[axis]
 
     def _new_cost(self, axis: str) -> Cost:
-        device = self.device
-        group = slowest_group(self.sizes, axes_of(axis), device.gpus_per_node, device.nics_per_node)
+        device, gpus = self.device, self.device.gpus_per_node
+        group = slowest_group(self.sizes, axes_of(axis), gpus, device.nics_per_node)
         inner = 1e9 * device.inner(group.inside) * device.efficiency.inner
         inner_s, node_s = 1e-6 * device.inner_latency_us, 1e-6 * device.node_latency_us
         tree_hops = (group.inside - 1) * inner_s + math.ceil(math.log2(group.nodes)) * node_s
         if group.nodes == 1:
             pass_s = (group.ranks - 1) * inner_s
-            return Cost(group, inner, inner, inner, pass_s, 2 * tree_hops, inner_s)
+            pair = self._pair(group.inside)
+            return Cost(group, inner, inner, inner, pair, pass_s, 2 * tree_hops, inner_s)
         nic = 1e9 * device.nic_gb_per_s * device.efficiency.node
         # With one rank in a node, no message stays inside.
         bandwidth = nic * group.nics if group.inside == 1 else min(inner, nic * group.nics)
-        per_rank = nic * device.nics_per_node / min(device.gpus_per_node, self.world_size)
+        per_rank = nic * device.nics_per_node / min(gpus, self.world_size)
         pass_s = (group.ranks - group.nodes) * inner_s + (group.nodes - 1) * node_s
-        return Cost(group, bandwidth, per_rank, inner, pass_s, 2 * tree_hops, node_s)
+        # Of a ring, one rank in each node sends to the next node.
+        own = min(device.nics_per_node / group.sharing, near(device.nics_per_node, gpus, 1))
+        pair = nic * own if group.inside == 1 else min(self._pair(group.inside), nic * own)
+        return Cost(group, bandwidth, per_rank, inner, pair, pass_s, 2 * tree_hops, node_s)
 
 
 def one_pass(nbytes: float, cost: Cost) -> float:
@@ -165,12 +179,12 @@ def all_to_all(nbytes: float, cost: Cost) -> float:
 
 def ring_hops(nbytes: float, cost: Cost) -> float:
     """All hops of ring attention, one after the other, if nothing hides them."""
-    return nbytes / cost.bandwidth + (cost.group.ranks - 1) * cost.hop_s
+    return nbytes / cost.pair + (cost.group.ranks - 1) * cost.hop_s
 
 
 def one_send(nbytes: float, cost: Cost) -> float:
     """To the next rank of the group."""
-    return nbytes / cost.bandwidth + cost.hop_s
+    return nbytes / cost.pair + cost.hop_s
 
 
 SECONDS = {
