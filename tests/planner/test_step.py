@@ -244,6 +244,15 @@ def test_shards_update_their_part_and_replicas_everything():
     assert estimate(plan, given, DEVICE, whole).terms["optimizer"] == pytest.approx(0.2)
 
 
+def test_every_shard_waits_for_whole_sums_over_tp():
+    """FSDP shards gradients once they are summed over tp: a latency and all bytes each."""
+    device = replace(DEVICE, inner_latency_us=1e5)  # 0.1 s a hop; 0.1 s for the bytes
+    sums = Work(messages={Message("tp", "all-reduce", 1e10): 3.0})
+    given = counts(block=part(update=moving(1.0) + sums))
+    found = estimate(plan_of(world=4, parallel={"tp": 2}), given, device)
+    assert found.terms["optimizer"] == pytest.approx(4 * (1.0 / 2 + 3 * (0.1 + 2 * 0.1)))
+
+
 def test_a_pipeline_updates_as_long_as_its_largest_rank():
     given = equal_blocks(head=part(update=moving(3.0)))
     given = replace(given, block=replace(given.block, update=moving(1.0)))

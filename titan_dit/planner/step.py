@@ -18,9 +18,10 @@ from itertools import pairwise
 
 from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
-from titan_dit.planner.data_parallel import Compute, DataParallel, Shape
+from titan_dit.planner.data_parallel import DataParallel, Shape
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.links import Links
+from titan_dit.planner.overlap import Compute
 from titan_dit.planner.pipeline import Times, played
 from titan_dit.planner.runtime import OURS, Runtime
 from titan_dit.planner.stage_times import Parts, Passes, Terms, parts_of, total
@@ -251,9 +252,11 @@ class Step:
         splits = self.data.splits
         if self.runtime.update_bytes is not None:
             return rates.moved_s(self.runtime.update_bytes * part.trained / splits, self.device)
-        # Shards are as many tensors as the whole, and take as many kernels.
+        # Shards are as many tensors as the whole, and take as many kernels. Sums over tp are sent
+        # before gradients are sharded.
         update = part.update
-        work = replace(update.times(1 / splits), operators=update.operators, kernels=update.kernels)
+        same = {name: getattr(update, name) for name in ("messages", "operators", "kernels")}
+        work = replace(update.times(1 / splits), **same)
         return seconds(rates.seconds(work, self.device, self.links, fused=False))
 
     def least(self) -> float:
