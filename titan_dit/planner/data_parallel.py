@@ -40,7 +40,7 @@ class Unit(NamedTuple):
     """Blocks in it; 0 for the root unit."""
 
 
-class Shape(NamedTuple):
+class StageShape(NamedTuple):
     """What a stage has; stages of one shape take the same time."""
 
     blocks: int
@@ -87,23 +87,23 @@ class DataParallel:
         return max(self.runtime.gradient_bytes, 8 * (self.plan.precision.dtype == "fp64"))
 
     @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[StageShape, ...]:
         """Of every stage."""
         sizes = [len(layers) for layers in self.plan.stage_layers]
         last = len(sizes) - 1
-        return tuple(Shape(size, i == 0, i == last) for i, size in enumerate(sizes))
+        return tuple(StageShape(size, i == 0, i == last) for i, size in enumerate(sizes))
 
     @cached_property
-    def _units(self) -> dict[Shape, tuple[Unit, list[Unit]]]:
+    def _units(self) -> dict[StageShape, tuple[Unit, list[Unit]]]:
         return {}
 
-    def units(self, shape: Shape) -> tuple[Unit, list[Unit]]:
+    def units(self, shape: StageShape) -> tuple[Unit, list[Unit]]:
         """The root unit of a stage (perhaps empty), and those of its blocks."""
         if shape not in self._units:
             self._units[shape] = self._new_units(shape)
         return self._units[shape]
 
-    def _new_units(self, shape: Shape) -> tuple[Unit, list[Unit]]:
+    def _new_units(self, shape: StageShape) -> tuple[Unit, list[Unit]]:
         embed, block, head = self.counts.embed, self.counts.block, self.counts.head
         # The last of several stages has a copy of what it shares with the first.
         copied = self.counts.tied * (not shape.is_first)

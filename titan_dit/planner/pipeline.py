@@ -30,7 +30,7 @@ COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """What ends the work of a stage on a microbatch."""
 
 
-class Step(NamedTuple):
+class CompiledAction(NamedTuple):
     """An action of a compiled order."""
 
     rank: int
@@ -77,13 +77,13 @@ class Played(NamedTuple):
         return tuple(1 - busy / self.makespan for busy in self.busy)
 
 
-def compiled(order: Order) -> tuple[Step, ...]:
+def compiled(order: Order) -> tuple[CompiledAction, ...]:
     """The actions, each after its inputs. Raises ValueError on a deadlock."""
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     left = Counter(a.stage for actions in order for a in actions if a.kind in COMPLETES)
     made: dict[Action, int] = {}
-    steps: list[Step] = []
+    steps: list[CompiledAction] = []
     for rank, action in execution(order):
         source, channel = -1, (rank, rank)
         # What the rank makes itself it has made before.
@@ -93,11 +93,11 @@ def compiled(order: Order) -> tuple[Step, ...]:
         made[output_of(action)] = len(steps)
         left[action.stage] -= action.kind in COMPLETES
         is_last = action.kind in COMPLETES and not left[action.stage]
-        steps.append(Step(rank, (action.kind, action.stage), source, channel, is_last))
+        steps.append(CompiledAction(rank, (action.kind, action.stage), source, channel, is_last))
     return tuple(steps)
 
 
-def play(steps: Sequence[Step], num_ranks: int, times: Times) -> Played:
+def play(steps: Sequence[CompiledAction], num_ranks: int, times: Times) -> Played:
     """One pass, every action as soon as its rank and its input are there.
 
     A channel has one latency for all messages, so none overtakes another.
@@ -156,7 +156,7 @@ def round_of(plan: RunPlan) -> int:
 @functools.lru_cache(maxsize=256)
 def program(
     schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int
-) -> tuple[Step, ...]:
+) -> tuple[CompiledAction, ...]:
     """The compiled order of a schedule; cached, because a search plays it with many times."""
     return compiled(
         pipeline_order(
