@@ -11,14 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from titan_dit.config.job import JobConfig
 from titan_dit.dry_run.command import of_data
+from titan_dit.parallel import float8
 from titan_dit.plan import RunPlan
 from titan_dit.planner.chain import PARTS, Change, Pass, Trace
 from titan_dit.planner.fusion import fused, moved
+from titan_dit.planner.inputs import Inputs, Sections
 from titan_dit.planner.interpolate import interpolated, with_weight_gradients
 from titan_dit.planner.oplog import Operator
-from titan_dit.planner.rehearsal import Rehearsal, Sections, State, rehearse
+from titan_dit.planner.rehearsal import Rehearsal, State, rehearse
 from titan_dit.planner.work import Attention, Counts, Message, Part, Product, Work
 
 AXES = ("tp", "cp")
@@ -26,6 +30,8 @@ AXES = ("tp", "cp")
 SIZES = (2, 3)
 """Microbatch sizes to rehearse. Not 1: a dim of one element has any stride, so that copies and
 views of other sizes differ from its."""
+LARGE = 16
+"""float8 is for large products only: its second size is far from the first."""
 FP32 = 4
 
 
@@ -34,19 +40,22 @@ class Rehearsals:
 
     def __init__(self, config: JobConfig) -> None:
         facts, fields = config.objective.example(config.model) or of_data(config.data)
-        self.sections = Sections(
+        sections = Sections(
             objective=partial(config.objective.build, config.model, facts),
             fields=fields,
             training=config.training,
             optimizer=config.optimizer,
             ema=config.ema,
         )
+        self.inputs = Inputs(sections)
         self.blocks: dict[tuple[Any, ...], Trace] = {}
         """By `layout_of` and microbatch size."""
         self.ends: dict[tuple[Any, ...], Rehearsal] = {}
         """By `layout_of` without remat, and microbatch size."""
         self.states: dict[tuple[Any, ...], Mapping[str, State]] = {}
-        """By `layout_of` without remat."""
+        """By tp, cp and precision."""
+        self.chosen: dict[tuple[Any, ...], frozenset[str]] = {}
+        """See `in_float8`."""
         self.found: dict[tuple[Any, ...], Counts] = {}
 
     def counts(self, plan: RunPlan) -> Counts:
@@ -54,14 +63,14 @@ class Rehearsals:
 
         Without FSDP and pipeline. UserError if the model cannot run like this.
         """
-        key = *layout_of(plan), plan.remat, plan.microbatch_size
+        key = *self.layout_of(plan), plan.remat, plan.microbatch_size
         if key not in self.found:
             self.found[key] = self.make(plan)
         return self.found[key]
 
     def make(self, plan: RunPlan) -> Counts:
         """See `counts`."""
-        layout, size = layout_of(plan), plan.microbatch_size
+        layout, size = self.layout_of(plan), plan.microbatch_size
         sizes = sizes_of(plan)
         self.rehearse(plan, sizes)
         other = next(each for each in sizes if each != size)
@@ -71,35 +80,58 @@ class Rehearsals:
             for part in ("embed", "head")
         }
         traces["block"] = self.block(plan, sizes)
-        states = self.states[layout]
+        states, how = self.states[state_key(plan)], ends.prepare
         parts = {part: self.part(traces[part], states[part], plan) for part in PARTS}
-        prepared = {each: held(self.ends[*layout, each].prepare) for each in (size, other)}
+        prepared = {each: held(self.ends[*layout, each].prepare.made) for each in (size, other)}
         slope = (prepared[size] - prepared[other]) / (size - other)
         return Counts(
             **parts,
-            prepare=work_of({"prepare": ends.prepare.operators}, ends.prepared)["prepare"],
+            prepare=work_of({"prepare": how.made.operators}, how.read)["prepare"],
             inputs=slope,
-            static=prepared[size] - slope * size + ends.cached,
+            static=prepared[size] - slope * size + how.cached,
             stream=ends.stream,
             tied=sum(state.tied for state in states.values()),
         )
 
+    def layout_of(self, plan: RunPlan) -> tuple[Any, ...]:
+        """What embed and head depend on, but for the microbatch size."""
+        return *split_of(plan), plan.precision, self.in_float8(plan)
+
+    def in_float8(self, plan: RunPlan) -> frozenset[str]:
+        """Names of a block's linears in float8, which depend on the tokens of a microbatch."""
+        precision, size = plan.precision, plan.microbatch_size
+        if precision.float8 == "off":
+            return frozenset()
+        key = *state_key(plan), size
+        if key not in self.chosen:
+            with torch.device("meta"):
+                model = plan.spec.build()
+            model.cut(range(1), is_first=False, is_last=False)
+            own = plan.tensor_plan, plan.sizes, size * plan.tokens_per_rank
+            self.chosen[key] = frozenset(
+                name
+                for name, shape in float8.linears(model, *own).items()
+                if float8.suits(shape, precision, "cpu")
+            )
+        return self.chosen[key]
+
     def rehearse(self, plan: RunPlan, sizes: Sequence[int]) -> None:
         """Rehearse what is not known yet."""
-        layout, remat, wanted = layout_of(plan), plan.remat, plan.microbatch_size
+        layout, remat, wanted = self.layout_of(plan), plan.remat, plan.microbatch_size
         missing = [each for each in sizes if (*layout, remat, each) not in self.blocks]
         if (*layout, wanted) not in self.ends and wanted not in missing:
             missing.append(wanted)
         if not missing:
             return
-        self.states[layout], found = rehearse(plan, self.sections, missing)
+        key = state_key(plan)
+        self.states[key], found = rehearse(plan, self.inputs, missing, self.states.get(key))
         for size, rehearsal in found.items():
             self.ends[*layout, size] = rehearsal
             self.blocks[*layout, remat, size] = rehearsal.parts["block"]
 
     def block(self, plan: RunPlan, sizes: tuple[int, int]) -> Trace:
         """A block at the plan's microbatch size."""
-        key, size = (*layout_of(plan), plan.remat), plan.microbatch_size
+        key, size = (*self.layout_of(plan), plan.remat), plan.microbatch_size
         one, two = (
             with_weight_gradients(self.blocks[*key, own], self.blocks[*key, other])
             for own, other in (sizes, sizes[::-1])
@@ -113,7 +145,7 @@ class Rehearsals:
         forward = [*running(trace.forward.changes)]
         kept = held(trace.forward)
         peak, gradients = highest(trace.backward.changes)
-        every = self.sections.ema.settled().every
+        every = self.inputs.sections.ema.settled().every
         average = updated(state.average).times(1 / every)
         update = updated(trace.reduced) + updated(state.update) + average + casts(state, plan)
         return Part(
@@ -131,22 +163,25 @@ class Rehearsals:
         )
 
 
-def layout_of(plan: RunPlan) -> tuple[Any, ...]:
-    """What embed and head depend on, but for the microbatch size."""
-    parallel, sizes, precision = plan.parallel, plan.sizes, plan.precision
+def split_of(plan: RunPlan) -> tuple[Any, ...]:
+    """How tokens and weights are split within a stage and a data-parallel rank."""
+    parallel, sizes = plan.parallel, plan.sizes
     method = parallel.cp_method if sizes.cp > 1 else ""
     sequence = parallel.sequence_parallel and sizes.tp > 1
-    # Which linears take float8 depends on the tokens.
-    size = 0 if precision.float8 == "off" else plan.microbatch_size
-    return sizes.tp, sizes.cp, sequence, method, precision, parallel.tensor_plan, size
+    return sizes.tp, sizes.cp, sequence, method, parallel.tensor_plan
+
+
+def state_key(plan: RunPlan) -> tuple[Any, ...]:
+    """What the parameters and their update depend on."""
+    return *split_of(plan), plan.precision
 
 
 def sizes_of(plan: RunPlan) -> tuple[int, int]:
     """Two microbatch sizes to rehearse: the plan's own, if another one's operators may differ."""
     size = plan.microbatch_size
-    if size == 1 or plan.precision.float8 != "off":
-        return size, SIZES[0] if size != SIZES[0] else SIZES[1]
-    return SIZES
+    if plan.precision.float8 != "off":
+        return size, LARGE if size != LARGE else SIZES[0]
+    return (size, SIZES[0]) if size == 1 else SIZES
 
 
 def casts(state: State, plan: RunPlan) -> Work:

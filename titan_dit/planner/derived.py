@@ -15,14 +15,11 @@ from typing import Any, TypeVar
 
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
+from titan_dit.planner.counts import LARGE, SIZES
 from titan_dit.planner.work import Attention, Counts, Message, Part, Product, Work
 
 Item = TypeVar("Item", Product, Attention, Message)
 CountsOf = Callable[[RunPlan], Counts]
-SIZES = (2, 3)
-"""Rehearsed microbatch sizes: those that `counts.py` compares."""
-LARGE = 16
-"""With float8, which only large products use, larger sizes follow from this one, too."""
 SLICES = 2
 """Rehearsed cp."""
 

@@ -9,7 +9,7 @@ weights: what these add does not depend on the part.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,26 +17,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_dit.config.training import EMAConfig, TrainingConfig
-from titan_dit.data.base import Batch, Field
-from titan_dit.dry_run import fake_step
 from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake_world
 from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
 from titan_dit.execution.build import executor_of, own_parameters, place_modules
 from titan_dit.execution.sliced import SlicedExecutor
 from titan_dit.models.base import Model
-from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel import fsdp
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan
-from titan_dit.planner.chain import PARTS, Chain, Marks, Pass, Trace
+from titan_dit.planner.chain import PARTS, Chain, Marks, Trace
+from titan_dit.planner.inputs import Inputs, Prepare
 from titan_dit.planner.oplog import Operator, OperatorLog
-from titan_dit.rng import SampleRNG
 
 
 @dataclass(frozen=True)
@@ -44,11 +40,7 @@ class Rehearsal:
     """What a microbatch of one size does."""
 
     parts: Mapping[str, Trace]
-    prepare: Pass
-    prepared: frozenset[int]
-    """Storages of the preparation that the parts read."""
-    cached: float
-    """Bytes that the objective prepares once for all steps."""
+    prepare: Prepare
     stream: float
     """Bytes that a block returns."""
 
@@ -67,18 +59,6 @@ class State:
     update: Sequence[Operator]
     average: Sequence[Operator]
     """One update of the EMA."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sections:
-    """The parts of a config that do not depend on the layout."""
-
-    objective: Callable[[], Objective]
-    """Makes one: an objective may keep tensors, which are of one rehearsal."""
-    fields: Mapping[str, Field]
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    ema: EMAConfig
 
 
 def alone(plan: RunPlan) -> RunPlan:
@@ -120,9 +100,10 @@ def without_fsdp() -> Iterator[None]:
 class FakeParts:
     """Embed, the first block and the head of a plan's model, on this rank."""
 
-    def __init__(self, plan: RunPlan, sections: Sections, mesh: Mesh, mode: Any) -> None:
+    def __init__(self, plan: RunPlan, inputs: Inputs, mesh: Mesh) -> None:
         """`plan`: see `alone`; within a fake world."""
-        self.plan, self.sections, self.mesh, self.mode = plan, sections, mesh, mode
+        self.plan, self.inputs, self.mesh = plan, inputs, mesh
+        self.sections, self.mode = inputs.sections, inputs.mode
         with torch.device("meta"):
             self.model: Model = plan.spec.build()
         self.model.cut(range(1), is_first=True, is_last=True)
@@ -130,15 +111,16 @@ class FakeParts:
         with without_fsdp():
             tokens = plan.microbatch_size * plan.tokens_per_rank
             parallelize(model, mesh, plan.tensor_plan, *own, tokens=tokens)
-        self.objective = sections.objective()
-        self.cached = 0.0
+        self.objective = self.sections.objective()
         self.memory = MemoryLog()
         self.log = OperatorLog(mesh, self.memory)
-        with mode:
+        with self.mode:
             initialize(model, model.initializers(), plan.seed, CPU, plan.initial_weights)
             self.parameters = own_parameters({0: model})
             with without_fsdp():
                 self.parameters |= place_modules(plan, self.objective, mesh, CPU)
+            # Freezes what [optimizer] groups say.
+            build_optimizer(self.parameters, self.sections.optimizer, plan.spec)
 
     def named(self, part: str) -> dict[str, nn.Parameter]:
         """The parameters of a part; those of the objective are the head's."""
@@ -148,8 +130,6 @@ class FakeParts:
     def states(self) -> dict[str, State]:
         """Updates all parts; the weights are fp32 still."""
         with self.mode, self.memory, self.log:
-            # Freezes what [optimizer] groups say.
-            build_optimizer(self.parameters, self.sections.optimizer, self.plan.spec)
             return {part: self.state(part) for part in PARTS}
 
     def state(self, part: str) -> State:
@@ -205,13 +185,13 @@ class FakeParts:
         self.log.found.clear()
         marks = Marks(self.memory, self.log)
         with self.mode, self.memory, self.log:
+            own = self.plan, self.objective, self.mesh, {0: self.model}, CPU
+            executor: Any = executor_of(*own)
             with self.memory.phase("inputs", StorageKind.INPUTS):
-                start = len(self.memory.events)
-                prepared, executor = self.prepare(size)
-                first = len(self.memory.events)
-                del prepared, executor
-                with marks.of("inputs", "prepare"):
-                    prepared, executor = self.prepare(size)
+                given = self.plan, size, executor, self.memory, marks
+                prepared, prepare = self.inputs.of(*given)
+            if isinstance(executor, SlicedExecutor):
+                executor = executor.inner
             with self.memory.phase("parts", StorageKind.ACTIVATIONS):
                 chain = Chain(self.model, executor, prepared, marks)
                 chain.forward()
@@ -220,17 +200,8 @@ class FakeParts:
                 self.log.during(part, "reduce")
                 self.reduce(self.named(part).values())
             self.log.key = None
-        again = sum(change.bytes for change in marks.changes("inputs", "prepare"))
-        del prepared
-        whole = sum(change for _, change in self.memory.events[start:first])
-        self.cached = max(self.cached, whole - again)  # By the first run.
-        return Rehearsal(
-            parts={part: marks.trace(part) for part in PARTS},
-            prepare=marks.passed("inputs", "prepare"),
-            prepared=marks.later("inputs"),
-            cached=self.cached,
-            stream=chain.stream,
-        )
+        prepare.read = prepare.read or marks.later("inputs")
+        return Rehearsal({part: marks.trace(part) for part in PARTS}, prepare, chain.stream)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """As FSDP does before it reduces the fp32 sums of several microbatches over data ranks."""
@@ -241,28 +212,6 @@ class FakeParts:
                 summed = gradient.to(wide)
                 summed.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
-    def prepare(self, size: int) -> tuple[Prepared, Any]:
-        """This rank's slice of a batch whose fields are zero, and its executor."""
-        empty = {
-            name: torch.zeros(size, *(n or 1 for n in field.shape), dtype=field.dtype)
-            for name, field in self.sections.fields.items()
-        }
-        numbers = torch.arange(size)
-        batch = Batch(empty, numbers, weight=torch.ones(size), total_weight=float(size))
-        prepared = self.objective.prepare(batch, SampleRNG(self.plan.seed, numbers))
-        own = self.plan, self.objective, self.mesh, {0: self.model}, CPU
-        executor: Any = executor_of(*own)
-        if isinstance(executor, SlicedExecutor):
-            prepared, executor = executor.sliced(prepared), executor.inner
-        if prepared.total_tokens is None:
-            prepared = replace(prepared, total_tokens=prepared.weight.sum(dtype=torch.float64))
-        return prepared, executor
-
-
-def fake_tensors() -> Any:
-    """The mode in which tensors have no memory; torch's class of it is private to the dry run."""
-    return fake_step.FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[attr-defined]
-
 
 def count(parameters: Any) -> float:
     """Elements on this rank."""
@@ -270,15 +219,15 @@ def count(parameters: Any) -> float:
 
 
 def rehearse(
-    plan: RunPlan, sections: Sections, sizes: Iterable[int]
+    plan: RunPlan, inputs: Inputs, sizes: Iterable[int], states: Mapping[str, State] | None = None
 ) -> tuple[Mapping[str, State], dict[int, Rehearsal]]:
-    """State by part; one microbatch of each of `sizes` samples."""
+    """State by part, unless it is known; one microbatch of each of `sizes` samples."""
     own, collects = alone(plan), gc.isenabled()
     gc.disable()  # It would free tensors at moments that differ from size to size.
     try:
         with fake_world(0, own.world_size), chunks_of_a_device():
-            parts = FakeParts(own, sections, Mesh(own.sizes, "cpu"), fake_tensors())
-            states = parts.states()
+            parts = FakeParts(own, inputs, Mesh(own.sizes, "cpu"))
+            states = states or parts.states()
             parts.cast()
             return states, {size: parts.run(size) for size in sizes}
     finally:

@@ -25,7 +25,7 @@ from titan_dit.dry_run.pipeline import growth_of, microbatches_to_run
 from titan_dit.objectives.base import Objective
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
-from titan_dit.planner.rehearsal import fake_tensors
+from titan_dit.planner.inputs import fake_tensors
 
 
 @dataclass(frozen=True)
