@@ -201,7 +201,7 @@ class StepTime:
         """The same pass with messages between stages."""
         took = {pair: self.message_s(*pair) for pair in {pair for _, pair in self.channels()}}
         if not self.runtime.blocking_messages:
-            return replace(times, latency=took)
+            return replace(times, latency=took, in_turn=True)
         # Its receive is over as soon as its send: both directions of a link work at once.
         costs = dict(times.costs)
         for action, pair in self.channels():
