@@ -13,8 +13,9 @@ from tiny_gpt import gpt_config
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.parallel import fsdp
 from titan_dit.plan import resolve
-from titan_dit.planner.data_parallel import Compute, DataParallel
+from titan_dit.planner.data_parallel import DataParallel
 from titan_dit.planner.links import Links
+from titan_dit.planner.overlap import Compute, Reduction
 from titan_dit.planner.runtime import OURS, Runtime
 from titan_dit.planner.step import NORM_BYTES
 
@@ -151,25 +152,34 @@ COMPUTED = 3 + 60 + 5 + 120
 class ByHand(DataParallel):
     """Messages whose seconds are given: (of a block, of embed and head)."""
 
-    gather, reduce = (0.0, 0.0), (0.0, 0.0)
+    gather, reduce, copies = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
 
     def gather_s(self, unit):
         return self.gather[not unit.blocks]
 
     def reduce_s(self, unit):
-        return self.reduce[not unit.blocks]
+        return Reduction(self.reduce[not unit.blocks], self.copies[not unit.blocks])
 
 
-def by_hand(gather=(0.0, 0.0), reduce=(0.0, 0.0), runtime=OURS, count=1, **sections):
+def by_hand(
+    gather=(0.0, 0.0),
+    reduce=(0.0, 0.0),
+    copies=(0.0, 0.0),
+    runtime=OURS,
+    count=1,
+    world=4,
+    **sections,
+):
     sections["model"] = EVEN | {"layers": 6}
     sections["parallel"] = {"blocks_per_fsdp_unit": 1} | sections.get("parallel", {})
-    ranks = 4 // sections["parallel"].get("pp", 1)
+    ranks = world // sections["parallel"].get("pp", 1)
     sections["training"] = {"global_batch_size": 2 * ranks * count, "microbatch_size": 2}
-    plan = resolve(tiny_config(**sections), 4)
+    plan = resolve(tiny_config(**sections), world)
     assert plan.num_microbatches == count
     found = ByHand(plan, counts_of(plan), Links(plan.sizes, DEVICE), runtime)
     object.__setattr__(found, "gather", gather)
     object.__setattr__(found, "reduce", reduce)
+    object.__setattr__(found, "copies", copies)
     return found
 
 
@@ -197,6 +207,48 @@ def test_slow_links_set_the_pace():
     assert both == 6 * 30 + 10 + 2 + 12 * 30
 
 
+ACROSS = {"world": 8, "parallel": {"dp_replicate": 2}}
+"""FSDP fills a node of four; its replicas are on another node."""
+INSIDE = {"parallel": {"dp_replicate": 2}}
+
+
+def test_replicas_on_other_nodes_hold_up_no_gather_and_no_reduction():
+    first = 3 + 60 + 4 + 20  # Forward, head, and the first block's backward.
+    slow = {"gather": (2, 0), "reduce": (3, 0), "copies": (30, 5)}
+    apart = by_hand(**slow, **ACROSS)
+    assert apart.is_apart
+    # Forward waits 1 s for its first gather. Six all-reduces and the root's follow each other.
+    assert apart.step_s(COMPUTE) == 1 + first + 3 + 6 * 30 + 5
+    # One link for all: it sends gathers, too, but for the last two blocks.
+    shared = by_hand(**slow, **INSIDE)
+    assert not shared.is_apart
+    assert shared.step_s(COMPUTE) == 1 + first + 6 * 33 + 4 * 2 + 5
+    # Hidden behind the other blocks' backward but for the last one, embed's backward and all.
+    quick = by_hand(reduce=(3, 0), copies=(10, 5), **ACROSS)
+    assert quick.step_s(COMPUTE) == COMPUTED - 1 + 3 + 10 + 5
+    exposed = by_hand(**slow, runtime=Runtime(overlaps_data=False), **ACROSS)
+    assert exposed.step_s(COMPUTE) == COMPUTED + 12 * 2 + 6 * 33 + 5
+
+
+def test_replicas_of_a_pipeline_are_reduced_while_shards_are():
+    slow = {"reduce": (3, 7), "copies": (30, 5), "count": 2}
+    # The root's 7 + 5 first; then three blocks, the first of which has a reduction before it.
+    apart = by_hand(**slow, world=16, parallel={"pp": 2, "dp_replicate": 2})
+    assert apart.after_s(0, COMPUTE) == 7 + 5 + 3 * 30
+    shared = by_hand(**slow, world=8, parallel={"pp": 2, "dp_replicate": 2})
+    assert shared.after_s(0, COMPUTE) == 7 + 5 + 3 * 33
+
+
+def test_a_reduction_has_the_links_of_its_groups():
+    sections = {"parallel": {"dp_replicate": 2}, "precision": {"dtype": "bf16"}}
+    plan = resolve(tiny_config(model=EVEN, **sections), 8)
+    data = DataParallel(plan, counts_of(plan), Links(plan.sizes, DEVICE), OURS)
+    _, (unit, *_) = data.units(data.shapes[0])
+    # fp32; 3/4 to the others of a node at 100 GB/s, then a quarter by one's own NIC of 10 GB/s.
+    wanted = 3 / 4 * 4 * unit.trained / 1e11, 4 * unit.trained / 4 / 1e10
+    assert data.reduce_s(unit) == pytest.approx(wanted)
+
+
 def test_every_microbatch_gathers_and_the_last_one_reduces():
     gathers = by_hand(gather=(2, 5), count=3)
     assert gathers.step_s(COMPUTE) == 3 * (COMPUTED + 6)
@@ -217,8 +269,9 @@ def test_a_pipeline_waits_for_its_first_gathers_and_reduces_after_its_pass():
     sections = {"parallel": {"pp": 2}}
     found = by_hand(gather=(12, 5), reduce=(3, 7), count=2, **sections)
     assert [len(layers) for layers in found.plan.stage_layers] == [3, 3]
-    # Root, then three blocks' gathers while the blocks compute: each is 2 s late.
-    assert found.before_s(COMPUTE, [0]) == 5 + 12 + 2 + 2
+    # Root, then three blocks' gathers while embed and blocks compute: 11, 2 and 2 s late.
+    assert found.before_s(COMPUTE, [0]) == 5 + 11 + 2 + 2
+    assert found.before_s(COMPUTE, [1]) == 5 + 12 + 2 + 2
     assert found.after_s(0, COMPUTE) == 3 * 3 + 7
     replicas = Runtime(sharding="replicas")
     hidden = by_hand(reduce=(3, 7), count=2, runtime=replicas, **sections)

@@ -1,6 +1,8 @@
 """Played pipelines against the simulator of schedules."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from tiny import tiny_config
@@ -72,6 +74,38 @@ def test_what_follows_a_stage_delays_its_rank_but_not_its_message():
     assert play(steps, 2, Times(costs=costs, ready=(0.5, 0.0))).ends == (6.5, 5.5)
 
 
+def test_a_rank_sends_one_message_after_another():
+    costs = {(kind, stage): 1.0 for kind in Kind for stage in (0, 1)}
+    slow = dict.fromkeys([(0, 1), (1, 0)], 5.0)
+    steps = program("gpipe", 2, 1, 4)
+    # Four messages of 5 s after the first forward, four after the first backward.
+    found = play(steps, 2, Times(costs=costs, latency=slow, in_turn=True))
+    assert found.ends == (1 + 4 * 5 + 1 + 1 + 4 * 5 + 1, 1 + 4 * 5 + 1 + 4)
+    # With links for all at once.
+    assert play(steps, 2, Times(costs=costs, latency=slow)).makespan == 4 + 5 + 1 + 4 + 5 + 1
+
+
+@pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
+def test_no_pass_is_faster_than_the_messages_of_a_rank(schedule, stages):
+    draw = random.Random(schedule)
+    num_ranks, count = 4, 8
+    order = pipeline_order(
+        schedule, num_ranks=num_ranks, num_microbatches=count, virtual_stages=stages
+    )
+    steps = compiled(order)
+    costs = random_costs(draw, num_ranks * stages_per_rank(schedule, stages), 0.2)
+    for seconds in (0.0, 0.2, 1.0, 9.0):
+        latency = {(a, b): seconds for a in range(num_ranks) for b in range(num_ranks)}
+        both = Times(costs=costs, latency=latency)
+        turns = play(steps, num_ranks, replace(both, in_turn=True)).makespan
+        sent = Counter(step.rank for step in steps if step.sends)
+        assert turns >= max(play(steps, num_ranks, both).makespan, seconds * max(sent.values()))
+        # A rank in the middle sends forwards and backwards; V shapes keep a turn to themselves.
+        assert sent[1] == 2 * count * stages_per_rank(schedule, stages)
+        if not seconds:
+            assert turns == play(steps, num_ranks, both).makespan
+
+
 def plan_of(schedule, stages, num_ranks, count):
     """A plan of this many microbatches."""
     total = num_ranks * stages_per_rank(schedule, stages)
@@ -96,14 +130,16 @@ def test_many_microbatches_take_what_the_whole_order_takes(schedule, stages, spr
     count = (1024 // (2 * total) // num_ranks + 40) * num_ranks
     count += 0 if stages > 1 else 3
     plan = plan_of(schedule, stages, num_ranks, count)
-    latency = {key: 0.1 for key in random_latency(draw, num_ranks)}
-    times = Times(costs=random_costs(draw, total, spread), latency=latency)
-    whole = play(compiled(plan.order(count)), num_ranks, times)
-    assert len(compiled(plan.order(count))) > 1024
-    found = played(plan, times)
-    assert found.makespan == pytest.approx(whole.makespan, rel=1e-9)
-    assert found.ends == pytest.approx(whole.ends)
-    assert found.busy == pytest.approx(whole.busy)
+    costs, order = random_costs(draw, total, spread), compiled(plan.order(count))
+    assert len(order) > 1024
+    # Messages that hide, and those that take longer than stages.
+    for seconds in (0.1, 4.0):
+        latency = {key: seconds for key in random_latency(draw, num_ranks)}
+        times = Times(costs=costs, latency=latency, in_turn=True)
+        whole, found = play(order, num_ranks, times), played(plan, times)
+        assert found.makespan == pytest.approx(whole.makespan, rel=1e-9)
+        assert found.ends == pytest.approx(whole.ends)
+        assert found.busy == pytest.approx(whole.busy)
 
 
 def test_a_thousand_microbatches_on_32_ranks_are_played_with_few():

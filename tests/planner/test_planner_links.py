@@ -8,6 +8,7 @@ from hand_made import EASY, easy
 
 from titan_dit.config.section import UserError
 from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.planner.hardware import device_of, names
 from titan_dit.planner.links import (
     AXES,
     FLATTENED,
@@ -114,11 +115,11 @@ def test_full_nodes_and_parts_of_one():
 @pytest.mark.parametrize("gpus", [1, 4, 8])
 @pytest.mark.parametrize("nics", [1, 8])
 def test_the_formula_of_a_regular_group_is_that_of_every_rank(gpus, nics):
-    names = [*AXES, *FLATTENED, "dp_shard x cp", "dp_replicate x cp"]
+    groups_of = [*AXES, *FLATTENED, "dp_shard x cp", "dp_replicate x cp"]
     for extents in itertools.product((1, 3), (1, 2), (1, 3, 4), (1, 2), (1, 4)):
         sizes = AxisSizes(**dict(zip(AXES, extents, strict=True)))
         world = math.prod(extents)
-        for name in names:
+        for name in groups_of:
             found = slowest_group(sizes, axes_of(name), gpus, nics)
             groups = members(strides(sizes, axes_of(name)), world)
             assert sorted(itertools.chain(*groups)) == list(range(world))
@@ -150,12 +151,61 @@ def test_an_all_to_all_sends_each_part_over_its_own_link():
     assert seconds("cp", "all-to-all", 7 * GB, cp=8) == pytest.approx(7 / 100)
 
 
-def test_hops_of_a_ring_use_the_link_of_the_group():
+def test_a_hop_inside_a_node_has_the_link_of_a_pair():
+    late = easy(inner_latency_us=1.0)
+    # Not the 100 GB/s that 8 ranks reach together.
+    assert Links(AxisSizes(cp=8), late).hop_s(GB, "cp") == pytest.approx(1 / 50 + 1e-6)
+    assert Links(AxisSizes(pp=4, tp=2), late).stage_s(GB, 0, 1) == pytest.approx(1 / 50 + 1e-6)
+    # A bus that all 8 share.
+    bus = easy(inner_gb_per_s={2: 50.0, 8: 5.0})
+    assert Links(AxisSizes(cp=8), bus).hop_s(GB, "cp") == pytest.approx(1 / 5)
+    assert Links(AxisSizes(pp=4, tp=2), bus).stage_s(GB, 0, 1) == pytest.approx(1 / 5)
+
+
+def test_a_hop_between_nodes_has_the_nics_near_to_one_gpu():
+    late = easy(nics_per_node=8, inner_latency_us=1.0, node_latency_us=100.0)
+    hop = pytest.approx(1 / 10 + 1e-4)
+    # Rank 7 alone sends to the next node, by its own NIC. An all-gather has rings over all eight.
+    links = Links(AxisSizes(cp=16), late)
+    assert links.hop_s(GB, "cp") == hop
+    assert links.seconds(Message("cp", "send", GB)) == hop
+    assert links.seconds(Message("cp", "ring", 15 * GB)) == pytest.approx(15 * (1 / 10 + 1e-4))
+    assert links.seconds(Message("cp", "all-gather", GB)) == pytest.approx(1 / 80 + 114e-6)
+    # A stage of a node sends to the next: each rank by its own.
+    assert Links(AxisSizes(pp=2, tp=8), late).stage_s(GB, 0, 1) == hop
+    # Two NICs a GPU; and fewer than GPUs: still the only rank that sends.
+    assert Links(AxisSizes(cp=16), easy(nics_per_node=16)).hop_s(GB, "cp") == pytest.approx(1 / 20)
+    assert Links(AxisSizes(cp=16), easy(nics_per_node=2)).hop_s(GB, "cp") == pytest.approx(1 / 10)
+    # A NIC faster than the link of a pair.
+    fast = easy(nics_per_node=8, nic_gb_per_s=80.0)
+    assert Links(AxisSizes(cp=16), fast).hop_s(GB, "cp") == pytest.approx(1 / 50)
+    assert Links(AxisSizes(cp=2, tp=8), fast).hop_s(GB, "cp") == pytest.approx(1 / 80)
+
+
+def test_rings_that_leave_a_node_together_share_its_nics():
     late = easy(inner_latency_us=1.0, node_latency_us=100.0)
-    assert Links(AxisSizes(cp=8), late).hop_s(GB, "cp") == pytest.approx(1 / 100 + 1e-6)
     assert Links(AxisSizes(cp=4, tp=8), late).hop_s(GB, "cp") == pytest.approx(8 / 10 + 1e-4)
     hops = seconds("cp", "ring", 3 * GB, late, cp=4, tp=8)
     assert hops == pytest.approx(3 * (8 / 10 + 1e-4))
+    # Two ranks of each of four rings in a node, of which one sends to the next node.
+    assert Links(AxisSizes(cp=4, tp=4), late).hop_s(GB, "cp") == pytest.approx(4 / 10 + 1e-4)
+    four = easy(nics_per_node=4)
+    assert Links(AxisSizes(cp=4, tp=4), four).hop_s(GB, "cp") == pytest.approx(1 / 10)
+    assert Links(AxisSizes(cp=4, tp=8), four).hop_s(GB, "cp") == pytest.approx(2 / 10)
+
+
+def test_no_hop_is_faster_than_a_gpu_and_its_nic():
+    for name in names():
+        device = device_of(name)
+        nodes = 2 if device.nics_per_node else 1
+        for cp in (2, 4, 8, 16):
+            tp = max(1, nodes * device.gpus_per_node // cp)
+            if cp * tp > nodes * device.gpus_per_node:
+                continue
+            links = Links(AxisSizes(cp=cp, tp=tp), device)
+            leaves = links.group("cp").nodes > 1
+            nic = device.nic_gb_per_s * max(1, device.nics_per_node / device.gpus_per_node)
+            assert GB / links.hop_s(GB, "cp") <= 1e9 * (nic if leaves else device.inner(2))
 
 
 def test_all_ranks_of_a_stage_send_at_once():

@@ -4,10 +4,13 @@ import itertools
 import time
 
 import pytest
+import torch
 from hand_made import EASY, easy
 
 from titan_dit.config.section import UserError
+from titan_dit.dry_run.traffic import ring_backward, ring_forward
 from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.parallel.ring_attention import travel_backward, travel_forward
 from titan_dit.planner.hardware import device_of, names
 from titan_dit.planner.links import Links
 from titan_dit.planner.rates import attention_s, moved_s, product_s, seconds, shape_factor
@@ -134,6 +137,83 @@ def test_a_ring_sends_while_it_computes():
     assert late == pytest.approx(block + 3 * 0.8)
     early = attention_s(ring._replace(hop_bytes=1e3), EASY, links)
     assert early == pytest.approx(4 * block)
+
+
+class Clock:
+    """Ranks of a ring that do the same at the same time: computing, and a link beside it.
+
+    It is the `Peers` and the `Kernel` of `parallel.ring_attention`.
+    """
+
+    def __init__(self, size, block, links):
+        self.size, self.rank, self.block, self.links = size, size - 1, block, links
+        self.now = self.link = 0.0
+        self.sent, self.arrivals = [], {}
+
+    def send(self, message):
+        self.sent.append(message.nbytes)
+        self.link = max(self.link, self.now) + self.links.hop_s(message.nbytes, "cp")
+        incoming = message.clone()
+        self.arrivals[incoming.data_ptr()] = self.link
+        return incoming
+
+    def arrive(self, incoming):
+        self.now = max(self.now, self.arrivals[incoming.data_ptr()])
+        return incoming
+
+    def forward(self, q, k, v, scale, causal):
+        self.now += self.block
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    def backward(self, d_out, q, k, v, out, lse, scale, causal):
+        self.now += self.block
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_ring_takes_what_its_code_takes_on_a_clock(is_causal, is_backward, dtype):
+    """Also sends what the dry run counts."""
+    q, k = torch.zeros(1, 2, 8, 4, dtype=dtype), torch.zeros(1, 1, 8, 4, dtype=dtype)
+    lse = torch.zeros(1, 2, 8)
+    # The time in which the keys are sent, in blocks: from all hidden to none.
+    for size, keys in itertools.product((2, 3, 4, 7), (0.1, 0.3, 0.45, 0.7, 1.5)):
+        one = attention(
+            heads=2, queries=8, keys=8 * size, head_dim=4, ring=size,
+            is_causal=is_causal, is_backward=is_backward,
+            dtype={torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
+        )  # fmt: skip
+        block = attention_s(one._replace(ring=1, keys=8, queries=8), EASY, ALONE)
+        slow = easy(inner_gb_per_s={2: 2 * k.nbytes / (1e9 * keys * block)})
+        links = Links(AxisSizes(cp=size), slow)
+        clock = Clock(size, block, links)
+        if is_backward:
+            travel_backward(q, q, k, k, q, lse, clock, clock, causal=is_causal)
+            read = ring_backward([q, q, k, k], size)
+        else:
+            travel_forward(q, k, k, clock, clock, causal=is_causal)
+            read = ring_forward([q, k, k], size)
+        assert ("ring", sum(clock.sent)) == read
+        one = one._replace(hop_bytes=sum(clock.sent) / (size - 1))
+        assert attention_s(one, slow, links) == pytest.approx(clock.now), (size, keys)
+
+
+def test_nothing_hides_the_last_gradients_of_a_ring():
+    """bf16 keys, and gradients in fp32: a third and two thirds of the bytes."""
+    links = Links(AxisSizes(cp=4, tp=8), EASY)  # 0.8 s for 1e9 bytes
+    ring = attention(queries=2**14, keys=2**16, ring=4, is_backward=True)
+    block = attention_s(ring._replace(queries=2**14, keys=2**14, ring=1), EASY, links)
+    # Keys in a quarter of a block, gradients in a half: all hides but the last hop.
+    hidden = attention_s(ring._replace(hop_bytes=0.75 * block / 0.8e-9), EASY, links)
+    assert hidden == pytest.approx(4.5 * block)
+    # Keys in 2 blocks, gradients in 4: keys, keys, both, gradients, gradients.
+    late = attention_s(ring._replace(hop_bytes=6 * block / 0.8e-9), EASY, links)
+    assert late == pytest.approx((2 + 2 + 6 + 4 + 4) * block)
+    two = Links(AxisSizes(cp=2, tp=8), EASY)
+    pair = attention(queries=2**14, keys=2**15, ring=2, is_backward=True)
+    found = attention_s(pair._replace(hop_bytes=0.75 * block / 0.8e-9), EASY, two)
+    assert found == pytest.approx(2.5 * block)
 
 
 def test_bytes_are_moved_at_the_copy_rate():

@@ -117,11 +117,8 @@ def test_messages_between_stages_come_on_top_as_in_the_simulator():
     assert found.terms["stage messages"] == pytest.approx(simulated.makespan - without.makespan)
     assert found.idle == pytest.approx([idle / simulated.makespan for idle in simulated.idle])
     # Half of the link: twice the messages' time.
-    slow = estimate(
-        plan,
-        equal_blocks(stream=5e10),
-        replace(DEVICE, efficiency=replace(DEVICE.efficiency, inner=0.5)),
-    )
+    half = replace(DEVICE.efficiency, inner=0.5)
+    slow = estimate(plan, equal_blocks(stream=5e10), replace(DEVICE, efficiency=half))
     assert added_up(slow) == pytest.approx(simulate(plan.order(count), costs, latency=1.0).makespan)
 
 
@@ -137,6 +134,13 @@ def test_messages_between_nodes_take_the_nodes_link():
 
     simulated = simulate(plan.order(4), costs, latency=latency)
     assert added_up(found) == pytest.approx(simulated.makespan)
+
+
+def test_slow_messages_between_stages_set_the_pace():
+    # 4e12 bytes at 100 GB/s: 40 s for each of 8 microbatches, forward and back.
+    plan = plan_of(2, 8, schedule="gpipe")
+    found = estimate(plan, equal_blocks(stream=4e12), DEVICE)
+    assert added_up(found) == pytest.approx(2 * F + 8 * 40 + 2 * F + 2 * B + 8 * 40 + 2 * B)
 
 
 def test_blocking_messages_keep_both_ranks_busy():
@@ -244,6 +248,15 @@ def test_shards_update_their_part_and_replicas_everything():
     assert estimate(plan, given, DEVICE, whole).terms["optimizer"] == pytest.approx(0.2)
 
 
+def test_every_shard_waits_for_whole_sums_over_tp():
+    """FSDP shards gradients once they are summed over tp: a latency and all bytes each."""
+    device = replace(DEVICE, inner_latency_us=1e5)  # 0.1 s a hop; 0.1 s for the bytes
+    sums = Work(messages={Message("tp", "all-reduce", 1e10): 3.0})
+    given = counts(block=part(update=moving(1.0) + sums))
+    found = estimate(plan_of(world=4, parallel={"tp": 2}), given, device)
+    assert found.terms["optimizer"] == pytest.approx(4 * (1.0 / 2 + 3 * (0.1 + 2 * 0.1)))
+
+
 def test_a_pipeline_updates_as_long_as_its_largest_rank():
     given = equal_blocks(head=part(update=moving(3.0)))
     given = replace(given, block=replace(given.block, update=moving(1.0)))
@@ -333,7 +346,5 @@ def test_no_step_is_faster_than_its_bound(layout, runtime):
 
 
 def test_the_bound_of_a_pipeline_of_equal_stages_is_its_time():
-    plan = plan_of(4, 6)
-    assert bound(plan, equal_blocks(), DEVICE) == pytest.approx(
-        estimate(plan, equal_blocks(), DEVICE).seconds
-    )
+    plan, given = plan_of(4, 6), equal_blocks()
+    assert bound(plan, given, DEVICE) == pytest.approx(estimate(plan, given, DEVICE).seconds)

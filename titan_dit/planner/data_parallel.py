@@ -5,7 +5,9 @@ dp_shard x cp; replicas all-reduce the shards (HSDP). Without a pipeline every m
 unit for forward and, if it was freed, again for backward. The last microbatch reduces, in fp32. A
 pipeline gathers once before its pass and reduces a stage once after its last backward.
 
-All messages of a rank share one link and are sent one after another. A unit's gather hides behind
+Gathers and reductions of FSDP's group are sent one after another: NCCL runs those of a group in the
+sequence of their calls. Replicas have a group of their own: if FSDP's stays inside a node and
+theirs leaves it, both send at the same time, else they share a link. A unit's gather hides behind
 the unit computed before it, a reduction behind those computed after it: of a step, the first
 gathers and the last reductions are exposed.
 """
@@ -22,6 +24,7 @@ from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.parallel.mesh import FILL, AxisSizes, axes
 from titan_dit.plan import RunPlan
 from titan_dit.planner.links import Links
+from titan_dit.planner.overlap import NOTHING, Compute, Overlap, Reduction
 from titan_dit.planner.runtime import Runtime
 from titan_dit.planner.work import Counts, Message
 
@@ -37,7 +40,7 @@ class Unit(NamedTuple):
     """Blocks in it; 0 for the root unit."""
 
 
-class Shape(NamedTuple):
+class StageShape(NamedTuple):
     """What a stage has; stages of one shape take the same time."""
 
     blocks: int
@@ -45,15 +48,8 @@ class Shape(NamedTuple):
     is_last: bool
 
 
-class Compute(NamedTuple):
-    """Seconds of a microbatch, copies of FSDP included."""
-
-    embed_forward: float
-    block_forward: float
-    head_forward: float
-    embed_backward: float
-    block_backward: float
-    head_backward: float
+COPIES = "dp_replicate"
+"""The axis of replicas."""
 
 
 def shard_axis(sizes: AxisSizes) -> str:
@@ -91,23 +87,23 @@ class DataParallel:
         return max(self.runtime.gradient_bytes, 8 * (self.plan.precision.dtype == "fp64"))
 
     @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[StageShape, ...]:
         """Of every stage."""
         sizes = [len(layers) for layers in self.plan.stage_layers]
         last = len(sizes) - 1
-        return tuple(Shape(size, i == 0, i == last) for i, size in enumerate(sizes))
+        return tuple(StageShape(size, i == 0, i == last) for i, size in enumerate(sizes))
 
     @cached_property
-    def _units(self) -> dict[Shape, tuple[Unit, list[Unit]]]:
+    def _units(self) -> dict[StageShape, tuple[Unit, list[Unit]]]:
         return {}
 
-    def units(self, shape: Shape) -> tuple[Unit, list[Unit]]:
+    def units(self, shape: StageShape) -> tuple[Unit, list[Unit]]:
         """The root unit of a stage (perhaps empty), and those of its blocks."""
         if shape not in self._units:
             self._units[shape] = self._new_units(shape)
         return self._units[shape]
 
-    def _new_units(self, shape: Shape) -> tuple[Unit, list[Unit]]:
+    def _new_units(self, shape: StageShape) -> tuple[Unit, list[Unit]]:
         embed, block, head = self.counts.embed, self.counts.block, self.counts.head
         # The last of several stages has a copy of what it shares with the first.
         copied = self.counts.tied * (not shape.is_first)
@@ -136,15 +132,28 @@ class DataParallel:
             yield Message(shard_axis(self.plan.sizes), name, sent)
         if whole and copies > 1:
             sent = 2 * (copies - 1) / copies * whole / self.splits
-            yield Message("dp_replicate", "all-reduce", sent)
+            yield Message(COPIES, "all-reduce", sent)
 
     def gather_s(self, unit: Unit) -> float:
         """Seconds of one gather of a unit."""
         return sum(map(self.links.seconds, self.gathers(unit)))
 
-    def reduce_s(self, unit: Unit) -> float:
+    def reduce_s(self, unit: Unit) -> Reduction:
         """Seconds of one reduction of a unit."""
-        return sum(map(self.links.seconds, self.reductions(unit)))
+        took = dict.fromkeys((True, False), 0.0)
+        for message in self.reductions(unit):
+            took[message.axis == COPIES] += self.links.seconds(message)
+        return Reduction(shards=took[False], copies=took[True])
+
+    @cached_property
+    def is_apart(self) -> bool:
+        """True if FSDP's group and the replicas use different links."""
+        shard = self.links.group(shard_axis(self.plan.sizes))
+        return shard.nodes == 1 and self.links.group(COPIES).nodes > 1
+
+    def overlap(self) -> Overlap:
+        """A rank that has not begun."""
+        return Overlap(hides=self.runtime.overlaps_data, apart=self.is_apart)
 
     def frees(self, unit: Unit) -> bool:
         """True if a unit is freed after forward, and gathered again for backward."""
@@ -203,26 +212,30 @@ class DataParallel:
     def microbatch_s(self, compute: Compute, *, reduces: bool) -> float:
         """Forward and backward of the whole model, with its messages."""
         root, blocks = self.units(self.shapes[0])
-        link = Link(hides=self.runtime.overlaps_data)
+        link = self.overlap()
         link.forward(compute, self.gather_s(root), [(u.blocks, self.gather_s(u)) for u in blocks])
         again = [(u.blocks, self.gather_s(u) if self.frees(u) else 0.0) for u in blocks]
-        reductions = [self.reduce_s(u) if reduces else 0.0 for u in blocks]
+        reductions = [self.reduce_s(u) if reduces else NOTHING for u in blocks]
         if self.frees(root):
             link.wait(link.send(link.now, self.gather_s(root)))
         link.backward(compute, again, reductions)
-        link.send(link.now, self.reduce_s(root) if reduces else 0.0)
-        return link.wait(link.free)
+        link.reduce(self.reduce_s(root) if reduces else NOTHING)
+        return link.finish()
 
     def before_s(self, compute: Compute, stages: Sequence[int]) -> float:
         """How much longer the first forward of a pipeline rank's stages takes than its computing.
 
         All units are gathered at once, in the sequence of their use.
         """
-        link = Link(hides=self.runtime.overlaps_data)
+        link = self.overlap()
         for stage in stages:
-            root, blocks = self.units(self.shapes[stage])
+            shape = self.shapes[stage]
+            root, blocks = self.units(shape)
             link.forward(
-                compute._replace(embed_forward=0.0, head_forward=0.0),
+                compute._replace(
+                    embed_forward=shape.is_first * compute.embed_forward,
+                    head_forward=shape.is_last * compute.head_forward,
+                ),
                 self.gather_s(root),
                 [(unit.blocks, self.gather_s(unit)) for unit in blocks],
                 ahead=True,
@@ -232,78 +245,13 @@ class DataParallel:
     def after_s(self, stage: int, compute: Compute) -> float:
         """What a pipeline rank waits for after the last backward of a stage."""
         root, blocks = self.units(self.shapes[stage])
-        reductions = [self.reduce_s(unit) for unit in blocks]
-        if self.runtime.sharding == "fsdp" or not self.runtime.overlaps_data:
-            # Ours reduces once the backward is over.
-            return sum(reductions) + self.reduce_s(root)
-        link = Link(hides=True)
-        link.backward(compute, [(unit.blocks, 0.0) for unit in blocks], reductions)
-        link.send(link.now, self.reduce_s(root))
-        link.wait(link.free)
+        reductions, link = [self.reduce_s(unit) for unit in blocks], self.overlap()
+        if self.runtime.sharding == "fsdp":
+            # Ours reduces once the backward is over, the root unit first.
+            for one in (self.reduce_s(root), *reductions):
+                link.reduce(one)
+        else:
+            link.backward(compute, [(unit.blocks, 0.0) for unit in blocks], reductions)
+            link.reduce(self.reduce_s(root))
+        link.finish()
         return link.waited
-
-
-class Link:
-    """Computing and the link, side by side, in seconds since a microbatch began."""
-
-    def __init__(self, *, hides: bool) -> None:
-        self.hides = hides
-        self.now = 0.0
-        """Computing is here."""
-        self.free = 0.0
-        """The link has sent all."""
-        self.waited = 0.0
-
-    def send(self, at: float, seconds: float) -> float:
-        """A message that may start `at` this time; returns its end."""
-        if not seconds:
-            return at
-        self.free = max(self.free, at if self.hides else self.now) + seconds
-        return self.free if self.hides else self.wait(self.free)
-
-    def wait(self, until: float) -> float:
-        """Compute nothing until then; returns the time."""
-        self.waited += max(0.0, until - self.now)
-        self.now = max(self.now, until)
-        return self.now
-
-    def forward(
-        self,
-        compute: Compute,
-        root: float,
-        blocks: Sequence[tuple[int, float]],
-        *,
-        ahead: bool = False,
-    ) -> None:
-        """A forward; `blocks`: (number, seconds of the gather) of every unit.
-
-        A gather starts when the unit before the last one starts to compute (FSDP2 then frees the
-        buffer of that one's gather), `ahead`: as soon as the link is free.
-        """
-        begun = 0.0 if ahead else self.now
-        self.wait(self.send(begun, root))
-        starts = [begun, begun]
-        arrived = self.send(begun, blocks[0][1]) if blocks else 0.0
-        self.now += compute.embed_forward
-        for index, (count, _) in enumerate(blocks):
-            self.wait(arrived)
-            starts.append(self.now)
-            if index + 1 < len(blocks):
-                arrived = self.send(begun if ahead else starts[-2], blocks[index + 1][1])
-            self.now += count * compute.block_forward
-        self.now += compute.head_forward
-
-    def backward(
-        self, compute: Compute, blocks: Sequence[tuple[int, float]], reductions: Sequence[float]
-    ) -> None:
-        """A backward; a unit's gather starts with the unit computed before it."""
-        given = list(zip(blocks, reductions, strict=True))[::-1]
-        arrived = self.send(self.now, given[0][0][1]) if given else 0.0
-        self.now += compute.head_backward
-        for index, ((count, _), reduction) in enumerate(given):
-            self.wait(arrived)
-            if index + 1 < len(given):
-                arrived = self.send(self.now, given[index + 1][0][1])
-            self.now += count * compute.block_backward
-            self.send(self.now, reduction)
-        self.now += compute.embed_backward

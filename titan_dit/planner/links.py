@@ -31,7 +31,7 @@ FLATTENED = {
 """Groups over several axes, as `parallel.mesh.Mesh` opens them; "a x b" is one, too."""
 
 
-class Group(NamedTuple):
+class AxisGroup(NamedTuple):
     """The slowest group of an axis."""
 
     ranks: int
@@ -45,16 +45,19 @@ class Group(NamedTuple):
     its GPUs."""
 
 
-class Cost(NamedTuple):
+class GroupCost(NamedTuple):
     """What a group pays."""
 
-    group: Group
+    group: AxisGroup
     bandwidth: float
     """Bytes/s that every rank of a ring sends to the next."""
     per_rank: float
     """Bytes/s of one rank across nodes, where all ranks of the node send."""
     inner: float
     """Bytes/s of one rank inside the node."""
+    pair: float
+    """Bytes/s of one rank to the next: what one GPU reaches, and no more than its share of a NIC
+    on the hops between nodes."""
     pass_s: float
     """Latency of the n - 1 hops of a ring."""
     tree_s: float
@@ -77,10 +80,10 @@ class Links:
                 f"nodes of {gpus} and nics_per_node=0: no link between nodes. Use at most {gpus} "
                 "ranks, or write nics_per_node and nic_gb_per_s in a file of your own."
             )
-        self._costs: dict[str, Cost] = {}
+        self._costs: dict[str, GroupCost] = {}
         self._stages: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def group(self, axis: str) -> Group:
+    def group(self, axis: str) -> AxisGroup:
         """Ranks, ranks in a node, nodes and sharing of an axis' slowest group."""
         return self._cost(axis).group
 
@@ -98,7 +101,7 @@ class Links:
     def hop_s(self, nbytes: float, axis: str) -> float:
         """Seconds in which every rank of a ring sends `nbytes` to the next one."""
         cost = self._cost(axis)
-        return 0.0 if cost.group.ranks == 1 else nbytes / cost.bandwidth + cost.hop_s
+        return 0.0 if cost.group.ranks == 1 else nbytes / cost.pair + cost.hop_s
 
     def stage_s(self, nbytes: float, source: int, target: int) -> float:
         """Seconds from one pipeline rank to another; all ranks of the node send at once."""
@@ -114,47 +117,58 @@ class Links:
         device, gpus, nics = self.device, self.device.gpus_per_node, self.device.nics_per_node
         most = leaving_at_once(self.world_size // self.sizes.pp, source, target, gpus)
         if not most:
-            inner = 1e9 * device.inner(2) * device.efficiency.inner
-            return 1e-6 * device.inner_latency_us, inner
+            return 1e-6 * device.inner_latency_us, self._pair(min(gpus, self.world_size))
         own = min(nics / most, near(nics, gpus, 1))
         nic = 1e9 * device.nic_gb_per_s * device.efficiency.node
         return 1e-6 * device.node_latency_us, nic * own
 
-    def _cost(self, axis: str) -> Cost:
+    def _pair(self, ranks: int) -> float:
+        """Bytes/s from one GPU of a node to another, while all `ranks` GPUs send.
+
+        NVLinks to other GPUs do not help a pair; a bus that all share is slower with many.
+        """
+        inner = min(self.device.inner(2), self.device.inner(ranks))
+        return 1e9 * inner * self.device.efficiency.inner
+
+    def _cost(self, axis: str) -> GroupCost:
         if axis not in self._costs:
             self._costs[axis] = self._new_cost(axis)
         return self._costs[axis]
 
-    def _new_cost(self, axis: str) -> Cost:
-        device = self.device
-        group = slowest_group(self.sizes, axes_of(axis), device.gpus_per_node, device.nics_per_node)
+    def _new_cost(self, axis: str) -> GroupCost:
+        device, gpus = self.device, self.device.gpus_per_node
+        group = slowest_group(self.sizes, axes_of(axis), gpus, device.nics_per_node)
         inner = 1e9 * device.inner(group.inside) * device.efficiency.inner
         inner_s, node_s = 1e-6 * device.inner_latency_us, 1e-6 * device.node_latency_us
         tree_hops = (group.inside - 1) * inner_s + math.ceil(math.log2(group.nodes)) * node_s
         if group.nodes == 1:
             pass_s = (group.ranks - 1) * inner_s
-            return Cost(group, inner, inner, inner, pass_s, 2 * tree_hops, inner_s)
+            pair = self._pair(group.inside)
+            return GroupCost(group, inner, inner, inner, pair, pass_s, 2 * tree_hops, inner_s)
         nic = 1e9 * device.nic_gb_per_s * device.efficiency.node
         # With one rank in a node, no message stays inside.
         bandwidth = nic * group.nics if group.inside == 1 else min(inner, nic * group.nics)
-        per_rank = nic * device.nics_per_node / min(device.gpus_per_node, self.world_size)
+        per_rank = nic * device.nics_per_node / min(gpus, self.world_size)
         pass_s = (group.ranks - group.nodes) * inner_s + (group.nodes - 1) * node_s
-        return Cost(group, bandwidth, per_rank, inner, pass_s, 2 * tree_hops, node_s)
+        # Of a ring, one rank in each node sends to the next node.
+        own = min(device.nics_per_node / group.sharing, near(device.nics_per_node, gpus, 1))
+        pair = nic * own if group.inside == 1 else min(self._pair(group.inside), nic * own)
+        return GroupCost(group, bandwidth, per_rank, inner, pair, pass_s, 2 * tree_hops, node_s)
 
 
-def one_pass(nbytes: float, cost: Cost) -> float:
+def one_pass(nbytes: float, cost: GroupCost) -> float:
     """All-gather, reduce-scatter or broadcast on a ring."""
     return nbytes / cost.bandwidth + cost.pass_s
 
 
-def all_reduce(nbytes: float, cost: Cost) -> float:
+def all_reduce(nbytes: float, cost: GroupCost) -> float:
     """The faster of NCCL's ring, two passes, and its tree, which sends every byte up and down."""
     ranks = cost.group.ranks
     tree = nbytes * ranks / (ranks - 1) / cost.bandwidth + cost.tree_s
     return min(nbytes / cost.bandwidth + 2 * cost.pass_s, tree)
 
 
-def all_to_all(nbytes: float, cost: Cost) -> float:
+def all_to_all(nbytes: float, cost: GroupCost) -> float:
     """A part to every other rank: inside the node and across nodes at the same time."""
     group = cost.group
     part = nbytes / (group.ranks - 1)
@@ -163,14 +177,14 @@ def all_to_all(nbytes: float, cost: Cost) -> float:
     return max(inside, across) + cost.pass_s
 
 
-def ring_hops(nbytes: float, cost: Cost) -> float:
+def ring_hops(nbytes: float, cost: GroupCost) -> float:
     """All hops of ring attention, one after the other, if nothing hides them."""
-    return nbytes / cost.bandwidth + (cost.group.ranks - 1) * cost.hop_s
+    return nbytes / cost.pair + (cost.group.ranks - 1) * cost.hop_s
 
 
-def one_send(nbytes: float, cost: Cost) -> float:
+def one_send(nbytes: float, cost: GroupCost) -> float:
     """To the next rank of the group."""
-    return nbytes / cost.bandwidth + cost.hop_s
+    return nbytes / cost.pair + cost.hop_s
 
 
 SECONDS = {
@@ -223,24 +237,24 @@ def near(nics: int, gpus: int, ranks: int) -> float:
 
 
 @functools.lru_cache(maxsize=2**14)
-def slowest_group(sizes: AxisSizes, axes: tuple[str, ...], gpus: int, nics: int) -> Group:
+def slowest_group(sizes: AxisSizes, axes: tuple[str, ...], gpus: int, nics: int) -> AxisGroup:
     """The group over these axes with the fewest NICs for itself; `gpus` and `nics` of a node."""
     parts = strides(sizes, axes)
     ranks, world = math.prod(size for _, size in parts), math.prod(asdict(sizes).values())
     if world <= gpus:
-        return Group(ranks, ranks, 1, 0, math.inf)
+        return AxisGroup(ranks, ranks, 1, 0, math.inf)
     if len(parts) == 1:
         [(stride, size)] = parts
         # Ranks of a group in a node, where nodes and groups end together.
         inside = max(1, min(size, gpus // stride))
-        if all(fits(*pair) for pair in ((stride, gpus), (stride * size, gpus), (world, gpus))):
+        if all(divides(*pair) for pair in ((stride, gpus), (stride * size, gpus), (world, gpus))):
             sharing = 0 if inside == size else gpus // inside
             own = min(nics / sharing, near(nics, gpus, inside)) if sharing else math.inf
-            return Group(size, inside, size // inside, sharing, own)
+            return AxisGroup(size, inside, size // inside, sharing, own)
     return slowest_of(members(parts, world), gpus, nics)
 
 
-def fits(first: int, second: int) -> bool:
+def divides(first: int, second: int) -> bool:
     """True if one divides the other."""
     return first % second == 0 or second % first == 0
 
@@ -270,7 +284,7 @@ def members(parts: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
     return [[first + rank for rank in group] for first in firsts]
 
 
-def slowest_of(groups: Sequence[Sequence[int]], gpus: int, nics: int) -> Group:
+def slowest_of(groups: Sequence[Sequence[int]], gpus: int, nics: int) -> AxisGroup:
     """`slowest_group` rank by rank: groups may differ where they do not divide the nodes."""
     held = [Counter(rank // gpus for rank in group) for group in groups]
     leaving = Counter(node for nodes in held if len(nodes) > 1 for node in nodes)
@@ -278,9 +292,9 @@ def slowest_of(groups: Sequence[Sequence[int]], gpus: int, nics: int) -> Group:
     for nodes in held:
         ranks, inside = sum(nodes.values()), max(nodes.values())
         if len(nodes) == 1:
-            found.append(Group(ranks, inside, 1, 0, math.inf))
+            found.append(AxisGroup(ranks, inside, 1, 0, math.inf))
             continue
         own = min(min(nics / leaving[node], near(nics, gpus, nodes[node])) for node in nodes)
         sharing = max(leaving[node] for node in nodes)
-        found.append(Group(ranks, inside, len(nodes), sharing, own))
+        found.append(AxisGroup(ranks, inside, len(nodes), sharing, own))
     return min(found, key=lambda group: (group.nics, -group.nodes, group.inside))

@@ -30,7 +30,7 @@ COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """What ends the work of a stage on a microbatch."""
 
 
-class Step(NamedTuple):
+class CompiledAction(NamedTuple):
     """An action of a compiled order."""
 
     rank: int
@@ -38,8 +38,8 @@ class Step(NamedTuple):
     """(kind, stage)."""
     source: int
     """The step of another rank whose output it needs; -1 for none."""
-    channel: tuple[int, int]
-    """(source, target) rank of that output."""
+    sends: tuple[int, int] | None
+    """(source, target) rank, if another rank needs its output."""
     is_last: bool
     """It ends the work of its stage."""
 
@@ -52,6 +52,9 @@ class Times:
     """Of an action, by (kind, stage), as for `simulate`."""
     latency: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """From the end of an action to the arrival of its output, by (source, target) rank; else 0."""
+    in_turn: bool = False
+    """A rank sends one message after another, each for its latency: its link has one bandwidth for
+    all that leave it. Else they do not delay each other, as in `simulate`."""
     ready: Sequence[float] = ()
     """When each rank can begin; else 0."""
     after: Mapping[int, float] = field(default_factory=dict)
@@ -77,44 +80,51 @@ class Played(NamedTuple):
         return tuple(1 - busy / self.makespan for busy in self.busy)
 
 
-def compiled(order: Order) -> tuple[Step, ...]:
+def compiled(order: Order) -> tuple[CompiledAction, ...]:
     """The actions, each after its inputs. Raises ValueError on a deadlock."""
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     left = Counter(a.stage for actions in order for a in actions if a.kind in COMPLETES)
     made: dict[Action, int] = {}
-    steps: list[Step] = []
+    steps: list[CompiledAction] = []
+    sends: dict[int, tuple[int, int]] = {}
     for rank, action in execution(order):
-        source, channel = -1, (rank, rank)
+        source = -1
         # What the rank makes itself it has made before.
         for message in inputs_of(action, num_stages):
             if rank_of[message.stage] != rank:
-                source, channel = made[message], (rank_of[message.stage], rank)
+                source = made[message]
+                sends[source] = rank_of[message.stage], rank
         made[output_of(action)] = len(steps)
         left[action.stage] -= action.kind in COMPLETES
         is_last = action.kind in COMPLETES and not left[action.stage]
-        steps.append(Step(rank, (action.kind, action.stage), source, channel, is_last))
-    return tuple(steps)
+        steps.append(CompiledAction(rank, (action.kind, action.stage), source, None, is_last))
+    return tuple(step._replace(sends=sends.get(number)) for number, step in enumerate(steps))
 
 
-def play(steps: Sequence[Step], num_ranks: int, times: Times) -> Played:
+def play(steps: Sequence[CompiledAction], num_ranks: int, times: Times) -> Played:
     """One pass, every action as soon as its rank and its input are there.
 
     A channel has one latency for all messages, so none overtakes another.
     """
-    costs, latency = times.costs, times.latency
+    costs, latency, in_turn = times.costs, times.latency, times.in_turn
     free, busy = list(times.ready or (0.0,) * num_ranks), [0.0] * num_ranks
-    made: list[float] = []
-    for rank, cost, source, channel, is_last in steps:
+    sent = [0.0] * num_ranks
+    arrivals: list[float] = []
+    for rank, cost, source, sends, is_last in steps:
         start = free[rank]
-        if source >= 0:
-            arrives = made[source] + latency.get(channel, 0.0)
-            if arrives > start:
-                start = arrives
+        if source >= 0 and arrivals[source] > start:
+            start = arrivals[source]
         took = costs[cost]
         end = start + took
         busy[rank] += took
-        made.append(end)
+        arrives = end
+        if sends:
+            if in_turn and sent[rank] > end:
+                arrives = sent[rank]
+            arrives += latency.get(sends, 0.0)
+            sent[rank] = arrives
+        arrivals.append(arrives)
         free[rank] = end + times.after.get(cost[1], 0.0) if is_last else end
     return Played(tuple(free), tuple(busy))
 
@@ -156,7 +166,7 @@ def round_of(plan: RunPlan) -> int:
 @functools.lru_cache(maxsize=256)
 def program(
     schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int
-) -> tuple[Step, ...]:
+) -> tuple[CompiledAction, ...]:
     """The compiled order of a schedule; cached, because a search plays it with many times."""
     return compiled(
         pipeline_order(

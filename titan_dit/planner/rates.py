@@ -78,12 +78,35 @@ def length_factor(keys: float, is_causal: bool) -> float:
 
 
 def attention_s(attention: Attention, device: Device, links: Links) -> float:
-    """Seconds of fused attention; the hops of a ring hide behind its blocks."""
+    """Seconds of fused attention; the hops of a ring hide behind its blocks.
+
+    As `parallel.ring_attention` does it: a block of keys is sent on while it is attended to.
+    """
     block = block_s(attention, device)
     if attention.ring == 1:
         return block
+    if attention.is_backward:
+        return ring_backward_s(attention, block, links)
     hop = links.hop_s(attention.hop_bytes, "cp")
     return block + (attention.ring - 1) * max(block, hop)
+
+
+def ring_backward_s(attention: Attention, block: float, links: Links) -> float:
+    """Seconds of a ring's backward, one of whose blocks takes `block`.
+
+    Gradients of keys and values follow their block, one hop behind: those of a rank's own block
+    are not sent, the first ones hide behind the third block, and nothing hides the last ones.
+    """
+    item = ITEM_BYTES[attention.dtype]
+    sums = max(item, ITEM_BYTES["fp32"])
+    keys_s, gradients_s = (
+        links.hop_s(attention.hop_bytes * own / (item + sums), "cp") for own in (item, sums)
+    )
+    if attention.ring == 2:
+        return max(block, keys_s) + block + gradients_s
+    # The ends send either keys or gradients, the blocks between them both.
+    between = (attention.ring - 3) * max(block, keys_s + gradients_s)
+    return 2 * max(block, keys_s) + between + max(block, gradients_s) + gradients_s
 
 
 def moved_s(nbytes: float, device: Device) -> float:

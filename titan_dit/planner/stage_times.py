@@ -50,7 +50,7 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartPasses:
     """The passes of a model's parts, of one microbatch."""
 
     embed: Passes
@@ -78,9 +78,9 @@ class Setting:
     """Backward is split."""
 
 
-def parts_of(
+def part_passes(
     plan: RunPlan, counts: Counts, device: Device, links: Links, runtime: Runtime
-) -> Parts:
+) -> PartPasses:
     """The parts' passes under a plan."""
     compiled = plan.compile
     fused = compiled.enabled, compiled.enabled and compiled.ends, compiled.objective
@@ -95,13 +95,13 @@ def parts_of(
         dropout=runtime.attention_dropout,
         splits=plan.splits_backward,
     )
-    return _parts(setting)
+    return _part_passes(setting)
 
 
 @functools.lru_cache(maxsize=128)
-def _parts(setting: Setting) -> Parts:
+def _part_passes(setting: Setting) -> PartPasses:
     counts, (blocks, ends, prepare) = setting.counts, setting.fused
-    return Parts(
+    return PartPasses(
         embed=_passes(counts.embed, setting, fused=ends),
         block=_passes(counts.block, setting, fused=blocks),
         head=_passes(counts.head, setting, fused=ends),

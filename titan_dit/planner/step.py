@@ -18,12 +18,13 @@ from itertools import pairwise
 
 from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
-from titan_dit.planner.data_parallel import Compute, DataParallel, Shape
+from titan_dit.planner.data_parallel import DataParallel, StageShape
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.links import Links
+from titan_dit.planner.overlap import Compute
 from titan_dit.planner.pipeline import Times, played
 from titan_dit.planner.runtime import OURS, Runtime
-from titan_dit.planner.stage_times import Parts, Passes, Terms, parts_of, total
+from titan_dit.planner.stage_times import PartPasses, Passes, Terms, part_passes, total
 from titan_dit.planner.work import Counts, Message, Part
 from titan_dit.schedules.action import Kind
 
@@ -64,7 +65,7 @@ def mfu(estimate: Estimate, plan: RunPlan, device: Device, flops_per_sample: flo
 
 def estimate(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = OURS) -> Estimate:
     """The time of a training step. UserError if the device lacks a format or a link."""
-    step = Step(plan, counts, device, runtime)
+    step = StepTime(plan, counts, device, runtime)
     terms, critical, idle = step.passes()
     terms["gradient norm"], terms["optimizer"] = step.norm_s, step.update_s
     return Estimate(seconds=sum(terms.values()), terms=terms, critical=critical, idle=idle)
@@ -72,18 +73,18 @@ def estimate(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = O
 
 def bound(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = OURS) -> float:
     """Seconds that `estimate` is not below; it plays no pipeline."""
-    step = Step(plan, counts, device, runtime)
+    step = StepTime(plan, counts, device, runtime)
     least = step.least() if plan.sizes.pp > 1 else sum(step.local()[0].values())
     return least + step.norm_s + step.update_s
 
 
-class Step:
+class StepTime:
     """The parts of a step, computed when they are asked for."""
 
     def __init__(self, plan: RunPlan, counts: Counts, device: Device, runtime: Runtime) -> None:
         self.plan, self.counts, self.device, self.runtime = plan, counts, device, runtime
         self.links = Links(plan.sizes, device)
-        self.parts: Parts = parts_of(plan, counts, device, self.links, runtime)
+        self.parts: PartPasses = part_passes(plan, counts, device, self.links, runtime)
         self.data = DataParallel(plan, counts, self.links, runtime)
         self.ranks = range(plan.sizes.pp)
         self.held = [plan.stages_of(rank) for rank in self.ranks]
@@ -95,7 +96,7 @@ class Step:
         made = {shape: self.stage(shape) for shape in set(self.data.shapes)}
         return tuple(made[shape] for shape in self.data.shapes)
 
-    def stage(self, shape: Shape) -> Passes:
+    def stage(self, shape: StageShape) -> Passes:
         """The passes of a stage; what FSDP copies is spread over the microbatches."""
         plan, parts = self.plan, self.parts
         own = [(float(shape.blocks), parts.block)]
@@ -109,7 +110,7 @@ class Step:
             return replace(found, weight=second, input=first)
         return found
 
-    def copies_s(self, shape: Shape) -> tuple[float, float]:
+    def copies_s(self, shape: StageShape) -> tuple[float, float]:
         """Seconds in which FSDP copies a stage's parameters and gradients in a step."""
         root, blocks = self.data.units(shape)
         sums = [sum(pair) for pair in zip(*map(self.data.copied, (root, *blocks)), strict=True)]
@@ -142,18 +143,18 @@ class Step:
     def pipelined(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
         """See `passes`, with a pipeline."""
         plan, count = self.plan, self.plan.num_microbatches
-        silent = Times(costs=self.costs())
-        alone = played(plan, silent)
-        critical = max(self.ranks, key=lambda rank: alone.busy[rank])
+        computing = Times(costs=self.costs())
+        computed = played(plan, computing)
+        critical = max(self.ranks, key=lambda rank: computed.busy[rank])
         own = [self.stages[stage] for stage in self.held[critical]]
         terms = total(
             *((count, each.forward) for each in own), *((count, each.backward) for each in own)
         )
-        terms["bubble"] = alone.makespan - sum(terms.values())
+        terms["bubble"] = computed.makespan - sum(terms.values())
         terms = total((1.0, terms), (count, self.parts.prepare))
-        sending = self.with_messages(silent)
+        sending = self.with_messages(computing)
         sent = played(plan, sending)
-        terms["stage messages"] = sent.makespan - alone.makespan
+        terms["stage messages"] = sent.makespan - computed.makespan
         reducing = replace(
             sending,
             ready=tuple(self.data.before_s(self.compute(own[0]), own) for own in self.held),
@@ -163,7 +164,7 @@ class Step:
         terms["data parallel"] = reduced.makespan - sent.makespan
         terms["tied weights"] = self.tied(reducing) - reduced.makespan
         # A blocking message is no computing, although its rank is busy.
-        idle = (1 - busy / sent.makespan for busy in alone.busy)
+        idle = (1 - busy / sent.makespan for busy in computed.busy)
         return terms, critical, tuple(idle)
 
     def costs(self) -> dict[tuple[Kind, int], float]:
@@ -200,7 +201,7 @@ class Step:
         """The same pass with messages between stages."""
         took = {pair: self.message_s(*pair) for pair in {pair for _, pair in self.channels()}}
         if not self.runtime.blocking_messages:
-            return replace(times, latency=took)
+            return replace(times, latency=took, in_turn=True)
         # Its receive is over as soon as its send: both directions of a link work at once.
         costs = dict(times.costs)
         for action, pair in self.channels():
@@ -251,9 +252,11 @@ class Step:
         splits = self.data.splits
         if self.runtime.update_bytes is not None:
             return rates.moved_s(self.runtime.update_bytes * part.trained / splits, self.device)
-        # Shards are as many tensors as the whole, and take as many kernels.
+        # Shards are as many tensors as the whole, and take as many kernels. Sums over tp are sent
+        # before gradients are sharded.
         update = part.update
-        work = replace(update.times(1 / splits), operators=update.operators, kernels=update.kernels)
+        same = {name: getattr(update, name) for name in ("messages", "operators", "kernels")}
+        work = replace(update.times(1 / splits), **same)
         return seconds(rates.seconds(work, self.device, self.links, fused=False))
 
     def least(self) -> float:
