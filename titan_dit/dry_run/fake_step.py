@@ -26,7 +26,7 @@ from titan_dit.config.layout import as_planned
 from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
-from titan_dit.dry_run.messages import SentAtOnce
+from titan_dit.dry_run.messages import await_sends
 from titan_dit.dry_run.pipeline import growth_of, idle_of, microbatches_to_run
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
@@ -122,7 +122,7 @@ def take_fake_step(
         world = fake_world(stage_rank * (plan.world_size // sizes.pp), plan.world_size)
         with world, chunks_of_a_device():
             mesh = Mesh(sizes, "cpu")
-            mesh.links = SentAtOnce(mesh.axis("pp"))
+            await_sends(mesh.links)
             fake_rank = FakeRank(plan, objective, fields, mesh, mode, (training, optimizer, ema))
             traffic = fake_rank.run(share, size, fewer, enough, count)
             held = tuple(plan.stage_layers[stage] for stage in sorted(fake_rank.parts))

@@ -1,9 +1,10 @@
-"""Messages of pipeline ranks that run alone: sent at once, as far as memory is concerned."""
+"""Messages whose senders hold their tensors as long as a GPU does, on fake and on gloo ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,25 +12,32 @@ from torch import Tensor
 from titan_dit.parallel.links import Links
 
 
-class Sent(dist.Work):
-    """A message that has been sent."""
+class Awaited(dist.Work):
+    """A work that is waited for when its sender asks whether it is completed."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self.work: dist.Work | None = work
 
     def is_completed(self) -> bool:
-        """True, so that its sender frees its tensors before it sends the next message."""
-        return True
+        """True, after the work is done."""
+        return self.wait()
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Go on."""
-        return True
+        """Wait until the work is done, once: gloo hangs at the second time."""
+        work, self.work = self.work, None
+        return True if work is None else work.wait()
 
 
-class SentAtOnce(Links):
-    """Links whose messages are gone at once.
+def await_sends(links: Links) -> None:
+    """Let the works of sent messages complete.
 
-    Works of the fake process group never are, like those of gloo: all that a pass sends would
-    be held to its end. On a GPU a message is gone once its reader has come to it.
+    Neither gloo's nor those of the fake process group report that they are: all that a pass sends
+    would be held to its end. NCCL's do, once the reader has come to the message.
     """
+    send: Any = links.send
 
-    def send(self, tensors: Sequence[Tensor], target: int) -> list[dist.Work]:
-        """Send, and say so."""
-        return [Sent() for _ in super().send(tensors, target)]
+    def awaited(tensors: Sequence[Tensor], target: int) -> list[dist.Work]:
+        return [Awaited(work) for work in send(tensors, target)]
+
+    links.send = awaited  # type: ignore[method-assign]
