@@ -1,12 +1,19 @@
 """What a dry run says of an order that is decided at run time, or read from a file."""
 
+import torch
 from tiny import tiny_config
 from unchecked import unchecked
 
 from titan_dit.dry_run import report
 from titan_dit.dry_run.fake_step import take_fake_step
-from titan_dit.dry_run.memory import StorageKind
-from titan_dit.dry_run.pipeline import growth_of, microbatches_to_run, most_held, simulated
+from titan_dit.dry_run.memory import MemoryLog, StorageKind
+from titan_dit.dry_run.pipeline import (
+    fullest,
+    growth_of,
+    microbatches_to_run,
+    most_held,
+    simulated,
+)
 from titan_dit.plan import resolve
 from titan_dit.schedules import order_file
 
@@ -40,6 +47,26 @@ def test_a_rank_may_hold_its_window_but_no_more_than_all_forwards():
     assert most_held(plan_of(order="run_time", memory=9.0), M) == (M, M)
     plan = plan_of(order="run_time", memory=3.0)
     assert growth_of(plan, microbatches_to_run(plan, M)[1], M) == [3, 3]
+
+
+def test_what_a_rank_holds_at_most_includes_gradients_of_earlier_microbatches():
+    few, several = (plan_of().order(count)[0] for count in (2, 3))
+    # Microbatches in flight, halves of backward, and whether there are gradients.
+    assert fullest(few) == {(2, 0, 0), (1, 0, 1)}
+    assert fullest(several) == {(2, 0, 1)}
+
+
+def test_more_activations_may_move_the_peak_to_another_moment():
+    with MemoryLog() as log:
+        with log.phase("forward", StorageKind.ACTIVATIONS):
+            kept = torch.zeros(100)
+            del kept
+        with log.phase("optimizer", StorageKind.TEMPORARY):
+            made = torch.zeros(250)
+            del made
+    one, three = log.peak(), log.peak(3.0)
+    assert (one.total, one.phase) == (1000, "optimizer")
+    assert (three.total, three.phase) == (1200, "forward")
 
 
 def test_a_run_time_order_needs_the_memory_of_its_window():

@@ -26,6 +26,7 @@ from titan_dit.config.layout import as_planned
 from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
+from titan_dit.dry_run.messages import await_sends
 from titan_dit.dry_run.pipeline import growth_of, idle_of, microbatches_to_run
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
@@ -81,7 +82,7 @@ class Report:
     num_run: int
     """Microbatches that the dry run executed; more of them are extrapolated."""
     ranks: tuple[RankReport, ...]
-    """The first rank of every pipeline stage."""
+    """The first rank of every pipeline rank that was run."""
 
     @property
     def peak(self) -> int:
@@ -96,8 +97,9 @@ def take_fake_step(
     training: TrainingConfig,
     optimizer: OptimizerConfig,
     ema: EMAConfig,
+    ranks: Sequence[int] | None = None,
 ) -> Report:
-    """Run a step of every pipeline rank; `fields` are those of the data."""
+    """Run a step of pipeline ranks, None: of all; `fields` are those of the data."""
     # torch.compile needs real tensors; its savings are not modelled.
     requested, sizes = plan, plan.sizes
     plan = replace(plan, compile=replace(plan.compile, enabled=False))
@@ -113,15 +115,16 @@ def take_fake_step(
     fewer, enough = microbatches_to_run(plan, count)
     growth = growth_of(requested, enough, count)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    reports = []
-    progress = ProgressLine(sizes.pp, "ranks", what=f"dry run ({sizes})")
-    for stage_rank in range(sizes.pp):
+    reports, idle = [], idle_of(plan, count)
+    ranks = range(sizes.pp) if ranks is None else ranks
+    progress = ProgressLine(len(ranks), "ranks", what=f"dry run ({sizes})")
+    for stage_rank in ranks:
         world = fake_world(stage_rank * (plan.world_size // sizes.pp), plan.world_size)
         with world, chunks_of_a_device():
             mesh = Mesh(sizes, "cpu")
+            await_sends(mesh.links)
             fake_rank = FakeRank(plan, objective, fields, mesh, mode, (training, optimizer, ema))
-            peak, traffic = fake_rank.run(share, size, fewer, enough, count)
-            peak = with_activations(peak, growth[stage_rank])
+            traffic = fake_rank.run(share, size, fewer, enough, count)
             held = tuple(plan.stage_layers[stage] for stage in sorted(fake_rank.parts))
             flops = flops_of(plan.spec, held, fake_rank.flops_per_sample) * share
             reports.append(
@@ -129,16 +132,15 @@ def take_fake_step(
                     rank=dist.get_rank(),
                     layers=held,
                     parameters=sum(local(p).numel() for p in fake_rank.parameters.values()),
-                    peak=peak,
+                    peak=fake_rank.memory.peak(growth[stage_rank]),
                     traffic=traffic,
                     flops=flops / (sizes.model // sizes.pp),
-                    idle=0.0,
+                    idle=idle[stage_rank],
                 )
             )
             del fake_rank
         progress.add(1)
     progress.end()
-    idle = idle_of(plan, count)
     with torch.device("meta"):
         model = plan.spec.build()
     return Report(
@@ -148,7 +150,7 @@ def take_fake_step(
         num_microbatches=count,
         microbatch_size=size,
         num_run=enough,
-        ranks=tuple(replace(r, idle=share) for r, share in zip(reports, idle, strict=True)),
+        ranks=tuple(reports),
     )
 
 
@@ -210,10 +212,11 @@ class FakeRank:
             for average in self.ema.averages.values():
                 self.memory.mark(average.values(), StorageKind.EMA)
 
-    def run(
-        self, share: int, size: int, fewer: int, enough: int, count: int
-    ) -> tuple[Peak, Traffic]:
-        """Steps of `fewer`, then `enough` microbatches (see `step`); traffic scaled to `count`."""
+    def run(self, share: int, size: int, fewer: int, enough: int, count: int) -> Traffic:
+        """Steps of `fewer`, then `enough` microbatches (see `step`); traffic scaled to `count`.
+
+        The memory of the second one is in `memory`.
+        """
         with self.mode, self.memory, self.traffic:
             # Warm-up: allocates the optimizer's state, and gives the first traffic count.
             self.step(share, size, fewer)
@@ -221,7 +224,7 @@ class FakeRank:
             gc.collect()
             self.memory.begin()
             self.step(share, size, enough)
-        return self.memory.peak(), self.traffic.traffic.extrapolate(count, enough, before, fewer)
+        return self.traffic.traffic.extrapolate(count, enough, before, fewer)
 
     def step(self, share: int, size: int, count: int) -> None:
         """`Trainer.train_step` on `count` microbatches of `size` from a rank's `share` samples."""
@@ -283,12 +286,6 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def first_rows(prepared: Prepared, rows: int) -> Prepared:
     """Views of the first samples, not copies: the whole batch stays in memory, as in training."""
     return next(prepared.microbatches(rows))
-
-
-def with_activations(peak: Peak, times: float) -> Peak:
-    """A peak with its activations scaled by `times`."""
-    more = {StorageKind.ACTIVATIONS: round(peak.bytes[StorageKind.ACTIVATIONS] * times)}
-    return replace(peak, bytes={**peak.bytes, **more})
 
 
 def flops_of(model_spec: ModelSpec, held: tuple[range, ...], flops_per_sample: int) -> float:

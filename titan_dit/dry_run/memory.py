@@ -138,17 +138,19 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             }
         )
 
-    def peak(self) -> Peak:
-        """The memory peak since `begin`."""
-        total = most = sum(change for _, change in self.events[: self.first])
+    def peak(self, growth: float = 1.0) -> Peak:
+        """The memory peak since `begin`, if there were `growth` times the activations."""
+        times = dict.fromkeys(StorageKind, 1.0) | {StorageKind.ACTIVATIONS: growth}
+        total = most = sum(times[record.kind] * size for record, size in self.events[: self.first])
         moment = self.first
-        for number, (_, change) in enumerate(self.events[self.first :], start=self.first + 1):
-            total += change
+        for number, (record, change) in enumerate(self.events[self.first :], start=self.first + 1):
+            total += times[record.kind] * change
             if total > most:
                 most, moment = total, number
         held: Counter[StorageKind] = Counter(dict.fromkeys(StorageKind, 0))
         for record, change in self.events[:moment]:
             held[record.kind] += change
+        held[StorageKind.ACTIVATIONS] = round(growth * held[StorageKind.ACTIVATIONS])
         names = [name for start, name in self.phases if start < moment]
         return Peak(held, names[-1] if names else "")
 
@@ -160,8 +162,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operator and log its allocations."""
-        # A DTensor or another wrapper unwraps itself and dispatches its local tensor here.
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if is_wrapper(types):
             return NotImplemented
         result = func(*args, **kwargs or {})
         if self.is_inferring:
@@ -210,6 +211,8 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, tensor: Tensor) -> Storage:
         """The record of a tensor's storage; logs an allocation if it is new."""
+        if tensor.device.type == "meta":  # A shape, such as that of a message: no memory.
+            return Storage(StorageKind.TEMPORARY, 0)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.records:
@@ -230,6 +233,15 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _ended(self, key: int) -> None:
         record = self.records.pop(key)
         self.events.append((record, -record.size))
+
+
+def is_wrapper(types: Iterable[type]) -> bool:
+    """Whether an operator has DTensors or other wrappers, from the types that a mode is given.
+
+    A mode returns NotImplemented for them: they unwrap themselves, and the same mode then sees the
+    operator on their local tensors.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def local(tensor: Tensor) -> Tensor:

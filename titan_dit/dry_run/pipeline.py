@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+
 from titan_dit.config.section import UserError
 from titan_dit.plan import RunPlan
-from titan_dit.schedules.action import Kind, peak_activations
+from titan_dit.schedules.action import Action, Kind, peak_activations
 from titan_dit.schedules.decide import windows
 from titan_dit.schedules.simulator import Simulation, simulate, stage_costs
 
@@ -18,19 +21,46 @@ def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
     if pp == 1:
         # From the second microbatch on, accumulated gradients are in memory, too.
         return 1, min(count, 2)
-    wanted = peak_activations(plan.order(count))
+    wanted = [*map(fullest, plan.order(count))]
     fewer = None
     for number in range(1, count):
         try:
             order = plan.order(number)
         except UserError:
             continue
-        enough = peak_activations(order) == wanted or number >= max(MOST_MICROBATCHES, 4 * pp)
+        is_full = [*map(fullest, order)] == wanted
+        enough = is_full or number >= max(MOST_MICROBATCHES, 4 * pp)
         # Two different counts give the traffic of one more microbatch.
         if enough and fewer is not None:
             return fewer, number
         fewer = number if fewer is None else fewer
     return count if fewer is None else fewer, count
+
+
+def fullest(actions: Sequence[Action]) -> set[tuple[int, ...]]:
+    """What a rank holds during its actions, without what another moment exceeds or equals.
+
+    For each of its stages: microbatches with activations, those of them whose input gradients are
+    done, and whether gradients of earlier microbatches are in memory, too.
+    """
+    now = {stage: [0, 0, 0] for stage in sorted({action.stage for action in actions})}
+    moments: set[tuple[int, ...]] = set()
+    for kind, stage, _ in actions:
+        held = now[stage]
+        if kind is Kind.FORWARD:
+            held[0] += 1
+        elif kind is Kind.BACKWARD_INPUT:
+            held[1] += 1
+        moments.add(tuple(number for each in now.values() for number in each))
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held[0] -= 1
+            held[1] -= kind is Kind.BACKWARD_WEIGHT
+            held[2] = 1
+    found: set[tuple[int, ...]] = set()
+    for moment in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(operator.ge, other, moment)) for other in found):
+            found.add(moment)
+    return found
 
 
 def growth_of(plan: RunPlan, run: int, count: int) -> list[float]:

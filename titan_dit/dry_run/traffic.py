@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from titan_dit.dry_run.memory import is_wrapper
 from titan_dit.kernels.attention_kernels import accumulator
 from titan_dit.parallel.mesh import FILL, Mesh, axes
 
@@ -154,7 +155,7 @@ class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operator; count it if it sends."""
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if is_wrapper(types):
             return NotImplemented
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional::", "titan_dit::ring_")):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
@@ -34,7 +33,6 @@ from titan_dit.planner.optimizer_state import ADAMW, OptimizerState
 from titan_dit.planner.runtime import OURS, Runtime
 from titan_dit.planner.work import Counts
 from titan_dit.schedules.action import peak_activations
-from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
 
 GIB, MIB_OF_GIB = 2**30, 2**10
 WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -199,16 +197,14 @@ def sent_copy(plan: RunPlan, counts: Counts, how: Sharding) -> float:
 
 def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) -> list[StageParts]:
     """The stages of a pipeline rank."""
-    layers = layers_of(plan)
     last, found = plan.num_stages - 1, []
     for stage in plan.stages_of(pipeline_rank):
-        units = unit_sizes(
-            layers[stage], counts.block.parameters, plan.parallel.blocks_per_fsdp_unit
-        )
+        layers = len(plan.stage_layers[stage])
+        units = unit_sizes(layers, counts.block.parameters, plan.parallel.blocks_per_fsdp_unit)
         found.append(
             StageParts(
                 counts=counts,
-                layers=layers[stage],
+                layers=layers,
                 has_embed=stage == 0,
                 has_head=stage == last,
                 has_copy=stage == last,
@@ -217,22 +213,6 @@ def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) 
             )
         )
     return found
-
-
-def layers_of(plan: RunPlan) -> tuple[int, ...]:
-    """Layers of each stage; `plan.stage_layers`, kept over plans."""
-    model = plan.spec
-    costs = model.embed_cost, model.head_cost
-    return _layers_of(model.num_layers, plan.num_stages, tuple(plan.pipeline.split), *costs)
-
-
-@lru_cache(maxsize=4096)
-def _layers_of(
-    layers: int, stages: int, split: tuple[int, ...], embed: float, head: float
-) -> tuple[int, ...]:
-    if split:
-        return tuple(map(len, layers_of_stages(check_split(split, layers, stages))))
-    return split_layers(layers, stages, embed=embed, head=head)
 
 
 def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[float, ...]]:

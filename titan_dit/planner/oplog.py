@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan_dit.dry_run.memory import MemoryLog
+from titan_dit.dry_run.memory import MemoryLog, is_wrapper
 from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.planner.work import Attention, Message, Product
@@ -89,8 +89,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operator and record it."""
-        # A DTensor or another wrapper unwraps itself and dispatches its local tensor here.
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if is_wrapper(types):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

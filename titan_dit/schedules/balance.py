@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 
 from titan_dit.config.section import UserError, show
 
 
-@cache
+@lru_cache(maxsize=4096)  # A search asks for the same stages thousands of times.
 def split_layers(
     num_layers: int, num_stages: int, *, embed: float = 0.0, head: float = 0.0
 ) -> tuple[int, ...]:
