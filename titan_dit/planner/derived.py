@@ -2,10 +2,10 @@
 
 A rehearsal takes a second, and a search asks for hundreds. Every number of a part is linear in the
 microbatch size, so two rehearsed sizes give all others. With more slices of a sample a rank does
-its share of the work of cp 2; rings and all-to-alls have laws of their own. What [remat] adds with
-a ring is the slice of what it adds without, and the ring again where attention runs again. What a
-search ends with is rehearsed at its own size, cp and mode (`Derived.exact`), which checks the
-derived counts.
+the work of cp 2 on as many tokens; rings and all-to-alls have laws of their own. What [remat] adds
+with a ring is what it adds without, and the ring again where attention runs again. What a search
+ends with is rehearsed at its own size, cp and mode (`Derived.exact`), which checks the derived
+counts.
 """
 
 from __future__ import annotations
@@ -50,17 +50,21 @@ class Derived:
         return self.found[key]
 
     def _derived(self, plan: RunPlan, cp: int, size: int) -> Counts:
+        if cp == 1:
+            return self._of_size(plan, cp, size)
         # All-to-alls copy what they send: that is kept or not, as the mode says.
-        if cp > 1 and plan.remat.mode != "none" and plan.parallel.cp_method == "ring":
+        if plan.remat.mode != "none" and plan.parallel.cp_method == "ring":
             silent = replace(plan, remat=replace(plan.remat, mode="none"))
-            sliced_once = self.counts(alone(silent, cp, size))
-            remat, none = (self.counts(alone(each, 1, size)) for each in (plan, silent))
-            return with_remat(sliced_once, remat, none, 1 / cp)
-        if cp > SLICES:
-            return sliced(self.counts(alone(plan, SLICES, size)), cp)
-        return self._of_size(plan, cp, size)
+            slices = self.counts(alone(silent, cp, size))
+            remat, none = (self._of_size(each, 1, size / cp) for each in (plan, silent))
+            return with_remat(slices, remat, none)
+        if cp == SLICES:
+            return self._of_size(plan, cp, size)
+        # As many tokens; but the objective prepares whole samples.
+        halves = self._of_size(plan, SLICES, size * SLICES / cp)
+        return replace(sliced(halves, cp), prepare=self._of_size(plan, SLICES, size).prepare)
 
-    def _of_size(self, plan: RunPlan, cp: int, size: int) -> Counts:
+    def _of_size(self, plan: RunPlan, cp: int, size: float) -> Counts:
         if plan.precision.float8 == "off":
             return self._between(plan, cp, SIZES, size)
         try:
@@ -69,7 +73,7 @@ class Derived:
             pair = SIZES if size < LARGE // 4 else (LARGE, LARGE + 1)
             return self._between(plan, cp, pair, size)
 
-    def _between(self, plan: RunPlan, cp: int, sizes: tuple[int, int], size: int) -> Counts:
+    def _between(self, plan: RunPlan, cp: int, sizes: tuple[int, int], size: float) -> Counts:
         small, large = (self._rehearsed(plan, cp, each) for each in sizes)
         return between(small, large, (size - sizes[0]) / (sizes[1] - sizes[0]))
 
@@ -105,95 +109,78 @@ def between(first: Counts, second: Counts, x: float) -> Counts:
     return counts
 
 
-def with_remat(sliced: Counts, remat: Counts, silent: Counts, share: float) -> Counts:
-    """Counts of slices with [remat]: what `remat` has above `silent`, both of whole samples.
+def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
+    """Counts of slices with [remat]: what `remat` has above `silent`, both of as many tokens.
 
     Where it runs attention again, it runs and sends again what cp adds to the forward, too.
     """
 
     def part(own: Part, more: Part, less: Part) -> Part:
         added, runs = more.backward - less.backward, sum(less.forward.attention.values())
-        share_again = sum(added.attention.values()) / runs if runs else 0.0
-        sent = of_slices(own.forward, of_share(less.forward, share)).times(share_again)
+        again = sum(added.attention.values()) / runs if runs else 0.0
+        sent = of_slices(own.forward, less.forward).times(again)
         return replace(
             own,
-            forward=own.forward + of_share(more.forward - less.forward, share),
-            backward=own.backward + replace(of_share(added, share), attention={}) + sent,
-            kept=share * more.kept + (own.kept - share * less.kept) * (1 - share_again),
-            forward_peak=own.forward_peak + share * (more.forward_peak - less.forward_peak),
-            backward_peak=own.backward_peak + share * (more.backward_peak - less.backward_peak),
+            forward=own.forward + (more.forward - less.forward),
+            backward=own.backward + replace(added, attention={}) + sent,
+            kept=more.kept + (own.kept - less.kept) * (1 - again),
+            forward_peak=own.forward_peak + more.forward_peak - less.forward_peak,
+            backward_peak=own.backward_peak + more.backward_peak - less.backward_peak,
+            backward_gradients=own.backward_gradients
+            + (more.backward_gradients - less.backward_gradients),
         )
 
     return replace(
-        sliced,
-        embed=part(sliced.embed, remat.embed, silent.embed),
-        block=part(sliced.block, remat.block, silent.block),
-        head=part(sliced.head, remat.head, silent.head),
+        slices,
+        embed=part(slices.embed, remat.embed, silent.embed),
+        block=part(slices.block, remat.block, silent.block),
+        head=part(slices.head, remat.head, silent.head),
     )
 
 
-def of_share(work: Work, share: float) -> Work:
-    """The work on a share of the tokens: as many calls."""
-    return replace(work.times(share), operators=work.operators, kernels=work.kernels)
-
-
-def of_slices(forward: Work, plain: Work) -> Work:
-    """What is of cp in a forward: attention, its messages, and what `plain` does not move."""
+def of_slices(forward: Work, whole: Work) -> Work:
+    """What is of cp in a forward: attention, its messages, and what `whole` does not move."""
     return Work(
         attention=forward.attention,
         messages={one: count for one, count in forward.messages.items() if one.axis == "cp"},
-        moved=forward.moved - plain.moved,
-        fused=forward.fused - plain.fused,
-        operators=forward.operators - plain.operators,
-        kernels=forward.kernels - plain.kernels,
+        moved=forward.moved - whole.moved,
+        fused=forward.fused - whole.fused,
+        operators=forward.operators - whole.operators,
+        kernels=forward.kernels - whole.kernels,
     )
 
 
 def sliced(halves: Counts, cp: int) -> Counts:
-    """Counts of `cp` slices from those of `SLICES`."""
+    """Counts of `cp` slices from those of `SLICES` of fewer samples, which have as many tokens."""
     share = SLICES / cp
 
-    def ring(item: Attention) -> Attention:
+    def attention(item: Attention) -> Attention:
+        item = item._replace(batch=item.batch / share)
         if item.ring == 1:
             return item._replace(heads=item.heads * share)
-        queries, hop = item.queries * share, item.hop_bytes * share
-        return item._replace(queries=queries, hop_bytes=hop, ring=cp)
+        return item._replace(queries=item.queries * share, ring=cp)
 
     def message(item: Message) -> Message:
-        law = share
+        law = 1.0
         if item.axis == "cp" and item.operation == "ring":
-            law = share * (cp - 1) / (SLICES - 1)
+            law = (cp - 1) / (SLICES - 1)
         elif item.axis == "cp":
-            # A rank keeps 1 / cp of its 1 / cp of the tokens.
-            law = ((cp - 1) / cp**2) / ((SLICES - 1) / SLICES**2)
+            # A rank keeps 1 / cp of what it has.
+            law = (1 - 1 / cp) / (1 - 1 / SLICES)
         return item._replace(bytes=item.bytes * law)
 
     def work(own: Work) -> Work:
-        less = own.times(share)
         return replace(
-            less,
-            attention={ring(item): count for item, count in own.attention.items()},
+            own,
+            attention={attention(item): count for item, count in own.attention.items()},
             messages={message(item): count for item, count in own.messages.items()},
-            operators=own.operators,
-            kernels=own.kernels,
         )
 
     def part(own: Part) -> Part:
-        return replace(
-            own,
-            forward=work(own.forward),
-            backward=work(own.backward),
-            kept=own.kept * share,
-            forward_peak=own.forward_peak * share,
-            backward_peak=own.backward_peak * share,
-        )
+        return replace(own, forward=work(own.forward), backward=work(own.backward))
 
     return replace(
-        halves,
-        embed=part(halves.embed),
-        block=part(halves.block),
-        head=part(halves.head),
-        stream=halves.stream * share,
+        halves, embed=part(halves.embed), block=part(halves.block), head=part(halves.head)
     )
 
 
