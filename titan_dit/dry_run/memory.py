@@ -127,7 +127,8 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Set the kind of these tensors' storages."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                self._record(local(tensor)).kind = kind
+                for part in held_by(tensor):
+                    self._record(part).kind = kind
 
     def live(self) -> Counter[StorageKind]:
         """Live bytes by kind."""
@@ -189,9 +190,9 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter is None or id(parameter) in self.seen_parameters:
                 continue
             self.seen_parameters.add(id(parameter))
-            record = self._record(local(parameter))
-            if record.kind != StorageKind.PARAMETERS:
-                record.kind = StorageKind.GATHERED
+            kinds = {self._record(part).kind for part in held_by(parameter)}
+            if StorageKind.PARAMETERS not in kinds:
+                self.mark((parameter,), StorageKind.GATHERED)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
 
@@ -242,6 +243,20 @@ def is_wrapper(types: Iterable[type]) -> bool:
     operator on their local tensors.
     """
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+def held_by(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with a tensor's memory on this rank: a wrapper has none of its own.
+
+    Of a DTensor its shard, of a float8 weight its numbers and their scale.
+    """
+    if not is_wrapper((type(tensor),)):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, Tensor):  # A DTensor has a mesh, too.
+            yield from held_by(part)
 
 
 def local(tensor: Tensor) -> Tensor:
