@@ -93,6 +93,7 @@ def test_the_written_config_reads_back_and_is_the_layout(planned):
     assert config_file.load(["--config", str(again)], catalog.variant) == config
 
 
+@pytest.mark.long
 def test_the_written_config_starts(planned, capsys):
     _, _, best = planned
     dry_run(config_file.load(["--config", str(best)], catalog.variant), 2)
