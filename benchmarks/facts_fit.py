@@ -187,6 +187,42 @@ def best_table(source: Source) -> list[dict[str, Any]]:
     ]
 
 
+def best_overview(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """A line for every table with groups of layouts, and one for all: how good their choices are.
+
+    A choice is the planned best of a group by one fit.
+    """
+    lost = {source.name: losses_of(source) for source in sources}
+    lost["all tables"] = {
+        (f"{name}, {group}", fold): loss
+        for name, losses in lost.items()
+        for (group, fold), loss in losses.items()
+    }
+    lines = []
+    for name, losses in lost.items():
+        if losses:
+            late = [f"{group} ({fold})" for (group, fold), loss in losses.items() if loss > EQUAL]
+            lines.append(
+                {
+                    "table": name,
+                    "choices": len(losses),
+                    f"within {EQUAL:.0%}": len(losses) - len(late),
+                    "worst": f"{max(losses.values()):.1%}",
+                    "beyond it": "; ".join(late) or "-",
+                }
+            )
+    return lines
+
+
+def losses_of(source: Source) -> dict[tuple[str, str], float]:
+    """(group, fit) -> how much longer the planned best takes than the measured best."""
+    return {
+        (group, fold.name): loss
+        for group, _, _, choices in choices_of(source)
+        for fold, _, loss in choices
+    }
+
+
 def chosen(fold: Fold, planned: Case, best: Case, loss: float) -> str:
     """The planned best, how much longer it takes, and how much longer the best was to take."""
     if planned is best:

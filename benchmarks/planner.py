@@ -80,12 +80,7 @@ def few_sections() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Fits on very few rows."""
     for stem, rows in FEW.items():
         for source in sources_of(FACTS / f"{stem}.csv", rows):
-            yield (
-                f"{source.name}: fitted on {', '.join(rows)}",
-                [
-                    *facts_fit.folds_table(source),
-                ],
-            )
+            yield f"{source.name}: fitted on {', '.join(rows)}", facts_fit.folds_table(source)
             yield f"{source.name}: rows of that fit", facts_fit.rows_table(source)
 
 
@@ -109,6 +104,7 @@ def everything() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(title, rows) of all tables of benchmarks/facts."""
     sources = [source for stem in FILES for source in sources_of(FACTS / f"{stem}.csv")]
     yield "Held-out errors by table", facts_fit.overview(sources)
+    yield "Planned best against measured best by table", facts_fit.best_overview(sources)
     for source in sources:
         yield from sections_of(source)
     yield from few_sections()

@@ -11,6 +11,7 @@ from titan_dit.commands import plan
 from titan_dit.commands.flags.plan import Options
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
+from titan_dit.dry_run.command import dry_run
 from titan_dit.planner import hardware
 
 SECTIONS = {
@@ -92,6 +93,13 @@ def test_the_written_config_reads_back_and_is_the_layout(planned):
     assert config_file.load(["--config", str(again)], catalog.variant) == config
 
 
+@pytest.mark.long
+def test_the_written_config_starts(planned, capsys):
+    _, _, best = planned
+    dry_run(config_file.load(["--config", str(best)], catalog.variant), 2)
+    assert "2 ranks" in capsys.readouterr().out
+
+
 def test_keys_and_fixes_are_the_same(config):
     options = Options(config=str(config), gpus=2, device="h100", fix=(("parallel.tp=2",),))
     by_fix, fixed = plan.config_of(options, [])
@@ -150,11 +158,15 @@ def test_a_node_without_links_takes_one_node(tmp_path, config, run):
 
 
 def test_nothing_that_fits_names_what_would(tmp_path, config, run):
-    small = plan.replace(hardware.device_of("h100"), memory_gib=1.0)
+    small = plan.replace(hardware.device_of("h100"), memory_gib=2.2)
     file = tmp_path / "small.toml"
     hardware.write(small, file)
     words = ["--fix", "remat.mode=none", "training.microbatch_size=8", "parallel.pp=1"]
     words += ["parallel.tp=1", "parallel.cp=1", "--model.hidden", "1024", "--model.layers", "2"]
+    words += ["--model.latent_size", "64"]
     with pytest.raises(UserError, match=r"no layout with .* fits; the smallest") as error:
         run("--config", config, "--gpus", 1, "--device", file, *words, *FIXED)
-    assert "\n" not in str(error.value)
+    text = str(error.value)
+    assert "\n" not in text
+    assert "--fix remat.mode=none --fix training.microbatch_size=8 fits" in text
+    assert text.endswith("Set --fix remat.mode=full; or set --fix training.microbatch_size=1.")

@@ -68,22 +68,42 @@ def test_layouts_on_v100_are_predicted_from_a_third_of_them(v100):
     assert max(errors) <= 0.12
 
 
-def in_reach(source):
-    """Of every group and fit: (loss of the planned best, how much later the best is planned)."""
-    return [
-        (loss, fold.seconds[best.name] / fold.seconds[planned.name] - 1)
-        for *_, best, choices in facts_fit.choices_of(source)
-        for fold, planned, loss in choices
-    ]
+LATE = "megatron-lm 8aa4619f, 2304 x 24, 32 v100_16, batch 512"
+WHY_LATE = "one of three fits plans tp 8 x pp 2 0.8% faster than tp 4 x pp 4; measured 6.2% slower"
 
 
-def test_the_measured_best_of_every_group_is_planned_best_or_equal_to_it(v100):
-    found = in_reach(v100)
-    assert len(found) == 2 * 3
-    assert all(later <= facts_fit.EQUAL for _, later in found)
-    # One of three fits takes tp 8 for tp 4 in a pipeline: planned 1% apart, measured 6%.
-    assert sum(loss > facts_fit.EQUAL for loss, _ in found) <= 1
-    assert max(loss for loss, _ in found) < 0.07
+def groups_beyond_5_percent(source):
+    """Groups of layouts in which the planned best of a fit takes too long."""
+    losses = facts_fit.losses_of(source)
+    return {group for (group, _), loss in losses.items() if loss > facts_fit.EQUAL}
+
+
+def test_the_planned_best_of_every_group_is_within_5_percent_of_the_measured_best(v100):
+    losses = facts_fit.losses_of(v100)
+    assert len(losses) == 2 * 3
+    assert LATE in {group for group, _ in losses}
+    assert groups_beyond_5_percent(v100) <= {LATE}
+
+
+@pytest.mark.xfail(strict=True, reason=WHY_LATE)
+def test_the_planned_best_of_32_v100_is_within_5_percent_of_the_measured_best(v100):
+    assert LATE not in groups_beyond_5_percent(v100)
+
+
+def test_the_measured_best_of_every_group_is_planned_as_equal(v100):
+    for *_, best, choices in facts_fit.choices_of(v100):
+        for fold, planned, _ in choices:
+            assert fold.seconds[best.name] <= (1 + facts_fit.EQUAL) * fold.seconds[planned.name]
+
+
+def test_a_choice_beyond_the_bar_is_named_in_the_overview(v100):
+    rows = facts_fit.best_overview([v100])
+    assert [row["table"] for row in rows] == ["v100", "all tables"]
+    for row in rows:
+        assert row["choices"] == 6
+        late = [] if row["beyond it"] == "-" else row["beyond it"].split("; ")
+        assert row["within 5%"] == 6 - len(late)
+        assert all(LATE in name for name in late)
 
 
 def test_one_gpu_and_tp_8_alone_predict_all_other_layouts():
@@ -197,7 +217,5 @@ def test_every_table_reaches_its_figures():
     assert median(foundry) <= 0.10
     assert share(foundry, 0.20) >= 0.85
     for source in found.values():
-        losses, later = zip(*in_reach(source), strict=True) if in_reach(source) else ((), ())
-        assert all(share <= facts_fit.EQUAL for share in later), source.name
-        assert sum(loss > facts_fit.EQUAL for loss in losses) <= 1, source.name
+        assert groups_beyond_5_percent(source) <= {LATE}, source.name
     assert case_of(ROWS[0]).same == ROWS[0].same

@@ -102,7 +102,7 @@ def test_equals_are_preferred_by_axes_and_the_two_are_rehearsed_whole():
 
 
 def test_nothing_that_fits_after_all_is_an_error_that_names_more_gpus():
-    text = "--gpus 4 --device easy: no layout fits.*GPUs hold it"
+    text = "--gpus 4 --device easy: no layout fits.*Take --gpus 8, which hold it"
     with pytest.raises(UserError, match=text) as error:
         chosen({"shards": 1.0}, whole={"shards": 11.0}, gib={"shards": 9.0})
     assert "\n" not in str(error.value)

@@ -92,6 +92,6 @@ def test_the_verdict_counts_the_equals_and_names_their_rule(across):
 
 
 def test_short_times_have_three_digits():
-    assert [report.milliseconds(s) for s in (0.0123, 0.0999, 0.2834, 2.8)] == [
-        "12.3", "99.9", "283", "2,800",
+    assert [report.milliseconds(s) for s in (0.00868, 0.013, 0.2834, 2.8)] == [
+        "8.68", "13.0", "283", "2,800",
     ]  # fmt: skip

@@ -1,5 +1,7 @@
 """The search against all layouts, estimated one by one."""
 
+from dataclasses import replace
+
 import pytest
 from hand_made import easy
 from made_up_counts import counts_of
@@ -8,13 +10,16 @@ from tiny import tiny_config
 from titan_dit.config.section import UserError
 from titan_dit.planner import step
 from titan_dit.planner.candidates import Space
+from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.floors import bucket_of, busy_of, coarser_than, floor_of, least_bytes, scaled
+from titan_dit.planner.memory import Needed
 from titan_dit.planner.search import Search, equals, mesh_of, preferred
 from titan_dit.planner.weighing import Model, fullest
 
 MODEL = Model(counts=counts_of)
 SMALL = {"hidden": 512, "layers": 4, "heads": 4, "latent_size": 64}
 LAYERS = SMALL["layers"]
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def space_of(gpus=4, device=None, fixed=(), **sections):
@@ -89,6 +94,13 @@ def plain(device):
     return {key: getattr(device, key) for key in keys}
 
 
+@pytest.fixture(scope="module")
+def real():
+    """A space of four ranks without float8, and its rehearsals."""
+    space = space_of(fixed=("precision.float8",), data={"name": "latents", "path": "nowhere"})
+    return space, Rehearsals(space.config).counts
+
+
 def test_no_bound_is_above_the_estimate():
     """Floors of coarser splits and `step.bound`, on every eleventh layout."""
     space = space_of()
@@ -105,6 +117,42 @@ def test_no_bound_is_above_the_estimate():
             assert floor <= seconds, (candidate, coarse)
             shares = scaled(known[-1][1], coarse, candidate)
             assert step.bound(plan, shares, DEVICE) <= seconds, (candidate, coarse)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp": 2, "cp": 1, "mode": "none"},
+        pytest.param({"tp": 2, "cp": 1, "mode": "selective"}, marks=pytest.mark.long),
+        pytest.param({"tp": 1, "cp": 2, "mode": "full"}, marks=pytest.mark.long),
+    ],
+)
+def test_no_bound_is_above_the_estimate_of_a_rehearsal(real, changes):
+    """The same with counts of the real model: what a bound rests on is not in made-up ones."""
+    space, exact = real
+    wanted = {**changes, "dp_shard": 2, "pp": 1, "microbatch_size": 2}
+    wanted |= {"cp_method": "ring", "sequence_parallel": True, "reshard_after_forward": "auto"}
+    [candidate] = [one for one in space if one._asdict().items() >= wanted.items()]
+    plan = space.plan(candidate)
+    counts = exact(plan)
+    seconds = step.estimate(plan, counts, DEVICE).seconds * (1 + 1e-9)
+    _, own, _ = fullest(MODEL, plan, counts, DEVICE)
+    assert step.bound(plan, counts, DEVICE) <= seconds
+    known, floors = [], []
+    for coarse in coarser_than(candidate):
+        known.append((coarse, exact(space.plan(coarse))))
+        busy = busy_of(known, candidate, plan, DEVICE)
+        floors.append(floor_of(busy, candidate, LAYERS, plan.global_batch_size))
+        shares = scaled(known[-1][1], coarse, candidate)
+        assert step.bound(plan, shares, DEVICE) <= seconds, coarse
+        if coarse.mode == candidate.mode:
+            least = least_bytes(known[-1][1], coarse, candidate, plan)
+            assert least <= own.total * 2**30, coarse
+            _, held, _ = fullest(MODEL, plan, shares, DEVICE)
+            assert held.total <= own.total * (1 + 1e-9), coarse
+    assert floors == sorted(floors)
+    # A bound that rules nothing out would be none.
+    assert 0.3 * seconds < floors[-1] <= seconds
 
 
 def test_a_coarser_split_needs_no_more_memory():
@@ -151,15 +199,34 @@ def test_nothing_that_fits_is_an_empty_outcome():
     assert found.tally.too_large > 0
 
 
-def test_equals_are_preferred_by_axes_then_memory_and_others_by_time():
+def test_equals_are_preferred_by_axes_then_without_tp_then_memory_and_others_by_time():
     found = Search(space_of(), DEVICE, MODEL).run(top=8)
+    [some, *_] = found.rows
+
+    def row(seconds, gib, **sizes):
+        candidate = some.candidate._replace(**dict.fromkeys(AXES, 1) | sizes)
+        estimate = replace(some.estimate, seconds=seconds)
+        needed = Needed(allocated=gib, reserved=gib, context=0.0, communicators=0.0)
+        return replace(some, candidate=candidate, estimate=estimate, needed=needed)
+
+    best_first = [
+        row(1.09, 9.0, dp_shard=4),
+        row(1.00, 2.0, cp=4),
+        row(1.03, 3.0, tp=4),
+        row(1.05, 2.0, pp=2, dp_shard=2),
+        row(1.02, 3.0, dp_replicate=2, dp_shard=2),
+        row(1.01, 1.0, tp=2, dp_shard=2),
+        # Not within the error of the fastest: by time.
+        row(1.11, 5.0, dp_replicate=4),
+        row(1.20, 1.0, pp=4),
+    ]
+    for rows in (best_first, best_first[::-1], best_first[3:] + best_first[:3]):
+        assert preferred(rows, 0.1) == best_first
     order = preferred(found.rows, DEVICE.error)
-    alike = equals(found.rows, DEVICE.error)
-    keys = [(row.candidate.num_axes, row.needed.total) for row in order[: len(alike)]]
-    assert keys == sorted(keys)
-    rest = [row.estimate.seconds for row in order[len(alike) :]]
-    assert rest == sorted(rest)
     assert len(order) == len(found.rows)
+    assert {id(row) for row in order[: len(equals(found.rows, 0.1))]} == {
+        id(row) for row in equals(found.rows, 0.1)
+    }
     assert preferred([], 0.1) == []
 
 

@@ -139,8 +139,9 @@ class Space:
     def why_empty(self) -> str | None:
         """What the checks say about the fixed values alone, else the last refusal."""
         config = self.config
-        own = {key.partition(".")[2]: self._own(key) for key in self.fixed & PARALLEL}
-        training = replace(config.training, microbatch_size=self._own("training.microbatch_size"))
+        own = {key.partition(".")[2]: self.fixed_value(key) for key in self.fixed & PARALLEL}
+        size = self.fixed_value("training.microbatch_size")
+        training = replace(config.training, microbatch_size=size)
         simple = replace(config, parallel=replace(alone(config.parallel), **own), training=training)
         try:
             validate(simple, resolve(simple, self.gpus))
@@ -201,18 +202,18 @@ class Space:
             self._sections[key] = made()
         return self._sections[key]
 
-    def _own(self, key: str) -> Any:
+    def fixed_value(self, key: str) -> Any:
         """The config's value of one of `KEYS` if it is fixed, else None."""
         section, _, name = key.partition(".")
         return getattr(getattr(self.config, section), name) if key in self.fixed else None
 
     def _options(self, key: str, free: Collection[Any]) -> Collection[Any]:
         """The values of a key to try."""
-        return free if key not in self.fixed else (self._own(key),)
+        return free if key not in self.fixed else (self.fixed_value(key),)
 
     def _sizes(self, axis: str, ranks: int, most: int) -> list[int]:
         """The divisors of `ranks` to try for an axis, at most `most` unless it is fixed."""
-        own = self._own(f"parallel.{axis}")
+        own = self.fixed_value(f"parallel.{axis}")
         if own in (None, -1):
             return [size for size in range(1, min(ranks, most) + 1) if ranks % size == 0]
         return [own] if ranks % own == 0 else []
@@ -271,8 +272,7 @@ class Space:
         for pp in self._sizes("pp", ranks, self.base.spec.num_layers):
             left = ranks // pp
             for shard in self._sizes("dp_shard", left, left):
-                copies = self._sizes("dp_replicate", left // shard, left)
-                if left // shard not in copies:
+                if left // shard not in self._sizes("dp_replicate", left // shard, left):
                     continue
                 mesh = start._replace(pp=pp, dp_shard=shard, dp_replicate=left // shard)
                 if self._accepts(layout.check_batch, mesh, left):

@@ -10,6 +10,7 @@ import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import Peak
+from titan_dit.dry_run.simpler import word
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import Space
@@ -152,7 +153,7 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome) -> str:
     device, gpus = space.device, space.gpus
     if not outcome.tally.candidates:
         return f"--gpus {gpus}: no layout can run this model and batch. {space.why_empty() or ''}"
-    wanted = " ".join(f"--fix {key}" for key in sorted(space.fixed))
+    wanted = " ".join(f"--fix {key}={word(space.fixed_value(key))}" for key in sorted(space.fixed))
     head = f"--gpus {gpus} --device {device.name}: no layout{f' with {wanted}' * bool(wanted)} fits"
     least = smallest(space.config, device, space.fixed, model, gpus)
     if least:
@@ -161,7 +162,8 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome) -> str:
             f'"{least.candidate.mode}", needs {least.needed.total:.1f} of '
             f"{device.memory_gib:.1f} GiB"
         )
-    return f"{head}. {'; or '.join(ways(space, model)) or 'Take a device with more memory'}."
+    fixes = "; or ".join(ways(space, model)) or "take a device with more memory"
+    return f"{head}. {fixes[0].upper()}{fixes[1:]}."
 
 
 def ways(space: Space, model: Model) -> Iterator[str]:
@@ -173,10 +175,10 @@ def ways(space: Space, model: Model) -> Iterator[str]:
             found = smallest(config, device, free, model, gpus)
             if found and memory_of.fits(found.needed, device):
                 value = found.candidate.mode if key == "remat.mode" else 1
-                yield f"Set --fix {key}={value}"
+                yield f"set --fix {key}={value}"
     more = fewest(config, device, space.fixed, model, (gpus + 1, NEAREST * gpus))
     if more:
         yield (
-            f"{more.gpus} GPUs hold it ({more.candidate.sizes}, [remat] mode="
+            f"take --gpus {more.gpus}, which hold it ({more.candidate.sizes}, [remat] mode="
             f'"{more.candidate.mode}", microbatches of {more.candidate.microbatch_size})'
         )

@@ -142,9 +142,9 @@ def cells(row: Layout, choice: Choice) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """At least three digits."""
+    """Three digits or more."""
     ms = 1e3 * seconds
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+    return f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f}"
 
 
 def title(row: Layout, device: Device) -> str:
@@ -247,9 +247,10 @@ def cost(choice: Choice) -> Iterator[str]:
     seconds = choice.best.estimate.seconds
     if training.steps:
         hours = training.steps * seconds / 3600
+        days = f" ({hours / 24:,.1f} days)" if hours >= 24 else ""
         yield (
-            f"cost    {hours * gpus:,.0f} GPU-hours for {training.steps:,} steps: {hours:,.1f} h "
-            f"({hours / 24:,.1f} days) on {gpus} GPUs, without data, checkpoints and restarts"
+            f"cost    {hours * gpus:,.0f} GPU-hours for {training.steps:,} steps: {hours:,.1f} h"
+            f"{days} on {plural(gpus, 'GPU')}, without data, checkpoints and restarts"
         )
     else:
         per_sample = seconds * gpus / choice.space.base.global_batch_size
