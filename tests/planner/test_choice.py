@@ -1,5 +1,7 @@
 """What is recommended of a search's rows, whose exact counts are not what they were derived as."""
 
+from unittest.mock import patch
+
 import pytest
 from hand_made import easy
 from made_up_counts import counts_of
@@ -9,9 +11,9 @@ from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import Peak, StorageKind
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.planner.candidates import Candidate, Space
-from titan_dit.planner.choice import choose
+from titan_dit.planner.choice import search
 from titan_dit.planner.memory import needed
-from titan_dit.planner.search import Layout, Outcome, Tally
+from titan_dit.planner.search import Layout, Outcome, Tally, mesh_of
 from titan_dit.planner.step import Estimate
 from titan_dit.planner.weighing import Model
 
@@ -60,7 +62,19 @@ def chosen(derived, exact=(), gib=(), whole=()):
         memory=memory,
     )
     rows.sort(key=lambda row: row.estimate.seconds)
-    found = choose(space, Outcome(rows, Tally(candidates=3)), model, counts_of, peak_of)
+
+    class Found:
+        """A search that finds these rows."""
+
+        def __init__(self, *_, without, **__):
+            self.without = without
+
+        def run(self, top):
+            left = [row for row in rows if row.candidate not in self.without]
+            return Outcome(left, Tally(candidates=3))
+
+    with patch("titan_dit.planner.choice.Search", Found):
+        found = search(space, model, counts_of, peak_of, top=3)
     names = [NAMES[row.plan.sizes] for row in (found.best, found.runner_up) if row]
     return *names, [NAMES[row.plan.sizes] for row in found.rows], rehearsed
 
@@ -106,3 +120,26 @@ def test_nothing_that_fits_after_all_is_an_error_that_names_more_gpus():
     with pytest.raises(UserError, match=text) as error:
         chosen({"shards": 1.0}, whole={"shards": 11.0}, gib={"shards": 9.0})
     assert "\n" not in str(error.value)
+
+
+def test_a_layout_that_does_not_fit_after_all_leaves_its_mesh_to_another():
+    config = tiny_config(
+        model={"hidden": 64, "heads": 4, "layers": 4, "latent_size": 64},
+        training={"global_batch_size": 8},
+    )
+    space, model = Space(config, 4, DEVICE), Model(counts=counts_of)
+    asked = []
+
+    def peak_of(plan, rank):
+        asked.append(plan)
+        return Peak(bytes_of(11.0 if plan == asked[0] else 1.0), "forward")
+
+    small = search(space, model, counts_of, lambda *_: Peak(bytes_of(1.0), ""), top=4).best
+    found = search(space, model, counts_of, peak_of, top=4)
+    assert asked[0] == small.plan
+    rows = {mesh_of(row.candidate): row for row in found.rows}
+    instead = rows[mesh_of(small.candidate)]
+    assert instead.candidate != small.candidate
+    assert instead.estimate.seconds >= small.estimate.seconds
+    assert any("needs" in note and "10.0 of easy" in note for note in found.notes)
+    assert len(asked) == len({repr(plan) for plan in asked})

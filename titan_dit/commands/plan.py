@@ -22,7 +22,7 @@ from titan_dit.observe import console
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner import hardware, links, report, whole
 from titan_dit.planner.candidates import KEYS, Space, alone
-from titan_dit.planner.choice import Choice, choose
+from titan_dit.planner.choice import Choice, search
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.derived import Derived
 from titan_dit.planner.hardware import Device
@@ -30,7 +30,6 @@ from titan_dit.planner.measured import beside, outdated
 from titan_dit.planner.memory import memory
 from titan_dit.planner.optimizer_state import state_of
 from titan_dit.planner.runtime import OURS
-from titan_dit.planner.search import Search
 from titan_dit.planner.weighing import Model
 from titan_dit.system.progress import ProgressLine
 
@@ -135,7 +134,6 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
         counts=Derived(exact).counts,
         memory=lambda plan, counts: memory(plan, counts, OURS, state),
     )
-    outcome = Search(space, device, model, shows=True).run(top)
     progress = ProgressLine(2, "layouts", what="whole steps on fake tensors")
 
     def peak_of(plan: RunPlan, rank: int) -> Peak:
@@ -143,7 +141,7 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
         progress.add(1)
         return peak
 
-    choice = choose(space, outcome, model, exact, peak_of)
+    choice = search(space, model, exact, peak_of, top, shows=True)
     progress.end()
     # The checks of a start, once more for the very config that is written.
     best = space.config_of(choice.best.candidate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,10 +13,10 @@ from titan_dit.dry_run.memory import Peak
 from titan_dit.dry_run.simpler import word
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
-from titan_dit.planner.candidates import Space
+from titan_dit.planner.candidates import Candidate, Space
 from titan_dit.planner.fewest import Smallest, fewest, smallest
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.search import Layout, Outcome, one_line, preferred
+from titan_dit.planner.search import Layout, Outcome, Search, equals, one_line
 from titan_dit.planner.weighing import CountsOf, Model, fullest
 
 NEAREST = 64
@@ -48,61 +48,136 @@ class Choice:
         return self.space.device
 
 
+class TooLargeError(Exception):
+    """Rows of a search do not fit after all: they stood for other layouts of their meshes."""
+
+    def __init__(self, candidates: Collection[Candidate], notes: Sequence[str]) -> None:
+        super().__init__(*notes)
+        self.candidates, self.notes = candidates, notes
+
+
+def search(
+    space: Space, model: Model, exact: CountsOf, peak_of: PeakOf, top: int, *, shows: bool = False
+) -> Choice:
+    """Search and rehearse, again without what does not fit. UserError if nothing fits."""
+    dropped: set[Candidate] = set()
+    notes: list[str] = []
+    peaks: dict[tuple[str, int], Peak] = {}
+
+    def known_peak_of(plan: RunPlan, rank: int) -> Peak:
+        key = repr(plan), rank
+        if key not in peaks:
+            peaks[key] = peak_of(plan, rank)
+        return peaks[key]
+
+    while True:
+        outcome = Search(space, space.device, model, shows=shows, without=dropped).run(top)
+        try:
+            choice = choose(space, outcome, model, exact, known_peak_of)
+        except TooLargeError as error:
+            dropped |= set(error.candidates)
+            notes += error.notes
+        else:
+            return replace(choice, notes=[*notes, *choice.notes])
+
+
+class Rows:
+    """The rows of a search; those that are asked for are rehearsed, and may not fit."""
+
+    def __init__(self, outcome: Outcome, model: Model, exact: CountsOf, peak_of: PeakOf) -> None:
+        self.rows, self.model = list(outcome.rows), model
+        self.exact, self.peak_of = exact, peak_of
+        self.counted: dict[int, Layout] = {}
+        """By id: with counts of their own, which may make a row slower or larger than the next."""
+        self.confirmed: dict[int, Layout] = {}
+        """By id: with the memory of a fake step."""
+        self.dropped: dict[Candidate, str] = {}
+        """Why they do not fit."""
+        self.notes = list(outcome.notes)
+
+    def first(self, device: Device, order: Callable[[], list[Layout]]) -> Layout | None:
+        """The first one in an order that is confirmed."""
+        while found := order():
+            first = found[0]
+            if id(first) in self.confirmed:
+                return first
+            place = next(i for i, row in enumerate(self.rows) if row is first)
+            if id(first) not in self.counted:
+                checked = with_exact_counts(first, self.model, self.exact, device)
+                known = self.counted
+            else:
+                checked, note = rehearsed(first, self.model, self.peak_of, device)
+                self.notes.append(note)
+                known = self.confirmed
+            if memory_of.fits(checked.needed, device):
+                self.rows[place], known[id(checked)] = checked, checked
+            else:
+                self.dropped[first.candidate] = too_large(checked, device)
+                del self.rows[place]
+        return None
+
+    def best(self, device: Device) -> tuple[Layout | None, Layout | None]:
+        """The one that is preferred, and the fastest other one."""
+
+        def order() -> list[Layout]:
+            # Within the error of the fastest: its time has to be exact, and it has to fit.
+            self.first(device, lambda: by_time(self.rows))
+            return preferred(self.rows, device.error)
+
+        while best := self.first(device, order):
+            runner_up = self.first(device, partial(others_by_time, self.rows, best))
+            # Its own counts may have made the runner-up the fastest.
+            if self.first(device, order) is best:
+                return best, runner_up
+        return None, None
+
+
 def choose(
     space: Space, outcome: Outcome, model: Model, exact: CountsOf, peak_of: PeakOf
 ) -> Choice:
-    """Rehearse what is preferred and the fastest other layout. UserError if nothing fits."""
-    device, notes = space.device, list(outcome.notes)
-    rows = list(outcome.rows)
-    counted: dict[int, Layout] = {}
-    confirmed: dict[int, Layout] = {}
+    """Rehearse what is preferred and the fastest other layout.
 
-    def confirm(order: Callable[[], list[Layout]]) -> Layout | None:
-        while found := order():
-            first = found[0]
-            if id(first) in confirmed:
-                return first
-            place = next(i for i, row in enumerate(rows) if row is first)
-            if id(first) not in counted:
-                # Its own counts may make it slower or larger than the next.
-                checked, known = with_exact_counts(first, model, exact, device), counted
-            else:
-                checked, note = rehearsed(first, model, peak_of, device)
-                notes.append(note)
-                known = confirmed
-            if memory_of.fits(checked.needed, device):
-                rows[place], known[id(checked)] = checked, checked
-            else:
-                notes.append(too_large(checked, device))
-                del rows[place]
-        return None
-
-    def first_choice() -> list[Layout]:
-        # Within the error of the fastest: its time has to be exact, and it has to fit.
-        confirm(lambda: by_time(rows))
-        return preferred(rows, device.error)
-
-    while True:
-        best = confirm(first_choice)
-        if best is None:
-            raise UserError(nothing_fits(space, model, outcome))
-        runner_up = confirm(partial(others_by_time, rows, best))
-        # Its own counts may have made the runner-up the fastest.
-        if confirm(first_choice) is best:
-            break
+    UserError if nothing was found; TooLargeError if a row does not fit by its own counts or by its
+    fake step.
+    """
+    device, rows = space.device, Rows(outcome, model, exact, peak_of)
+    best, runner_up = rows.best(device)
+    if rows.dropped:
+        raise TooLargeError(rows.dropped.keys(), [*rows.dropped.values()])
+    if best is None:
+        raise UserError(nothing_fits(space, model, outcome))
     with torch.device("meta"):
         network = space.base.spec.build()
     return Choice(
         space=space,
-        rows=by_time(rows),
+        rows=by_time(rows.rows),
         best=best,
         runner_up=runner_up,
         outcome=outcome,
         fewest=fewest(space.config, device, space.fixed, model, (1, space.gpus)),
         parameters=sum(p.numel() for p in network.parameters()),
         flops_per_sample=network.flops_per_sample(space.base.spec.num_tokens),
-        notes=notes,
+        notes=rows.notes,
     )
+
+
+def preferred(rows: Sequence[Layout], error: float) -> list[Layout]:
+    """Rows in the sequence of preference.
+
+    Those within the error of the fastest count as equal: fewest axes first, then without tp and
+    cp, then least memory. The others follow by time.
+    """
+    if not rows:
+        return []
+    alike = equals(rows, error)
+
+    def rank(row: Layout) -> tuple[int, bool, float]:
+        one = row.candidate
+        return one.num_axes, one.tp * one.cp > 1, row.needed.total
+
+    alike.sort(key=rank)
+    rest = [row for row in rows if row not in alike]
+    return alike + sorted(rest, key=lambda row: row.estimate.seconds)
 
 
 def by_time(rows: Sequence[Layout]) -> list[Layout]:

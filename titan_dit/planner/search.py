@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,9 +104,18 @@ class Item(NamedTuple):
 class Search:
     """A search over a space of layouts."""
 
-    def __init__(self, space: Space, device: Device, model: Model, *, shows: bool = False) -> None:
-        """`shows`: progress on stderr."""
+    def __init__(
+        self,
+        space: Space,
+        device: Device,
+        model: Model,
+        *,
+        shows: bool = False,
+        without: Collection[Candidate] = (),
+    ) -> None:
+        """`shows`: progress on stderr. `without`: candidates that are known not to fit."""
         self.space, self.device, self.model = space, device, model
+        self.without = without
         self.batch, self.layers = space.base.global_batch_size, space.base.spec.num_layers
         self.tally = Tally()
         self.rows: dict[object, Layout] = {}
@@ -135,6 +144,8 @@ class Search:
         """
         began, self.top = time.process_time(), top
         for number, candidate in enumerate(self.space):
+            if candidate in self.without:
+                continue
             is_split, extra = candidate.tp * candidate.cp > 1, MODES.index(candidate.mode)
             self.queue.append(Item(is_split, 0.0, extra, number, -1, candidate))
         self.tally.candidates = len(self.queue)
@@ -323,25 +334,6 @@ def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
     """Rows within the error of the fastest."""
     best = min(row.estimate.seconds for row in rows)
     return [row for row in rows if row.estimate.seconds <= best * (1 + error)]
-
-
-def preferred(rows: Sequence[Layout], error: float) -> list[Layout]:
-    """Rows in the sequence of preference.
-
-    Those within the error of the fastest count as equal: fewest axes first, then without tp and
-    cp, then least memory. The others follow by time.
-    """
-    if not rows:
-        return []
-    alike = equals(rows, error)
-
-    def rank(row: Layout) -> tuple[int, bool, float]:
-        one = row.candidate
-        return one.num_axes, one.tp * one.cp > 1, row.needed.total
-
-    alike.sort(key=rank)
-    rest = [row for row in rows if row not in alike]
-    return alike + sorted(rest, key=lambda row: row.estimate.seconds)
 
 
 def one_line(error: BaseException) -> str:
