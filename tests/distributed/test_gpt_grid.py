@@ -29,35 +29,40 @@ FOLDED = schedule("interleaved_1f1b", 2)
 CASES = {
     2: [
         (DP, {}, TIED),
-        (COPIES, {}, UNTIED),
         (TP, {}, TIED),
         (TP, {}, UNTIED),
-        (PLAIN, {}, TIED),
         (CP, {}, TIED),
-        (CP, {}, UNTIED),
         (ULYSSES, {}, UNTIED),
         (PP, schedule("1f1b"), TIED),
         (PP, FOLDED, UNTIED),
-        (PP, schedule("interleaved_zero_bubble", 2), TIED),
         (PP, schedule("zbv_zero_bubble"), TIED),
         (PP, schedule("dualpipev"), TIED),
+    ],
+    4: [
+        (HSDP, {}, TIED),
+        (DP | TP, {}, TIED),
+        (DP | PP, schedule("zbv_zero_bubble"), TIED),
+        (PLAIN | PP, FOLDED, TIED),
+        (TP | CP, {}, UNTIED),
+    ],
+    8: [(PP | CP | TP, FOLDED, TIED)],
+}
+# The whole grid, for ./run_tests.sh --long.
+LONG = {
+    2: [
+        (COPIES, {}, UNTIED),
+        (PLAIN, {}, TIED),
+        (CP, {}, UNTIED),
+        (PP, schedule("interleaved_zero_bubble", 2), TIED),
         (PP, schedule("dualpipev"), UNTIED),
     ],
     4: [
         ({"pp": 4}, FOLDED, TIED),
-        (HSDP, {}, TIED),
-        (DP | TP, {}, TIED),
-        (DP | PP, schedule("zbv_zero_bubble"), TIED),
         (COPIES | PP, schedule("1f1b"), TIED),
         (TP | PP, schedule("dualpipev"), TIED),
-        (PLAIN | PP, FOLDED, TIED),
-        (TP | CP, {}, UNTIED),
         (CP | PP, schedule("1f1b"), TIED),
     ],
-    8: [
-        (PP | CP | TP, FOLDED, TIED),
-        (PP | DP | TP, schedule("interleaved_zero_bubble", 2), TIED, "attention"),
-    ],
+    8: [(PP | DP | TP, schedule("interleaved_zero_bubble", 2), TIED, "attention")],
 }
 IN_FP64 = [TP, PP, CP, HSDP, TP | PP, TP | CP]
 
@@ -108,6 +113,12 @@ def all_cases(world, references, cases):
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
     check(on_ranks(num_ranks, all_cases, references, CASES[num_ranks]), references)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", LONG)
+def test_the_rest_of_the_grid_gives_what_one_process_gives(num_ranks, references):
+    check(on_ranks(num_ranks, all_cases, references, LONG[num_ranks]), references)
 
 
 def drifting(world):
