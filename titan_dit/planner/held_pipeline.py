@@ -254,7 +254,10 @@ def pipeline_moments(
     `growth`: times the activations of the planned order. `sending`: bytes of a message to which no
     action belongs.
     """
-    parameters = sum(stage.parameters for stage in stages)
+    in_float8 = (how.width - how.block_width) * sum(
+        stage.layers * stage.counts.block.parameters for stage in stages
+    )
+    gathered = how.width * sum(stage.parameters for stage in stages) - in_float8
     stream = stages[0].counts.stream
     for flight in flights:
         summed = sum(
@@ -267,7 +270,7 @@ def pipeline_moments(
         for own in _own(flight, stages[flight.place], how):
             activations = held + flight.messages * stream + own.activations
             yield Moment(
-                how.width * parameters + own.gathered,
+                gathered + own.gathered,
                 how.sum_width * summed + own.unreduced,
                 own.gradients,
                 activations * growth + sending,
@@ -301,5 +304,5 @@ def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]
         blocks = stage.largest_unit * counts.block.trained
         gone = stage.kept + (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
         # Each unit frees its parameters, then copies its gradients to reduce them.
-        for unit in (stage.root, blocks):
-            yield Moment(-how.width * unit, sums + how.sum_width * unit, 0.0, -gone)
+        for unit, width in ((stage.root, how.width), (blocks, how.block_width)):
+            yield Moment(-width * unit, sums + how.sum_width * unit, 0.0, -gone)
