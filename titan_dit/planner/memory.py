@@ -53,7 +53,7 @@ def memory(
                 has_embed=True,
                 has_head=True,
                 has_copy=False,
-                largest_unit=1,
+                units=(plan.spec.num_layers,),
             ),
         )
         return [at_peak(plan, rank, _local(plan, counts, how), how, runtime, state)]
@@ -221,7 +221,7 @@ def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) 
                 has_embed=stage == 0,
                 has_head=stage == last,
                 has_copy=stage == last,
-                largest_unit=max(units),
+                units=units,
                 whole_table=whole_table(counts, plan.sizes.tp, how.width),
             )
         )
