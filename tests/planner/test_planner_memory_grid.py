@@ -27,6 +27,10 @@ def precision(dtype):
     return {"precision": {"dtype": dtype}}
 
 
+def float8(recipe):
+    return {"precision": {"float8": recipe, "float8_layers": "all"}}
+
+
 MUON = {"optimizer": {"name": "muon"}}
 NO_EMA, EMA = {"ema": {"decays": []}}, {"ema": {"decays": [0.999]}}
 LAYOUTS = {
@@ -51,6 +55,18 @@ LAYOUTS = {
     "replicas 4": (XL, 4, batch(16, 4), parallel(dp_replicate=4)),
     "fsdp 16, muon": (XL, 16, batch(32, 2), MUON),
     "fsdp 4, muon, recomputed": (XL, 4, batch(8, 2), MUON, remat("full")),
+    "one, float8": (XL, 1, batch(4, 4), float8("tensorwise")),
+    "fsdp 8, float8": (XL, 8, batch(32, 4), float8("tensorwise")),
+    "fsdp 8, float8, never": (
+        XL,
+        8,
+        batch(32, 4),
+        float8("tensorwise"),
+        parallel(reshard_after_forward="never"),
+        remat("selective"),
+    ),
+    "fsdp 8, float8 by row": (XL, 8, batch(32, 4), float8("rowwise_with_gw_hp")),
+    "1f1b 2, float8": (XL, 2, batch(12, 2), pipeline(2, "1f1b"), float8("tensorwise")),
     "tp 4 x dp 2": (XL, 8, batch(32, 8), parallel(tp=4)),
     "tp 4, whole tokens": (XL, 4, batch(8, 8), parallel(tp=4, sequence_parallel=False)),
     "tp 2, recomputed": (XL, 8, batch(16, 4), parallel(tp=2), remat("full")),
@@ -90,6 +106,22 @@ LAYOUTS = {
     "gpt, ulysses 4 x dp 2": (WIDE, 8, batch(8, 4), parallel(cp=4, cp_method="ulysses")),
     "gpt, ring 2 x tp 2 x dp 2": (WIDE, 8, batch(8, 4), parallel(cp=2, tp=2)),
     "gpt, 1f1b 4": (WIDE, 4, batch(6, 1), pipeline(4, "1f1b")),
+    "gpt, fsdp 8, float8, accumulated": (
+        WIDE,
+        8,
+        batch(32, 2),
+        float8("tensorwise"),
+        remat("full"),
+    ),
+    "gpt, tp 2 x dp 2, float8": (WIDE, 4, batch(8, 2), float8("tensorwise"), parallel(tp=2)),
+    "gpt, 1f1b 4 x dp 8, fp16, recomputed": (
+        {**WIDE, "model": {**WIDE["model"], "layers": 16}},
+        32,
+        batch(512, 2),
+        pipeline(4, "1f1b"),
+        remat("full"),
+        precision("fp16"),
+    ),
     "gpt, 1f1b 2, recomputed": (WIDE, 4, batch(12, 2), pipeline(2, "1f1b"), remat("full")),
     "gpt, gpipe 2 x tp 2, fp16": (
         WIDE,

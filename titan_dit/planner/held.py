@@ -43,11 +43,18 @@ class Sharding:
     """Units gathered ahead on request; 0: FSDP2's implicit prefetch."""
     accumulates: bool
     """There are several microbatches."""
+    in_float8: float = 0.0
+    """Share of a block's parameters that are gathered in float8."""
 
     @property
     def is_alone(self) -> bool:
         """Nothing is sharded: parameters are only cast."""
         return self.shards == 1
+
+    @property
+    def block_width(self) -> float:
+        """Bytes of a gathered element of a block."""
+        return self.width - self.in_float8 * (self.width - 1)
 
     @property
     def fresh(self) -> float:
@@ -81,7 +88,7 @@ def _forward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[
     gathered, kept = root, embed.kept
     yield Moment(gathered + buffer, sums, 0.0, kept + embed.forward_peak)
     for number, size in enumerate(units):
-        own = how.width * block.parameters * size
+        own = how.block_width * block.parameters * size
         if not how.is_alone:
             yield Moment(gathered + buffer + own * (1 + how.own_copy), sums, 0.0, kept)
             buffer = own
@@ -98,7 +105,8 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     width, wide = how.width, how.sum_width
     root, root_trained = embed.parameters + head.parameters, embed.trained + head.trained
     kept = embed.kept + sum(units) * block.kept
-    resident = width * root + (0.0 if how.reshards else width * block.parameters * sum(units))
+    whole = how.block_width * block.parameters * sum(units)
+    resident = width * root + (0.0 if how.reshards else whole)
     gathers = how.reshards and not how.is_alone
     # Before the backward of a unit, the one before it in forward is gathered ahead.
     ahead = _ahead(counts, units[-1:], how) if gathers else 0.0
@@ -114,7 +122,7 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     """The input of the last reduce-scatter, kept until the next one."""
     for number in reversed(range(len(units))):
         size = units[number]
-        own, trained = width * block.parameters * size, block.trained * size
+        own, trained = how.block_width * block.parameters * size, block.trained * size
         if how.reshards:
             if gathers:
                 yield Moment(resident + ahead + own, sums + of_head + reducing, gradients, kept)
@@ -158,7 +166,7 @@ def _ahead(counts: Counts, units: tuple[int, ...], how: Sharding) -> float:
     """Outputs of all-gathers that no block uses yet."""
     if how.is_alone:
         return 0.0
-    return how.width * counts.block.parameters * sum(units)
+    return how.block_width * counts.block.parameters * sum(units)
 
 
 def _sums(counts: Counts, layers: int, how: Sharding) -> float:

@@ -15,7 +15,7 @@ from titan_dit.execution.planned import AHEAD
 from titan_dit.planner.held import Moment, Sharding
 from titan_dit.planner.work import Counts, Part
 from titan_dit.schedules.action import Action, Kind, Order
-from titan_dit.schedules.messages import inputs_of
+from titan_dit.schedules.messages import inputs_of, output_of, reader_of
 from titan_dit.schedules.placement import pipeline_order
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
@@ -37,7 +37,9 @@ class InFlight(NamedTuple):
     last: bool
     """Whether the stage's gradients are reduced after it."""
     messages: int
-    """Streams that are received for the next actions."""
+    """Streams that are received for the next actions, or that are held because they were sent last.
+
+    An output that was sent is not one of them: its microbatch keeps it."""
 
 
 @lru_cache(maxsize=4096)
@@ -71,13 +73,18 @@ def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> I
         any(rank_of[message.stage] != rank for message in inputs_of(action, len(rank_of)))
         for action in actions
     ]
+    sent = False
+    """Whether the last message that the rank sent was a gradient."""
     for number, action in enumerate(actions):
         place, kind = place_of[action.stage], action.kind
         ends = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         left[place] -= ends
         ahead = sum(arrives[number + 1 : number + 1 + AHEAD])
         now = tuple(held), tuple(halves), tuple(summed)
-        yield InFlight(kind, place, *now, ends and not left[place], ahead)
+        yield InFlight(kind, place, *now, ends and not left[place], ahead + sent)
+        reader = reader_of(output_of(action))
+        if rank_of.get(reader, rank) != rank and kind is not Kind.BACKWARD_WEIGHT:
+            sent = kind is not Kind.FORWARD
         if kind is Kind.FORWARD:
             held[place] += 1
         elif kind is Kind.BACKWARD_INPUT:
@@ -121,8 +128,8 @@ class StageParts:
     has_head: bool
     has_copy: bool
     """It computes with a copy of the first stage's weights."""
-    largest_unit: int
-    """Blocks of its largest FSDP unit."""
+    units: tuple[int, ...]
+    """Blocks of its FSDP units."""
     whole_table: float = 0.0
     """See `whole_table`."""
 
@@ -135,6 +142,11 @@ class StageParts:
     def trained(self) -> float:
         """Those with gradients."""
         return self._elements("trained")
+
+    @property
+    def largest_unit(self) -> int:
+        """Blocks of its largest FSDP unit."""
+        return max(self.units)
 
     @property
     def copied(self) -> float:
@@ -201,23 +213,27 @@ class StageParts:
             yield Moment(0.0, own, 0.0, 0.0, counts.head.backward_peak)
             gone = counts.head.kept
             made = width * (counts.head.trained + counts.tied * self.has_copy)
-        unit = min(self.layers, self.largest_unit) - 1
-        for done, own in ((0, 0), (self.layers - 1, unit)):
-            found = made + own * width * counts.block.trained
-            found += fresh * counts.block.backward_gradients
-            found += (done - own) * sums * counts.block.trained
-            activations = -gone - done * counts.block.kept
-            yield Moment(0.0, found, 0.0, activations, counts.block.backward_peak)
+        # Its output is held to the end; a block's gradients are counted in place of its output.
+        output, ended = 0.0 if self.has_head else counts.stream, 0
+        for size in reversed(self.units):
+            for own in {0, size - 1}:
+                done = ended + own
+                found = made + own * width * counts.block.trained
+                found += fresh * counts.block.backward_gradients
+                found += ended * sums * counts.block.trained
+                activations = -gone - done * counts.block.kept + (output if done else 0.0)
+                yield Moment(0.0, found, 0.0, activations, counts.block.backward_peak)
+            ended += size
         blocks = self.layers * sums * counts.block.trained
         if self.has_embed:
             found = made + blocks + fresh * counts.embed.backward_gradients
             # Alone on its stage, it adds no part of a table to the head's.
             high = counts.embed.backward_peak
             high -= how.width * counts.tied if self.whole_table else 0.0
-            yield Moment(0.0, found, 0.0, self.entered - self.kept, high)
+            yield Moment(0.0, found, 0.0, self.entered - self.kept + output, high)
         # Those outside the blocks are summed at the end.
         own = (width + sums * is_cast) * self.root
-        yield Moment(0.0, blocks + own, 0.0, -self.kept)
+        yield Moment(0.0, blocks + own, 0.0, output - self.kept)
 
 
 def whole_table(counts: Counts, tp: int, width: int) -> float:
@@ -254,7 +270,10 @@ def pipeline_moments(
     `growth`: times the activations of the planned order. `sending`: bytes of a message to which no
     action belongs.
     """
-    parameters = sum(stage.parameters for stage in stages)
+    in_float8 = (how.width - how.block_width) * sum(
+        stage.layers * stage.counts.block.parameters for stage in stages
+    )
+    gathered = how.width * sum(stage.parameters for stage in stages) - in_float8
     stream = stages[0].counts.stream
     for flight in flights:
         summed = sum(
@@ -267,7 +286,7 @@ def pipeline_moments(
         for own in _own(flight, stages[flight.place], how):
             activations = held + flight.messages * stream + own.activations
             yield Moment(
-                how.width * parameters + own.gathered,
+                gathered + own.gathered,
                 how.sum_width * summed + own.unreduced,
                 own.gradients,
                 activations * growth + sending,
@@ -301,5 +320,5 @@ def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]
         blocks = stage.largest_unit * counts.block.trained
         gone = stage.kept + (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
         # Each unit frees its parameters, then copies its gradients to reduce them.
-        for unit in (stage.root, blocks):
-            yield Moment(-how.width * unit, sums + how.sum_width * unit, 0.0, -gone)
+        for unit, width in ((stage.root, how.width), (blocks, how.block_width)):
+            yield Moment(-width * unit, sums + how.sum_width * unit, 0.0, -gone)

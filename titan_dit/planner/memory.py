@@ -7,7 +7,7 @@ Composed from one block's, embed's and head's counts. The peak is the highest of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
@@ -44,6 +44,7 @@ def memory(
 ) -> list[dict[StorageKind, float]]:
     """Bytes at the peak by kind, of every pipeline rank. `state`: see `state_of`."""
     how = sharding_of(plan, runtime)
+    how = replace(how, in_float8=in_float8(plan, counts, how))
     if plan.sizes.pp == 1:
         rank = (
             StageParts(
@@ -52,7 +53,7 @@ def memory(
                 has_embed=True,
                 has_head=True,
                 has_copy=False,
-                largest_unit=1,
+                units=(plan.spec.num_layers,),
             ),
         )
         return [at_peak(plan, rank, _local(plan, counts, how), how, runtime, state)]
@@ -95,6 +96,18 @@ def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
         prefetch=plan.parallel.prefetch,
         accumulates=plan.num_microbatches > 1,
     )
+
+
+def in_float8(plan: RunPlan, counts: Counts, how: Sharding) -> float:
+    """Share of a block's parameters that FSDP gathers in float8: see `parallel.float8.convert`."""
+    if plan.precision.float8 != "tensorwise":
+        return 0.0
+    found = sum(
+        number * product.n * product.k
+        for product, number in counts.block.forward.products.items()
+        if product.dtype == "float8" and product.n % how.shards == 0
+    )
+    return found / counts.block.parameters
 
 
 def at_peak(
@@ -208,7 +221,7 @@ def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) 
                 has_embed=stage == 0,
                 has_head=stage == last,
                 has_copy=stage == last,
-                largest_unit=max(units),
+                units=units,
                 whole_table=whole_table(counts, plan.sizes.tp, how.width),
             )
         )
