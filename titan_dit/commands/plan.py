@@ -132,7 +132,7 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
     exact, state = Rehearsals(config).counts, state_of(config)
     model = Model(
         counts=Derived(exact).counts,
-        memory=lambda plan, counts: memory(plan, counts, OURS, state),
+        memory=lambda plan, counts: memory(plan, counts, OURS, state, only_fullest=True),
     )
     progress = ProgressLine(2, "layouts", what="whole steps on fake tensors")
 

@@ -57,6 +57,21 @@ def profile_of_schedule(
     )
 
 
+@lru_cache(maxsize=4096)
+def exceeded(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> tuple[bool, ...]:
+    """By rank: whether the rank before it never has less in flight."""
+    flights = profile_of_schedule(schedule, pp, microbatches, virtual_stages)
+    return tuple(
+        rank > 0 and all(any(_is_above(other, own) for other in flights[rank - 1]) for own in each)
+        for rank, each in enumerate(flights)
+    )
+
+
+def _is_above(first: InFlight, second: InFlight) -> bool:
+    alike = first.kind is second.kind and first.place == second.place and first.last == second.last
+    return alike and _covers(first, second)
+
+
 def profile(order: Order) -> tuple[tuple[InFlight, ...], ...]:
     """The moments of each rank that no other one exceeds in every number."""
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}

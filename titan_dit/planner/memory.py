@@ -24,6 +24,7 @@ from titan_dit.planner.held import (
 from titan_dit.planner.held_pipeline import (
     InFlight,
     StageParts,
+    exceeded,
     pipeline_moments,
     profile,
     profile_of_schedule,
@@ -40,9 +41,17 @@ WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def memory(
-    plan: RunPlan, counts: Counts, runtime: Runtime = OURS, state: OptimizerState = ADAMW
+    plan: RunPlan,
+    counts: Counts,
+    runtime: Runtime = OURS,
+    state: OptimizerState = ADAMW,
+    *,
+    only_fullest: bool = False,
 ) -> list[dict[StorageKind, float]]:
-    """Bytes at the peak by kind, of every pipeline rank. `state`: see `state_of`."""
+    """Bytes at the peak by kind, of every pipeline rank. `state`: see `state_of`.
+
+    `only_fullest`: a rank that holds no more than the one before it gets that one's bytes.
+    """
     how = sharding_of(plan, runtime)
     how = replace(how, in_float8=in_float8(plan, counts, how))
     if plan.sizes.pp == 1:
@@ -58,9 +67,15 @@ def memory(
         )
         return [at_peak(plan, rank, _local(plan, counts, how), how, runtime, state)]
     flights, growth = in_flight(plan)
-    found = []
+    found: list[dict[StorageKind, float]] = []
+    before: list[StageParts] = []
+    skipped = exceeded_ranks(plan) if only_fullest else ()
     for pipeline_rank, flight in enumerate(flights):
         stages = stages_of(plan, counts, how, pipeline_rank)
+        if pipeline_rank in skipped and are_alike(stages, before):
+            found.append(found[-1])
+            continue
+        before = stages
         sending = sent_copy(plan, counts, how) if pipeline_rank == 0 else 0.0
         moments = pipeline_moments(flight, stages, how, growth[pipeline_rank], sending)
         found.append(at_peak(plan, stages, moments, how, runtime, state))
@@ -240,6 +255,24 @@ def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[fl
     planned = peak_activations(plan.order(count))
     most = most_held(plan, count)
     return found, tuple(most / own for most, own in zip(most, planned, strict=True))
+
+
+def exceeded_ranks(plan: RunPlan) -> frozenset[int]:
+    """Pipeline ranks that never have more in flight than the one before; none of an own order."""
+    if plan.order_of_file is not None or plan.decides_at_run_time:
+        return frozenset()
+    order = plan.pipeline.schedule, plan.sizes.pp, plan.num_microbatches
+    above = exceeded(*order, plan.pipeline.virtual_stages)
+    return frozenset(rank for rank, is_above in enumerate(above) if is_above)
+
+
+def are_alike(stages: Sequence[StageParts], others: Sequence[StageParts]) -> bool:
+    """Whether two ranks of a plan have equal stages."""
+
+    def kinds(each: Sequence[StageParts]) -> list[tuple[object, ...]]:
+        return [(s.layers, s.has_embed, s.has_head, s.has_copy) for s in each]
+
+    return kinds(stages) == kinds(others)
 
 
 @dataclass(frozen=True, kw_only=True)

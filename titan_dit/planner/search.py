@@ -316,13 +316,15 @@ class Search:
 
     def _show(self) -> None:
         self.shown += 1
-        if self.progress is None or time.monotonic() < self.next_look:
+        began = time.monotonic()
+        if self.progress is None or began < self.next_look:
             return
         left = sum(self._matters(item.bound, item.candidate) for item in self.queue)
         self.progress.total = self.shown + left
         best = f", best {1e3 * self.times[0]:,.0f} ms" if self.times else ""
         self.progress(self.shown, f"{self.tally.estimated} estimated{best}")
-        self.next_look = time.monotonic() + self.progress.every
+        now = time.monotonic()
+        self.next_look = now + max(self.progress.every, 50 * (now - began))
 
 
 def mesh_of(candidate: Candidate) -> tuple[object, ...]:
