@@ -80,6 +80,19 @@ def test_muon_has_one_momentum_and_frozen_parameters_have_no_state():
     assert 4 * own + 8 * others <= state < 4 * own + 8 * others + 4 * 100
 
 
+def test_float8_weights_have_the_memory_of_their_numbers_alone():
+    float8 = {"dtype": "bf16", "float8": "tensorwise", "float8_layers": "all"}
+    kept = {"reshard_after_forward": "never"}
+    [plain], [rank] = (
+        small(2, 2 * B, precision=own, parallel=kept).ranks for own in ({"dtype": "bf16"}, float8)
+    )
+    for kind in (StorageKind.PARAMETERS, StorageKind.OPTIMIZER, StorageKind.EMA):
+        assert rank.peak.bytes[kind] == plain.peak.bytes[kind], kind
+    # A byte instead of two for 12 h^2 weights of each block.
+    saved = plain.peak.bytes[StorageKind.GATHERED] - rank.peak.bytes[StorageKind.GATHERED]
+    assert saved == pytest.approx(LAYERS * 12 * H**2, rel=0.01)
+
+
 def test_the_copy_of_a_tied_weight_has_memory_and_messages_but_no_state():
     tied = fake_report(gpt_config(parallel={"pp": 2}, training={"microbatch_size": 4}), 2)
     first, last = tied.ranks

@@ -80,6 +80,13 @@ def test_1f1b_holds_a_microbatch_for_every_later_rank(microbatches):
     assert found == [2 * 1000 * min(microbatches, 4 - rank) for rank in range(4)]
 
 
+def test_messages_are_held_before_they_are_used_and_until_the_next_one_is_sent():
+    found = on_last(pipeline(4, "1f1b"), 4, 8, counts(stream=10))
+    # Inputs of two layers and of the next two actions, and a gradient: that of its output, or on
+    # the last rank the one that it sent. The last rank receives for every other action alone.
+    assert found[1:] == [3 * 2010 + 30, 2 * 2010 + 30, 2010 + 20]
+
+
 def test_gpipe_holds_every_microbatch():
     assert on_last(pipeline(4, "gpipe"), 4, 24, counts()) == [2 * 1000 * 24] * 4
 

@@ -97,8 +97,7 @@ def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> I
         ahead = sum(arrives[number + 1 : number + 1 + AHEAD])
         now = tuple(held), tuple(halves), tuple(summed)
         yield InFlight(kind, place, *now, ends and not left[place], ahead + sent)
-        reader = reader_of(output_of(action))
-        if rank_of.get(reader, rank) != rank and kind is not Kind.BACKWARD_WEIGHT:
+        if rank_of.get(reader_of(output_of(action)), rank) != rank:
             sent = kind is not Kind.FORWARD
         if kind is Kind.FORWARD:
             held[place] += 1
