@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from titan_dit.config.job import JobConfig
 from titan_dit.dry_run.command import of_data
 from titan_dit.parallel import float8
 from titan_dit.plan import RunPlan
-from titan_dit.planner.chain import PARTS, Change, Pass, Trace
+from titan_dit.planner.chain import PARTS, Pass, Trace
 from titan_dit.planner.fusion import fused, moved
 from titan_dit.planner.inputs import Inputs, Sections
 from titan_dit.planner.interpolate import interpolated, with_weight_gradients
 from titan_dit.planner.oplog import Operator
 from titan_dit.planner.rehearsal import Rehearsal, State, rehearse
-from titan_dit.planner.work import Attention, Counts, Message, Part, Product, Work
+from titan_dit.planner.work import Attention, Counts, Message, Moments, Part, Product, Work
 
 AXES = ("tp", "cp")
 """Those whose messages are counted."""
@@ -142,9 +143,7 @@ class Rehearsals:
         """The counts of a part."""
         passes = {"forward": trace.forward.operators, "backward": trace.backward.operators}
         works = work_of(passes, trace.later)
-        forward = [*running(trace.forward.changes)]
-        kept = held(trace.forward)
-        peak, gradients = highest(trace.backward.changes)
+        kept, moments = held(trace.forward), moments_of(trace)
         every = self.inputs.sections.ema.settled().every
         average = updated(state.average).times(1 / every)
         update = updated(trace.reduced) + updated(state.update) + average + casts(state, plan)
@@ -156,10 +155,9 @@ class Rehearsals:
             trained=state.trained,
             buffers=state.buffers,
             kept=kept,
-            forward_peak=max(0.0, max(forward, default=0.0) - kept),
-            backward_peak=trace.carried + peak - gradients,
-            backward_gradients=gradients,
             tensors=state.tensors,
+            moments=moments,
+            **moments.peaks(kept),
         )
 
 
@@ -197,23 +195,15 @@ def held(one: Pass) -> float:
     return sum(change.bytes for change in one.changes)
 
 
-def running(changes: Iterable[Change]) -> Iterable[float]:
-    """Sums so far."""
-    total = 0.0
-    for change in changes:
-        total += change.bytes
-        yield total
-
-
-def highest(changes: Sequence[Change]) -> tuple[float, float]:
-    """The highest sum, and the parameters' gradients in it."""
-    total = gradients = 0.0
-    most = (0.0, 0.0)
-    for change in changes:
-        total += change.bytes
-        gradients += change.bytes * change.is_gradient
-        most = max(most, (total, gradients))
-    return most
+def moments_of(trace: Trace) -> Moments:
+    """The sums of a part's allocations and frees; its backward begins with what is carried."""
+    backward, own = trace.backward.changes, (change.bytes for change in trace.forward.changes)
+    gradients = (change.bytes * change.is_gradient for change in backward)
+    return Moments(
+        forward=tuple(accumulate(own)),
+        backward=tuple(accumulate((change.bytes for change in backward), initial=trace.carried)),
+        gradients=tuple(accumulate(gradients, initial=0.0)),
+    )
 
 
 def work_of(passes: Mapping[str, Sequence[Operator]], later: Iterable[int]) -> dict[str, Work]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
 from titan_dit.planner.counts import LARGE, SIZES
-from titan_dit.planner.work import Attention, Counts, Message, Part, Product, Work
+from titan_dit.planner.work import Attention, Counts, Message, Moments, Part, Product, Work
 
 Item = TypeVar("Item", Product, Attention, Message)
 CountsOf = Callable[[RunPlan], Counts]
@@ -60,9 +60,15 @@ class Derived:
             return with_remat(slices, remat, none)
         if cp == SLICES:
             return self._of_size(plan, cp, size)
-        # As many tokens; but the objective prepares whole samples.
+        # As many tokens; but the objective prepares whole samples, and keeps whole constants.
         halves = self._of_size(plan, SLICES, size * SLICES / cp)
-        return replace(sliced(halves, cp), prepare=self._of_size(plan, SLICES, size).prepare)
+        of_samples, whole = (self._of_size(plan, each, size) for each in (SLICES, 1))
+        return replace(
+            sliced(halves, cp),
+            prepare=of_samples.prepare,
+            inputs=halves.inputs * SLICES / cp,
+            static=whole.static + (halves.static - whole.static) * SLICES / cp,
+        )
 
     def _of_size(self, plan: RunPlan, cp: int, size: float) -> Counts:
         if plan.precision.float8 == "off":
@@ -128,6 +134,7 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
             backward_peak=own.backward_peak + more.backward_peak - less.backward_peak,
             backward_gradients=own.backward_gradients
             + (more.backward_gradients - less.backward_gradients),
+            moments=None,
         )
 
     return replace(
@@ -189,13 +196,28 @@ def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> A
     found: dict[str, Any] = {}
     for f in fields(first):
         a, b = getattr(first, f.name), getattr(second, f.name)
-        if isinstance(a, Part | Work):
+        if isinstance(a, Moments):
+            found[f.name] = moments(a, b, law)
+        elif a is None:
+            found[f.name] = None
+        elif isinstance(a, Part | Work):
             found[f.name] = combined(a, b, law)
         elif isinstance(a, Mapping):
             found[f.name] = items(a, b, law)
         else:
             found[f.name] = law(a, b)
+    if moved := found.get("moments"):
+        found |= moved.peaks(found["kept"])
     return type(first)(**found)
+
+
+def moments(
+    first: Moments, second: Moments | None, law: Callable[[float, float], float]
+) -> Moments | None:
+    """`law` of every moment; None if there are others."""
+    if second is None or [*map(len, first)] != [*map(len, second)]:
+        return None
+    return Moments(*(tuple(map(law, a, b)) for a, b in zip(first, second, strict=True)))
 
 
 def items(

@@ -117,12 +117,16 @@ def in_float8(plan: RunPlan, counts: Counts, how: Sharding) -> float:
     """Share of a block's parameters that FSDP gathers in float8: see `parallel.float8.convert`."""
     if plan.precision.float8 != "tensorwise":
         return 0.0
-    found = sum(
-        number * product.n * product.k
+    weights = {
+        product: number * product.n * product.k
         for product, number in counts.block.forward.products.items()
+    }
+    found = sum(
+        elements
+        for product, elements in weights.items()
         if product.dtype == "float8" and product.n % how.shards == 0
     )
-    return found / counts.block.parameters
+    return found / sum(weights.values())
 
 
 def at_peak(

@@ -129,6 +129,27 @@ def added(first: Mapping[Key, float], second: Mapping[Key, float]) -> dict[Key, 
     return {key: count for key, count in both.items() if count}
 
 
+class Moments(NamedTuple):
+    """Bytes after every allocation and free of a part's passes.
+
+    Each is linear in the microbatch size; which one is the highest depends on it.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    gradients: tuple[float, ...]
+    """The parameters' gradients in those of backward."""
+
+    def peaks(self, kept: float) -> dict[str, float]:
+        """Those of `Part`, by name."""
+        total, gradients = max(zip(self.backward, self.gradients, strict=True), default=(0.0, 0.0))
+        return {
+            "forward_peak": max(0.0, max(self.forward, default=0.0) - kept),
+            "backward_peak": total - gradients,
+            "backward_gradients": gradients,
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Embed, a block or the head (with the loss) of one tp x cp rank, for one microbatch."""
@@ -159,6 +180,8 @@ class Part:
     """Bytes of its parameters' gradients at that point, in the compute dtype."""
     tensors: int
     """Parameter tensors."""
+    moments: Moments | None = None
+    """What the peaks are the highest of; None if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
