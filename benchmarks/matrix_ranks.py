@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 from titan_dit.config import catalog, config_file
 from titan_dit.config.config_file import Tables
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind
+from titan_dit.dry_run.messages import await_sends
 from titan_dit.launcher import process_group
 from titan_dit.launcher.process_group import World
 from titan_dit.trainer import Trainer
@@ -61,6 +62,7 @@ def take_steps(world: World, tables: Tables, after_step: Callable[[], None]) -> 
     with log:
         with log.phase("set-up", StorageKind.TEMPORARY):
             trainer = Trainer(config_file.build(tables, catalog.variant), world)
+            await_sends(trainer.mesh.links)
             # Copies of tied weights are parameters, too.
             parameters = [*trainer.parameters.values(), *trainer.built.copies.values()]
             log.mark(parameters, StorageKind.PARAMETERS)

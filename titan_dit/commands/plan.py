@@ -17,9 +17,8 @@ from titan_dit.commands.flags.plan import Options
 from titan_dit.config import catalog, config_file, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
-from titan_dit.dry_run.memory import Peak
 from titan_dit.observe import console
-from titan_dit.plan import RunPlan, resolve
+from titan_dit.plan import resolve
 from titan_dit.planner import hardware, links, report, whole
 from titan_dit.planner.candidates import KEYS, Space, alone
 from titan_dit.planner.choice import Choice, search
@@ -31,7 +30,6 @@ from titan_dit.planner.memory import memory
 from titan_dit.planner.optimizer_state import state_of
 from titan_dit.planner.runtime import OURS
 from titan_dit.planner.weighing import Model
-from titan_dit.system.progress import ProgressLine
 
 
 def main(options: Options, keys: Sequence[str]) -> None:
@@ -134,15 +132,7 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
         counts=Derived(exact).counts,
         memory=lambda plan, counts: memory(plan, counts, OURS, state, only_fullest=True),
     )
-    progress = ProgressLine(2, "layouts", what="whole steps on fake tensors")
-
-    def peak_of(plan: RunPlan, rank: int) -> Peak:
-        peak = whole.peak_of(plan, parts, rank)
-        progress.add(1)
-        return peak
-
-    choice = search(space, model, exact, peak_of, top, shows=True)
-    progress.end()
+    choice = search(space, model, exact, partial(whole.peak_of, parts), top, shows=True)
     # The checks of a start, once more for the very config that is written.
     best = space.config_of(choice.best.candidate)
     validate(best, resolve(best, gpus))

@@ -99,7 +99,11 @@ def take_fake_step(
     ema: EMAConfig,
     ranks: Sequence[int] | None = None,
 ) -> Report:
-    """Run a step of pipeline ranks, None: of all; `fields` are those of the data."""
+    """Run a step of pipeline ranks, None: of all; `fields` are those of the data.
+
+    For some ranks alone it is faster and gives their memory: their traffic is that of `num_run`
+    microbatches.
+    """
     # torch.compile needs real tensors; its savings are not modelled.
     requested, sizes = plan, plan.sizes
     plan = replace(plan, compile=replace(plan.compile, enabled=False))
@@ -113,6 +117,8 @@ def take_fake_step(
         plan = replace(plan, precision=replace(plan.precision, attention="auto"))
     share, size, count = plan.samples_per_rank, plan.microbatch_size, plan.num_microbatches
     fewer, enough = microbatches_to_run(plan, count)
+    if ranks is not None:
+        fewer = 0
     growth = growth_of(requested, enough, count)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     reports, idle = [], idle_of(plan, count)
@@ -215,26 +221,45 @@ class FakeRank:
     def run(self, share: int, size: int, fewer: int, enough: int, count: int) -> Traffic:
         """Steps of `fewer`, then `enough` microbatches (see `step`); traffic scaled to `count`.
 
-        The memory of the second one is in `memory`.
+        The memory of the second one is in `memory`. Without `fewer` the first one is an update
+        alone, and the traffic that of `enough`.
         """
         with self.mode, self.memory, self.traffic:
             # Warm-up: allocates the optimizer's state, and gives the first traffic count.
-            self.step(share, size, fewer)
+            if fewer:
+                self.step(share, size, fewer)
+            else:
+                self.update_alone()
             before = self.traffic.restart()
             gc.collect()
             self.memory.begin()
             self.step(share, size, enough)
-        return self.traffic.traffic.extrapolate(count, enough, before, fewer)
+        found = self.traffic.traffic
+        return found.extrapolate(count, enough, before, fewer) if fewer else found
 
     def step(self, share: int, size: int, count: int) -> None:
         """`Trainer.train_step` on `count` microbatches of `size` from a rank's `share` samples."""
         log = self.memory
         with log.phase("inputs", StorageKind.INPUTS):
             prepared = first_rows(self.prepare(share), size * count)
+            # The objective keeps them: they may be from an earlier fake step.
+            log.mark(prepared.static.values(), StorageKind.INPUTS)
         executor = self.executor(size * count)
         with log.phase("forward and backward", StorageKind.ACTIVATIONS):
             executor.step(prepared)
             log.mark((p.grad for p in self.parameters.values()), StorageKind.GRADIENTS)
+        self.update()
+
+    def update_alone(self) -> None:
+        """An update with gradients from nowhere."""
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        self.update()
+
+    def update(self) -> None:
+        """Clip, step and average, as `Trainer.train_step`."""
+        log = self.memory
         with log.phase("optimizer", StorageKind.TEMPORARY):
             bad = ~clip_norm(self.parameters.values(), self.training.max_grad_norm).isfinite()
             with HostReads():  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ def parts_of(config: JobConfig) -> Parts:
     return Parts(config, config.objective.build(config.model, facts), fields)
 
 
-def peak_of(plan: RunPlan, parts: Parts, rank: int) -> Peak:
+def peak_of(parts: Parts, plan: RunPlan, rank: int) -> Peak:
     """The peak memory of pipeline rank `rank` in a whole fake step."""
     config = parts.config
     sections = config.training, config.optimizer, config.ema
