@@ -30,8 +30,8 @@ def elsewhere():
     global fake_report
     with ProcessPoolExecutor(1, forked.context()) as pool:
 
-        def fake_report(config, world):
-            return pool.submit(take_fake_step, *parts_of(config, world)).result()
+        def fake_report(config, world, **which):
+            return pool.submit(take_fake_step, *parts_of(config, world), **which).result()
 
         yield
 
@@ -67,6 +67,17 @@ def test_state_is_exact_and_activations_are_those_of_the_design():
     # 20.05 h bf16 elements per token and layer, plus embedding and head.
     theory = 20.05 * H * 2 * B * TOKENS * LAYERS
     assert theory * 0.98 < bytes_of[StorageKind.ACTIVATIONS] < theory * 1.15
+
+
+def test_the_memory_of_one_rank_is_that_of_a_step_of_all():
+    config = tiny_config(
+        model=MODEL,
+        parallel={"pp": 2, "dp_shard": 2},
+        precision={"dtype": "bf16"},
+        training={"global_batch_size": 16, "microbatch_size": 2},
+    )
+    every, [last] = fake_report(config, 4).ranks, fake_report(config, 4, ranks=(1,)).ranks
+    assert (last.rank, last.peak) == (every[1].rank, every[1].peak)
 
 
 def test_muon_has_one_momentum_and_frozen_parameters_have_no_state():
