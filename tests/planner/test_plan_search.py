@@ -170,6 +170,23 @@ def test_a_coarser_split_needs_no_more_memory():
                 assert bound.total <= own.total * (1 + 1e-9)
 
 
+def test_coarser_splits_are_counted_with_microbatches_of_the_same_size():
+    asked = []
+
+    def counts(plan):
+        asked.append(plan.microbatch_size)
+        return counts_of(plan)
+
+    # Two slices leave a rank 4 of the 8 samples that four slices have in a microbatch.
+    whole = [one for one in space_of() if one.cp == 4 and one.microbatch_size == 8]
+    search = Search(space_of(), DEVICE, Model(counts=counts))
+    for candidate in whole:
+        for coarse in coarser_than(candidate):
+            search._counts(coarse)
+    assert asked
+    assert set(asked) == {8}
+
+
 def test_few_splits_are_rehearsed_to_rule_out_the_others():
     space, asked = space_of(), set()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from titan_dit.config.section import UserError
@@ -282,10 +282,14 @@ class Search:
 
     def _counts(self, candidate: Candidate) -> Counts | None:
         """Counts of a candidate; None if the model cannot run so, or a library is missing."""
-        bucket = bucket_of(candidate)
+        bucket, size = bucket_of(candidate), candidate.microbatch_size
         if bucket not in self.known:
+            plan = self.space.plan(candidate)
+            # Of a coarser split a data-parallel rank may have fewer samples in a step.
+            batch = size * plan.sizes.data
+            plan = replace(plan, global_batch_size=batch, wanted_microbatch_size=size)
             try:
-                self.known[bucket] = self.model.counts(self.space.plan(candidate))
+                self.known[bucket] = self.model.counts(plan)
             except (UserError, ImportError) as error:
                 self.known[bucket] = None
                 if (note := f"layouts left out: {one_line(error)}") not in self.notes:
