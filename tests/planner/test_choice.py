@@ -1,5 +1,6 @@
 """What is recommended of a search's rows, whose exact counts are not what they were derived as."""
 
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -11,9 +12,10 @@ from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import Peak, StorageKind
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.planner.candidates import Candidate, Space
-from titan_dit.planner.choice import search
+from titan_dit.planner.choice import SEARCHES, search
+from titan_dit.planner.layout import Layout, Outcome, Tally, kind_of, mesh_of
 from titan_dit.planner.memory import needed
-from titan_dit.planner.search import Layout, Outcome, Tally, mesh_of
+from titan_dit.planner.search import Search
 from titan_dit.planner.step import Estimate
 from titan_dit.planner.weighing import Model
 
@@ -66,11 +68,11 @@ def chosen(derived, exact=(), gib=(), whole=()):
     class Found:
         """A search that finds these rows."""
 
-        def __init__(self, *_, without, **__):
-            self.without = without
+        def __init__(self, *_, too_large, **__):
+            self.too_large = too_large
 
         def run(self, top):
-            left = [row for row in rows if row.candidate not in self.without]
+            left = [row for row in rows if kind_of(row.candidate) not in self.too_large]
             return Outcome(left, Tally(candidates=3))
 
     with patch("titan_dit.planner.choice.Search", Found):
@@ -120,6 +122,8 @@ def test_nothing_that_fits_after_all_is_an_error_that_names_more_gpus():
     with pytest.raises(UserError, match=text) as error:
         chosen({"shards": 1.0}, whole={"shards": 11.0}, gib={"shards": 9.0})
     assert "\n" not in str(error.value)
+    words = "some do by composed memory; dp_shard 4, microbatches of 2: needs 11.7 GiB, more than"
+    assert words in str(error.value)
 
 
 def test_a_layout_that_does_not_fit_after_all_leaves_its_mesh_to_another():
@@ -143,3 +147,28 @@ def test_a_layout_that_does_not_fit_after_all_leaves_its_mesh_to_another():
     assert instead.estimate.seconds >= small.estimate.seconds
     assert any("needs" in note and "10.0 of easy" in note for note in found.notes)
     assert len(asked) == len({repr(plan) for plan in asked})
+
+
+def test_where_no_fake_step_fits_the_search_ends_after_a_few_rounds():
+    config = tiny_config(
+        model={"hidden": 64, "heads": 4, "layers": 4, "latent_size": 64},
+        training={"global_batch_size": 8},
+    )
+    space, rounds, steps = Space(config, 4, DEVICE), [], []
+
+    class Counted(Search):
+        def run(self, top):
+            rounds.append(dict(self.known_too_large))
+            return super().run(top)
+
+    def peak_of(plan, rank):
+        steps.append(plan)
+        return Peak(bytes_of(11.0), "forward")
+
+    with patch("titan_dit.planner.choice.Search", Counted), pytest.raises(UserError) as error:
+        search(space, Model(counts=counts_of), counts_of, peak_of, top=4)
+    assert "though some do by composed memory; " in str(error.value)
+    assert len(rounds) == SEARCHES
+    for one, other in itertools.pairwise(rounds):
+        assert one != other
+        assert all(other[kind] <= most for kind, most in one.items())

@@ -25,18 +25,25 @@ GPT = {
     "training": {"steps": 1, "global_batch_size": 64},
     "precision": {"dtype": "bf16"},
 }
+WORDS = {"sequence_length": 512, "vocabulary": 30522}
+"""Sixteen samples have more logits than a device scores at a time, three have fewer."""
+WIDE = GPT | {"model": GPT["model"] | WORDS, "data": GPT["data"] | WORDS}
 DIT = {
     "model": {"hidden": 256, "heads": 8, "latent_size": 64, "channels": 4},
     "data": {"name": "latents", "path": "nowhere"},
     "precision": {"dtype": "bf16"},
     "training": {"global_batch_size": 64},
 }
+ODD = DIT | {"model": DIT["model"] | {"latent_size": 28}}
+"""196 tokens: float8 takes four samples, not two."""
+TEXT = {"gpt": GPT, "wide": WIDE}
 
 
 @pytest.fixture(scope="module")
 def settings():
     """By model: its layouts, its rehearsals, and what is derived from them."""
-    configs = {"gpt": config_file.build(GPT, catalog.variant), "dit": tiny_config(**DIT)}
+    configs = {name: config_file.build(own, catalog.variant) for name, own in TEXT.items()}
+    configs |= {"dit": tiny_config(**DIT), "odd": tiny_config(**ODD)}
     exact = {name: Rehearsals(config).counts for name, config in configs.items()}
     spaces = {name: Space(config, 8, DEVICE) for name, config in configs.items()}
     return {name: (spaces[name], own, Derived(own)) for name, own in exact.items()}
@@ -81,8 +88,9 @@ def differences(settings, model, **changes):
     return found
 
 
-def test_all_numbers_of_another_size_are_those_of_a_rehearsal(settings):
-    assert differences(settings, "gpt", microbatch_size=8) == {}
+@pytest.mark.parametrize(("model", "size"), [("gpt", 8), ("wide", 16)])
+def test_all_numbers_of_another_size_are_those_of_a_rehearsal(settings, model, size):
+    assert differences(settings, model, microbatch_size=size) == {}
 
 
 ULYSSES = {"cp": 2, "cp_method": "ulysses"}
@@ -92,6 +100,7 @@ RIGHT = {
     "tp and a ring": ("dit", {"tp": 2, "cp": 2}),
     "tp and ulysses": ("dit", {"tp": 2, **ULYSSES}),
     "tp, another size": ("dit", {"tp": 2, "microbatch_size": 8}),
+    "float8, an odd number of tokens": ("odd", {**FLOAT8, "microbatch_size": 8}),
     "gpt in float8": ("gpt", {**FLOAT8, "microbatch_size": 8}),
     "float8 with tp": ("dit", {**FLOAT8, "tp": 2, "microbatch_size": 6}),
     "gpt, a ring, computed again": ("gpt", {"cp": 2, "mode": "full"}),

@@ -13,9 +13,9 @@ from titan_dit.config.section import UserError
 from titan_dit.plan import resolve
 from titan_dit.planner import report
 from titan_dit.planner.candidates import Space
-from titan_dit.planner.choice import choose
+from titan_dit.planner.choice import search
 from titan_dit.planner.hardware import device_of
-from titan_dit.planner.search import Search, equals
+from titan_dit.planner.layout import equals
 from titan_dit.planner.weighing import Model, tp_crosses_nodes
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -38,7 +38,7 @@ def choice_of(gpus, fixed, device=DEVICE, **parallel):
         parallel=parallel,
     )
     space = Space(config, gpus, device, fixed)
-    return choose(space, Search(space, device, MODEL).run(3), MODEL, counts_of, no_fake_step)
+    return search(space, MODEL, counts_of, no_fake_step, 3)
 
 
 @pytest.fixture(scope="module")

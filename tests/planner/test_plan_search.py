@@ -13,8 +13,9 @@ from titan_dit.planner.candidates import Space
 from titan_dit.planner.choice import preferred
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.floors import bucket_of, busy_of, coarser_than, floor_of, least_bytes, scaled
+from titan_dit.planner.layout import equals, mesh_of
 from titan_dit.planner.memory import Needed
-from titan_dit.planner.search import Search, equals, mesh_of
+from titan_dit.planner.search import Search
 from titan_dit.planner.weighing import Model, fullest
 
 MODEL = Model(counts=counts_of)

@@ -126,8 +126,9 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
     space = Space(config, gpus, device, fixed)
     parts = whole.parts_of(config)
     one = resolve(config_alone(config), 1)
-    validate_parts(one, parts.objective, parts.fields, config.data.name)
-    check_optimizer(one, parts.objective, config.optimizer)
+    objective = parts.objective()
+    validate_parts(one, objective, parts.fields, config.data.name)
+    check_optimizer(one, objective, config.optimizer)
     exact, state = Rehearsals(config).counts, state_of(config)
     model = Model(
         counts=Derived(exact).counts,

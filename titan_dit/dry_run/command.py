@@ -38,9 +38,9 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
         console.say(line)
 
     def take(config: JobConfig, plan: RunPlan) -> Report:
-        return take_fake_step(
-            plan, objective, fields, config.training, config.optimizer, config.ema
-        )
+        # A new objective: a step places its modules.
+        own = config.objective.build(config.model, facts)
+        return take_fake_step(plan, own, fields, config.training, config.optimizer, config.ema)
 
     found = take(config, plan)
     for line in report.lines(found):

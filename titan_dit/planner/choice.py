@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -16,11 +15,14 @@ from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import Candidate, Space
 from titan_dit.planner.fewest import Smallest, fewest, smallest
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.search import Layout, Outcome, Search, equals, one_line
+from titan_dit.planner.layout import Layout, Outcome, Tally, equals, kind_of
+from titan_dit.planner.search import Search, one_line
 from titan_dit.planner.weighing import CountsOf, Model, fullest
 
 NEAREST = 64
 """Where nothing fits, up to so many times the GPUs are tried."""
+SEARCHES = 5
+"""At most so many: each goes on without what did not fit after the one before."""
 PeakOf = Callable[[RunPlan, int], Peak]
 """Peak memory of a pipeline rank in a whole fake step."""
 
@@ -48,20 +50,23 @@ class Choice:
         return self.space.device
 
 
-class TooLargeError(Exception):
-    """Rows of a search do not fit after all: they stood for other layouts of their meshes."""
+@dataclass(frozen=True)
+class Dropped:
+    """A row that does not fit by counts of its own or in a fake step; others of its mesh may."""
 
-    def __init__(self, candidates: Collection[Candidate], notes: Sequence[str]) -> None:
-        super().__init__(*notes)
-        self.candidates, self.notes = candidates, notes
+    candidate: Candidate
+    most: float
+    """GiB of composed memory from which on others of its kind do not fit either."""
+    why: str
 
 
 def search(
     space: Space, model: Model, exact: CountsOf, peak_of: PeakOf, top: int, *, shows: bool = False
 ) -> Choice:
     """Search and rehearse, again without what does not fit. UserError if nothing fits."""
-    dropped: set[Candidate] = set()
-    notes: list[str] = []
+    too_large: dict[object, float] = {}
+    dropped: list[Dropped] = []
+    tally = Tally()
     peaks: dict[tuple[str, int], Peak] = {}
 
     def known_peak_of(plan: RunPlan, rank: int) -> Peak:
@@ -70,15 +75,21 @@ def search(
             peaks[key] = peak_of(plan, rank)
         return peaks[key]
 
-    while True:
-        outcome = Search(space, space.device, model, shows=shows, without=dropped).run(top)
-        try:
-            choice = choose(space, outcome, model, exact, known_peak_of)
-        except TooLargeError as error:
-            dropped |= set(error.candidates)
-            notes += error.notes
-        else:
-            return replace(choice, notes=[*notes, *choice.notes])
+    for _ in range(SEARCHES):
+        found = Search(space, space.device, model, shows=shows, too_large=too_large).run(top)
+        tally = found.tally.after(tally)
+        rows = Rows(found, model, exact, known_peak_of)
+        best, runner_up = rows.best(space.device)
+        dropped += rows.dropped
+        if not rows.dropped:
+            break
+        for one in rows.dropped:
+            key = kind_of(one.candidate)
+            too_large[key] = min(one.most, too_large.get(key, one.most))
+    if best is None:
+        raise UserError(nothing_fits(space, model, found, dropped))
+    notes = [*(one.why for one in dropped), *rows.notes]
+    return choice_of(space, model, replace(found, tally=tally, notes=notes), rows, best, runner_up)
 
 
 class Rows:
@@ -91,30 +102,42 @@ class Rows:
         """By id: with counts of their own, which may make a row slower or larger than the next."""
         self.confirmed: dict[int, Layout] = {}
         """By id: with the memory of a fake step."""
-        self.dropped: dict[Candidate, str] = {}
-        """Why they do not fit."""
+        self.composed = {row.candidate: row.needed.total for row in outcome.rows}
+        self.dropped: list[Dropped] = []
         self.notes = list(outcome.notes)
 
     def first(self, device: Device, order: Callable[[], list[Layout]]) -> Layout | None:
         """The first one in an order that is confirmed."""
         while found := order():
-            first = found[0]
-            if id(first) in self.confirmed:
-                return first
-            place = next(i for i, row in enumerate(self.rows) if row is first)
-            if id(first) not in self.counted:
-                checked = with_exact_counts(first, self.model, self.exact, device)
-                known = self.counted
-            else:
-                checked, note = rehearsed(first, self.model, self.peak_of, device)
-                self.notes.append(note)
-                known = self.confirmed
-            if memory_of.fits(checked.needed, device):
-                self.rows[place], known[id(checked)] = checked, checked
-            else:
-                self.dropped[first.candidate] = too_large(checked, device)
-                del self.rows[place]
+            if id(found[0]) in self.confirmed:
+                return found[0]
+            self.check(found[0], device)
         return None
+
+    def check(self, row: Layout, device: Device) -> None:
+        """Give a row counts of its own, then the memory of a fake step, or drop it."""
+        if id(row) not in self.counted:
+            known = self.counted
+            try:
+                checked = with_exact_counts(row, self.model, self.exact, device)
+            except (UserError, ImportError) as error:
+                self.drop(row, 1.0, f"{row.plan.sizes}: {one_line(error)}")
+                return
+        else:
+            known = self.confirmed
+            checked, note = rehearsed(row, self.model, self.peak_of, device)
+            self.notes.append(note)
+        if memory_of.fits(checked.needed, device):
+            place = next(i for i, each in enumerate(self.rows) if each is row)
+            self.rows[place], known[id(checked)] = checked, checked
+        else:
+            self.drop(row, device.memory_gib / checked.needed.total, too_large(checked, device))
+
+    def drop(self, row: Layout, share: float, why: str) -> None:
+        """Leave out a row, of whose composed memory a `share` would fit."""
+        self.rows = [each for each in self.rows if each is not row]
+        most = share * self.composed[row.candidate]
+        self.dropped.append(Dropped(row.candidate, most, why))
 
     def best(self, device: Device) -> tuple[Layout | None, Layout | None]:
         """The one that is preferred, and the fastest other one."""
@@ -125,27 +148,22 @@ class Rows:
             return preferred(self.rows, device.error)
 
         while best := self.first(device, order):
-            runner_up = self.first(device, partial(others_by_time, self.rows, best))
+            runner_up = self.first(device, lambda: others_by_time(self.rows, best))
             # Its own counts may have made the runner-up the fastest.
             if self.first(device, order) is best:
                 return best, runner_up
         return None, None
 
 
-def choose(
-    space: Space, outcome: Outcome, model: Model, exact: CountsOf, peak_of: PeakOf
+def choice_of(
+    space: Space,
+    model: Model,
+    outcome: Outcome,
+    rows: Rows,
+    best: Layout,
+    runner_up: Layout | None,
 ) -> Choice:
-    """Rehearse what is preferred and the fastest other layout.
-
-    UserError if nothing was found; TooLargeError if a row does not fit by its own counts or by its
-    fake step.
-    """
-    device, rows = space.device, Rows(outcome, model, exact, peak_of)
-    best, runner_up = rows.best(device)
-    if rows.dropped:
-        raise TooLargeError(rows.dropped.keys(), [*rows.dropped.values()])
-    if best is None:
-        raise UserError(nothing_fits(space, model, outcome))
+    """What is printed of a search."""
     with torch.device("meta"):
         network = space.base.spec.build()
     return Choice(
@@ -154,10 +172,10 @@ def choose(
         best=best,
         runner_up=runner_up,
         outcome=outcome,
-        fewest=fewest(space.config, device, space.fixed, model, (1, space.gpus)),
+        fewest=fewest(space.config, space.device, space.fixed, model, (1, space.gpus)),
         parameters=sum(p.numel() for p in network.parameters()),
         flops_per_sample=network.flops_per_sample(space.base.spec.num_tokens),
-        notes=rows.notes,
+        notes=outcome.notes,
     )
 
 
@@ -223,7 +241,7 @@ def too_large(layout: Layout, device: Device) -> str:
     )
 
 
-def nothing_fits(space: Space, model: Model, outcome: Outcome) -> str:
+def nothing_fits(space: Space, model: Model, outcome: Outcome, dropped: Sequence[Dropped]) -> str:
     """What would fit: other values of fixed keys, or more GPUs."""
     device, gpus = space.device, space.gpus
     if not outcome.tally.candidates:
@@ -231,7 +249,9 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome) -> str:
     wanted = " ".join(f"--fix {key}={word(space.fixed_value(key))}" for key in sorted(space.fixed))
     head = f"--gpus {gpus} --device {device.name}: no layout{f' with {wanted}' * bool(wanted)} fits"
     least = smallest(space.config, device, space.fixed, model, gpus)
-    if least:
+    if dropped and least and memory_of.fits(least.needed, device):
+        head += f", though some do by composed memory; {dropped[0].why}"
+    elif least:
         head += (
             f"; the smallest, {least.candidate.sizes} with [remat] mode="
             f'"{least.candidate.mode}", needs {least.needed.total:.1f} of '

@@ -2,7 +2,7 @@
 
 Nothing is derived by hand: `rehearsal.py` runs the parts on fake tensors. A block is rehearsed at
 two microbatch sizes, and all others follow: every number is linear. Embed and head are rehearsed at
-each size, as a loss may take its tokens in chunks.
+each size, as a loss may take its tokens in chunks (`derived.py` spares that where it does not).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from titan_dit.config.job import JobConfig
 from titan_dit.dry_run.command import of_data
 from titan_dit.parallel import float8
+from titan_dit.parallel.float8_gains import UNIT
 from titan_dit.plan import RunPlan
 from titan_dit.planner.chain import PARTS, Pass, Trace
 from titan_dit.planner.fusion import fused, moved
@@ -178,8 +179,15 @@ def sizes_of(plan: RunPlan) -> tuple[int, int]:
     """Two microbatch sizes to rehearse: the plan's own, if another one's operators may differ."""
     size = plan.microbatch_size
     if plan.precision.float8 != "off":
-        return size, LARGE if size != LARGE else SIZES[0]
+        first, second = float8_sizes(plan)
+        return size, second if size != second else first
     return (size, SIZES[0]) if size == 1 else SIZES
+
+
+def float8_sizes(plan: RunPlan) -> tuple[int, int]:
+    """Two microbatch sizes with as many tokens as float8 takes: multiples of 16."""
+    small = SIZES[0]
+    return (small, LARGE) if small * plan.tokens_per_rank % UNIT == 0 else (LARGE, 2 * LARGE)
 
 
 def casts(state: State, plan: RunPlan) -> Work:

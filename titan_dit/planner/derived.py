@@ -1,11 +1,11 @@
 """Counts that follow from others: of any microbatch size, any cp, and of [remat] with a ring.
 
 A rehearsal takes a second, and a search asks for hundreds. Every number of a part is linear in the
-microbatch size, so two rehearsed sizes give all others. With more slices of a sample a rank does
-the work of cp 2 on as many tokens; rings and all-to-alls have laws of their own. What [remat] adds
-with a ring is what it adds without, and the ring again where attention runs again. What a search
-ends with is rehearsed at its own size, cp and mode (`Derived.exact`), which checks the derived
-counts.
+microbatch size, so two rehearsed sizes give all others; only a head that scores its logits in
+chunks is rehearsed at each size. With more slices of a sample a rank does the work of cp 2 on as
+many tokens; rings and all-to-alls have laws of their own. What [remat] adds with a ring is what it
+adds without, and the ring again where attention runs again. What a search ends with is rehearsed at
+its own size, cp and mode (`Derived.exact`), which checks the derived counts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from titan_dit.kernels.cross_entropy import CHUNK_ON_DEVICE
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
-from titan_dit.planner.counts import LARGE, SIZES
+from titan_dit.planner.counts import LARGE, SIZES, float8_sizes
 from titan_dit.planner.work import Attention, Counts, Message, Moments, Part, Product, Work
 
 Item = TypeVar("Item", Product, Attention, Message)
@@ -44,10 +45,19 @@ class Derived:
         key = *split_of(plan), cp, size
         if key not in self.found:
             try:
-                self.found[key] = self._derived(plan, cp, size)
+                found = self._derived(plan, cp, size)
             except OtherOperatorsError:
-                self.found[key] = self.exact(alone(plan, cp, size))
+                found = self.exact(alone(plan, cp, size))
+            if other_chunks(found.head, size if cp == 1 else size * SLICES / cp):
+                found = replace(found, head=self._head(plan, cp, size))
+            self.found[key] = found
         return self.found[key]
+
+    def _head(self, plan: RunPlan, cp: int, size: int) -> Part:
+        """The head at its own size; neither [remat] nor float8 changes it."""
+        precision = replace(plan.precision, float8="off")
+        plain = replace(plan, precision=precision, remat=replace(plan.remat, mode="none"))
+        return self._rehearsed(plain, cp, size).head
 
     def _derived(self, plan: RunPlan, cp: int, size: int) -> Counts:
         if cp == 1:
@@ -73,11 +83,12 @@ class Derived:
     def _of_size(self, plan: RunPlan, cp: int, size: float) -> Counts:
         if plan.precision.float8 == "off":
             return self._between(plan, cp, SIZES, size)
+        pair = float8_sizes(alone(plan, cp, LARGE))
         try:
-            return self._between(plan, cp, (SIZES[0], LARGE), size)
-        except OtherOperatorsError:
-            pair = SIZES if size < LARGE // 4 else (LARGE, LARGE + 1)
             return self._between(plan, cp, pair, size)
+        except OtherOperatorsError:
+            is_small = pair[0] < LARGE and size / cp < LARGE // 4
+            return self._between(plan, cp, (2, 4) if is_small else (LARGE, 2 * LARGE), size)
 
     def _between(self, plan: RunPlan, cp: int, sizes: tuple[int, int], size: float) -> Counts:
         small, large = (self._rehearsed(plan, cp, each) for each in sizes)
@@ -88,6 +99,16 @@ class Derived:
         if key not in self.rehearsed:
             self.rehearsed[key] = self.exact(alone(plan, cp, size))
         return self.rehearsed[key]
+
+
+def other_chunks(head: Part, size: float) -> bool:
+    """Whether only some of the rehearsed sizes and this one score their logits in chunks.
+
+    Then the numbers of the head are not linear.
+    """
+    own = max((product.m * product.n for product in head.forward.products), default=0.0)
+    found = [own * each / size for each in (*SIZES, size)]
+    return min(found) <= CHUNK_ON_DEVICE < max(found)
 
 
 def split_of(plan: RunPlan) -> tuple[Any, ...]:

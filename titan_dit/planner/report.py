@@ -11,15 +11,15 @@ from titan_dit.dry_run.report import number, plural, table
 from titan_dit.planner.candidates import KEYS
 from titan_dit.planner.choice import Choice
 from titan_dit.planner.hardware import Device
+from titan_dit.planner.layout import Layout, equals
 from titan_dit.planner.memory import GIB
-from titan_dit.planner.search import Layout, equals
 from titan_dit.planner.step import mfu, samples_per_s
 from titan_dit.planner.weighing import tp_crosses_nodes
 
 ACROSS = "tp across nodes"
 """Stands beside every layout whose tp groups leave a node."""
 RULE = "fewest axes, then no tp or cp, then least memory"
-"""The sequence of `search.preferred`."""
+"""The sequence of `choice.preferred`."""
 LEAST_SHARE = 0.0005
 """Terms below it are left out of the table."""
 
@@ -28,10 +28,7 @@ def lines(choice: Choice, top: int, name: str) -> Iterator[str]:
     """The report, line by line; `name` is the config's, for the command."""
     yield from head(choice)
     yield ""
-    yield (
-        f"the fastest layouts, one for each mesh, ms {margin(choice.device)}; the list is complete "
-        "up to that error:"
-    )
+    yield f"the fastest layouts that were found, one for each mesh; ms {margin(choice.device)}:"
     yield from layouts(choice, top)
     yield ""
     yield from verdict(choice)
@@ -264,7 +261,8 @@ def cost(choice: Choice) -> Iterator[str]:
         across = f" ({ACROSS})" if tp_crosses_nodes(one.sizes, choice.device) else ""
         yield (
             f"fewest  {least.gpus} {hold} it: {one.sizes}{across}, [remat] mode="
-            f'"{one.mode}", microbatches of {one.microbatch_size}: {least.needed.total:.1f} GiB'
+            f'"{one.mode}", microbatches of {one.microbatch_size}: {least.needed.total:.1f} GiB '
+            "composed"
         )
 
 

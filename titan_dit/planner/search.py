@@ -8,13 +8,13 @@ as its bound. Layouts without tp and cp come first: they need the fewest rehears
 from __future__ import annotations
 
 import heapq
+import math
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from titan_dit.config.section import UserError
-from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import MODES, Candidate, Space
 from titan_dit.planner.floors import (
@@ -28,9 +28,8 @@ from titan_dit.planner.floors import (
     scaled,
 )
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.memory import Needed
-from titan_dit.planner.step import Estimate
-from titan_dit.planner.weighing import Held, Model, fullest
+from titan_dit.planner.layout import Layout, Outcome, Tally, equals, kind_of, mesh_of
+from titan_dit.planner.weighing import Model, fullest
 from titan_dit.planner.work import Counts
 from titan_dit.system.progress import ProgressLine
 
@@ -44,47 +43,6 @@ LESS: Mapping[str, Sequence[str]] = {
     "full": ("none", "attention", "selective"),
 }
 """[remat] mode -> those that compute less again: where one of them fits, it is faster."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A candidate that fits, with its predicted step and memory."""
-
-    candidate: Candidate
-    plan: RunPlan
-    estimate: Estimate
-    held: Held
-    """Bytes by kind of the pipeline rank that needs most, at its peak."""
-    needed: Needed
-    rank: int
-    """That pipeline rank."""
-    is_rehearsed: bool = False
-    """Its memory is that of a whole fake step."""
-
-
-@dataclass
-class Tally:
-    """What a search did."""
-
-    candidates: int = 0
-    bounded: int = 0
-    """Candidates with a bound from counts of their own."""
-    weighed: int = 0
-    """Candidates whose memory was composed."""
-    too_large: int = 0
-    """Those that do not fit."""
-    estimated: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
-class Outcome:
-    """The layouts that were found."""
-
-    rows: list[Layout]
-    """The fastest of every mesh, the fastest first."""
-    tally: Tally
-    notes: list[str] = field(default_factory=list)
 
 
 class Item(NamedTuple):
@@ -111,11 +69,14 @@ class Search:
         model: Model,
         *,
         shows: bool = False,
-        without: Collection[Candidate] = (),
+        too_large: Mapping[object, float] | None = None,
     ) -> None:
-        """`shows`: progress on stderr. `without`: candidates that are known not to fit."""
+        """`shows`: progress on stderr.
+
+        `too_large`: by `kind_of`, GiB of composed memory from which on layouts did not fit.
+        """
         self.space, self.device, self.model = space, device, model
-        self.without = without
+        self.known_too_large = too_large or {}
         self.batch, self.layers = space.base.global_batch_size, space.base.spec.num_layers
         self.tally = Tally()
         self.rows: dict[object, Layout] = {}
@@ -144,8 +105,6 @@ class Search:
         """
         began, self.top = time.process_time(), top
         for number, candidate in enumerate(self.space):
-            if candidate in self.without:
-                continue
             is_split, extra = candidate.tp * candidate.cp > 1, MODES.index(candidate.mode)
             self.queue.append(Item(is_split, 0.0, extra, number, -1, candidate))
         self.tally.candidates = len(self.queue)
@@ -302,7 +261,8 @@ class Search:
         assert counts is not None
         self.tally.weighed += 1
         held, needed, rank = fullest(self.model, plan, counts, self.device)
-        if not memory_of.fits(needed, self.device):
+        most = self.known_too_large.get(kind_of(candidate), math.inf)
+        if not memory_of.fits(needed, self.device) or needed.total >= most:
             self.tally.too_large += 1
             return
         self.fitting.add(candidate)
@@ -329,17 +289,6 @@ class Search:
         self.progress(self.shown, f"{self.tally.estimated} estimated{best}")
         now = time.monotonic()
         self.next_look = now + max(self.progress.every, 50 * (now - began))
-
-
-def mesh_of(candidate: Candidate) -> tuple[object, ...]:
-    """What one row of the table is about: the sizes of the axes, and the cp method."""
-    return (*candidate[:5], candidate.cp_method if candidate.cp > 1 else "")
-
-
-def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
-    """Rows within the error of the fastest."""
-    best = min(row.estimate.seconds for row in rows)
-    return [row for row in rows if row.estimate.seconds <= best * (1 + error)]
 
 
 def one_line(error: BaseException) -> str:
