@@ -199,7 +199,12 @@ def test_fewer_microbatches_tell_what_all_of_them_take():
 
 @pytest.mark.parametrize(
     ("schedule", "run"),
-    [("gpipe", 8), ("interleaved_zero_bubble", 6), ("zbv_zero_bubble", 5), ("dualpipev", 5)],
+    [
+        pytest.param("gpipe", 8, marks=pytest.mark.long),
+        pytest.param("interleaved_zero_bubble", 6, marks=pytest.mark.long),
+        ("zbv_zero_bubble", 5),
+        ("dualpipev", 5),
+    ],
 )
 def test_every_schedule_is_rehearsed(schedule, run):
     pipeline = {"schedule": schedule}
@@ -276,12 +281,13 @@ def test_worlds_that_do_not_fit_are_answered_as_a_launch_would_be(world, words):
         dry_run(config, world)
 
 
-SLOW = ("gpt_175b", ())  # Many stages.
-RECIPES = [(path.stem, ()) for path in sorted(CONFIG_DIR.glob("*.toml"))]
-RECIPES.remove(SLOW)
+# A recipe of every kind; ./run_tests.sh --long has all.
+SHORT = "bert_large", "digits", "dit_7b", "dit_xl2_256", "gpt2_124m", "gpt_2304x24", "sit_xl2"
+OTHERS = [path.stem for path in sorted(CONFIG_DIR.glob("*.toml")) if path.stem not in SHORT]
+RECIPES = [(name, ()) for name in SHORT]
 RECIPES += [("dit_7b", TP4_PP4), ("digits", ("--optimizer.fused", "false"))]
 LARGE = [
-    SLOW,
+    *((name, ()) for name in OTHERS),
     ("dit_7b", (*TP4_PP4[:2], "--parallel.tp", "8", "--parallel.pp", "2")),
     ("dit_7b", (*TP4_PP4[:2], "--parallel.tp", "2", "--parallel.pp", "8")),
     ("dit_3b", ("--parallel.cp", "1", "--parallel.pp", "8", "--remat.mode", "full")),

@@ -179,6 +179,7 @@ def matrix_in(folder, *flags, timeout=240):
     return commands.run([sys.executable, script, *flags], folder, timeout=timeout)
 
 
+@pytest.mark.long
 def test_the_planned_memory_is_that_of_the_rehearsal(tmp_path):
     files = tmp_path / "planned.json", tmp_path / "rehearsed.json"
     modes = ("--plan", "v100_16"), ("--rehearse",)

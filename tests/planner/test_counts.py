@@ -125,10 +125,10 @@ LONG = pytest.mark.long
 SENDING = [
     ("gpt", "none", {"tp": 4}),
     ("gpt", "full", {"tp": 4, "sequence_parallel": False}),
-    ("gpt", "full", {"cp": 4}),
+    pytest.param("gpt", "full", {"cp": 4}, marks=LONG),
     ("gpt", "attention", {"cp": 4, "cp_method": "ulysses"}),
     ("gpt", "selective", {"cp": 2, "tp": 2}),
-    ("dit", "selective", {"tp": 4}),
+    pytest.param("dit", "selective", {"tp": 4}, marks=LONG),
     pytest.param("dit", "full", {"tp": 4, "sequence_parallel": False}, marks=LONG),
     pytest.param("dit", "attention", {"cp": 4, "cp_method": "ulysses"}, marks=LONG),
     pytest.param("dit", "none", {"cp": 2, "tp": 2}, marks=LONG),

@@ -28,8 +28,12 @@ def sent(work):
     return sum(count * message.bytes for message, count in work.messages.items())
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-@pytest.mark.parametrize("mode", MODES)
+CASES = [("ring", "attention"), ("ring", "full"), ("ulysses", "selective")]
+OTHERS = [(method, mode) for method in ("ring", "ulysses") for mode in MODES]
+LONG = [pytest.param(*one, marks=pytest.mark.long) for one in OTHERS if one not in CASES]
+
+
+@pytest.mark.parametrize(("method", "mode"), CASES + LONG)
 def test_four_slices_send_and_run_again_what_the_mode_says(setting, method, mode):
     space, exact, derived = setting
     plan = space.plan(START._replace(cp_method=method, mode=mode))
