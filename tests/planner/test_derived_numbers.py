@@ -101,6 +101,7 @@ RIGHT = {
     "tp and ulysses": ("dit", {"tp": 2, **ULYSSES}),
     "tp, another size": ("dit", {"tp": 2, "microbatch_size": 8}),
     "float8, an odd number of tokens": ("odd", {**FLOAT8, "microbatch_size": 8}),
+    "float8, a head in chunks": ("wide", {**FLOAT8, "microbatch_size": 4}),
     "gpt in float8": ("gpt", {**FLOAT8, "microbatch_size": 8}),
     "float8 with tp": ("dit", {**FLOAT8, "tp": 2, "microbatch_size": 6}),
     "gpt, a ring, computed again": ("gpt", {"cp": 2, "mode": "full"}),

@@ -48,10 +48,23 @@ class Derived:
                 found = self._derived(plan, cp, size)
             except OtherOperatorsError:
                 found = self.exact(alone(plan, cp, size))
-            if other_chunks(found.head, size if cp == 1 else size * SLICES / cp):
+            if self._changes_chunks(plan, cp, size, found.head):
                 found = replace(found, head=self._head(plan, cp, size))
             self.found[key] = found
         return self.found[key]
+
+    def _changes_chunks(self, plan: RunPlan, cp: int, size: int, head: Part) -> bool:
+        """Whether only some of the rehearsed sizes and this one score their logits in chunks.
+
+        Then the numbers of the head are not linear.
+        """
+        own = max((product.m * product.n for product in head.forward.products), default=0.0)
+        as_many = size if cp == 1 else size * SLICES / cp
+        sizes = SIZES
+        if plan.precision.float8 != "off":
+            sizes = float8_sizes(alone(plan, cp, LARGE))[0], 2 * LARGE
+        logits = [own * each / as_many for each in (*sizes, as_many)]
+        return min(logits) <= CHUNK_ON_DEVICE < max(logits)
 
     def _head(self, plan: RunPlan, cp: int, size: int) -> Part:
         """The head at its own size; neither [remat] nor float8 changes it."""
@@ -99,16 +112,6 @@ class Derived:
         if key not in self.rehearsed:
             self.rehearsed[key] = self.exact(alone(plan, cp, size))
         return self.rehearsed[key]
-
-
-def other_chunks(head: Part, size: float) -> bool:
-    """Whether only some of the rehearsed sizes and this one score their logits in chunks.
-
-    Then the numbers of the head are not linear.
-    """
-    own = max((product.m * product.n for product in head.forward.products), default=0.0)
-    found = [own * each / size for each in (*SIZES, size)]
-    return min(found) <= CHUNK_ON_DEVICE < max(found)
 
 
 def split_of(plan: RunPlan) -> tuple[Any, ...]:
