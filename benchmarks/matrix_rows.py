@@ -125,7 +125,7 @@ def full_config(row: Row) -> JobConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Small:
-    """What a CPU can compute of a row: its layout, microbatches, heads and layers, else smaller."""
+    """What a CPU can compute of a row: its layout, heads and layers, else smaller."""
 
     head_dim: int = 8
     """Channels of a head: hidden is a twelfth of the table's 2304 and 3072."""
@@ -135,6 +135,8 @@ class Small:
     """Tables have 512 rows: padding counts."""
     share: int = 8
     """Samples of a microbatch: those of the row, divided by this; at least one."""
+    microbatches: int = 8
+    """Of a step, at most: twice the stages of the longest pipelines. The row has up to 32."""
     layers: int | None = None
     """None: the row's."""
     steps: int = 2
@@ -153,7 +155,7 @@ def small_tables(row: Row, small: Small) -> config_file.Tables:
     keys = {"sequence_length": small.tokens, "vocabulary": small.vocabulary}
     tables["data"] = {"name": "matrix_rows:RandomTokens", **keys}
     size = max(1, row.microbatch_size // small.share)
-    batch = row.dp * row.num_microbatches * size
+    batch = row.dp * min(row.num_microbatches, small.microbatches) * size
     tables["training"] |= {
         "steps": small.steps,
         "microbatch_size": size,
