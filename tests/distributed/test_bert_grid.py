@@ -4,7 +4,7 @@ import json
 
 import pytest
 from harness import on_ranks
-from test_grid import COPIES, CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, compare, schedule
+from test_grid import COPIES, CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, compare, dtypes_of, schedule
 from text_grid import check, key_of, measure
 from tiny_bert import bert_config
 
@@ -87,14 +87,10 @@ def reference(world, kinds):
     return found
 
 
-def dtypes_of(parallel):
-    return ("fp32", "fp64") if parallel in IN_FP64 else ("fp32",)
-
-
-def all_cases(world, references, cases):
+def all_cases(world, references, cases, is_long=False):
     results = {}
     for parallel, pipeline, kind, *mode in cases:
-        for dtype in dtypes_of(parallel):
+        for dtype in dtypes_of(parallel, is_long, IN_FP64):
             config = case_config(parallel, pipeline, kind, dtype, *mode)
             expected = references[key_of(kind, dtype, config.model.shape[1])]
             key = json.dumps([parallel, pipeline, kind, dtype])
@@ -116,7 +112,8 @@ def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", LONG)
 def test_the_rest_of_the_grid_gives_what_one_process_gives(num_ranks, references):
-    check(on_ranks(num_ranks, all_cases, references, LONG[num_ranks]), references)
+    cases = LONG[num_ranks] + [case for case in CASES.get(num_ranks, []) if case[0] in IN_FP64]
+    check(on_ranks(num_ranks, all_cases, references, cases, True), references)
 
 
 def test_the_grid_has_twenty_meshes():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from test_grid import CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, compare, schedule
+from test_grid import CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, compare, dtypes_of, schedule
 from text_grid import check, key_of, measure
 from tiny import whole
 from tiny_gpt import gpt_config
@@ -97,12 +97,10 @@ def references():
     return on_ranks(1, reference)[0]
 
 
-def all_cases(world, references, cases):
+def all_cases(world, references, cases, is_long=False):
     results = {}
     for parallel, pipeline, model, *mode in cases:
-        for dtype in ("fp32", "fp64"):
-            if dtype == "fp64" and parallel not in IN_FP64:
-                continue
+        for dtype in dtypes_of(parallel, is_long, IN_FP64):
             config = case_config(parallel, pipeline, model, dtype, *mode)
             expected = references[key_of(model, dtype, config.model.shape[1])]
             key = json.dumps([parallel, pipeline, model, dtype])
@@ -118,7 +116,8 @@ def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", LONG)
 def test_the_rest_of_the_grid_gives_what_one_process_gives(num_ranks, references):
-    check(on_ranks(num_ranks, all_cases, references, LONG[num_ranks]), references)
+    cases = LONG[num_ranks] + [case for case in CASES[num_ranks] if case[0] in IN_FP64]
+    check(on_ranks(num_ranks, all_cases, references, cases, True), references)
 
 
 def drifting(world):

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.timeout(900)
 
 LAYOUTS = {
     1: [({}, {})],
-    2: [(PP, schedule("zbv_zero_bubble")), (TP, {}), (CP, {})],
+    2: [(PP, schedule("zbv_zero_bubble")), (TP, {})],
     4: [(TP | PP, schedule("interleaved_1f1b", 2)), (HSDP, {})],
 }
 LONG = {
-    2: [(DP, {}), (PP, schedule("1f1b", split=[3, 1])), (COPIES, {})],
+    2: [(DP, {}), (CP, {}), (PP, schedule("1f1b", split=[3, 1])), (COPIES, {})],
     4: [(ULYSSES | PP, schedule("1f1b", split=[3, 1])), (DP | CP, {}), (COPIES | TP, {})],
 }
 LOADED = ("1-0", "2-0", "4-0")

@@ -19,13 +19,13 @@ LAYOUTS = {
     1: {"alone": {}},
     2: {
         "dp": {"dp_shard": 2},
-        "hsdp": {"dp_replicate": 2, "dp_shard": 1},
         "tp": {"tp": 2},
-        "tp, whole tokens": {"tp": 2, "sequence_parallel": False},
         "pp": {"pp": 2},
         "cp": {"cp": 2, "cp_method": "ulysses"},
     },
     4: {
+        "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+        "tp, whole tokens": {"dp_shard": 2, "tp": 2, "sequence_parallel": False},
         "dp x pp": {"dp_shard": 2, "pp": 2},
         "pp x cp": {"pp": 2, "cp": 2, "cp_method": "ulysses"},
         "tp x cp": {"tp": 2, "cp": 2, "cp_method": "ulysses"},

@@ -15,20 +15,16 @@ SPARE = {"memory": 1.5}
 # Family, [parallel], [pipeline], what run-time order gets; mode of [remat], [precision] dtype.
 CASES = {
     2: [
-        ("dit", PP, schedule("gpipe"), BY_GROUP),
         ("dit", PP, schedule("1f1b", split=[2, 3]), SHARED, "full"),
-        ("dit", PP, FOLDED, BY_GROUP),
         ("dit", PP, ZERO_BUBBLE, SHARED, "none", "bf16"),
         ("dit", PP, ZBV, BY_GROUP),
         ("dit", PP, DUAL, SHARED),
         ("gpt", PP, ZERO_BUBBLE, SPARE),
-        ("bert", PP, FOLDED, SPARE),
     ],
     4: [
         ("dit", {"pp": 4}, ZBV, {}),
         ("dit", PP | DP, ZERO_BUBBLE, SPARE, "none", "bf16"),
         ("dit", PP | TP, ZERO_BUBBLE, SPARE),
-        ("dit", PP | ULYSSES, DUAL, BY_GROUP),
         ("gpt", PP | CP, FOLDED, SHARED),
     ],
 }
@@ -39,9 +35,11 @@ LONG = {
         for pipeline in (schedule("gpipe"), schedule("1f1b"), FOLDED, ZERO_BUBBLE, ZBV, DUAL)
         for memory in (1.0, 1.5)
         for transport in ("process_group", "auto")
-    ],
+    ]
+    + [("bert", PP, FOLDED, SPARE)],
     4: [
         ("dit", {"pp": 4}, schedule("interleaved_zero_bubble", 2), SPARE),
+        ("dit", PP | ULYSSES, DUAL, BY_GROUP),
         ("gpt", {"pp": 4}, schedule("1f1b"), {}),
         ("gpt", {"pp": 4}, ZBV, SPARE, "attention"),
         ("bert", {"pp": 4}, schedule("1f1b"), SPARE),

@@ -53,13 +53,13 @@ def trained(world, folder):
     return preview(world, {}, folder), rows, scores(world, folder, ())
 
 
-def scores(world, folder, keys):
-    """What `evaluate` finds of both runs, of the weights and of their average."""
+def scores(world, folder, keys, kinds=("ema", "model")):
+    """What `evaluate` finds of the runs, of the weights and of their average."""
     found = {}
     for name in CONFIGS:
         # A BERT's samples are padded, which a ring does not support.
         method = ["--parallel.cp_method", "ulysses"] if name == "bert" else []
-        for weights in ("model",) if name == "bert" else ("ema", "model"):
+        for weights in ("model",) if name == "bert" else kinds:
             options = Options(
                 run=str(Path(folder) / name), weights=weights, batch_size=2, device="cpu"
             )
@@ -70,7 +70,7 @@ def scores(world, folder, keys):
 def on_two(world, folder):
     texts = [preview(world, layout, folder) for layout in LAYOUTS]
     keys = [["--parallel.tp", "2"], ["--parallel.pp", "2"], ["--parallel.cp", "2"], []]
-    return texts, [scores(world, folder, given) for given in keys]
+    return texts, [scores(world, folder, given, ("ema",)) for given in keys]
 
 
 @pytest.fixture(scope="module")

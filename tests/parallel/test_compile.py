@@ -68,6 +68,7 @@ def both_trials(world, folder):
     return new, trial_with(Path(folder) / "old", new[1].split()[0])
 
 
+@pytest.mark.long
 @pytest.mark.compiler
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="asks for x86's instructions")
 def test_probes_are_spared_where_the_compiler_knows_what_the_cpu_has(tmp_path):
