@@ -28,6 +28,7 @@ GPT = {
 WORDS = {"sequence_length": 512, "vocabulary": 30522}
 """Sixteen samples have more logits than a device scores at a time, three have fewer."""
 WIDE = GPT | {"model": GPT["model"] | WORDS, "data": GPT["data"] | WORDS}
+WIDE |= {"training": {"steps": 1, "global_batch_size": 128}}
 DIT = {
     "model": {"hidden": 256, "heads": 8, "latent_size": 64, "channels": 4},
     "data": {"name": "latents", "path": "nowhere"},
@@ -117,11 +118,19 @@ def test_all_numbers_of_a_layout_are_those_of_a_rehearsal(settings, name):
     assert differences(settings, model, **changes) == {}
 
 
+EMBED = {"moved", "fused", "forward_peak"}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "others"), [("dit", set()), ("gpt", {"static"})])
-def test_four_slices_differ_from_two_in_what_embed_does_with_its_tables(settings, model, others):
+@pytest.mark.parametrize(
+    ("model", "size", "others"),
+    [("dit", 4, EMBED), ("gpt", 4, EMBED | {"static"}), ("wide", 64, EMBED | {"static"})],
+)
+def test_four_slices_differ_from_two_in_what_embed_does_with_its_tables(
+    settings, model, size, others
+):
     # Positions are sliced, a table of tokens is not: derived, both are as long as of two slices.
     # The positions of a GPT, which take bytes, are derived as those of a DiT: kept whole, too.
-    found = {name.split()[-1] for _, name in differences(settings, model, cp=4)}
-    assert found <= {"moved", "fused", "forward_peak", *others}
-    assert {part for part, _ in differences(settings, model, cp=4)} <= {"embed", ""}
+    off = differences(settings, model, cp=4, microbatch_size=size)
+    assert {name.split()[-1] for _, name in off} <= others
+    assert {part for part, _ in off} <= {"embed", ""}

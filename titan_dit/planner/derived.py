@@ -2,10 +2,10 @@
 
 A rehearsal takes a second, and a search asks for hundreds. Every number of a part is linear in the
 microbatch size, so two rehearsed sizes give all others; only a head that scores its logits in
-chunks is rehearsed at each size. With more slices of a sample a rank does the work of cp 2 on as
-many tokens; rings and all-to-alls have laws of their own. What [remat] adds with a ring is what it
-adds without, and the ring again where attention runs again. What a search ends with is rehearsed at
-its own size, cp and mode (`Derived.exact`), which checks the derived counts.
+chunks is rehearsed at each number of tokens. With more slices of a sample a rank does the work of
+cp 2 on as many tokens; rings and all-to-alls have laws of their own. What [remat] adds with a ring
+is what it adds without, and the ring again where attention runs again. What a search ends with is
+rehearsed at its own size, cp and mode (`Derived.exact`), which checks the derived counts.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ class Derived:
         """The head at its own size; neither [remat] nor float8 changes it."""
         precision = replace(plan.precision, float8="off")
         plain = replace(plan, precision=precision, remat=replace(plan.remat, mode="none"))
+        as_many = size * SLICES / cp
+        if cp > SLICES and as_many.is_integer():
+            return sliced(self._rehearsed(plain, SLICES, int(as_many)), cp).head
         return self._rehearsed(plain, cp, size).head
 
     def _derived(self, plan: RunPlan, cp: int, size: int) -> Counts:
