@@ -136,6 +136,20 @@ BAD = {
 }
 
 
+def test_a_file_that_cannot_be_written_is_told_before_the_search(config, run, tmp_path):
+    words = ["--config", config, "--gpus", 8, "--device", "h100"]
+    before = config.read_text()
+    with pytest.raises(UserError, match="this is the config that is planned"):
+        run(*words, "--write", config)
+    assert config.read_text() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--out .*: .*Name a file elsewhere"):
+        run(*words, "--out", tmp_path / "file" / "plan.json")
+    with pytest.raises(UserError, match="no layout can run"):
+        run(*words, "--out", tmp_path / "plan.json", "--fix", "parallel.tp=3")
+    assert not (tmp_path / "plan.json").exists()
+
+
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_one_line(config, run, words):
     own = [] if words.startswith(("--calibrate", "--run")) else ["--config", config]

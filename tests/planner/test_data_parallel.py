@@ -270,8 +270,8 @@ def test_a_pipeline_waits_for_its_first_gathers_and_reduces_after_its_pass():
     found = by_hand(gather=(12, 5), reduce=(3, 7), count=2, **sections)
     assert [len(layers) for layers in found.plan.stage_layers] == [3, 3]
     # Root, then three blocks' gathers while embed and blocks compute: 11, 2 and 2 s late.
-    assert found.before_s(COMPUTE, [0]) == 5 + 11 + 2 + 2
-    assert found.before_s(COMPUTE, [1]) == 5 + 12 + 2 + 2
+    assert found.before_s({0: COMPUTE}) == 5 + 11 + 2 + 2
+    assert found.before_s({1: COMPUTE}) == 5 + 12 + 2 + 2
     assert found.after_s(0, COMPUTE) == 3 * 3 + 7
     replicas = Runtime(sharding="replicas")
     hidden = by_hand(reduce=(3, 7), count=2, runtime=replicas, **sections)

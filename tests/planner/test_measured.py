@@ -94,6 +94,18 @@ def test_a_run_is_the_median_after_the_first_row_without_waiting_and_its_ranks(r
     assert found.samples_per_s == pytest.approx(128 / 0.05)
 
 
+def test_of_a_run_that_was_resumed_on_other_ranks_only_the_rest_counts(run):
+    rows = [row(1, 900.0), row(5, 99.0), row(10, 99.0)]
+    rows += [row(15, 700.0, ranks=4), row(20, 21.0, ranks=4), row(25, 31.0, ranks=4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    found = of_run(run)
+    assert (found.plan.world_size, found.step_ms) == (4, 25.0)
+    del rows[-1]["data_wait_ms"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    with pytest.raises(UserError, match=r"a row of metrics\.jsonl has no data_wait_ms"):
+        of_run(run)
+
+
 def with_versions(monkeypatch, torch="2.13.0+cpu"):
     """As if the run had a checkpoint; a CPU's build of torch has such a version."""
     monkeypatch.setattr(measured, "versions_of", lambda run: {**VERSIONS, "torch": torch})
@@ -157,7 +169,8 @@ def test_rows_of_gpu_json_that_have_a_config_are_steps_of_one_rank(gpu_json):
 
 def test_a_json_without_steps_is_an_error_of_one_line(tmp_path):
     path = tmp_path / "other.json"
-    for text in ("{", "[]", '{"measured": []}'):
+    others = '{"configs": [{}]}', '{"configs": ["a"]}', '{"configs": null}'
+    for text in ("{", "[]", '{"measured": []}', *others):
         path.write_text(text)
         with pytest.raises(UserError, match=r"benchmarks/gpu\.py"):
             of_gpu(path)

@@ -242,3 +242,10 @@ def test_efficiencies_apply_to_their_own_links():
 def test_a_group_of_one_sends_nothing():
     assert seconds("cp", tp=8) == 0
     assert Links(AxisSizes(), EASY).stage_s(GB, 0, 0) == 0
+
+
+def test_nodes_of_one_gpu_send_nothing_inside():
+    device = easy(gpus_per_node=1, nics_per_node=1, inner_gb_per_s={})
+    assert seconds("tp", device=device) == 0
+    sent = seconds("dp_shard", device=device, dp_shard=4)
+    assert sent == pytest.approx(1 / device.nic_gb_per_s + 3e-6 * device.node_latency_us)

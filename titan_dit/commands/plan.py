@@ -87,6 +87,22 @@ def check_options(options: Options) -> None:
     for flag, path, suffix in (("out", options.out, ".json"), ("write", options.write, ".toml")):
         if path and Path(path).suffix != suffix:
             raise UserError(f"--{flag} {path}: name a {suffix} file.")
+        if path:
+            check_writable(flag, Path(path), options.config)
+
+
+def check_writable(flag: str, file: Path, config: str) -> None:
+    """Refuse, before the search, a file that cannot be written, or that the search reads."""
+    if file.is_file() and file.resolve() == config_file.find_config(config).resolve():
+        raise UserError(f"--{flag} {file}: this is the config that is planned. Name another file.")
+    is_new = not file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise UserError(f"--{flag} {file}: {error.strerror}. Name a file elsewhere.") from None
 
 
 def check_gpus(gpus: int, device: Device) -> None:

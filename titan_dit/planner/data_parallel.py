@@ -15,7 +15,7 @@ gathers and the last reductions are exposed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -222,13 +222,14 @@ class DataParallel:
         link.reduce(self.reduce_s(root) if reduces else NOTHING)
         return link.finish()
 
-    def before_s(self, compute: Compute, stages: Sequence[int]) -> float:
+    def before_s(self, computing: Mapping[int, Compute]) -> float:
         """How much longer the first forward of a pipeline rank's stages takes than its computing.
 
-        All units are gathered at once, in the sequence of their use.
+        `computing`: stage -> that of its parts, in the sequence of their use. All units are
+        gathered at once.
         """
         link = self.overlap()
-        for stage in stages:
+        for stage, compute in computing.items():
             shape = self.shapes[stage]
             root, blocks = self.units(shape)
             link.forward(

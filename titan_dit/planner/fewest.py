@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
+from titan_dit.dry_run.memory import StorageKind
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import KEYS, MODES, Candidate, Space
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.memory import Needed
-from titan_dit.planner.weighing import Model, fullest
+from titan_dit.planner.weighing import Held, Model, fullest
 
 FREE = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
-"""The axes that are tried; replicas, cp and more samples per microbatch do not save memory that
-these do not."""
+"""The axes that are tried; replicas and more samples per microbatch save no memory that these do
+not. cp does where most of the memory are activations: it is tried if nothing else fits."""
 
 
 class Smallest(NamedTuple):
@@ -25,17 +26,25 @@ class Smallest(NamedTuple):
     gpus: int
     candidate: Candidate
     needed: Needed
+    held: Held
+
+    @property
+    def is_mostly_activations(self) -> bool:
+        """Whether what a microbatch keeps and works with is more than all else."""
+        own = self.held[StorageKind.ACTIVATIONS] + self.held[StorageKind.TEMPORARY]
+        return own > sum(self.held.values()) / 2
 
 
 def gpu_counts(device: Device, first: int, last: int) -> Iterator[int]:
-    """1, 2, 4, ... GPUs of a node, then twice as many nodes each, from `first` to `last`."""
+    """From `first` to `last`: 1, 2, 4, ... GPUs of a node, twice as many nodes each, and `last`."""
     count = 1
-    while count <= last:
+    while count < last:
         if count >= first:
             yield count
         following = 2 * count
         node = device.gpus_per_node
         count = node if count < node < following else following
+    yield last
 
 
 def fewest(
@@ -57,25 +66,45 @@ def smallest(
     config: JobConfig, device: Device, fixed: Collection[str], model: Model, gpus: int
 ) -> Smallest | None:
     """The layout that needs least on `gpus`; the first one that fits, if one does."""
+    found = smallest_of(FREE, config, device, fixed, model, gpus)
+    if found is None or memory_of.fits(found.needed, device) or not found.is_mostly_activations:
+        return found
+    return smallest_of((*FREE, "parallel.cp"), config, device, fixed, model, gpus) or found
+
+
+def smallest_of(
+    axes: Collection[str],
+    config: JobConfig,
+    device: Device,
+    fixed: Collection[str],
+    model: Model,
+    gpus: int,
+) -> Smallest | None:
+    """`smallest` of all sizes of some axes."""
     best: Smallest | None = None
     modes = [config.remat.mode] if "remat.mode" in fixed else list(reversed(MODES))
     for mode in modes:
-        for candidate, space in small_layouts(config, device, fixed, gpus, mode):
+        for candidate, space in small_layouts(axes, config, device, fixed, gpus, mode):
             plan = space.plan(candidate)
             try:
                 counts = model.counts(plan)
             except (UserError, ImportError):
                 continue
-            _, needed, _ = fullest(model, plan, counts, device)
+            held, needed, _ = fullest(model, plan, counts, device)
             if best is None or needed.total < best.needed.total:
-                best = Smallest(gpus, candidate, needed)
+                best = Smallest(gpus, candidate, needed, held)
             if memory_of.fits(needed, device):
                 return best
     return best
 
 
 def small_layouts(
-    config: JobConfig, device: Device, fixed: Collection[str], gpus: int, mode: str
+    axes: Collection[str],
+    config: JobConfig,
+    device: Device,
+    fixed: Collection[str],
+    gpus: int,
+    mode: str,
 ) -> Iterator[tuple[Candidate, Space]]:
     """Layouts with one sample a microbatch and one replica, unless these are fixed."""
     values = {
@@ -94,7 +123,7 @@ def small_layouts(
             section, _, name = key.partition(".")
             changed = replace(getattr(config, section), **{name: value})
             config = replace(config, **{section: changed})
-    free = [key for key in FREE if key not in fixed]
+    free = [key for key in axes if key not in fixed]
     space = Space(config, gpus, device, [key for key in KEYS if key not in free])
-    for candidate in sorted(space, key=lambda one: (one.tp, one.pp)):
+    for candidate in sorted(space, key=lambda one: (one.cp, one.tp, one.pp)):
         yield candidate, space

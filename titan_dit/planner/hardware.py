@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +100,12 @@ class Device:
     """Of a calibration: case -> what was measured and what the fit says."""
 
     def inner(self, ranks: int) -> float:
-        """Bandwidth inside a node of a rank in a group of `ranks`: the next smaller known size."""
+        """Bandwidth inside a node of a rank in a group of `ranks`: the next smaller known size.
+
+        With one GPU a node nothing is sent inside it.
+        """
+        if not self.inner_gb_per_s:
+            return math.inf
         known = [size for size in self.inner_gb_per_s if size <= ranks]
         return self.inner_gb_per_s[max(known, default=min(self.inner_gb_per_s))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ MEASURED = "measured"
 KEY = ("contender", "model", "tokens", "batch")
 """Columns that name a row of gpu.py."""
 
+COLUMNS = {"samples_per_s", "tflops_per_gpu", "data_wait_ms", "peak_gib"}
+"""Of metrics.jsonl, beside step_ms."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -60,20 +63,30 @@ class Measured:
 
 
 def of_run(run: Path, flag: str = "--run") -> Measured:
-    """The steps of a run: the median over its rows. UserError, with `flag`, without metrics."""
+    """The steps of a run: the median over its rows. UserError, with `flag`, without metrics.
+
+    Of a run that was resumed on other ranks, those since then.
+    """
     tables_file, metrics_file = run / "config.toml", run / "metrics.jsonl"
     if not tables_file.is_file():
         raise UserError(
             f"{flag} {run}: no config.toml. Give the directory of a run, such as outputs/NAME."
         )
     rows = [row for row in read_rows(metrics_file) if row.get("step_ms")]
+    config = config_file.build(config_file.of_run(tables_file), catalog.variant)
+    try:
+        rows, ranks = of_the_last_ranks(config, rows)
+    except KeyError as error:
+        raise UserError(
+            f"{flag} {run}: a row of metrics.jsonl has no {error.args[0]}. Give a run of this "
+            "version."
+        ) from None
     # The first row is the first step, which compiles and warms up.
     if not rows[1:]:
         raise UserError(
             f"{flag} {run}: metrics.jsonl has {len(rows)} rows with step_ms, but the median after "
             "the first is needed. Train more steps, or set [metrics] every lower."
         )
-    config = config_file.build(config_file.of_run(tables_file), catalog.variant)
     last, versions = rows[-1], versions_of(run)
     peak = last["tflops_per_gpu"] / last["mfu"] if last.get("mfu") else None
     # Without mfu (fp32, an unknown GPU) only a CPU's build of torch says what the device is.
@@ -81,7 +94,7 @@ def of_run(run: Path, flag: str = "--run") -> Measured:
     return Measured(
         name=str(run),
         config=config,
-        plan=resolve(config, ranks_of(config, last)),
+        plan=resolve(config, ranks),
         step_ms=statistics.median(row["step_ms"] - row["data_wait_ms"] for row in rows[1:]),
         # On a CPU the column is the memory of the process.
         allocated_gib=last["peak_gib"] if peak else None,
@@ -91,13 +104,25 @@ def of_run(run: Path, flag: str = "--run") -> Measured:
     )
 
 
-def ranks_of(config: JobConfig, row: Row) -> int:
-    """Ranks of a run: the FLOP/s of all over those of one (`observe.flops.Work.rates`)."""
+def of_the_last_ranks(config: JobConfig, rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """The last rows with equal ranks, and the ranks; KeyError if a row lacks a column.
+
+    Ranks are the FLOP/s of all over those of one (`observe.flops.Work.rates`).
+    """
     spec = config.objective.model_spec(config.model)
     with torch.device("meta"):
         flops = spec.build().flops_per_sample(spec.num_tokens)
-    ranks: float = row["samples_per_s"] * flops / (row["tflops_per_gpu"] * 1e12)
-    return round(ranks)
+    found: list[Row] = []
+    ranks = 0
+    for row in reversed(rows):
+        if missing := COLUMNS - row.keys():
+            raise KeyError(min(missing))
+        own = round(row["samples_per_s"] * flops / (row["tflops_per_gpu"] * 1e12))
+        ranks = ranks or own
+        if own != ranks:
+            break
+        found.append(row)
+    return found[::-1], ranks
 
 
 def versions_of(run: Path) -> dict[str, str]:
@@ -122,7 +147,10 @@ def of_gpu(file: Path) -> list[Measured]:
             f"--calibrate {file}: not a JSON of benchmarks/gpu.py ({error}). Write it with "
             "benchmarks/gpu.py --out FILE."
         ) from None
-    found = list(steps_of(report)) if isinstance(report, dict) else []
+    try:
+        found = list(steps_of(report))
+    except (AttributeError, KeyError, TypeError):  # Another program's JSON.
+        found = []
     if not found:
         raise UserError(
             f"--calibrate {file}: no measured step of titan_dit that names its config. Write it "

@@ -157,7 +157,7 @@ class StepTime:
         terms["stage messages"] = sent.makespan - computed.makespan
         reducing = replace(
             sending,
-            ready=tuple(self.data.before_s(self.compute(own[0]), own) for own in self.held),
+            ready=tuple(self.data.before_s({s: self.compute(s) for s in own}) for own in self.held),
             after={s: self.data.after_s(s, self.compute(s)) for s in range(len(self.stages))},
         )
         reduced = played(plan, reducing)
