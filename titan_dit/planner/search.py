@@ -225,22 +225,19 @@ class Search:
 
     def _before_rehearsal(self, candidate: Candidate, known: list[Candidate]) -> float | None:
         """The highest bound by the shares of coarser splits; None if not even these fit."""
-        bound, alike = 0.0, []
+        bounds = [0.0]
         for coarse in known:
             counts = self._counts(coarse)
             if counts is None or self._is_too_large(candidate, coarse):
                 return None
             shares = scaled(counts, coarse, candidate)
-            bound = max(bound, self._bound(candidate, shares) or 0.0)
-            alike += [shares] * (coarse.mode == candidate.mode)
-        # Weighing takes longer than a bound.
-        if self._matters(bound, candidate) and self._could_win(bound, candidate):
             plan = self.space.plan(candidate)
-            for shares in alike:
+            if coarse.mode == candidate.mode:
                 _, needed, _ = fullest(self.model, plan, shares, self.device)
                 if not memory_of.fits(needed, self.device):
                     return None
-        return bound
+            bounds.append(self._bound(candidate, shares) or 0.0)
+        return max(bounds)
 
     def _counts(self, candidate: Candidate) -> Counts | None:
         """Counts of a candidate; None if the model cannot run so, or a library is missing."""
