@@ -43,7 +43,7 @@ from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
-from titan_dit.parallel.init import initialize
+from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
@@ -205,7 +205,8 @@ class FakeRank:
         self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
         with mode, self.memory, self.memory.phase("set-up", StorageKind.TEMPORARY):
             for part in self.parts.values():
-                initialize(part, part.initializers(), plan.seed, CPU, plan.initial_weights)
+                # Fake tensors have no values; to shard them would take most of the time.
+                allocate(part, CPU)
             self.parameters = own_parameters(self.parts)
             if plan.num_stages - 1 in self.parts:
                 self.parameters |= place_modules(plan, objective, mesh, CPU)

@@ -32,9 +32,7 @@ def initialize(
     `Independent` draws the whole tensor on the CPU, which every machine has; its rounding may
     differ between CPUs. "generator" draws the whole tensor on the device.
     """
-    model.to_empty(device=device)
-    if isinstance(model, Model):
-        model.tie()
+    allocate(model, device)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         initializer, key = table[name], tensor_seed(seed, name)
         if drawn_by == "counter" and isinstance(initializer, Independent):
@@ -42,6 +40,13 @@ def initialize(
         else:
             generator = torch.Generator(CPU if drawn_by == "counter" else device)
             put(tensor, initializer(tensor.shape, generator.manual_seed(key)))
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate a model that is on the meta device; its values are undefined."""
+    model.to_empty(device=device)
+    if isinstance(model, Model):
+        model.tie()
 
 
 def tensor_seed(seed: int, name: str) -> int:

@@ -27,7 +27,7 @@ from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel import fsdp
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.init import initialize
+from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan
 from titan_dit.planner.chain import PARTS, Chain, Marks, Trace
@@ -115,7 +115,7 @@ class FakeParts:
         self.memory = MemoryLog()
         self.log = OperatorLog(mesh, self.memory)
         with self.mode:
-            initialize(model, model.initializers(), plan.seed, CPU, plan.initial_weights)
+            allocate(model, CPU)
             self.parameters = own_parameters({0: model})
             with without_fsdp():
                 self.parameters |= place_modules(plan, self.objective, mesh, CPU)
