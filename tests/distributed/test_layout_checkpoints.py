@@ -16,11 +16,16 @@ pytestmark = pytest.mark.timeout(900)
 LAYOUTS = {
     1: [({}, {})],
     2: [(PP, schedule("zbv_zero_bubble")), (TP, {})],
-    4: [(TP | PP, schedule("interleaved_1f1b", 2)), (HSDP, {})],
+    4: [(TP | PP, schedule("interleaved_1f1b", 2))],
 }
 LONG = {
     2: [(DP, {}), (CP, {}), (PP, schedule("1f1b", split=[3, 1])), (COPIES, {})],
-    4: [(ULYSSES | PP, schedule("1f1b", split=[3, 1])), (DP | CP, {}), (COPIES | TP, {})],
+    4: [
+        (HSDP, {}),
+        (ULYSSES | PP, schedule("1f1b", split=[3, 1])),
+        (DP | CP, {}),
+        (COPIES | TP, {}),
+    ],
 }
 LOADED = ("1-0", "2-0", "4-0")
 """Checkpoints that other layouts load: all that one process saved, and two of pipelines."""
