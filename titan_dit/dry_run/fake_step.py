@@ -205,7 +205,7 @@ class FakeRank:
         self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
         with mode, self.memory, self.memory.phase("set-up", StorageKind.TEMPORARY):
             for part in self.parts.values():
-                # Fake tensors have no values; to shard them would take most of the time.
+                # Fake tensors have no values; sharding whole ones would take most of the time.
                 allocate(part, CPU)
             self.parameters = own_parameters(self.parts)
             if plan.num_stages - 1 in self.parts:

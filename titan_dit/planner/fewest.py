@@ -17,7 +17,7 @@ from titan_dit.planner.weighing import Held, Model, fullest
 
 FREE = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
 """The axes that are tried; replicas and more samples per microbatch save no memory that these do
-not. cp does where most of the memory are activations: it is tried if nothing else fits."""
+not. cp does where activations need most: it is tried if nothing else fits."""
 
 
 class Smallest(NamedTuple):
