@@ -26,15 +26,15 @@ CASES = {
         (TP, {}, GROUPED),
         (PP, ZERO_BUBBLE, GROUPED),
     ],
-    4: [(DP | TP, {}, MUON), (HSDP, {}, GROUPED)],
+    4: [(HSDP, {}, GROUPED)],
 }
 # For ./run_tests.sh --long: layouts of GROUPED, then other optimizers.
 LONG = {
     2: [(COPIES, {}), (CP, {}), (ULYSSES, {}), (PP, schedule("1f1b"))],
-    4: [(HSDP, {}), (DP | CP, {}), (TP | CP, {}), (DP | PP, ZERO_BUBBLE), (TP | PP, ZERO_BUBBLE)],
+    4: [(DP | CP, {}), (TP | CP, {}), (DP | PP, ZERO_BUBBLE), (TP | PP, ZERO_BUBBLE)],
     8: [(PP | DP | TP, schedule("interleaved_1f1b", 2)), (HSDP | TP, {}), (DP | CP | TP, {})],
 }
-OTHERS = {2: [(CP, {}, MUON)], 4: [(DP | TP, {}, LION)]}
+OTHERS = {2: [(CP, {}, MUON)], 4: [(DP | TP, {}, MUON), (DP | TP, {}, LION)]}
 STEPS = 3
 
 

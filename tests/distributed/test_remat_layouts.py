@@ -36,10 +36,10 @@ WHOLE = [
 ]
 LONG = [case for case in itertools.product(WHOLE, ("1f1b",), MODES) if case not in CASES]
 LONG += [({"pp": 2}, "zbv_zero_bubble", "attention"), ({"pp": 2}, "dualpipev", "attention")]
-COMPILED = [({"tp": 2}, "selective"), ({"pp": 2}, "attention")]
+COMPILED = [({"tp": 2}, "selective")]
 # Products without their biases; only a GPU fuses them with the collectives.
 COMPILED += [({"tp": 2, "async_tp": True}, "selective")]
-LONG_COMPILED = [({"cp": 2}, "selective"), ({"dp_shard": 2}, "full")]
+LONG_COMPILED = [({"pp": 2}, "attention"), ({"cp": 2}, "selective"), ({"dp_shard": 2}, "full")]
 
 
 V_SHAPED = ("zbv_zero_bubble", "dualpipev")

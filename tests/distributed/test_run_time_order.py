@@ -23,7 +23,6 @@ CASES = {
     ],
     4: [
         ("dit", {"pp": 4}, ZBV, {}),
-        ("dit", PP | DP, ZERO_BUBBLE, SPARE, "none", "bf16"),
         ("dit", PP | TP, ZERO_BUBBLE, SPARE),
         ("gpt", PP | CP, FOLDED, SHARED),
     ],
@@ -47,6 +46,7 @@ LONG = {
         ("dit", PP | CP, ZERO_BUBBLE, {}),
         ("bert", PP | TP, ZBV, SPARE),
         ("dit", PP | DP, FOLDED, BY_GROUP, "selective"),
+        ("dit", PP | DP, ZERO_BUBBLE, SPARE, "none", "bf16"),
     ],
     8: [
         ("dit", PP | HSDP, ZERO_BUBBLE, SPARE, "none", "bf16"),

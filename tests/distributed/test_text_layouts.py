@@ -14,10 +14,8 @@ from titan_dit.commands.evaluate import Options, evaluate
 from titan_dit.config.section import UserError
 from titan_dit.trainer import Trainer
 
-LAYOUTS = [
-    *({axis: 2} for axis in ("tp", "pp", "dp_shard", "dp_replicate", "cp")),
-    {"cp": 2, "cp_method": "ulysses"},
-]
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"cp": 2, "cp_method": "ulysses"}]
+LONG = [{"dp_replicate": 2}, {"cp": 2}]
 # Longer than the window of 16 tokens, and more texts than two ranks share evenly.
 SAMPLING = {"every": 2, "num": 3, "prompt": "3 1 4 1", "length": 20, "temperature": 0.7}
 VALIDATED = {"validation": {"every": 2, "samples": 9}, "checkpoint": {"every": 2}}
@@ -67,8 +65,12 @@ def scores(world, folder, keys, kinds=("ema", "model")):
     return found
 
 
+def previews(world, layouts, folder):
+    return [preview(world, layout, folder) for layout in layouts]
+
+
 def on_two(world, folder):
-    texts = [preview(world, layout, folder) for layout in LAYOUTS]
+    texts = previews(world, LAYOUTS, folder)
     keys = [["--parallel.tp", "2"], ["--parallel.pp", "2"], ["--parallel.cp", "2"]]
     return texts, [scores(world, folder, given, ("ema",)) for given in keys]
 
@@ -96,6 +98,12 @@ def test_a_preview_is_the_same_text_on_every_layout_and_rank(alone, together):
     assert len(set(lines[1::2])) == 3
     for texts, _ in together:
         assert texts == [text] * len(LAYOUTS)
+
+
+@pytest.mark.long
+def test_a_preview_is_the_same_text_on_the_other_layouts(alone, folder):
+    for texts in on_ranks(2, previews, LONG, str(folder)):
+        assert texts == [alone[0]] * len(LONG)
 
 
 def test_evaluate_finds_the_scores_of_training(alone):

@@ -16,10 +16,12 @@ from titan_dit.trainer import Trainer
 # A batch of 16 on 6 ranks. (layout, samples of a microbatch, rows of all ranks)
 CASES = [
     ({}, 2, 24),
-    ({"dp_replicate": 4, "dp_shard": 1}, 1, 18),  # 2 x 3 instead, which the ranks allow.
-    ({"tp": 2}, 4, 18),
     ({"cp": 2, "dp_shard": 8}, None, 18),
     ({"dp_replicate": 3, "dp_shard": 1, "pp": 2}, 4, 18),
+]
+LONG = [
+    ({"dp_replicate": 4, "dp_shard": 1}, 1, 18),  # 2 x 3 instead, which the ranks allow.
+    ({"tp": 2}, 4, 18),
 ]
 
 
@@ -37,10 +39,10 @@ def uneven(world, folder, layout, size, objective=None):
     return rows * trainer.mesh.sizes.data, gradients(trainer)
 
 
-def all_cases(world, folder):
+def all_cases(world, folder, cases):
     results = {
         json.dumps([layout, size, rows]): uneven(world, folder, layout, size)
-        for layout, size, rows in CASES
+        for layout, size, rows in cases
     }
     results["ddpm"] = uneven(world, folder, {}, None, DDPM)
     try:
@@ -58,16 +60,17 @@ def reference(world):
     return loss_and_gradients(world, {}), loss_and_gradients(world, {}, objective=DDPM)
 
 
-def test_ranks_that_do_not_divide_the_batch_give_the_gradients_of_one_process(tmp_path):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(LONG, marks=pytest.mark.long)])
+def test_ranks_that_do_not_divide_the_batch_give_the_gradients_of_one_process(cases, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")  # A step has been taken.
     [alone] = on_ranks(1, reference)
-    for results in on_ranks(6, all_cases, tmp_path):
+    for results in on_ranks(6, all_cases, tmp_path, cases):
         assert "global_batch_size=16 does not divide into 6 data-par" in results.pop("fresh")
         _, (loss, found) = results.pop("planted")
         assert loss != pytest.approx(alone[0][0], rel=1e-6)
         with pytest.raises(AssertionError):
             assert_same_gradients(found, alone[0][1])
-        assert len(results) == len(CASES) + 1
+        assert len(results) == len(cases) + 1
         for case, (rows, (loss, found)) in results.items():
             expected_loss, expected = alone[case == "ddpm"]
             if case != "ddpm":
