@@ -56,7 +56,7 @@ def alone(trained, tmp_path_factory):
     return eight_more_steps(trained, tmp_path_factory.mktemp("alone"), "one process")[0]
 
 
-LANDING = ("hsdp x ulysses", "tp x interleaved")
+LANDING = ("hsdp x ulysses",)
 REST = [name for name in MESHES if name not in (*LANDING, "one process")]
 OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in REST]
 
