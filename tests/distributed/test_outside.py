@@ -69,7 +69,7 @@ def digits(layout):
     layout = {key: value for key, value in layout.items() if key != "cp_method"}
     return tiny_config(
         parallel=layout,
-        training={"global_batch_size": 4, "microbatch_size": 2},
+        training={"global_batch_size": 4, "microbatch_size": 1 if "dp_replicate" in layout else 2},
         validation={"every": 1, "samples": 5},
         model={"layers": 2},
         ema={"decays": [0.9]},
