@@ -6,7 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from test_grid import CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, compare, dtypes_of, schedule
+from test_grid import (
+    CP,
+    DP,
+    HSDP,
+    PLAIN,
+    PP,
+    TP,
+    ULYSSES,
+    WITH_A_GPT,
+    compare,
+    dtypes_of,
+    schedule,
+)
 from text_grid import check, key_of, measure
 from tiny import whole
 from tiny_gpt import gpt_config
@@ -106,6 +118,11 @@ def all_cases(world, references, cases, is_long=False):
             key = json.dumps([parallel, pipeline, model, dtype])
             results[key] = compare(measure(world, config), expected)
     return results
+
+
+def test_the_pairs_that_land_with_a_gpt_alone_are_here():
+    pairs = [set(parallel) for parallel, *_ in CASES[4]]
+    assert all(pair in pairs for pair in WITH_A_GPT)
 
 
 @pytest.mark.parametrize("num_ranks", CASES)

@@ -80,6 +80,8 @@ LONG = {
         (HSDP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
     ],
 }
+# Pairs that land with a GPT alone.
+WITH_A_GPT = [{"dp_shard", "tp"}, {"dp_shard", "pp"}, {"tp", "cp"}]
 # Where fp64 shows more; in the whole grid also in fp32.
 IN_FP64 = [TP, CP, PP, TP | CP, CP | PP, HSDP, PP | TP | CP, DP | CP | TP]
 
@@ -221,11 +223,10 @@ def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
     landing, whole_grid = meshes(CASES), meshes(CASES, LONG)
     for axis in axes:
         assert frozenset({axis}) in landing
-    # dp_replicate with another axis is like dp_shard with it, and a GPT lands with these three.
-    elsewhere = [{"dp_shard", "tp"}, {"dp_shard", "pp"}, {"tp", "cp"}]
+    # dp_replicate with another axis is like dp_shard with it.
     for one, other in itertools.combinations(sorted(axes), 2):
         pair = frozenset({one, other})
-        is_late = "dp_replicate" in pair or pair in elsewhere
+        is_late = "dp_replicate" in pair or pair in WITH_A_GPT
         assert pair in (whole_grid if is_late else landing), pair
     assert sum(len(mesh) >= 3 for mesh in whole_grid) >= 5
     # With two ranks, the previous rank is the next one.

@@ -178,10 +178,16 @@ def test_modules_of_an_objective_are_saved_averaged_and_taken_to_another_layout(
 
 @pytest.mark.long
 def test_what_comes_from_outside_fits_layouts_of_two_axes(folder, alone):
-    [of_dit] = on_ranks(1, measured, folder, ("dit",))
+    ranks = on_ranks(4, measured, folder)
+    for layout in LAYOUTS[4]:
+        check("gpt", layout, alone, ranks)
+        check("own", layout, alone, ranks)
+
+
+@pytest.mark.long
+def test_a_dit_has_the_gradients_and_validation_losses_of_one_process(folder):
+    [alone] = on_ranks(1, measured, folder, ("dit",))
     for size in (2, 4):
-        ranks = on_ranks(size, measured, folder, ("gpt", "own", "dit"))
+        ranks = on_ranks(size, measured, folder, ("dit",))
         for layout in LAYOUTS[size]:
-            check("gpt", layout, alone, ranks)
-            check("own", layout, alone, ranks)
-            check("dit", layout, of_dit, ranks)
+            check("dit", layout, alone, ranks)

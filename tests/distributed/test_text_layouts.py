@@ -100,10 +100,24 @@ def test_a_preview_is_the_same_text_on_every_layout_and_rank(alone, together):
         assert texts == [text] * len(LAYOUTS)
 
 
+def on_two_others(world, folder):
+    return previews(world, LONG, folder), scores(world, folder, (), ("ema",))
+
+
 @pytest.mark.long
-def test_a_preview_is_the_same_text_on_the_other_layouts(alone, folder):
-    for texts in on_ranks(2, previews, LONG, str(folder)):
-        assert texts == [alone[0]] * len(LONG)
+def test_texts_and_scores_are_the_same_on_the_other_layouts(alone, folder):
+    text, _, expected = alone
+    for texts, found in on_ranks(2, on_two_others, str(folder)):
+        assert texts == [text] * len(LONG)
+        assert found["gpt ema"]["layout"] == "dp_shard 2"
+        expect_scores(found, expected)
+
+
+def expect_scores(found, expected):
+    for case, scored in found.items():
+        for key, value in expected[case].items():
+            if key.startswith("validation_"):
+                assert scored[key] == pytest.approx(value, rel=1e-6), (case, key)
 
 
 def test_evaluate_finds_the_scores_of_training(alone):
@@ -127,10 +141,7 @@ def test_evaluate_finds_the_same_scores_on_every_layout(alone, together):
         names = [found["gpt ema"]["layout"] for found in layouts]
         assert names == ["tp 2", "pp 2", "cp 2"]
         for found in layouts:
-            for case, scored in found.items():
-                for key, value in expected[case].items():
-                    if key.startswith("validation_"):
-                        assert scored[key] == pytest.approx(value, rel=1e-6), (case, key)
+            expect_scores(found, expected)
 
 
 BAD = {
