@@ -16,7 +16,7 @@ from titan_dit.data.base import Source
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import Listing, list_folder
-from titan_dit.data.manifest import agreed, read_folder_manifest
+from titan_dit.data.manifest import MANIFEST, agreed, check_channels, read_folder_manifest
 from titan_dit.system.progress import ProgressLine
 
 REMEDY = (
@@ -52,6 +52,8 @@ class LatentFolder(Source):
                 "docs/data.md."
             )
         self.shape, self.dtype = self._probe()
+        for key, units in (("scale", scale), ("shift", shift)):
+            check_channels(units, key, self.shape[0], path / MANIFEST)
         self.facts: LatentFacts = LatentFacts(
             shape=self.shape,
             count=len(self.listing.names),
