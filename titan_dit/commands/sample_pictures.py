@@ -250,7 +250,9 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
 
 def decoded(vae: Autoencoder, samples: Float[Tensor, "n c h w"]) -> UInt8[Tensor, "n h w 3"]:
     """Pictures of stored latents, a few at a time."""
-    return torch.cat([vae.decode(part).permute(0, 2, 3, 1) for part in samples.split(DECODED)])
+    starts = range(0, len(samples), DECODED)
+    pictures = [vae.decode(samples[first : first + DECODED]) for first in starts]
+    return torch.cat(pictures).permute(0, 2, 3, 1).contiguous()
 
 
 def write(job: Job, parts: Parts) -> None:

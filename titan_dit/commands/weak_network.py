@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.config.section import Section, UserError, show
+from titan_dit.config.section import Named, UserError, show
 from titan_dit.diffusion.guidance import Conditional
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
@@ -66,5 +66,5 @@ def check(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
 
 def keys_of(path: object) -> Mapping[str, Any]:
     """The keys of an [objective] section."""
-    assert isinstance(path, Section)
+    assert isinstance(path, Named)
     return {"name": path.name, **asdict(path)}
