@@ -112,7 +112,7 @@ BAD = {
     "decay": (("--decay", 0.7), "0.9, 0.5"),
     "suffix": (("--out", "x.gif"), "name a .safetensors, .png or .npz file, or a folder."),
     "folder": (("--out", "outputs"), "--out outputs exists."),
-    "interval": (("--cfg-interval", "0.8 0.2"), "give two noise levels from 0 (data) to 1"),
+    "interval": (("--cfg-interval", 0.8), "give two noise levels from 0 (data) to 1"),
     "scheduler": (("--sampler", "diffusers:Nothing"), "diffusers has no scheduler Nothing."),
     "pixels": (("--vae", "some"), "--vae some: the run was trained on pixels, not on latents."),
     "guide": (("--guide", "nothing"), "--guide nothing: no checkpoint found"),

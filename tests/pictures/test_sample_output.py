@@ -21,7 +21,8 @@ NUM, BATCH = 11, 4
 
 def on_one(world, folder):
     """A run, and its samples in every format."""
-    Trainer(tiny_config(job={"dir": folder}, training={"steps": 2}), world).fit()
+    run = {"job": {"dir": folder}, "checkpoint": {"every": 2}, "training": {"steps": 2}}
+    Trainer(tiny_config(**run), world).fit()
     os.chdir(folder)
     for out in ("a.npz", "a.safetensors", "a", "grid.png"):
         drawn(out)
@@ -59,7 +60,7 @@ def test_every_format_holds_the_same_pictures_and_labels(folder):
     rows = [json.loads(line) for line in (folder / "a" / "metadata.jsonl").read_text().splitlines()]
     assert [row["file_name"] for row in rows] == [f"{i:06d}.png" for i in range(NUM)]
     assert [row["label"] for row in rows] == labels.tolist()
-    low, high = 0.0, 16.0  # The digits' stored range.
+    low, high = -1.0, 1.0  # The digits' stored range.
     shades = ((tensors["samples"] - low) / (high - low) * 255).round().clamp(0, 255).byte()
     assert np.array_equal(pictures[..., 0], shades[:, 0].numpy())
     assert len(np.unique(pictures)) > 20
