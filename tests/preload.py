@@ -21,7 +21,7 @@ MODULES = (
     "titan_dit.commands.replay",
     "titan_dit.commands.data_pack",
     "titan_dit.commands.data_show",
-    "titan_dit.diffusion.pictures",
+    "titan_dit.pictures.grid",
     "tyro",
 )
 

@@ -165,6 +165,7 @@ def test_the_loss_scale_follows_without_waiting_for_the_device():
 def test_diffusion_draws_the_samples_of_the_cpu(name):
     """The noise schedule's tables and each step's noise are on the device."""
     from titan_dit.diffusion.drawing import generate, sampler_of
+    from titan_dit.diffusion.guidance import Guidance
 
     config = tiny_config(objective={"name": "ddpm"})
     model = config.objective.model_spec(config.model).build()
@@ -172,7 +173,7 @@ def test_diffusion_draws_the_samples_of_the_cpu(name):
     drawn = []
     for device in ("cpu", "cuda"):
         numbers = torch.arange(4, device=device)
-        settings = {"seed": 0, "steps": 10, "eta": 0.5, "cfg_scale": 2.0}
+        settings = {"seed": 0, "steps": 10, "eta": 0.5, "guidance": Guidance(2.0)}
         sampler = sampler_of(config.objective, name)
         with torch.no_grad():
             tokens = generate(

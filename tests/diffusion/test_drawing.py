@@ -13,6 +13,7 @@ from titan_dit.diffusion.drawing import (
     sampler_of,
     spread_labels,
 )
+from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.diffusion.samplers.ode import euler, heun
@@ -43,7 +44,7 @@ def draw(forward, labels, numbers, seed=0, sampler=heun, steps=4, cfg_scale=2.0)
             seed=seed,
             sampler=sampler,
             steps=steps,
-            cfg_scale=cfg_scale,
+            guidance=Guidance(cfg_scale),
         )
 
 
@@ -120,7 +121,7 @@ def guided_parts(cfg_channels):
 
     generate(
         forward, DDPM(), CONFIG, torch.tensor([1]), torch.tensor([0]), seed=0, sampler=sampler,
-        steps=1, cfg_scale=3.0, cfg_channels=cfg_channels,
+        steps=1, guidance=Guidance(3.0, cfg_channels),
     )  # fmt: skip
     return parts[0], parts[1], seen[0].unflatten(-1, (4, 4))
 
@@ -172,7 +173,7 @@ def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
             DDPM(),
             {"sampler": "heun"},
             '[sampling] sampler="heun" does not fit [objective] name="ddpm". '
-            "Valid: auto, ddim, ddpm.",
+            "Valid: auto, ddim, ddpm, dpmpp_2m.",
         ),
         (RectifiedFlow(), {"steps": 5000}, None),
     ],
@@ -263,7 +264,7 @@ def test_a_preview_is_the_same_on_any_number_of_ranks(tmp_path, ranks):
     def kept(rank):
         def gather(rows):
             shares[rank] = rows
-            return rows.repeat(ranks, 1, 1)
+            return rows.repeat(ranks, 1, 1, 1)
 
         return gather
 
@@ -272,7 +273,7 @@ def test_a_preview_is_the_same_on_any_number_of_ranks(tmp_path, ranks):
     whole = torch.cat([shares[rank] for rank in range(ranks)])
     assert len({len(rows) for rows in shares.values()}) == 1
     expected = draw(model, preview_labels(8, 5).tolist(), range(8), steps=2, cfg_scale=2.0)
-    torch.testing.assert_close(whole[:8], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole[:8], CONFIG.detokenize(expected), rtol=1e-5, atol=1e-5)
     pictures = [picture(rank, lambda rows: whole) for rank in range(ranks)]
     assert all(data == pictures[0] for data in pictures)
     assert pictures[0][:4] == b"\x89PNG"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from titan_dit.diffusion.guidance import guided, scales
+from titan_dit.diffusion.guidance import Guidance, guided, scales
 
 
 def every(scale):
@@ -62,3 +62,47 @@ def test_only_the_guided_channels_of_every_pixel_are_guided():
     assert torch.equal(got[..., kept], conditional[..., kept])
     expected = unconditional + 4 * (conditional - unconditional)
     torch.testing.assert_close(got[..., ~kept], expected[..., ~kept])
+
+
+class Steady:
+    """A prediction per label, with a std of 2 with a label and of 1 without."""
+
+    def __call__(self, x, timestep, labels):
+        base = torch.linspace(-1, 1, x[0].numel()).view(x.shape[1:])
+        return torch.stack([base * (2 if label >= 0 else 1) + label for label in labels])
+
+
+def test_guidance_outside_its_interval_is_none():
+    labels, x = torch.tensor([1]), torch.zeros(1, 3, 2)
+    inside = guided(Steady(), labels, every(3.0))(x, torch.tensor([500.0]))
+    for timestep in (100.0, 300.0, 500.0, 700.0, 900.0):
+        given = Guidance(3.0, interval=(0.25, 0.75))
+        found = guided(Steady(), labels, every(3.0), given, 1000)(x, torch.tensor([timestep]))
+        is_guided = 250 <= timestep <= 750
+        assert torch.equal(found, inside if is_guided else Steady()(x, None, labels)), timestep
+
+
+def test_rescaled_guidance_has_the_std_of_the_prediction_with_the_label():
+    labels, x, t = torch.tensor([1, 2]), torch.zeros(2, 3, 2), torch.zeros(2)
+    plain = guided(Steady(), labels, every(3.0))(x, t)
+    wanted = Steady()(x, None, labels).flatten(1).std(1)
+    for share in (0.5, 1.0):
+        found = guided(Steady(), labels, every(3.0), Guidance(3.0, rescale=share))(x, t)
+        std = torch.lerp(plain.flatten(1).std(1), wanted, share)
+        torch.testing.assert_close(found.flatten(1).std(1), std)
+        # Only its length changes.
+        ratio = found / plain
+        torch.testing.assert_close(ratio, ratio[:, :1, :1].expand_as(ratio))
+
+
+def test_a_worse_network_guides_with_the_same_labels():
+    labels, x, t = torch.tensor([1, 2]), torch.zeros(2, 3, 2), torch.zeros(2)
+    asked = []
+
+    def weak(x, timestep, labels):
+        asked.append(labels)
+        return torch.full_like(x, 0.5)
+
+    found = guided(Steady(), labels, every(3.0), Guidance(3.0, weak=weak))(x, t)
+    torch.testing.assert_close(found, 0.5 + 3 * (Steady()(x, t, labels) - 0.5))
+    assert [given.tolist() for given in asked] == [[1, 2]]

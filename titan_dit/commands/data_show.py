@@ -15,11 +15,11 @@ from titan_dit.config.section import UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.held_out import group_sizes
-from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.data.latents import Latents, LatentShards
 from titan_dit.diffusion.objective import to_model_units
-from titan_dit.diffusion.pictures import draw_grid
 from titan_dit.observe import console
+from titan_dit.pictures.grid import draw_grid
 from titan_dit.rng import SampleRNG
 
 
@@ -90,8 +90,8 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
         "shape": list(facts.shape),
         "count": f"{facts.count:,}",
         "classes": sizes_of_classes(source),
-        "scale": f"{facts.scale:g}",
-        "shift": f"{facts.shift:g}",
+        "scale": shown(facts.scale),
+        "shift": shown(facts.shift),
         "source": origin,
         "bytes": f"{size:,}",
         "digest": facts.digest,

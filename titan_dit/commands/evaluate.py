@@ -56,17 +56,11 @@ def main(options: Options, keys: Sequence[str]) -> None:
     else:
         ranks = train.num_ranks(os.environ, gpus_of(options), cores=1)
         if ranks > 1 or os.environ.get("NNODES", "1") != "1":
-            train.launch(ranks, "titan_dit", *map(spelled, sys.argv[1:]))
+            train.launch(ranks, "titan_dit", *map(train.spelled, sys.argv[1:]))
     with process_group.start(device_of(options.device).type) as world:
         found = evaluate(options, keys, world)
         if world.is_main:
             report(found, options.out)
-
-
-def spelled(word: str) -> str:
-    """A word with --run as its alias: torchrun's parser takes it for its own --run-path."""
-    flag, equals, value = word.partition("=")
-    return f"--checkpoint{equals}{value}" if flag == "--run" else word
 
 
 def gpus_of(options: Options) -> int:

@@ -1,18 +1,30 @@
-"""`python -m titan_dit sample`: draw samples from a trained run, pictures or text."""
+"""`python -m titan_dit sample`: draw samples from a trained run, pictures or text.
+
+    python -m titan_dit sample --run outputs/digits --out grid.png
+    NGPU=4 python -m titan_dit sample --run outputs/digits --num 50000 --out samples.npz
+
+Ranks of a launcher, such as torchrun, share the pictures.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
+
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands import sample_pictures, sample_text
+from titan_dit.commands import sample_pictures, sample_text, train
 from titan_dit.commands.flags.sample import CommonFlags, Options, PictureFlags, TextFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.launcher import orphan, process_group
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import Objective
 from titan_dit.objectives.next_token import NextToken
 from titan_dit.trained_model import TrainedModel, device_of, load_trained
@@ -35,12 +47,25 @@ FAMILIES = {
 
 
 def main(options: Options) -> None:
-    """Draw samples as the run's family does, and write them."""
-    device = device_of(options.device)
+    """Launch the ranks, be one of them, or draw alone."""
+    if "RANK" in os.environ:
+        orphan.die_with_launcher()
+        with process_group.start(device_of(options.device).type) as world:
+            draw(options, world.device)
+    elif (ranks := train.num_ranks(os.environ, 1, 1)) > 1:
+        train.launch(ranks, "titan_dit", *map(train.spelled, sys.argv[1:]))
+    else:
+        draw(options, device_of(options.device))
+
+
+def draw(options: Options, device: torch.device) -> None:
+    """Draw samples as the run's family does, and write them. Collective."""
     path = find_checkpoint(location(options.run), options.step)
     run = load_trained(path, options.weights, options.decay, device)
     name = family_of(run)
     check_flags(options, name)
+    if name == "text" and Ranks().count > 1:
+        raise UserError("sample draws text in one process: leave NGPU out.")
     FAMILIES[name].command.check(options)
     FAMILIES[name].command.main(run, run.objective, options)
 

@@ -1,65 +1,196 @@
-"""`sample` of a diffusion run: pictures."""
+"""`sample` of a diffusion run: pictures.
+
+Batches are cut by the plan, not by the ranks, and each is a file in OUT.parts until the output is
+whole. So any number of ranks draws the same pictures, and a stopped command goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from titan_dit.checkpoint import checkpoint
 from titan_dit.commands.chosen_classes import chosen_classes
 from titan_dit.commands.flags.sample import CommonFlags, PictureFlags
+from titan_dit.commands.weak_network import weak_network
 from titan_dit.config import dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
+from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.diffusion.pictures import draw_grid
 from titan_dit.diffusion.samplers import ode
 from titan_dit.diffusion.samplers.base import Sampler
 from titan_dit.execution.base import first_of
 from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.models.base import Model
 from titan_dit.observe import console
+from titan_dit.pictures import autoencoder, output
+from titan_dit.pictures.autoencoder import Autoencoder
+from titan_dit.pictures.grid import draw_grid, to_pixels
+from titan_dit.pictures.parts import Parts
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel
 
 NUM = 100
+FILES = (".safetensors", ".png", ".npz")
+PARTS = ".parts"
+NO_VAE = "none"
+DECODED = 16
+"""Pictures that are decoded at once, whatever the batch: other numbers change bits."""
 
 
 def check(flags: CommonFlags) -> None:
-    """Require a file for pictures."""
-    if Path(flags.out).suffix not in (".safetensors", ".png"):
-        raise UserError(f"--out {flags.out}: name a .safetensors or .png file.")
+    """Require an output for pictures that is not there yet, unless it is a file."""
+    out = Path(flags.out)
+    if not flags.out or out.suffix not in (*FILES, ""):
+        raise UserError(
+            f"--out {flags.out}: name a {', '.join(FILES[:-1])} or {FILES[-1]} file, or a folder."
+        )
+    if not out.suffix and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists. Choose another name, or delete it.")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is drawn, and into what."""
+
+    run: TrainedModel
+    diffusion: Diffusion
+    flags: PictureFlags
+    sampler: Sampler
+    guidance: Guidance
+    labels: Int64[Tensor, " n"]
+    noise: Float[Tensor, "n c h w"] | None
+    vae: Autoencoder | None
+
+    @property
+    def out(self) -> Path:
+        """The file or the folder."""
+        return Path(self.flags.out)
+
+    @property
+    def keeps_latents(self) -> bool:
+        """True if the output holds samples in stored units."""
+        return self.out.suffix == ".safetensors"
+
+    @property
+    def keeps_pictures(self) -> bool:
+        """True if the output holds pictures of 8 bits."""
+        return not self.keeps_latents or self.vae is not None
+
+    def plan(self) -> dict[str, Any]:
+        """Everything that the bits of the samples depend on."""
+        flags = self.flags
+        keys = ("seed", "batch_size", "sampler", "steps", "eta", "cfg_scale", "cfg_channels")
+        files = checkpoint.read_record(self.run.path)["files"]
+        return {
+            "checkpoint": [self.run.path.name, digest(repr(sorted(files.items())).encode())],
+            "weights": self.run.weights,
+            "suffix": self.out.suffix,
+            **{key: getattr(flags, key) for key in (*keys, "cfg_rescale", "guide")},
+            "cfg_interval": list(flags.cfg_interval),
+            "labels": digest(self.labels.numpy().tobytes()),
+            "noise": "" if self.noise is None else digest(self.noise.numpy().tobytes()),
+            "vae": self.vae and self.vae.facts.digest,
+            "num": len(self.labels),
+        }
+
+    def parts(self) -> Parts:
+        """The batches."""
+        count = -(-len(self.labels) // self.flags.batch_size)
+        return Parts(self.out.with_name(self.out.name + PARTS), self.plan(), count)
 
 
 def main(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> None:
-    """Draw samples and write them."""
-    out = Path(flags.out)
+    """Draw this rank's batches; the first rank writes the output. Collective."""
+    ranks = Ranks()
+    job = job_of(run, diffusion, flags)
+    parts = job.parts()
+    if ranks.is_first:
+        for line in dotted_names.origins({"sampler": job.sampler}):
+            console.say(line)
+        console.say(described(job))
+    ranks.run_on_first(parts.open)
+    missing = parts.missing(ranks.rank, ranks.count)
+    if ranks.is_first and (found := parts.count - len(parts.missing())):
+        console.say(f"{found} of {parts.count} batches are in {parts.folder}; drawing the others")
+    progress = ProgressLine(sum(len(rows_of(job, number)) for number in missing), "samples")
+    done = 0
+    for number in missing:
+        rows = rows_of(job, number)
+        parts.write(number, drawn(job, rows, partial(progressed, progress, done, len(rows), job)))
+        done += len(rows)
+        progress(done)
+    progress.end()
+    ranks.gather(None)
+    ranks.run_on_first(partial(write, job, parts))
+    if ranks.is_first:
+        console.say(f"wrote {job.out}")
+
+
+def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
+    """Check the flags and load what they name."""
     drawing.check(diffusion.path, diffusion.model, flags, "--{}")
     sampler = drawing.sampler_of(diffusion.path, flags.sampler, "--sampler")
-    for line in dotted_names.origins({"sampler": sampler}):
-        console.say(line)
     names = diffusion.data.class_names
     labels = labels_of(flags.labels, flags.num or NUM, diffusion.model.num_classes, names)
     noise = None
     if flags.noise is not None:
         noise, labels = read_noise(Path(flags.noise), diffusion.model)
-    console.say(
-        f"sampling {len(labels)} from {run.path} ({run.weights}): {sampler.__name__}, "
-        f"{flags.steps} steps, cfg_scale {flags.cfg_scale:g}, seed {flags.seed}"
-    )
-    samples = draw(run.network, diffusion, sampler, labels, noise, flags)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".png":
-        draw_grid(out, samples, labels.tolist(), diffusion.data.value_range, names)
+    weak = None if flags.guide is None else weak_network(flags.guide, run, diffusion)
+    guidance = drawing.guidance_of(flags, weak)
+    vae = vae_of(diffusion, flags, run.device)
+    return Job(run, diffusion, flags, sampler, guidance, labels, noise, vae)
+
+
+def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> Autoencoder | None:
+    """The autoencoder of --vae, else the recorded one if the output needs pictures."""
+    data, suffix = diffusion.data, Path(flags.out).suffix
+    if flags.vae == NO_VAE or data.value_range is not None:
+        if flags.vae not in ("", NO_VAE):
+            raise UserError(f"--vae {flags.vae}: the run was trained on pixels, not on latents.")
+        needs = suffix in ("", ".npz") and data.value_range is None
+    elif flags.vae or (data.vae is not None and suffix != ".safetensors"):
+        vae = autoencoder.load(flags.vae or data.vae_source, device)
+        vae.check_fits(data, "--vae")
+        return vae
     else:
-        write_tensors(out, {"samples": samples.contiguous(), "labels": labels})
-    console.say(f"wrote {out}")
+        needs = suffix in ("", ".npz")
+    if needs:
+        what = "a folder of pictures" if not suffix else "a .npz"
+        raise UserError(
+            f"--out {flags.out}: {what} needs an autoencoder, because the run's samples are "
+            "latents: give --vae DIR, or write a .safetensors file."
+        )
+    return None
+
+
+def described(job: Job) -> str:
+    """The console line of what is drawn."""
+    guide = f" against {job.flags.guide}" if job.flags.guide else ""
+    vae = f", decoded by {job.vae.facts} ({job.vae.source})" if job.vae else ""
+    return (
+        f"sampling {len(job.labels)} from {job.run.path} ({job.run.weights}): "
+        f"{job.sampler.__name__}, {job.flags.steps} steps, cfg_scale {job.flags.cfg_scale:g}"
+        f"{guide}, seed {job.flags.seed}{vae}"
+    )
+
+
+def rows_of(job: Job, number: int) -> range:
+    """The sample numbers of a batch."""
+    first = number * job.flags.batch_size
+    return range(first, min(first + job.flags.batch_size, len(job.labels)))
 
 
 def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> Int64[Tensor, " num"]:
@@ -89,41 +220,78 @@ def read_noise(
 
 
 @torch.no_grad()
-def draw(
-    network: Model,
-    diffusion: Diffusion,
-    sampler: Sampler,
-    labels: Int64[Tensor, " n"],
-    noise: Float[Tensor, "n c h w"] | None,
-    flags: PictureFlags,
-) -> Float[Tensor, "n c h w"]:
-    """Draw samples in the dataset's stored units, fp32, on the CPU."""
-    model, device = diffusion.model, next(network.parameters()).device
-    parts = []
-    # Heun evaluates the network twice in a step; of a sampler from outside it is not known.
-    evaluations = flags.steps * (2 if sampler is ode.heun else 1)
-    progress = ProgressLine(len(labels), "samples")
-    for first in range(0, len(labels), flags.batch_size):
-        rows = slice(first, first + flags.batch_size)
-        part = labels[rows].to(device)
-        tokens = drawing.generate(
-            Counted(network, partial(report, progress, first, len(part), evaluations)),
-            diffusion.path,
-            model,
-            part,
-            torch.arange(first, first + len(part), device=device),
-            seed=flags.seed,
-            sampler=sampler,
-            steps=flags.steps,
-            eta=flags.eta,
-            cfg_scale=flags.cfg_scale,
-            cfg_channels=flags.cfg_channels,
-            noise=None if noise is None else model.tokenize(noise[rows].to(device)),
-        )
-        parts.append(diffusion.data.to_stored_units(model.detokenize(tokens)).cpu())
-        progress(first + len(part))
-    progress.end()
-    return torch.cat(parts)
+def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Tensor]:
+    """The tensors of a batch that the output needs, on the CPU."""
+    model, device = job.diffusion.model, job.run.device
+    at = slice(rows.start, rows.stop)
+    tokens = drawing.generate(
+        Counted(job.run.network, report),
+        job.diffusion.path,
+        model,
+        job.labels[at].to(device),
+        torch.arange(rows.start, rows.stop, device=device),
+        seed=job.flags.seed,
+        sampler=job.sampler,
+        steps=job.flags.steps,
+        eta=job.flags.eta,
+        guidance=job.guidance,
+        noise=None if job.noise is None else model.tokenize(job.noise[at].to(device)),
+    )
+    samples = job.diffusion.data.to_stored_units(model.detokenize(tokens))
+    found = {}
+    if job.keeps_latents or (job.vae is None and job.diffusion.data.value_range is None):
+        found["samples"] = samples.cpu()
+    if job.vae is not None:
+        found["pictures"] = decoded(job.vae, samples).cpu()
+    elif job.keeps_pictures and job.diffusion.data.value_range is not None:
+        found["pictures"] = to_pixels(samples, job.diffusion.data.value_range).cpu()
+    return found
+
+
+def decoded(vae: Autoencoder, samples: Float[Tensor, "n c h w"]) -> UInt8[Tensor, "n h w 3"]:
+    """Pictures of stored latents, a few at a time."""
+    starts = range(0, len(samples), DECODED)
+    pictures = [vae.decode(samples[first : first + DECODED]) for first in starts]
+    return torch.cat(pictures).permute(0, 2, 3, 1).contiguous()
+
+
+def write(job: Job, parts: Parts) -> None:
+    """Join the batches to the output, and delete them."""
+    names = job.diffusion.data.class_names
+    with parts.writing(job.out):
+        job.out.parent.mkdir(parents=True, exist_ok=True)
+        if job.keeps_latents:
+            tensors = joined(parts)
+            write_tensors(job.out, {**tensors, "labels": job.labels})
+        elif job.out.suffix == ".png":
+            (name, samples) = next(iter(joined(parts).items()))
+            if name == "pictures":
+                samples = samples.permute(0, 3, 1, 2).float()
+            value_range = (0.0, 255.0) if name == "pictures" else None
+            draw_grid(job.out, samples, job.labels.tolist(), value_range, names)
+        elif job.out.suffix == ".npz":
+            first = next(pictures_of(parts))
+            shape = (len(job.labels), first.shape[1], first.shape[2], 3)
+            output.write_npz(job.out, pictures_of(parts), job.labels, shape)
+        else:
+            output.write_folder(job.out, pictures_of(parts), job.labels.tolist(), names)
+    parts.delete()
+
+
+def pictures_of(parts: Parts) -> Iterator[UInt8[Tensor, "b h w 3"]]:
+    """The pictures of every batch."""
+    return (tensors["pictures"] for tensors in parts.read())
+
+
+def joined(parts: Parts) -> dict[str, Tensor]:
+    """All batches, joined by name."""
+    batches = list(parts.read())
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def digest(data: bytes) -> str:
+    """SHA-256, in hex."""
+    return hashlib.sha256(data).hexdigest()
 
 
 class Counted:
@@ -140,6 +308,8 @@ class Counted:
         return output
 
 
-def report(progress: ProgressLine, first: int, size: int, evaluations: int, calls: int) -> None:
+def progressed(progress: ProgressLine, first: int, size: int, job: Job, calls: int) -> None:
     """Show the samples done: those before this batch, and the batch's share by network calls."""
+    # Heun evaluates the network twice in a step; of a sampler from outside it is not known.
+    evaluations = job.flags.steps * (2 if job.sampler is ode.heun else 1)
     progress(first + size * min(calls, evaluations) // evaluations)

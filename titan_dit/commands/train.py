@@ -81,6 +81,12 @@ def launch(ranks: int, module: str, *words: str) -> NoReturn:
     )
 
 
+def spelled(word: str) -> str:
+    """A word with --run as its alias: torchrun's parser takes it for its own --run-path."""
+    flag, equals, value = word.partition("=")
+    return f"--checkpoint{equals}{value}" if flag == "--run" else word
+
+
 def check_numbers(environment: Mapping[str, str]) -> None:
     """Refuse numbers that the launcher cannot read; empty is not set."""
     for name, example in NUMBERS.items():

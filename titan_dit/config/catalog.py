@@ -88,10 +88,12 @@ SAMPLERS = {
     "ddpm": {
         "ddim": "titan_dit.diffusion.samplers.discrete:ddim",
         "ddpm": "titan_dit.diffusion.samplers.discrete:ddpm",
+        "dpmpp_2m": "titan_dit.diffusion.samplers.multistep:discrete",
     },
     "rectified_flow": {
         "heun": "titan_dit.diffusion.samplers.ode:heun",
         "euler": "titan_dit.diffusion.samplers.ode:euler",
+        "dpmpp_2m": "titan_dit.diffusion.samplers.multistep:flow",
     },
 }
 """Objective -> name -> its samplers; the first is what "auto" takes."""

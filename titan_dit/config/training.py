@@ -186,7 +186,8 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
     """Text: draw from the fewest most likely tokens with this probability together."""
     sampler: str = "auto"
-    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto takes the first."""
+    """heun, euler or dpmpp_2m for rectified_flow; ddim, ddpm or dpmpp_2m for ddpm; auto takes the
+    first. Or "diffusers:CLASS", one of its schedulers."""
     steps: PositiveInt = 25
     """Sampling steps."""
     eta: Fraction = 0.0
@@ -195,3 +196,10 @@ class SamplingConfig(Section):
     """Scale of classifier-free guidance; 1 is no guidance."""
     cfg_channels: PositiveInt | None = None
     """Guide only the first channels (the original DiT guides 3 of 4); unset guides all."""
+    cfg_interval: tuple[Fraction, ...] = (0.0, 1.0)
+    """Guide at noise levels from the first to the second only; 0 is data, 1 is noise."""
+    cfg_rescale: Fraction = 0.0
+    """Share of the guided prediction that gets back the std of the prediction with the label."""
+    vae: FilePath = ""
+    """Pictures of a latent model: folder or name of the autoencoder (diffusers) that decodes
+    previews. Empty shows channels of the latents."""

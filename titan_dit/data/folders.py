@@ -16,7 +16,7 @@ from titan_dit.data.base import Source
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import Listing, list_folder
-from titan_dit.data.manifest import agreed, read_folder_manifest
+from titan_dit.data.manifest import MANIFEST, agreed, check_channels, read_folder_manifest
 from titan_dit.system.progress import ProgressLine
 
 REMEDY = (
@@ -41,8 +41,10 @@ class LatentFolder(Source):
         listing: Listing | None = None,
     ) -> None:
         manifest = read_folder_manifest(path)
-        scale = agreed("scale", scale, manifest["scale"], 1.0, path)
-        shift = agreed("shift", shift, manifest["shift"], 0.0, path)
+        units = {
+            "scale": agreed("scale", scale, manifest["scale"], 1.0, path),
+            "shift": agreed("shift", shift, manifest["shift"], 0.0, path),
+        }
         self.origin: str | None = manifest["source"]
         self.listing = list_folder(path) if listing is None else listing
         if self.listing.kind == "images":
@@ -52,14 +54,18 @@ class LatentFolder(Source):
                 "docs/data.md."
             )
         self.shape, self.dtype = self._probe()
+        for key, value in units.items():
+            check_channels(value, key, self.shape[0], path / MANIFEST)
         self.facts: LatentFacts = LatentFacts(
             shape=self.shape,
             count=len(self.listing.names),
             num_classes=self.listing.num_classes,
             class_names=self.listing.class_names,
-            scale=scale,
-            shift=shift,
-            digest=digest_of_listing(self.listing, f"{self.shape} {scale} {shift}"),
+            scale=units["scale"],
+            shift=units["shift"],
+            digest=digest_of_listing(
+                self.listing, f"{self.shape} {units['scale']} {units['shift']}"
+            ),
         )
         self.fields = self.facts.fields(self.dtype)
         if verify:

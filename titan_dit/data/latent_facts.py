@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -12,32 +12,61 @@ from torch import Tensor
 
 from titan_dit.data.base import DataFacts, Field
 
+Units: TypeAlias = float | tuple[float, ...]
+"""A scale or a shift: of all channels, or of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAEFacts:
+    """The autoencoder whose latents a dataset holds."""
+
+    kind: str
+    """Its class in diffusers, such as "AutoencoderKL"."""
+    digest: str
+    """SHA-256 of its weights, see `pictures.autoencoder.digest_of_weights`."""
+    factor: int
+    """Pixels of a picture per latent, along each side."""
+
+    def __str__(self) -> str:
+        """Class and digest, for messages."""
+        return f"{self.kind} {self.digest[:12]}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFacts(DataFacts):
     """Shape, units and classes; stored in checkpoints, so sampling does not open the dataset."""
 
-    differing: ClassVar[frozenset[str]] = DataFacts.differing | {"class_names"}
+    differing: ClassVar[frozenset[str]] = DataFacts.differing | {"class_names", "vae_source"}
 
     shape: tuple[int, int, int]
     """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std."""
     num_classes: int
     class_names: tuple[str, ...] = ()
     """In label order; empty if the classes have no names."""
-    scale: float = 1.0
-    shift: float = 0.0
+    scale: Units = 1.0
+    shift: Units = 0.0
     """The model sees (stored - shift) * scale."""
     value_range: tuple[float, float] | None = None
     """Stored values of black and white; None for latents."""
+    vae: VAEFacts | None = None
+    """None for pixels, and for latents of an autoencoder that is not recorded."""
+    vae_source: str = ""
+    """Folder or name of that autoencoder when the latents were made."""
 
     @property
     def about(self) -> str:
         """Number of classes, for the console."""
         return f"{self.num_classes} classes"
 
+    def to_model_units(self, stored: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        """Apply shift and scale."""
+        if (self.scale, self.shift) == (1.0, 0.0):
+            return stored
+        return (stored - spread(self.shift, stored)) * spread(self.scale, stored)
+
     def to_stored_units(self, samples: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """Undo scale and shift, and clamp to `value_range` if there is one."""
-        stored = samples / self.scale + self.shift
+        stored = samples / spread(self.scale, samples) + spread(self.shift, samples)
         return stored if self.value_range is None else stored.clamp(*self.value_range)
 
     def fields(self, dtype: torch.dtype) -> dict[str, Field]:
@@ -47,10 +76,24 @@ class LatentFacts(DataFacts):
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LatentFacts:
         """Inverse of `as_json`."""
-        value_range = values.get("value_range")
-        return cls(
-            **dict(values)
-            | {"shape": tuple(values["shape"])}
-            | {"value_range": tuple(value_range) if value_range else None}
-            | {"class_names": tuple(values.get("class_names", ()))}
-        )
+        known = dict(values)
+        known["shape"] = tuple(known["shape"])
+        known["class_names"] = tuple(known.get("class_names", ()))
+        for key in ("scale", "shift", "value_range"):
+            if isinstance(known.get(key), list | tuple):
+                known[key] = tuple(known[key])
+        if known.get("vae"):
+            known["vae"] = VAEFacts(**known["vae"])
+        return cls(**known)
+
+
+def spread(units: Units, like: Float[Tensor, "b c h w"]) -> float | Float[Tensor, "c 1 1"]:
+    """A scale or a shift, shaped to broadcast against latents."""
+    if not isinstance(units, tuple):
+        return units
+    return torch.tensor(units).to(like.device, non_blocking=True)[:, None, None]
+
+
+def shown(units: Units) -> str:
+    """A scale or a shift, for the console."""
+    return ", ".join(f"{value:g}" for value in (units if isinstance(units, tuple) else (units,)))

@@ -25,7 +25,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.keys import DigitsKeys, LatentsKeys
-from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
     FORMAT,
@@ -127,6 +127,7 @@ class LatentShards(Source):
         self._latents = ShardRows([shard.latents for shard in self.shards], row_bytes)
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
+        vae = manifest.get("vae")
         self.facts: LatentFacts = LatentFacts(
             shape=manifest["shape"],
             count=int(self.ends[-1]),
@@ -135,6 +136,8 @@ class LatentShards(Source):
             scale=scale,
             shift=shift,
             value_range=manifest["value_range"],
+            vae=vae and VAEFacts(kind=vae["class"], digest=vae["digest"], factor=vae["factor"]),
+            vae_source=vae["source"] if vae else "",
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
         self.fields = self.facts.fields(self.dtype)

@@ -29,7 +29,7 @@ from titan_dit.data.class_labels import (
     read_labels,
 )
 from titan_dit.data.files import LATENT_SUFFIXES
-from titan_dit.data.manifest import CLAIM, FORMAT, MANIFEST, read_folder_manifest, read_json
+from titan_dit.data.manifest import CLAIM, MANIFEST, SHARD_FORMATS, read_folder_manifest, read_json
 from titan_dit.data.recognise import (
     IMAGE_SUFFIXES,
     SUPPORTED,
@@ -95,7 +95,7 @@ def layout_of(root: Path) -> Layout:
             "to resume it."
         )
     found = [f"the pair {' and '.join(pair)}" for pair in pairs]
-    if read_json(root).get("format") == FORMAT:
+    if read_json(root).get("format") in SHARD_FORMATS:
         others = [name for name in others if holds_samples(root / name)]
         found.append(f"the shards of {MANIFEST}")
     if others:

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_dit.config.section import Finite, PositiveInt, UserError, conform
+from titan_dit.config.section import Finite, PositiveInt, UserError, conform, show
+from titan_dit.data.latent_facts import Units
 from titan_dit.system.files import write_whole
 
 FORMAT = "titan_dit.latents/1"
+ENCODED_FORMAT = "titan_dit.latents/2"
+"""Of shards that `data encode` writes: with the autoencoder, the crop and the source."""
+SHARD_FORMATS = (FORMAT, ENCODED_FORMAT)
 FOLDER_FORMAT = "titan_dit.folder/1"
 MANIFEST, CLAIM = "manifest.json", "pack.json"
 MANIFEST_KEYS = {
@@ -21,18 +25,19 @@ MANIFEST_KEYS = {
     "count": PositiveInt,
     "num_classes": PositiveInt,
     "classes": tuple[str, ...] | None,
-    "scale": Finite,
-    "shift": Finite,
     "value_range": tuple[Finite, ...] | None,
 }
+UNITS = ("scale", "shift")
+"""Keys that hold a number, or a list of one per channel."""
+VAE_KEYS = {"class": str, "source": str, "digest": str, "factor": PositiveInt}
 SHARD_KEYS = {"file": str, "count": PositiveInt, "bytes": PositiveInt, "sha256": str}
 FOLDER_KEYS = {
     "format": str,
     "source": str | None,
     "classes": tuple[str, ...] | None,
     "num_classes": PositiveInt | None,
-    "scale": Finite | None,
-    "shift": Finite | None,
+    "scale": None,
+    "shift": None,
 }
 OPTIONAL = {"value_range", "classes"}
 
@@ -47,10 +52,10 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"[data] {file} is not valid JSON: {error}") from None
-    if not isinstance(values, dict) or values.get("format") not in (FORMAT, FOLDER_FORMAT):
+    if not isinstance(values, dict) or values.get("format") not in (*SHARD_FORMATS, FOLDER_FORMAT):
         raise UserError(
             f'[data] {file}: not a dataset. Add "format": "{FOLDER_FORMAT}" for a folder of '
-            f'latent files; shards have "{FORMAT}".'
+            f'latent files; shards have "{FORMAT}" or "{ENCODED_FORMAT}".'
         )
     return values
 
@@ -58,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read and check the manifest of a folder of shards."""
     manifest = read_json(path)
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in SHARD_FORMATS:
         raise UserError(f"[data] path={path}: there is no {MANIFEST} of shards ({FORMAT}).")
     return check_manifest(manifest, path / MANIFEST)
 
@@ -70,8 +75,11 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
         raise UserError(f"[data] {file}: shape must be [c, h, w], and shards a list.")
     if manifest["value_range"] is not None and len(manifest["value_range"]) != 2:
         raise UserError(f"[data] {file}: value_range must hold two numbers.")
-    if manifest["scale"] == 0:
-        raise UserError(f"[data] {file}: scale=0 makes all latents equal.")
+    for key in UNITS:
+        manifest[key] = conform_units(manifest[key], key, file)
+        check_channels(manifest[key], key, manifest["shape"][0], file)
+    if manifest.get("vae") is not None:
+        manifest["vae"] = conform_keys(manifest["vae"], VAE_KEYS, f"{file} vae")
     names = manifest["classes"]
     if names and len(names) != manifest["num_classes"]:
         raise UserError(
@@ -100,35 +108,55 @@ def read_folder_manifest(path: Path) -> dict[str, Any]:
     checked = {
         key: conform(values.get(key), hint, f"[data] {file}: {key}")
         for key, hint in FOLDER_KEYS.items()
-        if key != "format"
+        if key != "format" and key not in UNITS
     }
+    for key in UNITS:
+        value = values.get(key)
+        checked[key] = None if value is None else conform_units(value, key, file)
     names = checked["classes"]
     if names and len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"[data] {file}: classes names {twice!r} twice.")
-    if checked["scale"] == 0:
-        raise UserError(f"[data] {file}: scale=0 makes all latents equal.")
     return checked
+
+
+def conform_units(value: Any, key: str, file: Path) -> Units:
+    """Check a scale or a shift: a number, or a list of one per channel."""
+    hint = tuple[Finite, ...] if isinstance(value, list | tuple) else Finite
+    units: Units = conform(value, hint, f"[data] {file}: {key}")
+    if key == "scale" and not all(units if isinstance(units, tuple) else (units,)):
+        raise UserError(f"[data] {file}: scale={show(units)} makes all latents equal.")
+    return units
+
+
+def check_channels(units: Units, key: str, channels: int, file: Path) -> None:
+    """Refuse units per channel of another number of channels; a mean and a std share theirs."""
+    if isinstance(units, tuple) and len(units) not in (channels, channels / 2):
+        raise UserError(
+            f"[data] {file}: {key} holds {len(units)} numbers, but a sample has {channels} "
+            "channels. Give one number, or one per channel of the model."
+        )
 
 
 def conform_keys(values: Any, hints: dict[str, Any], where: str) -> dict[str, Any]:
     """Check the types of the known keys; keep the others unchecked."""
     if not isinstance(values, dict):
         raise UserError(f"[data] {where} must be a table of {', '.join(hints)}.")
-    if missing := [key for key in hints if key not in values and key not in OPTIONAL]:
+    units = UNITS if hints is MANIFEST_KEYS else ()
+    if missing := [key for key in (*hints, *units) if key not in values and key not in OPTIONAL]:
         raise UserError(f"[data] {where}: {', '.join(missing)} missing.")
     checked = {k: conform(values.get(k), hint, f"[data] {where}: {k}") for k, hint in hints.items()}
     return values | checked
 
 
 def agreed(
-    key: str, wanted: float | None, stated: float | None, default: float, path: Path
-) -> float:
+    key: str, wanted: float | None, stated: Units | None, default: float, path: Path
+) -> Units:
     """Return `scale` or `shift`; refuses a config that contradicts the manifest."""
     if wanted is not None and stated is not None and wanted != stated:
         raise UserError(
-            f"[data] {key}={wanted}, but {path / MANIFEST} says {key}={stated}. Remove the key "
-            "from [data], or correct the manifest."
+            f"[data] {key}={wanted}, but {path / MANIFEST} says {key}={show(stated)}. Remove the "
+            "key from [data], or correct the manifest."
         )
     if key == "scale" and wanted == 0:
         raise UserError("[data] scale=0 makes all latents equal.")

@@ -165,6 +165,15 @@ class Reverse:
         """The noise schedule of training."""
         return named(self.objective.noise_schedule, self.objective.steps)
 
+    @property
+    def prediction(self) -> str:
+        """What the network predicts."""
+        return self.objective.prediction
+
+    def values(self, x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:
+        """The network's prediction at any timestep, without a variance."""
+        return self.objective.split(self.predict(x, timestep), self.channels)[0].flatten(2)
+
     def __call__(
         self, x: Float[Tensor, "b n d"], step: Int64[Tensor, " b"], tables: Tables
     ) -> Denoised:

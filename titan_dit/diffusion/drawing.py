@@ -15,13 +15,17 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.base import LatentModel, ProbabilityPath
-from titan_dit.diffusion.guidance import guided, scales
+from titan_dit.diffusion.guidance import Conditional, Guidance, guided, scales
+from titan_dit.diffusion.samplers import from_diffusers
 from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.objectives.base import DataShare, Forward, Preview
+from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.rng import SampleRNG
 
 NUM = 40
 """Pictures of a preview by default."""
+PIXELS = (0.0, 255.0)
+"""Values of black and white in decoded pictures."""
 
 
 @runtime_checkable
@@ -37,12 +41,26 @@ class Drawing(Protocol):
         """Number of sampling steps."""
 
     @property
+    def cfg_scale(self) -> float:
+        """Scale of guidance; 1 is none."""
+
+    @property
     def cfg_channels(self) -> int | None:
         """Guide only the first `cfg_channels` channels; None guides all."""
+
+    @property
+    def cfg_interval(self) -> tuple[float, ...]:
+        """Guide at these noise levels only."""
+
+    @property
+    def cfg_rescale(self) -> float:
+        """Share of a guided prediction that is rescaled."""
 
 
 def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sampler") -> Sampler:
     """The sampler `name` of a path ("auto": its first); UserError if it does not fit."""
+    if name.startswith(from_diffusers.PREFIX):
+        return from_diffusers.sampler(name, path.name, where)
     table = catalog.SAMPLERS.get(path.name, {})
     if name not in table and any(name in others for others in catalog.SAMPLERS.values()):
         raise UserError(
@@ -85,6 +103,21 @@ def check(path: ProbabilityPath, model: LatentModel, drawing: Drawing, where: st
             f"{key}={drawing.cfg_channels}: a latent has {channels} channels. "
             f"Set at most {channels}."
         )
+    interval = drawing.cfg_interval
+    if len(interval) != 2 or not interval[0] < interval[1]:
+        key = where.format("cfg_interval" if "[" in where else "cfg-interval")
+        raise UserError(
+            f"{key}={show(interval)}: give two noise levels from 0 (data) to 1 (noise), the lower "
+            "one first, such as 0.1 0.8."
+        )
+
+
+def guidance_of(drawing: Drawing, weak: Conditional | None = None) -> Guidance:
+    """The guidance that settings ask for; `weak` is the prediction of a worse network."""
+    first, last = drawing.cfg_interval
+    return Guidance(
+        drawing.cfg_scale, drawing.cfg_channels, (first, last), drawing.cfg_rescale, weak
+    )
 
 
 def generate(
@@ -98,15 +131,13 @@ def generate(
     sampler: Sampler,
     steps: int,
     eta: float = 0.0,
-    cfg_scale: float = 1.0,
-    cfg_channels: int | None = None,
+    guidance: Guidance = Guidance(),  # noqa: B008 - frozen.
     noise: Float[Tensor, "b n d"] | None = None,
 ) -> Float[Tensor, "b n d"]:
     """Draw one sample per label, as tokens.
 
     The noise of a sample depends only on `seed` and on its entry in `numbers`, not on the batch or
-    the number of ranks. `cfg_channels`: number of leading channels to guide; None guides all.
-    `noise`: initial noise instead of the seed's.
+    the number of ranks. `noise`: initial noise instead of the seed's.
     """
     rng, static = SampleRNG(seed, numbers), model.static(labels.device)
     channels, (_, values) = model.sample_shape[0], model.token_shape
@@ -115,16 +146,21 @@ def generate(
         return forward({"tokens": x, "timestep": timestep, "labels": of}, static).float()
 
     scale = scales(
-        cfg_scale,
-        guided=channels if cfg_channels is None else cfg_channels,
+        guidance.scale,
+        guided=channels if guidance.channels is None else guidance.channels,
         outputs=path.output_channels(channels),
         pixels=values // channels,
         device=labels.device,
     )
     return sampler(
-        path.process(guided(predict, labels, scale), channels),
+        path.process(guided(predict, labels, scale, guidance, path.last_timestep), channels),
         rng.normal("sample", model.token_shape) if noise is None else noise,
-        Settings(steps, eta, lambda step: rng.normal(f"sample/{step}", model.token_shape)),
+        Settings(
+            steps,
+            eta,
+            lambda step: rng.normal(f"sample/{step}", model.token_shape),
+            lambda: rng.keys("sample/keys"),
+        ),
     )
 
 
@@ -136,6 +172,7 @@ def preview(
     sampling: SamplingConfig,
     seed: int,
     share: DataShare,
+    vae: Autoencoder | None = None,
 ) -> Preview:
     """Draw the samples of [sampling] as one picture; data ranks draw shares, then all-gather."""
     num, device = sampling.num or NUM, share.device
@@ -153,17 +190,18 @@ def preview(
         sampler=sampler_of(path, sampling.sampler),
         steps=sampling.steps,
         eta=sampling.eta,
-        cfg_scale=sampling.cfg_scale,
-        cfg_channels=sampling.cfg_channels,
+        guidance=guidance_of(sampling),
     )
-    latents = model.detokenize(share.gather(tokens)[:num])
-    samples = facts.to_stored_units(latents)
+    samples = facts.to_stored_units(model.detokenize(tokens))
+    value_range = facts.value_range
+    if vae is not None:
+        samples, value_range = vae.decode(samples).float(), PIXELS
+    samples = share.gather(samples)[:num]
 
     def write(file: pathlib.Path) -> None:
         # Imported late: the benchmarks train on machines without Pillow.
-        from titan_dit.diffusion import pictures
+        from titan_dit.pictures import grid
 
-        shown = samples, labels.tolist(), facts.value_range, facts.class_names
-        pictures.draw_grid(file, *shown)
+        grid.draw_grid(file, samples, labels.tolist(), value_range, facts.class_names)
 
     return Preview(".png", write)

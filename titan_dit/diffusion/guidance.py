@@ -1,8 +1,9 @@
-"""Classifier-free guidance (arXiv:2207.12598)."""
+"""Guidance: by the prediction without the label (arXiv:2207.12598), or by a weaker network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
@@ -10,6 +11,25 @@ from torch import Tensor
 
 Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [b, n, d], timestep [b], labels [b]) -> prediction [b, n, d_out]."""
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """How strongly a prediction is moved away from a worse one, where, and how it is rescaled."""
+
+    scale: float = 1.0
+    """u + scale (c - u); 1 is no guidance."""
+    channels: int | None = None
+    """Guide the first channels only; None guides all."""
+    interval: tuple[float, float] = (0.0, 1.0)
+    """Guide at noise levels from the first to the second only (arXiv:2404.07724): t of a flow, the
+    step over the last step of a discrete diffusion."""
+    rescale: float = 0.0
+    """Share of the guided prediction that is brought back to the std of the prediction with the
+    label (arXiv:2305.08891 sec. 3.4)."""
+    weak: Conditional | None = None
+    """A worse network, which guides in place of the prediction without the label
+    (arXiv:2406.02507)."""
 
 
 def scales(
@@ -26,19 +46,50 @@ def scales(
 
 
 def guided(
-    predict: Conditional, labels: Int64[Tensor, " b"], scale: Float[Tensor, " d_out"]
+    predict: Conditional,
+    labels: Int64[Tensor, " b"],
+    scale: Float[Tensor, " d_out"],
+    guidance: Guidance = Guidance(),
+    last_timestep: int = 1,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Guidance u + scale * (c - u), c with and u without the label, both in one forward pass.
+    """Guidance u + scale * (c - u): c with the label, u without it or of the weaker network.
 
-    With scale 1 only c is computed, at half the cost. Label -1 means no label.
+    c and u without the label are one forward pass. With scale 1, and outside the interval, only c
+    is computed, at half the cost. Label -1 means no label. All samples have the same timestep.
     """
     if bool((scale == 1).all()):
         return lambda x, timestep: predict(x, timestep, labels)
     both_labels = torch.cat((labels, torch.full_like(labels, -1)))
+    first, last = guidance.interval
+    everywhere = first <= 0 and last >= 1
 
-    def prediction(x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:
+    def pair(x: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
+        if guidance.weak is not None:
+            return predict(x, timestep, labels), guidance.weak(x, timestep, labels)
         both = predict(torch.cat((x, x)), torch.cat((timestep, timestep)), both_labels)
         conditional, unconditional = both.chunk(2)
-        return torch.lerp(unconditional, conditional, scale)
+        return conditional, unconditional
+
+    def prediction(x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:
+        if not (everywhere or first <= timestep[0].item() / last_timestep <= last):
+            return predict(x, timestep, labels)
+        conditional, worse = pair(x, timestep)
+        found = torch.lerp(worse, conditional, scale)
+        return rescaled(found, conditional, scale != 1, guidance.rescale)
 
     return prediction
+
+
+def rescaled(
+    found: Float[Tensor, "b n d_out"],
+    conditional: Float[Tensor, "b n d_out"],
+    is_guided: Tensor,
+    share: float,
+) -> Float[Tensor, "b n d_out"]:
+    """Bring the std of every sample's guided elements back by `share` (arXiv:2305.08891 eq. 15)."""
+    if not share:
+        return found
+    wanted = conditional[..., is_guided].flatten(1).std(1)
+    has = found[..., is_guided].flatten(1).std(1)
+    factor = 1 + share * (wanted / has - 1)
+    return torch.where(is_guided, found * factor[:, None, None], found)

@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
-from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import NO_LABEL, Clean, LatentModel, ProbabilityPath
 from titan_dit.diffusion.fits import as_latent_model, as_path, check_data
@@ -27,6 +27,7 @@ from titan_dit.objectives.base import (
     Prepared,
     Preview,
 )
+from titan_dit.pictures import autoencoder
 from titan_dit.rng import SampleRNG
 
 VALIDATION_BINS = 8
@@ -84,6 +85,8 @@ class Diffusion(Objective):
         default_factory=dict, repr=False
     )
     """Cache of the model's static inputs, which are equal in every step."""
+    loaded: dict[str, autoencoder.Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
+    """The autoencoder of previews, by its folder or name."""
 
     @property
     def token_targets(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -179,8 +182,27 @@ class Diffusion(Objective):
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
     ) -> Preview:
-        """One picture with samples of up to ten classes."""
-        return drawing.preview(forward, self.path, self.model, self.data, sampling, seed, share)
+        """One picture with samples of up to ten classes; with [sampling] vae they are decoded."""
+        given = self.path, self.model, self.data, sampling, seed, share
+        if not sampling.vae:
+            return drawing.preview(forward, *given)
+        vae = self.autoencoder(sampling)
+        vae.module.to(share.device)
+        found = drawing.preview(forward, *given, vae)
+        vae.module.cpu()  # Its memory belongs to training.
+        return found
+
+    def check_preview(self, sampling: SamplingConfig) -> None:
+        """Load [sampling] vae; UserError if it did not make the data's latents."""
+        if sampling.vae:
+            self.autoencoder(sampling).check_fits(self.data, "[sampling] vae")
+
+    def autoencoder(self, sampling: SamplingConfig) -> autoencoder.Autoencoder:
+        """The autoencoder of [sampling] vae, on the CPU; loaded once."""
+        if sampling.vae not in self.loaded:
+            on_cpu = torch.device("cpu")
+            self.loaded[sampling.vae] = autoencoder.load(sampling.vae, on_cpu, "[sampling] vae")
+        return self.loaded[sampling.vae]
 
 
 def to_model_units(
@@ -195,9 +217,7 @@ def to_model_units(
     if is_mean_and_std(facts, channels):
         mean, std = latents[:, :channels], latents[:, channels:]
         latents = mean + std * rng.normal("latent", tuple(mean.shape[1:]))
-    if (facts.scale, facts.shift) != (1.0, 0.0):
-        latents = (latents - facts.shift) * facts.scale
-    return latents
+    return facts.to_model_units(latents)
 
 
 def is_mean_and_std(facts: LatentFacts, channels: int) -> bool:
@@ -231,6 +251,6 @@ def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64)
         return None  # Pictures of low contrast: their scale is that of their integers.
     cause = "is it missing?" if std > 1 else "are the latents scaled twice?"
     return (
-        f"hint    after [data] scale={facts.scale:g}, {num} latents have std {std:.2g} instead of "
-        f"about 1 (Stable Diffusion: scale 0.18215): {cause}"
+        f"hint    after [data] scale={shown(facts.scale)}, {num} latents have std {std:.2g} "
+        f"instead of about 1 (Stable Diffusion: scale 0.18215): {cause}"
     )

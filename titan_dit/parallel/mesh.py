@@ -187,6 +187,7 @@ class Mesh:
 
     def gather_over_data(self, rows: Tensor) -> Tensor:
         """All-gather equally sized rows over the data-parallel ranks, in rank order."""
+        rows = rows.contiguous()  # Else the parts would have the strides of a permuted tensor.
         parts = [torch.empty_like(rows) for _ in range(self.sizes.data)]
-        dist.all_gather(parts, rows.contiguous(), group=self.data.get_group())
+        dist.all_gather(parts, rows, group=self.data.get_group())
         return torch.cat(parts)

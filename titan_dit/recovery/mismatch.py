@@ -1,13 +1,16 @@
-"""What a user can do about a checkpoint that does not match the run."""
+"""How the data of a checkpoint and a run differ, and what a user can do about a mismatch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import Location
+from titan_dit.config.section import show
 from titan_dit.launcher.ranks import Ranks
 
 
@@ -29,3 +32,14 @@ def fits(path: Location, model: Mapping[str, Tensor]) -> bool:
     # An objective's own modules are in no weight file.
     ours = {name: t.shape for name, t in model.items() if not name.startswith("objective.")}
     return all(Ranks().gather(all(saved.get(f"model.{name}") == ours[name] for name in ours)))
+
+
+def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The facts of a dataset that differ, such as its shape or its autoencoder."""
+    # A checkpoint holds them as JSON, which has no tuples.
+    found = {key: json.loads(json.dumps(value)) for key, value in now.items() if key != "digest"}
+    return [
+        f"[data] {key}: {show(before[key])} -> {show(value)}"
+        for key, value in found.items()
+        if key in before and before[key] != value
+    ]

@@ -255,6 +255,7 @@ def check_same_mathematics(
     else:
         if record["data"]["digest"] != identity.data["digest"]:
             changed.append("[data]: the contents differ from those the checkpoint was trained on")
+            changed += mismatch.changed_facts(record["data"], identity.data)
         if held_out[0] != held_out[1]:
             changed.append(
                 f"[validation] samples (held-out rows of [data]): {held_out[0]} -> {held_out[1]}"

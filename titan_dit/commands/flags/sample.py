@@ -26,8 +26,9 @@ class CommonFlags(Section):
     run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     out: FilePath = ""
-    """Pictures: FILE.safetensors for `samples` and `labels`, or FILE.png for an image grid. Text:
-    FILE.txt, or nothing to print it."""
+    """Pictures: FILE.png for a grid, FILE.npz as ADM's evaluator reads it, FILE.safetensors for
+    `samples` (latents) and `labels`, or a folder for a PNG each. Text: FILE.txt, or nothing to
+    print it."""
     num: PositiveInt | None = None
     """Number of samples. Unset: 100 pictures, or 1 text."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
@@ -57,10 +58,20 @@ class PictureFlags(CommonFlags):
     """Classifier-free guidance scale; 1 disables it."""
     cfg_channels: PositiveInt | None = None
     """Guide only the first channels (the original DiT guides 3 of 4). Unset: all."""
+    cfg_interval: tuple[Fraction, ...] = (0.0, 1.0)
+    """Guide at noise levels from the first to the second only; 0 is data, 1 is noise."""
+    cfg_rescale: Fraction = 0.0
+    """Share of the guided prediction that gets back the std of the prediction with the label."""
+    guide: FilePath | None = None
+    """A run whose worse network guides in place of the prediction without label (autoguidance)."""
+    vae: str = ""
+    """Autoencoder that decodes the latents, a folder or a name of diffusers; "none" writes
+    latents. Unset: the one that made the run's latents."""
     eta: Fraction = 0.0
     """DDIM noise: 0 is deterministic, 1 adds as much as ddpm."""
     sampler: str = "auto"
-    """heun or euler for rectified_flow, ddim or ddpm for ddpm; auto is the first of them."""
+    """heun, euler or dpmpp_2m for rectified_flow; ddim, ddpm or dpmpp_2m for ddpm; auto is the
+    first of them. Or diffusers:CLASS, one of its schedulers."""
     steps: PositiveInt = 25
     """Sampling steps."""
 

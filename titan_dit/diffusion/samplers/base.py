@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from jaxtyping import Int64
 from torch import Tensor
 
 from titan_dit.config.section import UserError
@@ -20,6 +21,15 @@ class Settings:
     """DDIM only: 0 is deterministic, 1 adds as much noise as ancestral sampling."""
     fresh: Callable[[int], Tensor] | None = None
     """(step index) -> standard normal noise like x, for stochastic samplers."""
+
+    keys: Callable[[], Int64[Tensor, " b"]] | None = None
+    """A random seed for every sample, for samplers of other libraries that draw noise."""
+
+    def seeds(self) -> Int64[Tensor, " b"]:
+        """A seed for every sample."""
+        if self.keys is None:
+            raise UserError("This sampler draws noise of its own: give Settings(keys=...).")
+        return self.keys()
 
     def noise(self, step: int) -> Tensor:
         """Fresh noise for a step."""

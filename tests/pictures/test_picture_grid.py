@@ -2,7 +2,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from titan_dit.diffusion.pictures import WIDEST, draw_grid, to_pixels
+from titan_dit.pictures.grid import WIDEST, draw_grid, to_pixels
 
 CELL, MARGIN = 50, 44  # 48 pixels and a border of one; room for the label
 

@@ -1,0 +1,112 @@
+"""What `sample` writes: every format, by any number of ranks, also after a stop."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from harness import on_ranks
+from PIL import Image
+from safetensors.torch import load_file
+from tiny import tiny_config
+
+from titan_dit.commands import sample, sample_pictures
+from titan_dit.commands.flags.sample import Options
+from titan_dit.config.section import UserError
+from titan_dit.trainer import Trainer
+
+NUM, BATCH = 11, 4
+
+
+def on_one(world, folder):
+    """A run, and its samples in every format."""
+    run = {"job": {"dir": folder}, "checkpoint": {"every": 2}, "training": {"steps": 2}}
+    Trainer(tiny_config(**run), world).fit()
+    os.chdir(folder)
+    for out in ("a.npz", "a.safetensors", "a", "grid.png"):
+        drawn(out)
+
+
+def drawn(out, **flags):
+    options = Options(run=".", out=out, num=NUM, batch_size=BATCH, steps=2, device="cpu", **flags)
+    sample.draw(options, torch.device("cpu"))
+
+
+def on_two(world, folder):
+    os.chdir(folder)
+    drawn("b.npz")
+    drawn("b")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    on_ranks(1, on_one, str(folder))
+    return folder
+
+
+def pictures_in(folder):
+    return np.stack([np.asarray(Image.open(file)) for file in sorted(folder.glob("*.png"))])
+
+
+def test_every_format_holds_the_same_pictures_and_labels(folder):
+    archive = np.load(folder / "a.npz")
+    tensors = load_file(folder / "a.safetensors")
+    pictures, labels = archive["arr_0"], archive["arr_1"]
+    assert (pictures.dtype, pictures.shape, labels.dtype) == (np.uint8, (NUM, 8, 8, 3), np.int64)
+    assert np.array_equal(labels, tensors["labels"].numpy())
+    assert np.array_equal(pictures_in(folder / "a"), pictures)
+    rows = [json.loads(line) for line in (folder / "a" / "metadata.jsonl").read_text().splitlines()]
+    assert [row["file_name"] for row in rows] == [f"{i:06d}.png" for i in range(NUM)]
+    assert [row["label"] for row in rows] == labels.tolist()
+    low, high = -1.0, 1.0  # The digits' stored range.
+    shades = ((tensors["samples"] - low) / (high - low) * 255).round().clamp(0, 255).byte()
+    assert np.array_equal(pictures[..., 0], shades[:, 0].numpy())
+    assert len(np.unique(pictures)) > 20
+    assert not list(folder.glob("*.parts"))
+
+
+def test_two_ranks_write_the_bytes_of_one(folder):
+    on_ranks(2, on_two, str(folder))
+    assert (folder / "b.npz").read_bytes() == (folder / "a.npz").read_bytes()
+    assert np.array_equal(pictures_in(folder / "b"), pictures_in(folder / "a"))
+
+
+def test_a_stopped_command_goes_on_where_it_was(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    original, calls = sample_pictures.drawn, []
+
+    def stops(job, rows, report):
+        calls.append(rows)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(job, rows, report)
+
+    monkeypatch.setattr(sample_pictures, "drawn", stops)
+    with pytest.raises(KeyboardInterrupt):
+        drawn("c.npz")
+    assert not (folder / "c.npz").exists()
+    with pytest.raises(UserError, match=r"c\.npz\.parts holds parts of another command"):
+        drawn("c.npz", seed=1)
+    drawn("c.npz")
+    assert calls[2:] == [range(8, 11), range(8, 11)]
+    assert "2 of 3 batches are in c.npz.parts" in capsys.readouterr().out
+    assert (folder / "c.npz").read_bytes() == (folder / "a.npz").read_bytes()
+    with pytest.raises(UserError, match=r"--out a exists\. Choose another name, or delete it"):
+        drawn("a")
+
+
+def test_a_full_disk_is_one_line(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"--out: /dev/full/x\.npz\.parts.* cannot be written: "):
+        drawn("/dev/full/x.npz")
+
+
+def test_a_run_guides_another_one(folder, monkeypatch):
+    """By itself: guidance is none, whatever its scale."""
+    monkeypatch.chdir(folder)
+    drawn("own.safetensors", guide=".", cfg_scale=3.0)
+    drawn("plain.safetensors", cfg_scale=1.0)
+    own, plain = load_file("own.safetensors"), load_file("plain.safetensors")
+    torch.testing.assert_close(own["samples"], plain["samples"], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,70 @@
+"""A worse network that guides another one: autoguidance (arXiv:2406.02507)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.store import location
+from titan_dit.config.section import Named, UserError, show
+from titan_dit.diffusion.guidance import Conditional
+from titan_dit.diffusion.objective import Diffusion
+from titan_dit.execution.base import first_of
+from titan_dit.trained_model import TrainedModel, load_trained
+
+MEANING = ("name", "prediction", "noise_schedule", "steps", "direction", "time_scale")
+"""Keys of [objective] that say what a prediction means; the two networks must agree on them."""
+
+
+def weak_network(guide: str, run: TrainedModel, diffusion: Diffusion) -> Conditional:
+    """The prediction of --guide's network for the tokens of `run`. Raises UserError on a misfit.
+
+    Its outputs beyond the latent's channels, such as a learned variance, are not used.
+    """
+    path = find_checkpoint(location(guide), None, "--guide")
+    weak = load_trained(path, "ema", None, run.device)
+    theirs = weak.diffusion("--guide")
+    check(guide, diffusion, theirs)
+    channels, static = diffusion.model.sample_shape[0], theirs.model.static(run.device)
+    outputs = diffusion.path.output_channels(channels)
+
+    def predict(x: Tensor, timestep: Tensor, labels: Tensor) -> Tensor:
+        latents = diffusion.model.detokenize(x)
+        given = {"tokens": theirs.model.tokenize(latents), "timestep": timestep, "labels": labels}
+        found = theirs.model.detokenize(first_of(weak.network(given, static)).float())
+        found = found[:, :channels]
+        if outputs > channels:  # Scale 1 there: the other network's values count.
+            found = torch.cat(
+                (found, torch.zeros_like(found).repeat(1, outputs // channels - 1, 1, 1)), 1
+            )
+        return diffusion.model.tokenize(found)
+
+    return predict
+
+
+def check(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
+    """Refuse a network of other samples or of another prediction."""
+    shapes = ours.model.sample_shape, theirs.model.sample_shape
+    if shapes[0] != shapes[1] or ours.model.num_classes != theirs.model.num_classes:
+        raise UserError(
+            f"--guide {guide} draws samples of {list(shapes[1])} with {theirs.model.num_classes} "
+            f"classes, but --run of {list(shapes[0])} with {ours.model.num_classes}."
+        )
+    a, b = keys_of(ours.path), keys_of(theirs.path)
+    for key in MEANING:
+        if a.get(key) != b.get(key):
+            raise UserError(
+                f"--guide {guide} was trained with [objective] {key}={show(b.get(key))}, but "
+                f"--run with {show(a.get(key))}: their predictions cannot be compared."
+            )
+
+
+def keys_of(path: object) -> Mapping[str, Any]:
+    """The keys of an [objective] section."""
+    assert isinstance(path, Named)
+    return {"name": path.name, **asdict(path)}

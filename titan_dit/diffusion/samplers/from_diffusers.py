@@ -1,0 +1,118 @@
+"""Schedulers of diffusers as samplers: `diffusers:CLASS`."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from titan_dit.config.section import UserError, show
+from titan_dit.diffusion.noise_schedule import NoiseSchedule
+from titan_dit.diffusion.samplers.base import Sampler, Settings
+from titan_dit.pictures.library import diffusers
+
+PREFIX = "diffusers:"
+PREDICTIONS = {"eps": "epsilon", "v": "v_prediction", "x": "sample"}
+"""[objective] prediction -> diffusers' prediction_type."""
+
+
+@runtime_checkable
+class RawDenoiser(Protocol):
+    """A network of discrete diffusion that predicts at any timestep, as `ddpm.Reverse` does."""
+
+    @property
+    def prediction(self) -> str:
+        """What it predicts, a key of `PREDICTIONS`."""
+
+    @property
+    def schedule(self) -> NoiseSchedule:
+        """The noise schedule of training."""
+
+    def values(self, x: Tensor, timestep: Float[Tensor, " b"]) -> Tensor:
+        """The prediction, without a variance."""
+
+
+def sampler(name: str, path: str, where: str) -> Sampler:
+    """The sampler "diffusers:CLASS" for a kind of diffusion; `where` names the key in errors."""
+    library = diffusers(f"{where}={show(name)}")
+    kind = getattr(library, name.removeprefix(PREFIX), None)
+    if not inspect.isclass(kind) or not issubclass(kind, library.SchedulerMixin):
+        raise UserError(
+            f"{where}={show(name)}: diffusers has no scheduler {name.removeprefix(PREFIX)}. "
+            'Name one of its classes, such as "diffusers:DPMSolverMultistepScheduler".'
+        )
+    accepted = inspect.signature(kind).parameters
+    if path == "rectified_flow":
+        config = config_of_flow(kind.__name__, accepted)
+        if config is None:
+            raise UserError(f"{where}={show(name)} does not solve flows: it has no flow sigmas.")
+
+        def of_flow(velocity: Any, noise: Tensor, settings: Settings) -> Tensor:
+            def raw(x: Tensor, timestep: Tensor) -> Tensor:
+                return velocity(x, timestep / 1000)  # type: ignore[no-any-return]
+
+            return run(kind(**config), raw, noise, settings)
+
+        of_flow.__name__ = kind.__name__
+        return of_flow
+    if "trained_betas" not in accepted:
+        raise UserError(f"{where}={show(name)} is not for discrete diffusion: it takes no betas.")
+
+    def of_ddpm(network: RawDenoiser, noise: Tensor, settings: Settings) -> Tensor:
+        config = {"trained_betas": betas(network.schedule), "clip_sample": False}
+        config |= {"num_train_timesteps": len(network.schedule)}
+        config |= {"prediction_type": PREDICTIONS[network.prediction]}
+        if "prediction_type" not in accepted and network.prediction != "eps":
+            raise UserError(f"{where}={show(name)} predicts the noise only.")
+        return run(
+            kind(**{k: v for k, v in config.items() if k in accepted}),
+            network.values,
+            noise,
+            settings,
+        )
+
+    of_ddpm.__name__ = kind.__name__
+    return of_ddpm
+
+
+def config_of_flow(name: str, accepted: Any) -> dict[str, Any] | None:
+    """The settings with which a scheduler solves a flow; None if it cannot."""
+    if name.startswith("FlowMatch"):
+        return {}
+    if "use_flow_sigmas" in accepted:
+        return {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    return None
+
+
+def betas(schedule: NoiseSchedule) -> list[float]:
+    """The betas of a noise schedule."""
+    bars = (1.0, *schedule.alpha_bar)
+    return [1 - now / before for before, now in itertools.pairwise(bars)]
+
+
+def run(scheduler: Any, raw: Any, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
+    """Draw with a scheduler; its fresh noise depends on each sample's seed, not on the batch."""
+    scheduler.set_timesteps(settings.steps, device=noise.device)
+    more: dict[str, Any] = {}
+    accepted = inspect.signature(scheduler.step).parameters
+    if "generator" in accepted:
+        more["generator"] = generators(settings.seeds(), noise.device)
+    if "eta" in accepted:
+        more["eta"] = settings.eta
+    x = noise * scheduler.init_noise_sigma if hasattr(scheduler, "init_noise_sigma") else noise
+    for timestep in scheduler.timesteps:
+        given = x
+        if hasattr(scheduler, "scale_model_input"):
+            given = scheduler.scale_model_input(x, timestep)
+        found = raw(given, timestep.float().expand(len(x)).to(x.device))
+        x = scheduler.step(found, timestep, x, **more).prev_sample
+    return x
+
+
+def generators(seeds: Int64[Tensor, " b"], device: torch.device) -> list[torch.Generator]:
+    """A generator for every sample."""
+    return [torch.Generator(device).manual_seed(seed) for seed in seeds.tolist()]

@@ -1,0 +1,1 @@
+"""Pictures in and out: readers, the autoencoder, encoded datasets, files of pictures."""

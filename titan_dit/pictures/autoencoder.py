@@ -1,0 +1,144 @@
+"""An autoencoder of diffusers: pictures to latents and back.
+
+Stored latents are the autoencoder's own, unscaled; the dataset's scale and shift make them the
+model's input. Pictures are uint8 RGB, which the autoencoder sees in [-1, 1].
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from titan_dit.config.section import UserError, show
+from titan_dit.data.latent_facts import LatentFacts, Units, VAEFacts
+from titan_dit.pictures.library import diffusers
+
+CONFIG = "config.json"
+INSIDE = "vae"
+"""Folder of the autoencoder in a pipeline of diffusers."""
+PREFIX = "Autoencoder"
+"""Of the classes of diffusers that can be used."""
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """An autoencoder with its weights, in fp32 and eval mode."""
+
+    module: nn.Module
+    facts: VAEFacts
+    source: str
+    """Folder or name that it was loaded from."""
+    channels: int
+    """Channels of a latent."""
+    scale: Units
+    shift: Units
+    """A model should see (latent - shift) * scale, as the autoencoder's config says."""
+
+    @torch.no_grad()
+    def encode(
+        self, pictures: UInt8[Tensor, "b 3 h w"]
+    ) -> tuple[Float[Tensor, "b c p q"], Float[Tensor, "b c p q"]]:
+        """Mean and std of the posterior of every picture."""
+        pixels = pictures.to(self.device).float() / 127.5 - 1
+        posterior = self.module.encode(pixels).latent_dist  # type: ignore[operator]
+        return posterior.mean, posterior.std
+
+    @torch.no_grad()
+    def decode(self, latents: Float[Tensor, "b c p q"]) -> UInt8[Tensor, "b 3 h w"]:
+        """Pictures of stored latents."""
+        decoded: Tensor = self.module.decode(latents.to(self.device).float()).sample  # type: ignore[operator]
+        return ((decoded + 1) * 127.5).clamp(0, 255).round().byte()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.module.parameters()).device
+
+    def check_fits(self, data: LatentFacts, where: str) -> None:
+        """Raise UserError if a dataset's latents are not those of this autoencoder."""
+        made_by = data.vae
+        if data.value_range is not None:
+            raise UserError(f"{where} {self.source}: the run was trained on pixels, not latents.")
+        if made_by is not None and made_by.digest != self.facts.digest:
+            raise UserError(
+                f"{where} {self.source} is {self.facts}, but the latents were made by {made_by} "
+                f"({data.vae_source}). Give that one."
+            )
+        if data.shape[0] not in (self.channels, 2 * self.channels):
+            raise UserError(
+                f"{where} {self.source} has {self.channels} latent channels, but a sample of the "
+                f"dataset has {data.shape[0]}."
+            )
+
+
+def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder:
+    """Load an autoencoder from a folder of diffusers, a pipeline's folder, or by its hub's name.
+
+    `where` names the flag or key in errors. Raises UserError if there is none.
+    """
+    library = diffusers(where)
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not (folder / CONFIG).is_file() and (folder / INSIDE).is_dir():
+        folder = folder / INSIDE
+    if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
+        raise UserError(f"{where} {source}: no such folder.")
+    named = str(folder) if folder.is_dir() else source
+    try:
+        config = library.AutoencoderKL.load_config(named)
+        kind = class_of(library, config, f"{where} {source}")
+        module: nn.Module = kind.from_pretrained(named, torch_dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{where} {source}: no autoencoder can be loaded from it ({reason})."
+        ) from None
+    scale, shift = units_of(config)
+    facts = VAEFacts(
+        kind=kind.__name__,
+        digest=digest_of_weights(module.state_dict()),
+        factor=factor_of(module, config),
+    )
+    channels = int(config["latent_channels"])
+    module = module.to(device).eval().requires_grad_(False)
+    return Autoencoder(module, facts, source, channels, scale, shift)
+
+
+def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
+    """The class that a config names; UserError unless it is an autoencoder with a posterior."""
+    name = config.get("_class_name")
+    kind = getattr(library, str(name), None)
+    if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
+        raise UserError(f"{where} is {show(name)}, not an autoencoder such as AutoencoderKL.")
+    return kind
+
+
+def units_of(config: Mapping[str, Any]) -> tuple[Units, Units]:
+    """Scale and shift of a config: one for all channels, or one for each."""
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean and std:
+        return tuple(1 / float(value) for value in std), tuple(float(value) for value in mean)
+    scale, shift = config.get("scaling_factor"), config.get("shift_factor")
+    return float(1.0 if scale is None else scale), float(0.0 if shift is None else shift)
+
+
+def factor_of(module: nn.Module, config: Mapping[str, Any]) -> int:
+    """Pixels per latent, along each side."""
+    factor = getattr(module, "spatial_compression_ratio", None)
+    return int(factor or 2 ** (len(config["block_out_channels"]) - 1))
+
+
+def digest_of_weights(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, shapes and fp32 values, whatever files and dtype they were stored in."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        values = tensors[name].detach().float().cpu().contiguous()
+        sha.update(f"{name} {list(values.shape)}\n".encode())
+        sha.update(values.numpy().tobytes())
+    return sha.hexdigest()

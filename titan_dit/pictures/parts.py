@@ -1,0 +1,99 @@
+"""Finished parts of a long job, as files beside its output: the same command goes on from them.
+
+Ranks share a folder. It holds `plan.json`, which determines every bit of the parts, and a file per
+part, which appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+from titan_dit.system.files import write_whole
+
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one output."""
+
+    folder: Path
+    plan: Mapping[str, Any]
+    """Everything that the parts' bits depend on, as JSON values."""
+    count: int
+    flag: str = "--out"
+    """Names the output in errors."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan."""
+        return hashlib.sha256(json.dumps(self.plan, sort_keys=True).encode()).hexdigest()
+
+    def open(self) -> None:
+        """Make the folder, or check that it is of the same plan. On one rank, before the others."""
+        file = self.folder / PLAN
+        if file.is_file():
+            with suppress(ValueError, AttributeError):
+                if json.loads(file.read_text()).get("digest") == self.digest:
+                    return
+            raise UserError(
+                f"{self.flag}: {self.folder} holds parts of another command. Repeat that command "
+                "to finish it, or delete the folder."
+            )
+        with self.writing(file):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            values = {"digest": self.digest, **self.plan}
+            write_whole(file, (json.dumps(values, indent=2) + "\n").encode())
+
+    def missing(self, rank: int = 0, num_ranks: int = 1) -> list[int]:
+        """Numbers of a rank's parts that are not there yet."""
+        return [i for i in range(rank, self.count, num_ranks) if not self.file(i).is_file()]
+
+    def file(self, number: int) -> Path:
+        """The file of a part."""
+        return self.folder / f"{number:06d}.safetensors"
+
+    def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write a part, whole or not at all."""
+        data = safetensors.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        with self.writing(self.file(number)):
+            write_whole(self.file(number), data)
+
+    def read(self) -> Iterator[dict[str, Tensor]]:
+        """All parts, in order."""
+        for number in range(self.count):
+            try:
+                tensors: dict[str, Tensor] = safetensors.load_file(self.file(number))
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{self.flag}: {self.file(number)} cannot be read ({error}). Delete it and "
+                    "repeat the command."
+                ) from None
+            yield tensors
+
+    def delete(self) -> None:
+        """Delete the folder; the output is whole."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextmanager
+    def writing(self, file: Path) -> Iterator[None]:
+        """Turn an OSError into one line that names the file and the fix."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.flag}: {file} cannot be written: {error.strerror}. Free space or fix the "
+                "disk, and repeat the command: it goes on."
+            ) from None
