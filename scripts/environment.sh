@@ -42,9 +42,10 @@ use_torch() {
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     venv=$root/.venv-$version
     python=$venv/bin/python
-    # torch 2.11 needs setuptools<82, the lock has a newer one, and building a wheel needs 77.
+    # torch 2.11 needs setuptools<82, the lock has a newer one, and building a wheel needs 77. Every
+    # torch has its own torchvision, which torch_fidelity needs.
     wanted=$(cd "$root" && sed -e "s/^torch==.*/torch==$version/" \
-        -e "s/^setuptools==.*/setuptools>=77/" "${locks[@]}")
+        -e "s/^setuptools==.*/setuptools>=77/" -e "s/^torchvision==.*/torchvision/" "${locks[@]}")
     if ! is_made "$wanted"; then
         alone make_environment "$wanted" || exit 1
     fi
