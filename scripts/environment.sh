@@ -42,10 +42,9 @@ use_torch() {
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     venv=$root/.venv-$version
     python=$venv/bin/python
-    # torch 2.11 needs setuptools<82, the lock has a newer one, and building a wheel needs 77. Every
-    # torch has its own torchvision, which torch_fidelity needs.
+    # torch 2.11 needs setuptools<82, the lock has a newer one, and building a wheel needs 77.
     wanted=$(cd "$root" && sed -e "s/^torch==.*/torch==$version/" \
-        -e "s/^setuptools==.*/setuptools>=77/" -e "s/^torchvision==.*/torchvision/" "${locks[@]}")
+        -e "s/^setuptools==.*/setuptools>=77/" "${locks[@]}")
     if ! is_made "$wanted"; then
         alone make_environment "$wanted" || exit 1
     fi
@@ -76,6 +75,16 @@ alone() {
     return $status
 }
 
+# Install the packages listed on stdin. Arguments: more options of pip.
+install_packages() {
+    "$python" -m pip install --disable-pip-version-check --no-compile --progress-bar off "$@" \
+        -r /dev/stdin | sed -un 's/^Collecting \([^ ]*\).*/  \1/p' >&2
+    if [ "${PIPESTATUS[0]}" != 0 ]; then
+        explain_failure pip
+        return 1
+    fi
+}
+
 make_environment() {
     local wanted=$1 base packages output
     if ! "$python" -m pip --version >/dev/null 2>&1; then
@@ -88,11 +97,11 @@ make_environment() {
     say "installing ${locks[*]} into ${venv##*/} (half a minute with a CPU build of torch):"
     # Show only the names of the packages that pip collects. Compiling all of their files would take
     # longer than installing them; those that training imports are compiled below.
-    printf '%s\n' "$wanted" | "$python" -m pip install --disable-pip-version-check --no-compile \
-        --progress-bar off -r /dev/stdin | sed -un 's/^Collecting \([^ ]*\).*/  \1/p' >&2
-    if [ "${PIPESTATUS[1]}" != 0 ]; then
-        explain_failure pip
-        return 1
+    # torch_fidelity asks for torchvision, whose build for CUDA does not load beside a CPU build of
+    # torch, and then diffusers does not either. What is used of torch_fidelity works without it.
+    grep -v '^torch_fidelity' <<<"$wanted" | install_packages || return 1
+    if grep -q '^torch_fidelity' <<<"$wanted"; then
+        grep '^torch_fidelity' <<<"$wanted" | install_packages --no-deps || return 1
     fi
     # Makes `python -m titan_dit` work from any folder, as an editable install would.
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1

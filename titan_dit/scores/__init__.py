@@ -1,0 +1,1 @@
+"""Scores of drawn pictures against real ones: features, their moments, metrics."""

