@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,16 +18,19 @@ from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
+from titan_dit.execution.base import Executor
 from titan_dit.execution.build import Built
 from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic
 from titan_dit.launcher.ranks import Ranks
-from titan_dit.objectives.base import Objective
+from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.optim import lr_schedule
+from titan_dit.optim.ema import EMA
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, resume
-from titan_dit.validation.validation_set import ValidationSet, open_checked
+from titan_dit.validation.evaluation import Evaluation, open_evaluation
+from titan_dit.validation.validation_set import ValidationSet, losses_of_all, open_checked
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 
@@ -43,6 +46,7 @@ class Opened:
     objective: Objective
     epochs: SampleOrder
     validation_set: ValidationSet | None
+    evaluation: Evaluation | None
     identity: resume.Identity
 
     def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
@@ -74,6 +78,27 @@ class Opened:
         yield f"output  {resume.folder_of(config.job)}"
         yield from origins(self.parts())
         yield from self.hooks.origins()
+
+    def measured(
+        self,
+        executor: Executor,
+        share: DataShare,
+        ema: EMA,
+        due: Callable[[int], bool],
+        alive: Callable[[], None],
+    ) -> dict[str, float]:
+        """Losses on the validation set, and scores of the first EMA's pictures, if due."""
+        config, found = self.config, dict[str, float]()
+        seed = config.job.seed
+        if self.validation_set and due(config.validation.every):
+            given = self.validation_set, self.objective, executor, share
+            size = self.plan.padded_samples_per_rank
+            found |= losses_of_all(*given, ema, alive, seed, size)
+        if self.evaluation and due(config.evaluation.every):
+            drawn = self.objective, executor.predict, config.sampling, seed
+            with ema.swapped_in():
+                found |= self.evaluation.scores(*drawn, share, alive)
+        return found
 
     def parts(self) -> dict[str, object]:
         """The parts that may come from a user's module, by section."""
@@ -138,5 +163,6 @@ def open_run(config: JobConfig, world: World) -> Opened:
         objective,
         epochs,
         open_checked(*sets, job, resume.folder_of(job), world),
+        open_evaluation(config.evaluation, config.sampling, objective, world.device),
         resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

@@ -43,7 +43,6 @@ from titan_dit.recovery.progress import Progress
 from titan_dit.recovery.sample_log import SampleLog
 from titan_dit.rng import SampleRNG
 from titan_dit.system.garbage_collection import Collector
-from titan_dit.validation import validation_set
 
 
 class Trainer:
@@ -114,7 +113,7 @@ class Trainer:
                 self.sample_log.write(self.step, batch)
             self.write_profile()
             logged = self.step == first_step or self.due(config.metrics.every)
-            validated = self.due(config.validation.every)
+            validated = self.due(config.validation.every) or self.due(config.evaluation.every)
             # Also before a checkpoint, which must not contain bad steps to be rolled back.
             must_read = logged or validated or self.due(config.checkpoint.every)
             if must_read or self.due(self.guard.every):
@@ -262,12 +261,10 @@ class Trainer:
         self.collector.restore()  # Data workers are forked again and inherit its state.
 
     def validate(self) -> Row:
-        """Validation losses of the weights and of every EMA."""
-        assert self.validation_set
-        given = self.validation_set, self.objective, self.executor, self.data_share
-        seed, size = self.config.job.seed, self.plan.padded_samples_per_rank
+        """Validation losses of the weights and of every EMA; scores of drawn pictures."""
+        given = self.executor, self.data_share, self.ema
         with self.paused("validating") as alive:
-            return validation_set.losses_of_all(*given, self.ema, alive, seed, size)
+            return self.opened.measured(*given, self.due, alive)
 
     def preview(self) -> None:
         """Draw the preview, split over the data ranks, with the first EMA; then the loss curve."""

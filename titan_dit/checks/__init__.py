@@ -36,6 +36,8 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     formats.check_float8(plan)
     config.validation.check(has_part=config.data.has_validation_part)
     config.objective.check_sampling(config.model, config.sampling)
+    config.evaluation.check()
+    config.objective.check_evaluation(config.model, config.sampling, config.evaluation)
     if on is None:
         return
     rings = plan.sizes.cp > 1 and plan.parallel.cp_method == "ring"

@@ -2,6 +2,9 @@
 
     python -m titan_dit evaluate --run outputs/gpt
     NGPU=4 python -m titan_dit evaluate --run outputs/gpt --parallel.tp 2 --parallel.pp 2
+    NGPU=4 python -m titan_dit evaluate --run outputs/dit --reference pictures.npz
+
+With --reference the pictures that the run draws are scored: evaluate_pictures.py.
 
 Without NGPU one process runs per GPU, or a single one on a CPU. The ranks are launched as those of
 `train` (docs/launching.md); under another launcher, such as torchrun, each is this command.
@@ -23,7 +26,7 @@ from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks import validate
 from titan_dit.checks.device import replayable_precision, with_kernel
 from titan_dit.checks.parts import validate_parts
-from titan_dit.commands import train
+from titan_dit.commands import evaluate_pictures, train
 from titan_dit.commands.flags.evaluate import Options
 from titan_dit.config import catalog, config_file, dotted_names, flags
 from titan_dit.config.job import JobConfig
@@ -43,6 +46,7 @@ from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, o
 
 OF_RUN = ("job", "model", "objective", "data", "precision", "ema", "validation")
 """Sections that the run decides. Layout, compilation and the rest are those of the command line."""
+BATCH = 16
 WHAT_MODEL_IS = ("tensor_plan",)
 """Keys of [parallel] that belong to the model."""
 
@@ -51,13 +55,17 @@ def main(options: Options, keys: Sequence[str]) -> None:
     """Launch the ranks, or be one of them."""
     if options.out and Path(options.out).suffix != ".json":
         raise UserError(f"--out {options.out}: name a .json file.")
+    scores_pictures = evaluate_pictures.check(options, keys)
     if "RANK" in os.environ:
         orphan.die_with_launcher()
     else:
         ranks = train.num_ranks(os.environ, gpus_of(options), cores=1)
         if ranks > 1 or os.environ.get("NNODES", "1") != "1":
-            train.launch(ranks, "titan_dit", *map(train.spelled, sys.argv[1:]))
+            train.launch(ranks, "titan_dit", *sys.argv[1:])
     with process_group.start(device_of(options.device).type) as world:
+        if scores_pictures:
+            evaluate_pictures.main(options, world.device)
+            return
         found = evaluate(options, keys, world)
         if world.is_main:
             report(found, options.out)
@@ -73,6 +81,7 @@ def evaluate(options: Options, keys: Sequence[str], world: World) -> dict[str, A
     """The results: what was scored, and `validation_loss` and others. Collective."""
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
+    batch_size = options.batch_size or BATCH
     record = first(lambda: checkpoint.read_record(path))
     config = config_of(record, keys, world)
     if world.is_main:
@@ -86,8 +95,8 @@ def evaluate(options: Options, keys: Sequence[str], world: World) -> dict[str, A
         precision=replayable_precision(config.precision, world.device),
         training=replace(
             config.training,
-            microbatch_size=options.batch_size,
-            global_batch_size=options.batch_size * size.pp * size.data,
+            microbatch_size=batch_size,
+            global_batch_size=batch_size * size.pp * size.data,
         ),
     )
     plan = resolve(config, world.size)

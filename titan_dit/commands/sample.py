@@ -53,7 +53,7 @@ def main(options: Options) -> None:
         with process_group.start(device_of(options.device).type) as world:
             draw(options, world.device)
     elif (ranks := train.num_ranks(os.environ, 1, 1)) > 1:
-        train.launch(ranks, "titan_dit", *map(train.spelled, sys.argv[1:]))
+        train.launch(ranks, "titan_dit", *sys.argv[1:])
     else:
         draw(options, device_of(options.device))
 

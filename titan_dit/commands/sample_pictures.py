@@ -116,6 +116,14 @@ def main(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> None:
     """Draw this rank's batches; the first rank writes the output. Collective."""
     ranks = Ranks()
     job = job_of(run, diffusion, flags)
+    parts = draw(job, ranks)
+    ranks.run_on_first(partial(write, job, parts))
+    if ranks.is_first:
+        console.say(f"wrote {job.out}")
+
+
+def draw(job: Job, ranks: Ranks) -> Parts:
+    """Draw the batches that are missing. Collective; all are there when it returns."""
     parts = job.parts()
     if ranks.is_first:
         for line in dotted_names.origins({"sampler": job.sampler}):
@@ -134,9 +142,7 @@ def main(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> None:
         progress(done)
     progress.end()
     ranks.gather(None)
-    ranks.run_on_first(partial(write, job, parts))
-    if ranks.is_first:
-        console.say(f"wrote {job.out}")
+    return parts
 
 
 def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:

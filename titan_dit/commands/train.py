@@ -75,16 +75,11 @@ def launch(ranks: int, module: str, *words: str) -> NoReturn:
     if "--nnodes" in rendezvous:
         nodes, endpoint = os.environ["NNODES"], os.environ["RDZV_ENDPOINT"]
         stdio.write(sys.stderr, f"titan_dit: rendezvous of {nodes} nodes at {endpoint}\n")
+    # Without "--" the launcher's parser would take --num or --run for its own longer options.
     become(
         *("titan_dit.launcher.launch", *rendezvous, "--nproc-per-node", str(ranks)),
-        *("--max-restarts", max_restarts(os.environ), "-m", module, *words),
+        *("--max-restarts", max_restarts(os.environ), "-m", "--", module, *words),
     )
-
-
-def spelled(word: str) -> str:
-    """A word with --run as its alias: torchrun's parser takes it for its own --run-path."""
-    flag, equals, value = word.partition("=")
-    return f"--checkpoint{equals}{value}" if flag == "--run" else word
 
 
 def check_numbers(environment: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from titan_dit.config.operation import CheckpointConfig, FaultsConfig, MetricsCo
 from titan_dit.config.section import Bound, FilePath, Section
 from titan_dit.config.training import (
     EMAConfig,
+    EvaluationConfig,
     LRScheduleConfig,
     SamplingConfig,
     TrainingConfig,
@@ -92,13 +93,14 @@ class JobConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 FREE_ON_RESUME = frozenset(
     {"job.name", "job.dir", "job.hooks"}
     | {"parallel", "pipeline", "remat", "compile"}
-    | {"checkpoint", "faults", "metrics", "sampling", "profile"}
+    | {"checkpoint", "faults", "metrics", "sampling", "evaluation", "profile"}
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
     # As in [faults]: when a step is skipped. The factor itself is saved with the run.

@@ -203,3 +203,31 @@ class SamplingConfig(Section):
     vae: FilePath = ""
     """Pictures of a latent model: folder or name of the autoencoder (diffusers) that decodes
     previews. Empty shows channels of the latents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Section):
+    """Scores of pictures that the first EMA draws during training, as [sampling] says."""
+
+    section = "evaluation"
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; the last step has one, too. 0 disables them."""
+    num: PositiveInt = 1000
+    """Pictures to draw."""
+    reference: FilePath = ""
+    """Real pictures: a folder, or FILE.npz as `evaluate --reference` takes it."""
+    features: str = "inception"
+    """inception (FID), efficientnet, efficientnet:PIXELS, or your own module:function."""
+    feature_weights: FilePath = ""
+    """File with the weights of inception."""
+    metrics: tuple[str, ...] = ("fid",)
+    """Of fid, kid, is and prdc."""
+
+    def check(self) -> None:
+        """Require a reference."""
+        if self.every and not self.reference:
+            raise UserError(
+                f"[evaluation] every={self.every} has nothing to compare with. Set reference: a "
+                "folder of pictures or a .npz file."
+            )

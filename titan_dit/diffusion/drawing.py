@@ -164,6 +164,32 @@ def generate(
     )
 
 
+def samples(
+    forward: Forward,
+    path: ProbabilityPath,
+    model: LatentModel,
+    facts: LatentFacts,
+    sampling: SamplingConfig,
+    seed: int,
+    labels: Int64[Tensor, " b"],
+    numbers: Int64[Tensor, " b"],
+) -> Float[Tensor, "b c h w"]:
+    """Draw samples in stored units, as [sampling] says."""
+    tokens = generate(
+        forward,
+        path,
+        model,
+        labels,
+        numbers,
+        seed=seed,
+        sampler=sampler_of(path, sampling.sampler),
+        steps=sampling.steps,
+        eta=sampling.eta,
+        guidance=guidance_of(sampling),
+    )
+    return facts.to_stored_units(model.detokenize(tokens))
+
+
 def preview(
     forward: Forward,
     path: ProbabilityPath,
@@ -180,28 +206,18 @@ def preview(
     numbers = torch.arange(rows * share.num_ranks, device=device)
     labels = preview_labels(num, model.num_classes).to(device)
     mine = numbers[share.rank * rows :][:rows]
-    tokens = generate(
-        forward,
-        path,
-        model,
-        labels[mine.clamp(max=num - 1)],  # Beyond `num`: padding, cut off below.
-        mine,
-        seed=seed,
-        sampler=sampler_of(path, sampling.sampler),
-        steps=sampling.steps,
-        eta=sampling.eta,
-        guidance=guidance_of(sampling),
-    )
-    samples = facts.to_stored_units(model.detokenize(tokens))
+    # Beyond `num`: padding, cut off below.
+    given = labels[mine.clamp(max=num - 1)], mine
+    drawn = samples(forward, path, model, facts, sampling, seed, *given)
     value_range = facts.value_range
     if vae is not None:
-        samples, value_range = vae.decode(samples).float(), PIXELS
-    samples = share.gather(samples)[:num]
+        drawn, value_range = vae.decode(drawn).float(), PIXELS
+    drawn = share.gather(drawn)[:num]
 
     def write(file: pathlib.Path) -> None:
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.pictures import grid
 
-        grid.draw_grid(file, samples, labels.tolist(), value_range, facts.class_names)
+        grid.draw_grid(file, drawn, labels.tolist(), value_range, facts.class_names)
 
     return Preview(".png", write)

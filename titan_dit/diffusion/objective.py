@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import SamplingConfig
+from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion import drawing
@@ -66,6 +66,13 @@ class DiffusionConfig(ObjectiveConfig):
         """Build the objective; UserError if the data do not fit the model."""
         latent = as_latent_model(model, self.name)
         return Diffusion(self.path, latent, check_data(facts, latent, self.name))
+
+    def check_evaluation(
+        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
+    ) -> None:
+        """Check the sampler, as previews do."""
+        if evaluation.every:
+            self.check_sampling(model, sampling)
 
     def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
         """Check the sampler, its steps and the guided channels."""
@@ -189,6 +196,43 @@ class Diffusion(Objective):
         vae = self.autoencoder(sampling)
         vae.module.to(share.device)
         found = drawing.preview(forward, *given, vae)
+        vae.module.cpu()  # Its memory belongs to training.
+        return found
+
+    def picture_size(self, sampling: SamplingConfig) -> int:
+        """Height of a latent, times the autoencoder's factor."""
+        height = self.model.sample_shape[1]
+        if self.data.value_range is not None:
+            return height
+        if not sampling.vae:
+            raise UserError(
+                "[evaluation] needs pictures, but the run trains on latents: set [sampling] vae, "
+                "the autoencoder that decodes them."
+            )
+        return height * self.autoencoder(sampling).facts.factor
+
+    def pictures(
+        self,
+        forward: Forward,
+        sampling: SamplingConfig,
+        seed: int,
+        num: int,
+        numbers: Int64[Tensor, " b"],
+    ) -> UInt8[Tensor, "b h w 3"]:
+        """Pictures of all classes, evenly."""
+        labels = drawing.spread_labels(num, list(range(self.model.num_classes)))
+        chosen = labels.to(numbers.device)[numbers], numbers
+        samples = drawing.samples(
+            forward, self.path, self.model, self.data, sampling, seed, *chosen
+        )
+        if self.data.value_range is not None:
+            # Imported late: the benchmarks train on machines without Pillow.
+            from titan_dit.pictures import grid
+
+            return grid.to_pixels(samples, self.data.value_range)
+        vae = self.autoencoder(sampling)
+        vae.module.to(samples.device)
+        found = vae.decode(samples).permute(0, 2, 3, 1)
         vae.module.cpu()  # Its memory belongs to training.
         return found
 

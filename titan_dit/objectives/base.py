@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from titan_dit.config.section import Named, UserError, show
-from titan_dit.config.training import SamplingConfig
+from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.models.initializers import Initializer
@@ -188,6 +188,21 @@ class Objective:
         """Draw the preview of [sampling], on every rank. Needs `ObjectiveConfig.previews`."""
         raise NotImplementedError
 
+    def picture_size(self, sampling: SamplingConfig) -> int:
+        """Width and height in pixels of what `pictures` draws. UserError if it cannot."""
+        raise NotImplementedError
+
+    def pictures(
+        self,
+        forward: Forward,
+        sampling: SamplingConfig,
+        seed: int,
+        num: int,
+        numbers: Int64[Tensor, " b"],
+    ) -> UInt8[Tensor, "b h w 3"]:
+        """Draw the pictures `numbers` of `num`, on the device of `numbers`."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Named):
@@ -225,6 +240,16 @@ class ObjectiveConfig(Named):
                 "from Objective too."
             )
         return self
+
+    def check_evaluation(
+        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
+    ) -> None:
+        """Raise UserError if [evaluation] cannot work."""
+        if evaluation.every:
+            raise UserError(
+                f"[evaluation] every={evaluation.every}: the objective {self.name} draws no "
+                "pictures. Set every = 0."
+            )
 
     def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
         """Raise UserError if the [sampling] settings cannot work."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from titan_dit.system import stdio
 from titan_dit.system.progress import count, duration
 
+SCORE = "evaluation_"
+"""Of the scores of drawn pictures in a row of metrics."""
 LOSS = "validation_loss"
 """Key of the validation loss in a row of metrics."""
 
@@ -37,6 +40,7 @@ def progress(row: dict[str, Any], steps: int, width: int | None = None) -> str:
         "loss": f"loss {number(row['loss'], '.4f')}",
         "smooth": f"smooth {smooth:.4f}" if (smooth := row.get("smooth_loss")) is not None else "",
         "validation": f"validation {number(row[LOSS], '.4f')}" if LOSS in row else "",
+        "score": "  ".join(scored(row)),
         "grad": f"grad {number(row['grad_norm'], '.3f')}",
         "lr": f"lr {row['lr']:.1e}",
         "samples": f"{count(row['samples_per_s'])} samples/s",
@@ -54,6 +58,13 @@ def progress(row: dict[str, Any], steps: int, width: int | None = None) -> str:
         if width is None or len(line) < width:
             break
     return line
+
+
+def scored(row: dict[str, Any]) -> Iterator[str]:
+    """Scores of drawn pictures, without their spread."""
+    for name, value in row.items():
+        if name.startswith(SCORE) and not name.endswith(("_std", "_subset")):
+            yield f"{name.removeprefix(SCORE).replace('_', ' ')} {value:.4g}"
 
 
 def number(value: float | None, form: str) -> str:

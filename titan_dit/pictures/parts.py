@@ -73,15 +73,18 @@ class Parts:
 
     def read(self) -> Iterator[dict[str, Tensor]]:
         """All parts, in order."""
-        for number in range(self.count):
-            try:
-                tensors: dict[str, Tensor] = safetensors.load_file(self.file(number))
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"{self.flag}: {self.file(number)} cannot be read ({error}). Delete it and "
-                    "repeat the command."
-                ) from None
-            yield tensors
+        return map(self.part, range(self.count))
+
+    def part(self, number: int) -> dict[str, Tensor]:
+        """One part."""
+        try:
+            tensors: dict[str, Tensor] = safetensors.load_file(self.file(number))
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{self.flag}: {self.file(number)} cannot be read ({error}). Delete it and "
+                "repeat the command."
+            ) from None
+        return tensors
 
     def delete(self) -> None:
         """Delete the folder; the output is whole."""

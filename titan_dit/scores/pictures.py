@@ -7,11 +7,13 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
+from PIL import Image
 from torch import Tensor
 
 from titan_dit.config.section import UserError
@@ -34,10 +36,10 @@ class Pictures:
     about: str
 
 
-def of_folder(folder: Path, size: int, where: str) -> Pictures:
+def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
     """All pictures below a folder, in the order of their names, cropped to `size` as for training.
 
-    `where` names the flag or key in errors.
+    Without a `size` all must have that of the first. `where` names the flag or key in errors.
     """
     files = sorted(
         Path(root) / name
@@ -52,10 +54,16 @@ def of_folder(folder: Path, size: int, where: str) -> Pictures:
         found = []
         for row in rows:
             try:
-                found.append(read_image(files[row], size, (3, size, size)).permute(1, 2, 0))
+                shape = shape_of_first() if size is None else (3, size, size)
+                found.append(read_image(files[row], size, shape).permute(1, 2, 0))
             except (BadFileError, OSError) as error:
                 raise UserError(f"{where}: {files[row]}: {error}.") from None
         return torch.stack(found)
+
+    @cache
+    def shape_of_first() -> tuple[int, ...]:
+        with Image.open(files[0]) as image:
+            return (3, image.height, image.width)
 
     def digest() -> str:
         sha = hashlib.sha256(f"{size}\n".encode())
@@ -130,3 +138,9 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
     with np.load(path) as arrays:
         whole: np.ndarray = arrays[name]
         return whole
+
+
+def digest_of_file(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

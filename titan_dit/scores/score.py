@@ -37,6 +37,11 @@ class Described:
     logits: Float[Tensor, "n k"] | None = None
 
 
+def described(features: Float[Tensor, "n d"], logits: Float[Tensor, "n k"] | None) -> Described:
+    """Features as the metrics need them."""
+    return Described(merge(map(Moments.of, torch.split(features, BATCH))), features, logits)
+
+
 def describe(
     network: Features,
     chosen: Pictures,

@@ -7,19 +7,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from titan_dit.config.section import FilePath, PositiveInt, Section
+from titan_dit.commands.flags.sample import DrawingFlags
+from titan_dit.config.section import Bound, FilePath, PositiveInt, Section
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Score a trained run on its validation set. Every key of the config is a flag, too.
-
-    --parallel.tp 2 chooses a layout, --data.path and --validation.path other places of the data.
-    """
+class LossFlags(Section):
+    """What is scored, and how."""
 
     section = "evaluate"
 
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])] = ""
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     step: int | None = None
     """Step of the run's checkpoint. Unset: the newest."""
@@ -27,9 +25,48 @@ class Options(Section):
     """EMA or model (non-averaged) weights."""
     decay: float | None = None
     """EMA decay, if the run has several. Unset: the first."""
-    batch_size: PositiveInt = 16
-    """Samples of a forward pass on one rank."""
+    batch_size: PositiveInt | None = None
+    """Samples of a forward pass on one rank. Unset: 16 for the loss, 250 to draw pictures."""
     out: FilePath | None = None
     """FILE.json for the results."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceFlags(Section):
+    """Pictures: what they are compared with, and by which metrics."""
+
+    section = "evaluate"
+
+    reference: FilePath = ""
+    """Real pictures to compare drawn ones with: a folder, or FILE.npz with arr_0 (uint8
+    [n, height, width, 3]) or with mu and sigma, as ADM's."""
+    samples: FilePath = ""
+    """Pictures to score in place of a run's: a folder or FILE.npz."""
+    num: PositiveInt = 50_000
+    """Pictures to draw."""
+    seed: Annotated[int, Bound(least=0, below=2**63)] = 0
+    """Picture i depends only on (seed, i)."""
+    features: str = "inception"
+    """Network of the features: inception (FID), efficientnet, efficientnet:PIXELS, or your own
+    module:function from uint8 (b, 3, h, w) to (b, d)."""
+    feature_weights: FilePath = ""
+    """File with the weights of inception."""
+    metrics: str = "fid"
+    """Of fid, kid, is and prdc (precision, recall, density, coverage), with commas."""
+    save_samples: FilePath = ""
+    """FILE.npz for the drawn pictures, as ADM's evaluator reads it."""
+    save_reference: FilePath = ""
+    """FILE.npz for the reference's mu and sigma: the next --reference, without its pictures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(LossFlags, ReferenceFlags, DrawingFlags):
+    """Score a trained run on its validation set, or with --reference the pictures it draws.
+
+    Of the loss, every key of the config is a flag, too: --parallel.tp 2 chooses a layout,
+    --data.path and --validation.path other places of the data.
+    """
+
+    section = "evaluate"

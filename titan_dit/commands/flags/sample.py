@@ -46,14 +46,13 @@ class CommonFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureFlags(CommonFlags):
-    """Classes, guidance and sampler."""
+class DrawingFlags(Section):
+    """Classes, guidance, sampler and autoencoder."""
+
+    section = "sample"
 
     labels: str = "all"
     """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
-    noise: FilePath | None = None
-    """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
-    classes is unconditional); replaces --num, --labels and the seed's noise."""
     cfg_scale: NonNegativeFloat = 2.0
     """Classifier-free guidance scale; 1 disables it."""
     cfg_channels: PositiveInt | None = None
@@ -74,6 +73,17 @@ class PictureFlags(CommonFlags):
     first of them. Or diffusers:CLASS, one of its schedulers."""
     steps: PositiveInt = 25
     """Sampling steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureFlags(CommonFlags, DrawingFlags):
+    """Pictures: how they are drawn, or from which noise."""
+
+    section = "sample"
+
+    noise: FilePath | None = None
+    """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
+    classes is unconditional); replaces --num, --labels and the seed's noise."""
 
 
 @dataclass(frozen=True, kw_only=True)

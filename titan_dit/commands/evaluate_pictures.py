@@ -1,0 +1,242 @@
+"""`evaluate --reference`: how near the pictures that a run draws are to real ones.
+
+Each rank holds the whole network, as in `sample`, and draws and scores its share. Drawn batches lie
+in a folder beside the results until these are written: the same command goes on from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.store import location
+from titan_dit.commands import sample_pictures
+from titan_dit.commands.flags.evaluate import Options, ReferenceFlags
+from titan_dit.commands.flags.sample import DrawingFlags, PictureFlags
+from titan_dit.commands.sample_pictures import Job, pictures_of
+from titan_dit.config.section import Section, UserError
+from titan_dit.diffusion.objective import Diffusion
+from titan_dit.launcher.ranks import Ranks
+from titan_dit.observe import console
+from titan_dit.pictures import output
+from titan_dit.pictures.parts import Parts
+from titan_dit.scores import features, pictures, score
+from titan_dit.scores.features import Features
+from titan_dit.scores.pictures import Pictures
+from titan_dit.scores.score import Described
+from titan_dit.trained_model import load_trained
+
+BATCH = 250
+DRAWS = "evaluation"
+"""Name of the drawn pictures, if no output is named."""
+
+
+def check(options: Options, keys: Sequence[str]) -> bool:
+    """True if pictures are scored, False if a loss; UserError if the flags do not say which."""
+    if not options.reference:
+        given = [*changed(options, ReferenceFlags), *changed(options, DrawingFlags)]
+        if given:
+            raise UserError(
+                f"--{given[0].replace('_', '-')} is for pictures: give --reference, real pictures "
+                "to compare them with."
+            )
+        if not options.run:
+            raise UserError("--run is missing: give a run directory, such as outputs/digits.")
+        return False
+    if bool(options.run) == bool(options.samples):
+        raise UserError("--reference compares one set of pictures: give --run or --samples.")
+    if keys:
+        raise UserError(
+            f"{keys[0]} is a key of the config, which --reference does not take: each rank draws "
+            "with the whole network."
+        )
+    for name in ("save_samples", "save_reference"):
+        value = getattr(options, name)
+        if value and Path(value).suffix != ".npz":
+            raise UserError(f"--{name.replace('_', '-')} {value}: name a .npz file.")
+    if options.samples and options.save_samples:
+        raise UserError("--save-samples: --samples are saved already. Leave it out.")
+    return True
+
+
+def changed(options: Options, kind: type[Section]) -> list[str]:
+    """Flags of a kind with another value than their default."""
+    return [f.name for f in dataclasses.fields(kind) if getattr(options, f.name) != f.default]
+
+
+def main(options: Options, device: torch.device) -> None:
+    """Draw or read the pictures, score them, write the results. Collective."""
+    ranks = Ranks()
+    network = features.load(options.features, options.feature_weights, device)
+    names = [name.strip() for name in options.metrics.split(",")]
+    if options.run:
+        job = job_of(options, device)
+        score.check(names, len(job.labels), score.UNKNOWN, f"--metrics {options.metrics}")
+        real, about_real = reference(options, network, names, size_of(job))
+        parts = sample_pictures.draw(job, ranks)
+        drawn, about = drawn_pictures(job, parts), about_run(job)
+    else:
+        drawn, about = given_pictures(options), {}
+        real, about_real = reference(options, network, names, size_of_pictures(drawn))
+    of_real: Described | None
+    if isinstance(real, Pictures):
+        score.check(names, drawn.count, real.count, f"--metrics {options.metrics}")
+        of_real = described(real, network, names, options, ranks)
+    else:
+        of_real = real
+    of_drawn = score.describe(network, drawn, names)
+    if options.run:
+        ranks.run_on_first(partial(save_samples, job, parts, options))
+    if of_drawn is None or of_real is None:
+        return
+    found = {
+        **about,
+        "samples": drawn.count,
+        "samples_digest": drawn.digest(),
+        "features": network.name,
+        "features_digest": network.digest,
+        **about_real,
+        **score.score(of_drawn, of_real, names, network.name),
+    }
+    report(found, options)
+    if options.run:
+        parts.delete()
+
+
+def job_of(options: Options, device: torch.device) -> Job:
+    """The drawing of a run's pictures."""
+    path = find_checkpoint(location(options.run), options.step)
+    run = load_trained(path, options.weights, options.decay, device)
+    if not isinstance(run.objective, Diffusion):
+        raise UserError(
+            f"--reference: {path} was trained with {type(run.objective).__name__} and draws no "
+            "pictures. Leave it out for the validation loss."
+        )
+    base = Path(options.out or DRAWS)
+    drawing = {f.name: getattr(options, f.name) for f in dataclasses.fields(DrawingFlags)}
+    flags = PictureFlags(
+        run=options.run,
+        out=options.save_samples or str(base.with_name(f"{base.stem}-samples.npz")),
+        num=options.num,
+        seed=options.seed,
+        batch_size=options.batch_size or BATCH,
+        **drawing,
+    )
+    return sample_pictures.job_of(run, run.objective, flags)
+
+
+def size_of(job: Job) -> int:
+    """Width and height of the drawn pictures."""
+    _, height, _ = job.diffusion.model.sample_shape
+    return height * (job.vae.facts.factor if job.vae else 1)
+
+
+def size_of_pictures(chosen: Pictures) -> int:
+    """Height of given pictures."""
+    return int(chosen.read(range(1)).shape[1])
+
+
+def drawn_pictures(job: Job, parts: Parts) -> Pictures:
+    """The drawn pictures, a part in memory at a time."""
+    size = job.flags.batch_size
+    part = lru_cache(2)(lambda number: parts.part(number)["pictures"])
+
+    def read(rows: range) -> torch.Tensor:
+        wanted = range(rows.start // size, (rows.stop - 1) // size + 1)
+        whole = torch.cat([part(number) for number in wanted])
+        first = rows.start - wanted[0] * size
+        return whole[first : first + len(rows)]
+
+    return Pictures(len(job.labels), read, lambda: parts.digest, f"{len(job.labels):,} drawn")
+
+
+def given_pictures(options: Options) -> Pictures:
+    """The pictures of --samples; those of a folder keep their size, which all share."""
+    path = Path(options.samples).expanduser()
+    if not path.is_dir():
+        return pictures.of_npz(path, "--samples")
+    return pictures.of_folder(path, None, "--samples")
+
+
+def reference(
+    options: Options, network: Features, names: Sequence[str], size: int
+) -> tuple[Pictures | Described, dict[str, Any]]:
+    """The reference, and what the results say of it."""
+    found = score.reference(options.reference, size, network, names, "--reference")
+    about: dict[str, Any] = {"reference": options.reference}
+    if isinstance(found, Pictures):
+        return found, {**about, "reference_count": found.count, "reference_digest": found.digest()}
+    if options.save_reference:
+        raise UserError(f"--save-reference: --reference {options.reference} holds moments already.")
+    digest = pictures.digest_of_file(Path(options.reference).expanduser())
+    return found, {**about, "reference_digest": digest}
+
+
+def described(
+    real: Pictures, network: Features, names: Sequence[str], options: Options, ranks: Ranks
+) -> Described | None:
+    """Features of the reference, and its moments as a file if they are to be kept. Collective."""
+    found = score.describe(network, real, names)
+
+    def save() -> None:
+        if options.save_reference and found is not None:
+            score.save_moments(Path(options.save_reference), found, network)
+
+    ranks.run_on_first(save)
+    return found
+
+
+def about_run(job: Job) -> dict[str, Any]:
+    """What the drawn pictures depend on."""
+    record = checkpoint.read_record(job.run.path)
+    kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "guide", "eta", "labels")
+    return {
+        "checkpoint": str(job.run.path),
+        "step": record["step"],
+        "weights": job.run.weights,
+        "sampler": job.sampler.__name__,
+        "sampling_steps": job.flags.steps,
+        **{name: getattr(job.flags, name) for name in kept},
+        "seed": job.flags.seed,
+        "batch_size": job.flags.batch_size,
+        "vae": job.vae and f"{job.vae.source} {job.vae.facts.digest}",
+    }
+
+
+def save_samples(job: Job, parts: Parts, options: Options) -> None:
+    """Write the drawn pictures to --save-samples, if it is given."""
+    if options.save_samples:
+        first = parts.part(0)["pictures"]
+        shape = (len(job.labels), first.shape[1], first.shape[2], 3)
+        with parts.writing(job.out):
+            output.write_npz(job.out, pictures_of(parts), job.labels, shape)
+
+
+def report(found: dict[str, Any], options: Options) -> None:
+    """Print the scores, and write all results as JSON."""
+    what = found.get("checkpoint") or options.samples
+    console.say(
+        f"{what}: {found['samples']:,} pictures against {found['reference']}, features of "
+        f"{found['features']}"
+    )
+    names = list(found)
+    scores = names[names.index("reference_digest") + 1 :]
+    width = max(map(len, scores))
+    for name in scores:
+        console.say(f"{name:{width}}  {found[name]:.6g}")
+    if options.out:
+        file = Path(options.out)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"--out {file} cannot be written: {error.strerror}.") from None
+        console.say(f"wrote {options.out}")

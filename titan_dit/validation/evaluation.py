@@ -1,0 +1,84 @@
+"""[evaluation]: scores of drawn pictures against real ones, during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.launcher.ranks import Ranks
+from titan_dit.objectives.base import DataShare, Forward, Objective
+from titan_dit.observe.console import SCORE
+from titan_dit.scores import features, score
+from titan_dit.scores.features import Features
+from titan_dit.scores.pictures import Pictures
+from titan_dit.scores.score import Described
+
+WHERE = "[evaluation]"
+BATCH = 64
+"""Pictures that a data rank draws at once."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The feature network, and what it sees in the reference."""
+
+    config: EvaluationConfig
+    network: Features
+    real: Described | None
+    """On the first rank only."""
+
+    def scores(
+        self,
+        objective: Objective,
+        forward: Forward,
+        sampling: SamplingConfig,
+        seed: int,
+        share: DataShare,
+        alive: Callable[[], None],
+    ) -> dict[str, float]:
+        """Draw the pictures, split over the data ranks, and score them. Collective."""
+        num, ranks = self.config.num, Ranks()
+        found: dict[str, list[Tensor]] = {"features": [], "logits": []}
+        for first in range(0, num, BATCH * share.num_ranks):
+            start = first + BATCH * share.rank
+            # Beyond `num`: padding, so that all ranks draw as many; it is cut off below.
+            numbers = torch.arange(start, start + BATCH, device=share.device).clamp(max=num - 1)
+            drawn = self.network(objective.pictures(forward, sampling, seed, num, numbers))
+            for name, part in zip(found, drawn, strict=True):
+                if part is not None:
+                    whole = share.gather(part.to(share.device))[: num - first]
+                    if ranks.is_first:
+                        found[name].append(whole.cpu())
+            alive()
+
+        def scored() -> dict[str, float]:
+            assert self.real is not None
+            rows = {name: torch.cat(parts) for name, parts in found.items() if parts}
+            described = score.described(rows["features"], rows.get("logits"))
+            names = self.config.metrics
+            every = score.score(described, self.real, names, self.network.name)
+            return {f"{SCORE}{name}": value for name, value in every.items()}
+
+        return ranks.run_on_first(scored)
+
+
+def open_evaluation(
+    config: EvaluationConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
+) -> Evaluation | None:
+    """Load the features and describe the reference; None if disabled. Collective."""
+    if not config.every:
+        return None
+    key = f"{WHERE} features"
+    network = features.load(config.features, config.feature_weights, device, key)
+    size, names = objective.picture_size(sampling), config.metrics
+    found = score.reference(config.reference, size, network, names, f"{WHERE} reference")
+    count = found.count if isinstance(found, Pictures) else score.UNKNOWN
+    score.check(names, config.num, count, f"{WHERE} metrics")
+    real: Described | None = (
+        score.describe(network, found, names) if isinstance(found, Pictures) else found
+    )
+    return Evaluation(config, network, real)
