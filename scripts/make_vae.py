@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from titan_dit.observe import console
 from titan_dit.pictures import sheets
 from titan_dit.pictures.library import diffusers
 
@@ -44,13 +45,15 @@ def main() -> None:
         sample_size=PIXELS,
         mid_block_add_attention=False,
     )
-    print(f"{sum(p.numel() for p in vae.parameters()):,} parameters, {len(train)} pictures")
+    console.say(f"{sum(p.numel() for p in vae.parameters()):,} parameters, {len(train)} pictures")
     vae = fit(vae, train, steps)
     with torch.no_grad():
         centre(vae, train)
         vae.half().save_pretrained(ROOT / "vae")
         vae = library.AutoencoderKL.from_pretrained(ROOT / "vae").float()
-        print(f"held out: {psnr(vae, held_out):.2f} dB, training: {psnr(vae, train[:256]):.2f} dB")
+        console.say(
+            f"held out: {psnr(vae, held_out):.2f} dB, training: {psnr(vae, train[:256]):.2f} dB"
+        )
 
 
 def split() -> tuple[Tensor, Tensor]:
@@ -68,7 +71,7 @@ def split() -> tuple[Tensor, Tensor]:
     return torch.stack([p for name in order for p in groups[name]]), torch.stack(held[:HELD_OUT])
 
 
-def fit(vae: nn.Module, pictures: Tensor, steps: int) -> nn.Module:
+def fit(vae: Any, pictures: Tensor, steps: int) -> Any:
     """Train in bf16 on log(MSE), which is what PSNR averages; returns the average of the weights."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
     average = copy.deepcopy(vae)
@@ -94,15 +97,14 @@ def fit(vae: nn.Module, pictures: Tensor, steps: int) -> nn.Module:
                 mean.lerp_(now, 1 - min(EMA, (1 + step) / (10 + step)))
         if step % 200 == 199:
             seconds = time.time() - start
-            print(
+            console.say(
                 f"step {step + 1}/{steps}: {(-10 * (mse / 4).log10()).mean():.2f} dB, "
-                f"KL {posterior.kl().mean():.0f}, {seconds / (step + 1) * 1e3:.0f} ms a step",
-                flush=True,
+                f"KL {posterior.kl().mean():.0f}, {seconds / (step + 1) * 1e3:.0f} ms a step"
             )
     return average
 
 
-def centre(vae: nn.Module, pictures: Tensor) -> None:
+def centre(vae: Any, pictures: Tensor) -> None:
     """Give the latents mean 0 and channels of one spread, and set the scaling_factor.
 
     Both are folded into the 1x1 convolutions before and after the latents: the pictures stay.
@@ -121,7 +123,7 @@ def centre(vae: nn.Module, pictures: Tensor) -> None:
     vae.register_to_config(scaling_factor=round(1 / float(spread), 6))
 
 
-def psnr(vae: nn.Module, pictures: Tensor) -> float:
+def psnr(vae: Any, pictures: Tensor) -> float:
     """Mean over pictures of the PSNR in dB, decoded from the posterior's mean."""
     drawn = vae.decode(vae.encode(pictures).latent_dist.mean).sample.clamp(-1, 1)
     mse = ((drawn - pictures) / 2).square().mean((1, 2, 3))

@@ -26,6 +26,7 @@ COMMANDS = {
     "replay": "repeat a training step and list its samples",
     "data pack": "pack a folder of latents or images into shards",
     "data show": "print a dataset's metadata and samples",
+    "data example": "write example pictures as a folder",
     "data tokenize": "turn text files into Megatron's .bin and .idx",
     "data train-tokenizer": "train a tokenizer on text files",
     "pipeline plan": "plan a run's pipeline order from its measured costs",
