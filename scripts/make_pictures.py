@@ -1,8 +1,8 @@
 """Write examples/pictures. Run once: `python scripts/make_pictures.py PACKAGE`.
 
 PACKAGE is the unpacked npm package emoji-datasource-google 16.0.0: the pictures of Google's Noto
-Emoji with their names and categories. They lie there as 64x64 PNG files with transparency; here they
-are on white, in one lossless sheet for each category, beside a line of JSON for each picture.
+Emoji with their names and categories. They lie there as 64x64 PNG files with transparency; here
+they are on white, in one lossless sheet for each category, beside a line of JSON for each picture.
 """
 
 import json

@@ -72,7 +72,7 @@ def split() -> tuple[Tensor, Tensor]:
 
 
 def fit(vae: Any, pictures: Tensor, steps: int) -> Any:
-    """Train in bf16 on log(MSE), which is what PSNR averages; returns the average of the weights."""
+    """Train in bf16 on log(MSE), which PSNR averages; returns the average of the weights."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
     average = copy.deepcopy(vae)
     start = time.time()
@@ -109,7 +109,9 @@ def centre(vae: Any, pictures: Tensor) -> None:
 
     Both are folded into the 1x1 convolutions before and after the latents: the pictures stay.
     """
-    drawn = torch.cat([vae.encode(part).latent_dist.sample() for part in pictures.split(256)])
+    drawn = torch.cat(
+        [vae.encode(part).latent_dist.sample() for part in torch.split(pictures, 256)]
+    )
     mean, std = drawn.mean((0, 2, 3)), drawn.std((0, 2, 3))
     spread = drawn.std()
     ratio = spread / std
