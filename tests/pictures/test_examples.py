@@ -1,0 +1,59 @@
+"""The example pictures and their autoencoder, as the repository has them."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from make_vae import psnr, split
+from PIL import Image
+
+from titan_dit.commands import data_example
+from titan_dit.commands.flags.data_example import Options
+from titan_dit.config.section import UserError
+from titan_dit.pictures import autoencoder
+
+VAE = data_example.SOURCE / "vae"
+
+
+@pytest.mark.long
+def test_pictures_are_laid_out_by_class(tmp_path):
+    out = tmp_path / "emoji"
+    data_example.main(Options(name="pictures", out=str(out)))
+    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+    assert len(lines) == 3786
+    assert len({line["label"] for line in lines}) == 10
+    files = {str(file.relative_to(out)) for file in out.rglob("*.png")}
+    assert files == {line["file_name"] for line in lines}
+    [face] = [line for line in lines if line["file_name"].endswith("/1f600.png")]
+    assert (face["label"], face["text"]) == ("smileys-and-emotion", "grinning face")
+    pixels = np.asarray(Image.open(out / face["file_name"]))
+    assert pixels.shape == (64, 64, 3)
+    assert pixels[0, 0].tolist() == [255, 255, 255]
+    red, green, blue = pixels[20, 32].tolist()
+    assert red > green > blue + 50  # A yellow face, not a blue one.
+    with pytest.raises(UserError, match=r"emoji exists\. Choose another folder"):
+        data_example.main(Options(name="pictures", out=str(out)))
+
+
+def test_an_installed_package_says_where_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_example, "SOURCE", tmp_path)
+    with pytest.raises(UserError, match="without these pictures. Clone".replace(".", r"\.")):
+        data_example.main(Options(name="pictures", out=str(tmp_path / "x")))
+
+
+@pytest.mark.long
+def test_the_autoencoder_restores_pictures_it_never_saw():
+    vae = autoencoder.load(str(VAE), torch.device("cpu"))
+    train, held_out = split()
+    assert len(held_out) == 256
+    digests = [{hashlib.sha256(p.numpy()).digest() for p in part} for part in (train, held_out)]
+    assert len(digests[0] & digests[1]) < 8  # Some emoji look like others.
+    with torch.no_grad():
+        assert psnr(vae.module, held_out) > 27
+        mean, std = vae.encode(((train[:512] + 1) * 127.5).round().byte())
+        latents = mean + std * torch.randn(std.shape, generator=torch.Generator().manual_seed(0))
+    assert latents.std().item() * vae.scale == pytest.approx(1, abs=0.05)
+    assert abs(latents.mean().item()) * vae.scale < 0.05
+    assert (vae.channels, vae.facts.factor) == (4, 4)

@@ -1,0 +1,155 @@
+"""`evaluate --reference` and [evaluation]: the same scores from any number of ranks."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from harness import on_ranks
+from tiny import tiny_config
+
+from titan_dit.commands import evaluate, evaluate_pictures
+from titan_dit.commands.flags.evaluate import Options
+from titan_dit.config.dotted_names import imported
+from titan_dit.config.section import UserError
+from titan_dit.scores import metrics
+from titan_dit.scores.moments import Moments
+from titan_dit.trainer import Trainer
+
+NUM, REAL = 150, 200
+FEATURES = "tiny_features:project"
+EVERY = "fid,kid,is,prdc"
+CODE = """
+import torch
+
+def project(x):
+    rng = torch.Generator().manual_seed(0)
+    rows = x.double().flatten(1) / 255
+    rows = rows @ torch.randn(rows.shape[1], 12, generator=rng).double()
+    return rows, rows[:, :6]
+"""
+
+
+def options(**flags):
+    given = {"run": ".", "reference": "real.npz", "num": NUM, "features": FEATURES, "steps": 2}
+    given |= {"metrics": EVERY, "device": "cpu", "batch_size": 32}
+    return Options(**(given | flags))
+
+
+def scored(**flags):
+    chosen = options(**flags)
+    assert evaluate_pictures.check(chosen, ())
+    evaluate_pictures.main(chosen, torch.device("cpu"))
+
+
+def config(folder, reference="real.npz", **parallel):
+    every = {"every": 2, "reference": reference, "features": FEATURES, "num": 70}
+    return tiny_config(
+        job={"dir": folder},
+        checkpoint={"every": 2},
+        training={"steps": 2, "global_batch_size": 8},
+        sampling={"steps": 2},
+        evaluation=every | {"metrics": ("fid", "prdc")},
+        parallel=parallel,
+    )
+
+
+def on_one(world, folder):
+    os.chdir(folder)
+    Trainer(config("."), world).fit()
+    scored(out="one.json", save_samples="one.npz", save_reference="moments.npz")
+
+
+def on_four(world, folder):
+    os.chdir(folder)
+    scored(out="four.json", save_samples="four.npz")
+    Trainer(config("four", dp_shard=2, tp=2), world).fit()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scored")
+    (folder / "tiny_features.py").write_text(CODE)
+    real = np.random.default_rng(0).integers(0, 256, (REAL, 8, 8, 3), np.uint8)
+    np.savez(folder / "real.npz", arr_0=real)
+    on_ranks(1, on_one, str(folder))
+    on_ranks(4, on_four, str(folder))
+    return folder
+
+
+def results(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def test_four_ranks_give_the_scores_of_one(folder):
+    one, four = results(folder, "one.json"), results(folder, "four.json")
+    scores = list(one)[list(one).index("reference_digest") + 1 :]
+    assert scores[0] == "frechet_distance"
+    assert {"kernel_distance", "classifier_score", "precision", "coverage"} <= {*scores}
+    for name in scores:
+        assert four[name] == pytest.approx(one[name], rel=1e-10), name
+    assert {n: v for n, v in one.items() if n not in scores} == {
+        n: v for n, v in four.items() if n not in scores
+    }
+    assert (folder / "one.npz").read_bytes() == (folder / "four.npz").read_bytes()
+
+
+def test_the_scores_are_those_of_the_pictures(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    project = imported(FEATURES, "features")
+    drawn, real = (
+        torch.from_numpy(np.load(name)["arr_0"]).permute(0, 3, 1, 2)
+        for name in ("one.npz", "real.npz")
+    )
+    assert drawn.shape == (NUM, 3, 8, 8)
+    # `Features` hands on fp32.
+    rows = [project(x)[0].float() for x in (drawn, real)]
+    expected = metrics.frechet(*map(Moments.of, rows))
+    found = results(folder, "one.json")
+    assert found["frechet_distance"] == pytest.approx(expected, rel=1e-10)
+    assert found["samples"] == NUM
+    assert found["reference_count"] == REAL
+    assert (found["step"], found["seed"], found["sampling_steps"]) == (2, 0, 2)
+
+
+def test_samples_and_moments_of_files_are_scored_alike(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    scored(run="", samples="one.npz", reference="moments.npz", metrics="fid", out="files.json")
+    found, expected = results(folder, "files.json"), results(folder, "one.json")
+    assert found["frechet_distance"] == pytest.approx(expected["frechet_distance"], rel=1e-10)
+
+
+def test_a_run_is_scored_as_it_trains_on_every_layout(folder):
+    rows = {}
+    for name in (".", "four"):
+        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+        rows[name] = {
+            key: value
+            for key, value in json.loads(lines[-1]).items()
+            if key.startswith("evaluation_")
+        }
+    assert {"evaluation_frechet_distance", "evaluation_recall"} <= {*rows["."]}
+    # The pictures differ by rounding: a pixel of 150 is another.
+    for key, value in rows["."].items():
+        assert rows["four"][key] == pytest.approx(value, rel=1e-3), key
+
+
+def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    wrong = {
+        "is for pictures: give --reference": {"reference": "", "num": 3},
+        "give --run or --samples": {"samples": "one.npz"},
+        "name a .npz file": {"save_samples": "x.png"},
+    }
+    for message, flags in wrong.items():
+        with pytest.raises(UserError, match=message.replace(".", r"\.")):
+            evaluate_pictures.check(options(**flags), ())
+    with pytest.raises(UserError, match=r"--parallel\.tp is a key of the config"):
+        evaluate_pictures.check(options(), ("--parallel.tp", "2"))
+    with pytest.raises(UserError, match="--run is missing"):
+        evaluate.main(Options(), ())
+    with pytest.raises(UserError, match=r"--metrics fidd? has fidd\. Valid"):
+        scored(metrics="fidd")
+    with pytest.raises(UserError, match="has nothing to compare with"):
+        config("x", reference="").evaluation.check()
