@@ -23,6 +23,8 @@ from titan_dit.commands.flags.evaluate import Options, ReferenceFlags
 from titan_dit.commands.flags.sample import DrawingFlags, PictureFlags
 from titan_dit.commands.sample_pictures import Job, pictures_of
 from titan_dit.config.section import Section, UserError
+from titan_dit.data.class_labels import few
+from titan_dit.diffusion import drawing
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
@@ -35,6 +37,7 @@ from titan_dit.scores.score import Described
 from titan_dit.trained_model import load_trained
 
 BATCH = 250
+ALL = "all"
 DRAWS = "evaluation"
 """Name of the drawn pictures, if no output is named."""
 
@@ -78,11 +81,13 @@ def main(options: Options, device: torch.device) -> None:
     network = features.load(options.features, options.feature_weights, device)
     names = [name.strip() for name in options.metrics.split(",")]
     if options.run:
-        job = job_of(options, device)
+        job, labels = job_of(options, device), options.labels
         score.check(names, len(job.labels), score.UNKNOWN, f"--metrics {options.metrics}")
         real, about_real = reference(options, network, names, size_of(job))
+        if isinstance(real, Pictures):
+            job, labels = like_reference(job, real)
         parts = sample_pictures.draw(job, ranks)
-        drawn, about = drawn_pictures(job, parts), about_run(job)
+        drawn, about = drawn_pictures(job, parts), about_run(job, labels)
     else:
         drawn, about = given_pictures(options), {}
         real, about_real = reference(options, network, names, size_of_pictures(drawn))
@@ -121,16 +126,35 @@ def job_of(options: Options, device: torch.device) -> Job:
             "pictures. Leave it out for the validation loss."
         )
     base = Path(options.out or DRAWS)
-    drawing = {f.name: getattr(options, f.name) for f in dataclasses.fields(DrawingFlags)}
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(DrawingFlags)}
     flags = PictureFlags(
         run=options.run,
         out=options.save_samples or str(base.with_name(f"{base.stem}-samples.npz")),
         num=options.num,
         seed=options.seed,
         batch_size=options.batch_size or BATCH,
-        **drawing,
+        **given,
     )
     return sample_pictures.job_of(run, run.objective, flags)
+
+
+def like_reference(job: Job, real: Pictures) -> tuple[Job, str]:
+    """The job with the reference's proportions of classes, unless --labels asks for others.
+
+    And what the results say of the labels.
+    """
+    if job.flags.labels == ALL and real.classes:
+        diffusion, num = job.diffusion, len(job.labels)
+        classes, names = diffusion.model.num_classes, diffusion.data.class_names
+        labels = drawing.labels_like(real.classes, num, classes, names)
+        if labels is not None:
+            return dataclasses.replace(job, labels=labels), "as the reference"
+        if Ranks().is_first:
+            console.say(
+                f"the reference has other classes than the run ({few(list(real.classes))}): all of "
+                "the run's are drawn, evenly"
+            )
+    return job, job.flags.labels
 
 
 def size_of(job: Job) -> int:
@@ -194,10 +218,10 @@ def described(
     return found
 
 
-def about_run(job: Job) -> dict[str, Any]:
+def about_run(job: Job, labels: str) -> dict[str, Any]:
     """What the drawn pictures depend on."""
     record = checkpoint.read_record(job.run.path)
-    kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "guide", "eta", "labels")
+    kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "guide", "eta")
     return {
         "checkpoint": str(job.run.path),
         "step": record["step"],
@@ -205,6 +229,7 @@ def about_run(job: Job) -> dict[str, Any]:
         "sampler": job.sampler.__name__,
         "sampling_steps": job.flags.steps,
         **{name: getattr(job.flags, name) for name in kept},
+        "labels": labels,
         "seed": job.flags.seed,
         "batch_size": job.flags.batch_size,
         "vae": job.vae and f"{job.vae.source} {job.vae.facts.digest}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -80,6 +81,26 @@ def spread_labels(num: int, classes: list[int]) -> Int64[Tensor, " num"]:
     """`num` labels, spread evenly over `classes` in their order."""
     index = torch.arange(num) * len(classes) // num
     return torch.tensor(classes)[index]
+
+
+def labels_like(
+    counts: Mapping[str, int], num: int, num_classes: int, names: Sequence[str]
+) -> Int64[Tensor, " num"] | None:
+    """`num` labels in the proportions of `counts`, by a class's name or number.
+
+    Shares are rounded so that the largest remainders get one more. None if a class is unknown.
+    """
+    numbers = {name: number for number, name in enumerate(names)}
+    numbers |= {str(number): number for number in range(num_classes) if str(number) not in numbers}
+    if not counts or not set(counts) <= set(numbers):
+        return None
+    total, classes = sum(counts.values()), sorted(counts, key=numbers.__getitem__)
+    shares = {name: counts[name] * num // total for name in classes}
+    by_remainder = sorted(classes, key=lambda name: -(counts[name] * num % total))
+    for name in by_remainder[: num - sum(shares.values())]:
+        shares[name] += 1
+    each = torch.tensor([shares[name] for name in classes])
+    return torch.tensor([numbers[name] for name in classes]).repeat_interleave(each)
 
 
 def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:

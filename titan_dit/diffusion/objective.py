@@ -211,17 +211,22 @@ class Diffusion(Objective):
             )
         return height * self.autoencoder(sampling).facts.factor
 
+    def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
+        """In the proportions of `like`; of all classes, evenly, if these are not known here."""
+        classes = self.model.num_classes
+        found = drawing.labels_like(like, num, classes, self.data.class_names)
+        return drawing.spread_labels(num, list(range(classes))) if found is None else found
+
     def pictures(
         self,
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        num: int,
+        labels: Int64[Tensor, " b"],
         numbers: Int64[Tensor, " b"],
     ) -> UInt8[Tensor, "b h w 3"]:
-        """Pictures of all classes, evenly."""
-        labels = drawing.spread_labels(num, list(range(self.model.num_classes)))
-        chosen = labels.to(numbers.device)[numbers], numbers
+        """Draw pictures, decoded if they are latents."""
+        chosen = labels, numbers
         samples = drawing.samples(
             forward, self.path, self.model, self.data, sampling, seed, *chosen
         )

@@ -192,15 +192,19 @@ class Objective:
         """Width and height in pixels of what `pictures` draws. UserError if it cannot."""
         raise NotImplementedError
 
+    def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
+        """Classes of `num` pictures, if possible in the proportions of a set: name -> count."""
+        raise NotImplementedError
+
     def pictures(
         self,
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        num: int,
+        labels: Int64[Tensor, " b"],
         numbers: Int64[Tensor, " b"],
     ) -> UInt8[Tensor, "b h w 3"]:
-        """Draw the pictures `numbers` of `num`, on the device of `numbers`."""
+        """Draw the pictures `numbers`, on their device."""
         raise NotImplementedError
 
 

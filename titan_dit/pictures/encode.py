@@ -63,7 +63,8 @@ class Chunk:
 
 def todo_of(plan: EncodePlan, output: Path) -> list[int] | None:
     """The chunks that are missing; None if the output is whole. On one process, which has claimed
-    the output."""
+    the output.
+    """
     finished = pack.resumed(plan, output, plan.digest())
     if finished is None:
         return None

@@ -5,24 +5,30 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from PIL import Image
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError
-from titan_dit.data.packing.images import read_image
+from titan_dit.data.files import BadFileError, read_whole
+from titan_dit.data.listing import Names
+from titan_dit.data.packing.images import decode_image
+from titan_dit.data.recognise import IMAGE_SUFFIXES
+from titan_dit.pictures.open_input import open_input
+from titan_dit.pictures.picture_set import PictureSet
+from titan_dit.pictures.read_metadata import FILES
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 PICTURES = "arr_0"
 """Of a .npz: uint8 [n, h, w, 3] (arXiv:2105.05233's evaluator)."""
+LABELS = "arr_1"
+"""Of the same, if it is there: the classes' numbers."""
 
 
 @dataclass(frozen=True)
@@ -34,44 +40,73 @@ class Pictures:
     digest: Callable[[], str]
     """SHA-256 of what is read, or of names and sizes of files."""
     about: str
+    classes: Mapping[str, int] = field(default_factory=dict)
+    """Pictures of each class, by its name or number; empty if they have no classes."""
 
 
 def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
-    """All pictures below a folder, in the order of their names, cropped to `size` as for training.
+    """The pictures of a folder, cropped to `size` as for training; with their classes if it has.
 
     Without a `size` all must have that of the first. `where` names the flag or key in errors.
     """
-    files = sorted(
-        Path(root) / name
-        for root, _, names in os.walk(folder)
-        for name in names
-        if name.lower().endswith(SUFFIXES)
-    )
-    if not files:
-        raise UserError(f"{where} {folder} holds no pictures ({', '.join(SUFFIXES)}).")
+    listed = of_classes(folder)
+    if listed:
+        names, read_file = listed.names, listed.read
+    else:
+        names = found = Names(below(folder))
+        if not len(found):
+            raise UserError(f"{where} {folder} holds no pictures ({', '.join(IMAGE_SUFFIXES)}).")
+
+        def read_file(row: int) -> bytes:
+            return bytes(read_whole(folder / found[row]))
 
     def read(rows: range) -> Tensor:
-        found = []
-        for row in rows:
-            try:
-                shape = shape_of_first() if size is None else (3, size, size)
-                found.append(read_image(files[row], size, shape).permute(1, 2, 0))
-            except (BadFileError, OSError) as error:
-                raise UserError(f"{where}: {files[row]}: {error}.") from None
-        return torch.stack(found)
+        shape = shape_of_first() if size is None else (3, size, size)
+        return torch.stack([one(row, shape).permute(1, 2, 0) for row in rows])
+
+    def one(row: int, shape: tuple[int, ...] | None = None) -> Tensor:
+        try:
+            return decode_image(read_file(row), size, shape)
+        except (BadFileError, OSError) as error:
+            raise UserError(f"{where}: {folder / names[row]}: {error}.") from None
 
     @cache
     def shape_of_first() -> tuple[int, ...]:
-        with Image.open(files[0]) as image:
-            return (3, image.height, image.width)
+        return (3, *one(0).shape[1:])
 
     def digest() -> str:
         sha = hashlib.sha256(f"{size}\n".encode())
-        for file in files:
-            sha.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
+        for row in range(len(names)):
+            sha.update(hashlib.sha256(read_file(row)).digest())
         return sha.hexdigest()
 
-    return Pictures(len(files), read, digest, f"{len(files):,} pictures of {folder}")
+    about = f"{len(names):,} pictures of {folder}"
+    return Pictures(len(names), read, digest, about, counts_of(listed) if listed else {})
+
+
+def of_classes(folder: Path) -> PictureSet | None:
+    """The listing of a folder with a metadata file or a folder for each class, else None."""
+    has_metadata = any((folder / name).is_file() for name in FILES)
+    with os.scandir(folder) as entries:
+        has_folders = all(entry.is_dir() for entry in entries if not entry.name.startswith("."))
+    return open_input(folder) if has_metadata or (has_folders and any(folder.iterdir())) else None
+
+
+def counts_of(listed: PictureSet) -> dict[str, int]:
+    """Pictures of each class."""
+    counts = Counter(label for label in listed.labels.tolist() if label >= 0)
+    names = listed.class_names
+    return {names[label] if names else str(label): counts[label] for label in sorted(counts)}
+
+
+def below(folder: Path) -> list[str]:
+    """All pictures below a folder, in the order of their names."""
+    return sorted(
+        str((Path(root) / name).relative_to(folder))
+        for root, _, names in os.walk(folder)
+        for name in names
+        if name.lower().endswith(tuple(IMAGE_SUFFIXES))
+    )
 
 
 def of_npz(path: Path, where: str) -> Pictures:
@@ -86,11 +121,13 @@ def of_npz(path: Path, where: str) -> Pictures:
     def read(rows: range) -> Tensor:
         return torch.from_numpy(np.array(array[rows.start : rows.stop]))
 
+    classes: dict[str, int] = {}
+    if LABELS in names_in(path, where):
+        labels = Counter(array_of(path, where, LABELS).tolist())
+        classes = {str(label): labels[label] for label in sorted(labels) if label >= 0}
+    about = f"{len(array):,} pictures of {path}"
     return Pictures(
-        len(array),
-        read,
-        lambda: hashlib.sha256(array.data).hexdigest(),
-        f"{len(array):,} pictures of {path}",
+        len(array), read, lambda: hashlib.sha256(array.data).hexdigest(), about, classes
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,8 @@ class Evaluation:
     network: Features
     real: Described | None
     """On the first rank only."""
+    classes: Mapping[str, int]
+    """Of the reference: drawn pictures have its proportions."""
 
     def scores(
         self,
@@ -42,12 +44,15 @@ class Evaluation:
     ) -> dict[str, float]:
         """Draw the pictures, split over the data ranks, and score them. Collective."""
         num, ranks = self.config.num, Ranks()
+        labels = objective.picture_labels(num, self.classes).to(share.device)
         found: dict[str, list[Tensor]] = {"features": [], "logits": []}
         for first in range(0, num, BATCH * share.num_ranks):
             start = first + BATCH * share.rank
             # Beyond `num`: padding, so that all ranks draw as many; it is cut off below.
             numbers = torch.arange(start, start + BATCH, device=share.device).clamp(max=num - 1)
-            drawn = self.network(objective.pictures(forward, sampling, seed, num, numbers))
+            drawn = self.network(
+                objective.pictures(forward, sampling, seed, labels[numbers], numbers)
+            )
             for name, part in zip(found, drawn, strict=True):
                 if part is not None:
                     whole = share.gather(part.to(share.device))[: num - first]
@@ -81,4 +86,5 @@ def open_evaluation(
     real: Described | None = (
         score.describe(network, found, names) if isinstance(found, Pictures) else found
     )
-    return Evaluation(config, network, real)
+    classes = found.classes if isinstance(found, Pictures) else {}
+    return Evaluation(config, network, real, classes)
