@@ -1,4 +1,4 @@
-"""The library diffusers: nothing else imports it, and nothing needs it but what calls this."""
+"""The libraries of the extra `pictures`: nothing else imports them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import warnings
 from types import ModuleType
 
 from titan_dit.config.section import UserError
+
+INSTALL = "Install it: pip install 'titan_dit[pictures]', or in a clone: pip install {}."
 
 
 def diffusers(what: str) -> ModuleType:
@@ -21,7 +23,18 @@ def diffusers(what: str) -> ModuleType:
             importlib.import_module("diffusers.utils.logging").disable_progress_bar()
     except ImportError as error:
         raise UserError(
-            f"{what} needs the library diffusers, which cannot be imported ({error}). Install it: "
-            "pip install 'titan_dit[pictures]', or in a clone: pip install diffusers."
+            f"{what} needs the library diffusers, which cannot be imported ({error}). "
+            + INSTALL.format("diffusers")
         ) from None
     return library
+
+
+def parquet(what: str) -> ModuleType:
+    """Import pyarrow.parquet, which `what` needs. Raises UserError if it is missing."""
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs the library pyarrow, which cannot be imported ({error}). "
+            + INSTALL.format("pyarrow")
+        ) from None

@@ -1,0 +1,139 @@
+"""Pictures to encode: how many, their classes and captions, and the bytes of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+from titan_dit.data.class_labels import few
+from titan_dit.data.listing import Names
+
+Label = str | int | None
+
+UNLABELLED = "no label"
+"""Why a picture without a class is dropped from a set that has classes."""
+
+
+@dataclass(frozen=True)
+class PictureSet:
+    """A listing of pictures in a stable order; picture i is row i."""
+
+    root: Path
+    kind: str
+    """What was found, for the console."""
+    names: Names
+    labels: Int64[Tensor, " n"]
+    """-1: it has none, and is dropped."""
+    num_classes: int
+    class_names: tuple[str, ...]
+    """In label order; empty if classes are numbers."""
+    texts: Sequence[str]
+    """Captions; "" where there is none. Empty if the set has no captions."""
+    read: Callable[[int], bytes]
+    """The file of a picture. Raises BadFileError or OSError."""
+
+    def __len__(self) -> int:
+        """Number of pictures."""
+        return len(self.names)
+
+
+def make_set(
+    root: Path,
+    kind: str,
+    names: Sequence[str],
+    labels: Sequence[Label],
+    texts: Sequence[str],
+    read: Callable[[int], bytes],
+    *,
+    classes: Sequence[str] | None = None,
+    num_classes: int | None = None,
+    class_names: Sequence[str] = (),
+) -> PictureSet:
+    """Number the classes. `classes`: the user's order; `class_names`: of labels that are numbers.
+
+    Raises UserError for a label outside the classes, and for two pictures of one name.
+    """
+    where = f"[data encode] input={root}"
+    if not names:
+        raise UserError(f"{where}: {kind} lists no pictures.")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{where}: {few(twice)} is listed twice. Keep one line of each.")
+    given = {label for label in labels if label is not None}
+    found_names: tuple[str, ...] = ()
+    if not given:
+        numbers = [0] * len(names)
+    elif all(isinstance(label, int) for label in given):
+        numbers = [-1 if label is None else int(label) for label in labels]
+        found_names = tuple(classes or class_names)
+    else:
+        numbers, found_names = by_name(where, [as_name(label) for label in labels], classes)
+    lowest, highest = min(n for n in numbers if n != -1), max(numbers)
+    most = num_classes or len(found_names) or highest + 1
+    if lowest < 0 or highest >= most:
+        bad = lowest if lowest < 0 else highest
+        raise UserError(
+            f"{where}: {names[numbers.index(bad)]} has the label {bad}, outside 0 to {most - 1}. "
+            "Correct it, or raise --num-classes."
+        )
+    if found_names and len(found_names) != most:
+        raise UserError(
+            f"{where}: --num-classes {most}, but there are {len(found_names)} names of classes. "
+            "List all of them in label order: --classes FILE."
+        )
+    had = set(numbers)
+    if num_classes is None and (empty := [i for i in range(most) if i not in had]):
+        shown = [found_names[i] if found_names else i for i in empty]
+        raise UserError(
+            f"{where}: no pictures of {len(empty):,} classes: {few(shown)}. Add some. If they are "
+            f"missing on purpose: --num-classes {most}."
+        )
+    kept = list(texts) if any(texts) else []
+    return PictureSet(
+        root, kind, Names(names), torch.tensor(numbers), most, found_names, kept, read
+    )
+
+
+def as_name(label: Label) -> str | None:
+    """A label as the name of a class."""
+    return None if label is None else str(label)
+
+
+def by_name(
+    where: str, labels: Sequence[str | None], classes: Sequence[str] | None
+) -> tuple[list[int], tuple[str, ...]]:
+    """Number names in the order of `classes`, else sorted."""
+    found = sorted({label for label in labels if label is not None})
+    names = tuple(classes or found)
+    if unknown := [name for name in found if name not in set(names)]:
+        raise UserError(
+            f"{where}: the labels {few(unknown)} are not among the {len(names)} listed classes. "
+            "Add them to --classes, or correct them."
+        )
+    numbers = {name: number for number, name in enumerate(names)}
+    return [-1 if label is None else numbers[label] for label in labels], names
+
+
+def label_of(value: object) -> Label:
+    """A label as a file holds it: an integer, decimal text, the name of a class, or nothing."""
+    if value is None or value == "" or (isinstance(value, float) and value != value):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str | float):
+        return str(value)
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else str(value)
+    return value
+
+
+def numbers_if_decimal(labels: Sequence[Label]) -> list[Label]:
+    """Labels of a text file: integers if all of them are decimal."""
+    given = [str(label) for label in labels if label is not None]
+    if not all(label.isdecimal() for label in given):
+        return list(labels)
+    return [None if label is None else int(label) for label in labels]

@@ -1,0 +1,100 @@
+"""Pictures that a `metadata.jsonl`, `.csv` or `.parquet` beside them lists.
+
+A row has `file_name`, relative to the folder, and perhaps `label` (or `class`) and `text` (or
+`caption`). Pictures that no row names are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from titan_dit.config.section import UserError
+from titan_dit.data.files import BadFileError, read_whole
+from titan_dit.pictures.library import parquet
+from titan_dit.pictures.picture_set import (
+    Label,
+    PictureSet,
+    label_of,
+    make_set,
+    numbers_if_decimal,
+)
+
+FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+NAME, LABELS, TEXTS = "file_name", ("label", "class"), ("text", "caption")
+
+
+def open_metadata(
+    root: Path, file: Path, classes: Sequence[str] | None = None, num_classes: int | None = None
+) -> PictureSet:
+    """List the rows of a metadata file."""
+    rows = {".jsonl": of_jsonl, ".csv": of_csv, ".parquet": of_parquet}[file.suffix](file)
+    names: list[str] = []
+    for number, row in enumerate(rows, 1):
+        name = row.get(NAME)
+        if not isinstance(name, str) or not name:
+            raise UserError(f"[data encode] {file}, row {number}: {NAME} is missing.")
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise UserError(
+                f"[data encode] {file}, row {number}: {NAME} {name} is outside {root}. Name files "
+                "relative to it."
+            )
+        names.append(name)
+    key = next((key for key in LABELS if any(key in row for row in rows)), LABELS[0])
+    labels: list[Label] = [label_of(row.get(key)) for row in rows]
+    text = next((key for key in TEXTS if any(key in row for row in rows)), TEXTS[0])
+    texts = [str(row.get(text) or "") for row in rows]
+
+    def read(row: int) -> bytes:
+        path = root / names[row]
+        if not path.is_file():
+            raise BadFileError("no such file")
+        return bytes(read_whole(path))
+
+    given = {"classes": classes, "num_classes": num_classes}
+    numbered = numbers_if_decimal(labels)
+    return make_set(root, file.name, names, numbered, texts, read, **given)  # type: ignore[arg-type]
+
+
+def of_jsonl(file: Path) -> list[Mapping[str, Any]]:
+    """The rows of a file with a JSON object in each line."""
+    rows: list[Mapping[str, Any]] = []
+    for number, line in enumerate(text_of(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"[data encode] {file}, line {number}: no JSON ({error}).") from None
+        if not isinstance(row, dict):
+            raise UserError(f"[data encode] {file}, line {number}: no JSON object.")
+        rows.append(row)
+    return rows
+
+
+def of_csv(file: Path) -> list[Mapping[str, Any]]:
+    """The rows of a CSV file, whose first line names the columns."""
+    return list(csv.DictReader(text_of(file).splitlines(keepends=True)))
+
+
+def of_parquet(file: Path) -> list[Mapping[str, Any]]:
+    """The rows of a parquet file, without the columns that are not needed."""
+    library = parquet(f"[data encode] {file.name}")
+    try:
+        opened = library.ParquetFile(file)
+        wanted = [name for name in (NAME, *LABELS, *TEXTS) if name in opened.schema_arrow.names]
+        rows: list[Mapping[str, Any]] = opened.read(columns=wanted).to_pylist()
+    except (OSError, ValueError) as error:
+        raise UserError(f"[data encode] {file} is not a readable parquet file: {error}") from None
+    return rows
+
+
+def text_of(file: Path) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"[data encode] {file} is not UTF-8 text. Save it as UTF-8.") from None

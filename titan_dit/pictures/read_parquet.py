@@ -1,0 +1,92 @@
+"""Pictures inside parquet files, as Hugging Face's datasets store them.
+
+The column `image` holds the file's bytes, or a struct with `bytes`; `label` a number, whose names
+are in the schema's metadata, or a name; `text` or `caption` a caption.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from titan_dit.config.section import UserError
+from titan_dit.data.files import BadFileError
+from titan_dit.pictures.library import parquet
+from titan_dit.pictures.picture_set import PictureSet, label_of, make_set
+
+IMAGES, LABELS, TEXTS = ("image", "img", "png", "jpg"), ("label", "labels"), ("text", "caption")
+KEPT_GROUPS = 3
+"""Row groups in memory: threads read ahead into the next one."""
+
+
+def open_parquet(
+    root: Path,
+    files: Sequence[Path],
+    classes: Sequence[str] | None = None,
+    num_classes: int | None = None,
+) -> PictureSet:
+    """List the rows of parquet files, one after another. Reads no pictures."""
+    library = parquet(f"[data encode] input={root}: parquet")
+    names, labels, texts, groups = [], [], [], []
+    class_names: Sequence[str] = ()
+    for file in files:
+        try:
+            opened = library.ParquetFile(file)
+        except (OSError, ValueError) as error:
+            raise UserError(f"[data encode] {file} is not readable parquet: {error}") from None
+        columns = opened.schema_arrow.names
+        image = next((name for name in IMAGES if name in columns), None)
+        if image is None:
+            raise UserError(
+                f"[data encode] {file} has the columns {', '.join(columns)}, but none of "
+                f"{', '.join(IMAGES)} with pictures."
+            )
+        label = next((name for name in LABELS if name in columns), None)
+        text = next((name for name in TEXTS if name in columns), None)
+        wanted = [name for name in (label, text) if name]
+        table = opened.read(columns=wanted).to_pydict() if wanted else {}
+        count = opened.metadata.num_rows
+        names += [f"{file.name}:{row}" for row in range(count)]
+        labels += [label_of(value) for value in table.get(label, [None] * count)]
+        texts += [value or "" for value in table.get(text, [""] * count)]
+        groups += [
+            (opened, image, number, opened.metadata.row_group(number).num_rows)
+            for number in range(opened.num_row_groups)
+        ]
+        class_names = class_names or names_of(opened.schema_arrow.metadata or {}, label)
+    ends = list(accumulate(rows for *_, rows in groups))
+    lock = Lock()
+
+    @lru_cache(KEPT_GROUPS)
+    def group(number: int) -> Any:
+        opened, image, at, _ = groups[number]
+        return opened.read_row_group(at, columns=[image]).column(0)
+
+    def read(row: int) -> bytes:
+        number = bisect_right(ends, row)
+        with lock:  # A file is read by one thread at a time.
+            column = group(number)
+        value = column[row - (ends[number] - groups[number][3])].as_py()
+        data = value.get("bytes") if isinstance(value, Mapping) else value
+        if not isinstance(data, bytes) or not data:
+            raise BadFileError("holds no bytes of a picture")
+        return data
+
+    kind = f"{len(files)} parquet files"
+    given = {"classes": classes, "num_classes": num_classes, "class_names": class_names}
+    return make_set(root, kind, names, labels, texts, read, **given)  # type: ignore[arg-type]
+
+
+def names_of(metadata: Mapping[bytes, bytes], label: str | None) -> Sequence[str]:
+    """The classes' names in the metadata of a schema; () if it has none."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return tuple(map(str, features[label]["names"]))
+    except (KeyError, TypeError, ValueError):
+        return ()

@@ -1,0 +1,113 @@
+"""Pictures in tar files, as webdataset stores them.
+
+The files of a sample share their name up to its first dot: `0001.jpg` with `0001.cls` (a number or
+a name), `0001.txt` (a caption) or `0001.json` (`label` and `text`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_dit.config.section import UserError
+from titan_dit.data.files import BadFileError
+from titan_dit.data.recognise import IMAGE_SUFFIXES
+from titan_dit.pictures.picture_set import Label, PictureSet, label_of, make_set, numbers_if_decimal
+from titan_dit.system.progress import ProgressLine
+
+LABEL, TEXT, BOTH = ".cls", ".txt", ".json"
+
+
+class Member(NamedTuple):
+    """A picture in a tar file."""
+
+    file: int
+    offset: int
+    size: int
+
+
+def open_tars(
+    root: Path,
+    files: Sequence[Path],
+    classes: Sequence[str] | None = None,
+    num_classes: int | None = None,
+) -> PictureSet:
+    """List the samples of tar files, one after another. Reads headers and texts, not pictures."""
+    samples: dict[str, dict[str, Any]] = {}
+    progress = ProgressLine(len(files), "tar files", what="listed")
+    for number, file in enumerate(files):
+        try:
+            with tarfile.open(file, "r:") as archive:
+                for member in archive:
+                    if member.isfile():
+                        add(samples, archive, member, number, file)
+        except (OSError, tarfile.TarError) as error:
+            raise UserError(
+                f"[data encode] {file} is not a readable tar file ({error}). Compressed ones must "
+                "be unpacked: gunzip."
+            ) from None
+        progress.add(1)
+    progress.end()
+    found = {key: sample for key, sample in samples.items() if "picture" in sample}
+    labels: list[Label] = [label_of(sample.get("label")) for sample in found.values()]
+    texts = [str(sample.get("text") or "") for sample in found.values()]
+    members = [sample["picture"] for sample in found.values()]
+    descriptors = [os.open(file, os.O_RDONLY) for file in files]
+
+    def read(row: int) -> bytes:
+        member = members[row]
+        data = os.pread(descriptors[member.file], member.size, member.offset)
+        if len(data) != member.size:
+            raise BadFileError("cut off with its tar file")
+        return data
+
+    kind = f"{len(files)} tar files"
+    given = {"classes": classes, "num_classes": num_classes}
+    numbered = numbers_if_decimal(labels)
+    return make_set(root, kind, list(found), numbered, texts, read, **given)  # type: ignore[arg-type]
+
+
+def add(
+    samples: dict[str, dict[str, Any]],
+    archive: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    number: int,
+    path: Path,
+) -> None:
+    """Add a member of a tar file to its sample."""
+    folder, _, name = member.name.rpartition("/")
+    stem, dot, rest = name.partition(".")
+    suffix = f"{dot}{rest}".lower()
+    key = f"{path.name}:{folder}/{stem}" if folder else f"{path.name}:{stem}"
+    if suffix in IMAGE_SUFFIXES:
+        sample = samples.setdefault(key, {})
+        if "picture" in sample:
+            raise UserError(f"[data encode] {path}: {member.name} is the second picture of {stem}.")
+        sample["picture"] = Member(number, member.offset_data, member.size)
+    elif suffix in (LABEL, TEXT, BOTH):
+        opened = archive.extractfile(member)
+        content = opened.read().decode("utf-8", "replace").strip() if opened else ""
+        samples.setdefault(key, {}).update(described(suffix, content, path, member.name))
+
+
+def described(suffix: str, content: str, path: Path, name: str) -> dict[str, Any]:
+    """What a text beside a picture says of it."""
+    if suffix == LABEL:
+        return {"label": content}
+    if suffix == TEXT:
+        return {"text": content}
+    try:
+        values = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise UserError(f"[data encode] {path}: {name} is no JSON ({error}).") from None
+    if not isinstance(values, dict):
+        return {}
+    found = {
+        "label": values.get("label", values.get("class")),
+        "text": values.get("text", values.get("caption")),
+    }
+    return {key: value for key, value in found.items() if value is not None}
