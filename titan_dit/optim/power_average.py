@@ -24,7 +24,7 @@ NEGLIGIBLE = 1e-10
 
 
 def exponent(sigma_rel: float) -> float:
-    """gamma of a relative width, from 0 to 12 ** -0.5."""
+    """The exponent gamma of a relative width, from 0 to 12 ** -0.5."""
     # sigma_rel ** 2 = (gamma + 1) / ((gamma + 2) ** 2 (gamma + 3))
     inverse = sigma_rel**-2
     roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
@@ -80,7 +80,8 @@ def fits(given: Sequence[Profile], wanted: Sequence[Profile]) -> list[Fit]:
     unit = max(p.time for p in given)
     # With a Lagrange multiplier for the sum. Profiles of neighbours are nearly dependent: lstsq
     # drops what fp64 cannot tell apart.
-    system = np.block([[square * unit, np.ones((number, 1))], [np.ones((1, number)), np.zeros((1, 1))]])
+    ones = np.ones((number, 1))
+    system = np.block([[square * unit, ones], [ones.T, np.zeros((1, 1))]])
     right = np.vstack([targets * unit, np.ones((1, len(wanted)))])
     columns = np.linalg.lstsq(system, right, rcond=None)[0][:number].T
     norms = np.diag(products(wanted, wanted))
@@ -93,9 +94,7 @@ def fits(given: Sequence[Profile], wanted: Sequence[Profile]) -> list[Fit]:
     return found
 
 
-def expressible(
-    given: Sequence[Profile], time: float, error: float
-) -> list[tuple[float, float]]:
+def expressible(given: Sequence[Profile], time: float, error: float) -> list[tuple[float, float]]:
     """Ranges of sigma_rel that `given` fit at `time` within `error`, on a grid of 3%."""
     grid = sorted({*map(float, np.geomspace(0.001, 0.28, 200)), *(p.sigma_rel for p in given)})
     ranges: list[tuple[float, float]] = []

@@ -23,9 +23,7 @@ Say: TypeAlias = Callable[..., None]
 """Prints console lines."""
 
 
-def saves_of(
-    run: RunConfig, settings: CheckpointConfig, ema: EMAConfig, steps: int
-) -> Checkpoints:
+def saves_of(run: RunConfig, settings: CheckpointConfig, ema: EMAConfig, steps: int) -> Checkpoints:
     """The checkpoints of a run that trains, with the snapshots of its averages."""
     checkpoints = resume.checkpoints_of(run, settings)
     checkpoints.snapshots = Snapshots(checkpoints, ema, steps)
