@@ -130,10 +130,14 @@ class Checkpoints:
             self.record_failure(step, str(error))
             return
         self.failures.clear()
-        self.messages.append(f"saved {path}")
+        self.record_success(path)
         if self.ranks.is_first:
             with contextlib.suppress(Exception):
                 self.prune(record)
+
+    def record_success(self, path: Location) -> None:
+        """Record a complete save."""
+        self.messages.append(f"saved {path}")
 
     def record_failure(self, step: int, cause: str) -> None:
         """Record a failed save."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import TensorTree
-from titan_dit.checkpoint.store import store_of
+from titan_dit.checkpoint.store import Location, store_of
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig, power_name
 from titan_dit.launcher.ranks import Ranks
@@ -50,6 +50,9 @@ class Snapshots(Checkpoints):
         if self.is_due(step) and step != self.newest_step:
             self.newest_step = step
             self.save(step, {"ema": {name: averages[name] for name in self.names}}, record)
+
+    def record_success(self, path: Location) -> None:
+        """Say nothing: there are many."""
 
     def record_failure(self, step: int, cause: str) -> None:
         """Report a failed save: unlike a checkpoint's it is not made up for."""
