@@ -34,6 +34,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.launcher.failure import is_restarted
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
+from titan_dit.recovery import mismatch
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "noise_schedule", "schedule", "steps", "learn_sigma")
 """Keys of [objective] that define the network's prediction."""
