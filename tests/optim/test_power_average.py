@@ -64,7 +64,9 @@ def test_products_of_profiles_are_their_integrals():
     drawn = []
     for p in profiles:
         gamma = exponent(p.sigma_rel)
-        drawn.append(np.where(times < p.time, (gamma + 1) * times**gamma / p.time ** (gamma + 1), 0))
+        drawn.append(
+            np.where(times < p.time, (gamma + 1) * times**gamma / p.time ** (gamma + 1), 0)
+        )
     expected = np.array(drawn) @ np.array(drawn).T / 1e5
     np.testing.assert_allclose(products(profiles, profiles), expected, rtol=1e-6)
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from titan_dit.checkpoint.checkpoint import clean_up, commit, contents, ignore, read_into
 from titan_dit.checkpoint.save_plan import GlobalPlan, plan_locally
+from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import Location, store_of
 from titan_dit.checkpoint.torch_files import Writer
 from titan_dit.config.section import UserError
 
 Shapes: TypeAlias = dict[str, tuple[torch.Size, torch.dtype]]
-GROUP = 1 << 23
+GROUP = 1 << 22
 """Elements of a group: at least these, and a 32nd of the model. Each takes 12 bytes, and 4 more for
 every average of a checkpoint."""
 LARGEST_SHARE = 32
@@ -91,12 +92,21 @@ def write_groups(
     choices = whole.choose([pickle.dumps(local.plan) for local in outlines])
     aside, written, places = store_of(final).begin(final), dict[str, Any](), list[bytes]()
     for number, (group, terms) in enumerate(jobs):
-        local = plan_locally({part: summed(group, terms, read)}, not number)
-        writer = Writer(aside, on_cpu=True)
-        chosen = local.chosen(pickle.loads(choices[number]))
-        places.append(pickle.dumps(writer.write_plan(chosen, local.planner, number)))
-        written |= writer.written
+        tensors = {part: summed(group, terms, read)}
+        files, place = write_group(aside, tensors, number, choices[number])
+        del tensors  # Before the next ones are made.
+        written |= files
+        places.append(place)
     commit(aside, final, record, written, whole.describe(places))
+
+
+def write_group(
+    aside: Location, tensors: TensorTree, number: int, choice: bytes
+) -> tuple[dict[str, Any], bytes]:
+    """Write a group as rank `number` would; return its files and where its tensors are."""
+    local, writer = plan_locally(tensors, not number), Writer(aside, on_cpu=True)
+    results = writer.write_plan(local.chosen(pickle.loads(choice)), local.planner, number)
+    return writer.written, pickle.dumps(results)
 
 
 def groups(shapes: Shapes) -> Iterator[Shapes]:
@@ -134,7 +144,8 @@ def summed(shapes: Shapes, terms: Sequence[Term], read: Callable[[int], None]) -
         for key, (name, weight) in wanted.items():
             add(sums[name], buffers[key], weight)
             read(buffers[key].nbytes)
-    return {name: total.to(shapes[name][1]) for name, total in sums.items()}
+    del buffers
+    return {name: sums.pop(name).to(dtype) for name, (_, dtype) in shapes.items()}
 
 
 def add(total: Tensor, tensor: Tensor, weight: float) -> None:
