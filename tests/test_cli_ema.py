@@ -64,7 +64,7 @@ def cwd(tmp_path_factory):
     (folder / "kept.py").write_text(REFERENCE)
     spoiled(folder / "data")
     flags = ("--data.name", "latents", "--data.path", "data", "--training.global_batch_size", 4)
-    flags += ("--training.steps", 150, "--checkpoint.every", 75, "--checkpoint.keep", 1)
+    flags += ("--training.steps", 150, "--checkpoint.every", 75, "--checkpoint.keep", 2)
     flags += ("--metrics.every", 50, "--ema.snapshots", 50, "--lr_schedule.warmup_steps", 10)
     done = train(*TINY, *flags, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -197,6 +197,20 @@ def test_a_damaged_snapshot_is_named_and_the_others_do_without_it(cwd, tmp_path)
     (tmp_path / "made.partial" / "__0_0.distcp").touch()
     assert checkpoint.verify(made(tmp_path, 0.07))["averaged"]["step"] == 150
     assert not (tmp_path / "made.partial").exists()
+
+
+def test_a_run_that_goes_back_leaves_no_snapshot_of_the_steps_to_come(cwd, tmp_path):
+    (tmp_path / "kept.py").write_text(REFERENCE)
+    for name in ("data", "outputs/digits"):
+        shutil.copytree(cwd / name, tmp_path / name)
+    saved = tmp_path / "outputs" / "digits" / "checkpoints"
+    shutil.rmtree(saved / "step-00000150")
+    flags = ("--data.name", "latents", "--data.path", "data", "--training.global_batch_size", 4)
+    flags += ("--training.steps", 76, "--ema.snapshots", 1, "--lr_schedule.warmup_steps", 10)
+    done = train(*TINY, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = sorted(path.name for path in (saved / "averages").iterdir())
+    assert found == [f"step-{step:08d}" for step in (*range(3, 76, 3), 76)]
 
 
 def test_its_errors_are_one_line(tmp_path):

@@ -36,6 +36,7 @@ def built(
         job={"dir": str(folder)},
         training={"steps": steps, "microbatch_size": 8 if sections else None},
         checkpoint={"every": saved[0], "keep": saved[1]},
+        ema={"power": [0.1], "snapshots": steps},
         faults={"max_consecutive_bad_steps": 3, **dict(faults)},
         metrics={"every": every},
     )
@@ -129,6 +130,8 @@ def is_killed(world, folder):
     try:
         trainer.fit()
     except Killed:
+        snapshots = (folder / "killed" / "checkpoints" / "averages").iterdir()
+        assert sorted(path.name for path in snapshots) == [f"step-{n:08d}" for n in range(1, 5)]
         trainer = built(world, folder / "killed", **NAN)
         trainer.fit()
     return state(trainer)
