@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
-
-import tyro
 
 from titan_dit.config.section import FilePath, Section, SigmaRel
 
@@ -16,7 +13,7 @@ class Options(Section):
 
     section = "ema"
 
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: FilePath
     """Run directory, or its checkpoints folder; a path or a URL."""
     sigma_rel: SigmaRel
     """Relative width of the average: the standard deviation of its profile over the steps."""
