@@ -183,6 +183,21 @@ def test_other_runs_and_targets_are_refused(cwd, tmp_path):
     assert (tmp_path / "mine.partial" / "a file").exists()
 
 
+def test_parameters_without_an_average_come_from_the_newest_checkpoint(cwd, tmp_path):
+    averages = cwd / "outputs" / "digits" / "checkpoints" / "averages"
+    record = checkpoint.read_record(averages / "step-00000150")
+    own = {key: record[key] for key in ("step", "ledger", "config", "config_format", "data")}
+    powers = {f"power_{s}": {"w": torch.full((5,), float(s))} for s in KEPT}
+    folder = tmp_path / "outputs" / "digits" / "checkpoints"
+    checkpoint.write(folder / "averages" / "step-00000150", {"ema": powers}, own)
+    model = {"w": torch.zeros(5), "frozen": torch.arange(3.0)}
+    checkpoint.write(folder / "step-00000150", {"model": model, "ema": powers}, own)
+    found = weights_of(made(tmp_path, 0.1))
+    assert found.keys() == model.keys()
+    assert torch.equal(found["w"], powers["power_0.1"]["w"])
+    assert torch.equal(found["frozen"], model["frozen"])
+
+
 def test_a_damaged_snapshot_is_named_and_the_others_do_without_it(cwd, tmp_path):
     shutil.copytree(cwd / "outputs", tmp_path / "outputs")
     folder = tmp_path / "outputs" / "digits" / "checkpoints" / "averages"

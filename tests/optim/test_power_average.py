@@ -131,6 +131,8 @@ def test_the_clock_stands_still_in_skipped_updates():
     # At the range's end as at its begin; the first updates of a run leave no gap.
     assert clock(60, 1, [(51, 60)]) == clock(50, 1, []) == 50
     assert clock(100, 1, [(1, 9)]) == 100
+    # Ranges of samples of one step: it counts once.
+    assert clock(100, 1, [(58, 60), (51, 58), (60, 60)]) == pytest.approx(100 * 50 / 60)
     # Bad steps without an update are none of the averages'.
     assert clock(100, 5, [(51, 54)]) == 100
     assert clock(100, 5, [(55, 55)]) == pytest.approx(100 * 50 / 55)

@@ -115,10 +115,11 @@ def clock(step: int, every: int, skipped: Iterable[tuple[int, int]]) -> float:
     by a power of u, as if the range did not exist. The first updates of a run do not count: the
     initial weights take their place.
     """
-    time = float(step - step % every)
-    for first, last in skipped:
-        # Updates follow the multiples of `every`.
-        begin, end = (first - 1) // every * every, last // every * every
+    time, done = float(step - step % every), 0
+    for first, last in sorted(skipped):
+        # Updates follow the multiples of `every`. A step may be in several ranges.
+        begin, end = max(done, (first - 1) // every * every), last // every * every
         if 0 < begin < end <= step:
             time *= begin / end
+        done = max(done, end)
     return time
