@@ -10,11 +10,12 @@ from commands import only_error, sample, train
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
-from titan_dit.commands import ema
+from titan_dit.commands import checkpoint_show, ema
 from titan_dit.commands.flags.ema import Options
 from titan_dit.config.section import UserError
+from titan_dit.config.training import EMAConfig
 from titan_dit.data.latents import write_shards
-from titan_dit.trained_model import load
+from titan_dit.trained_model import load, load_weights
 
 KEPT, WIDTHS = ("0.05", "0.1"), (0.06, 0.075, 0.09)
 REFERENCE = """
@@ -68,7 +69,7 @@ def cwd(tmp_path_factory):
     flags += ("--metrics.every", 50, "--ema.snapshots", 50, "--lr_schedule.warmup_steps", 10)
     done = train(*TINY, *flags, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "averages: 50 snapshots of 2, 0.00 GiB each" in done.stdout
+    assert "averages: 50 snapshots of 2, " in done.stdout
     record = checkpoint.read_record(find_checkpoint(folder / "outputs" / "digits", None))
     assert record["guard"]["nan_steps"] == 3, "two samples, one of them twice"
     return folder
@@ -123,6 +124,17 @@ def test_a_kept_width_is_its_last_snapshot_to_the_bit(cwd, capsys):
     assert first.startswith("sigma_rel 0.1 at step 72, of 1 snapshots; error of the profile ")
     assert head.split() == ["step", "power_0.1"]
     assert row.split() == ["72", "1.000000e+00"]
+    checkpoint_show.main(checkpoint_show.Options(path=str(path)))
+    assert "average of weights, sigma_rel 0.1 of step 72 of" in capsys.readouterr().out
+
+
+def test_without_a_decay_the_first_width_is_the_average(cwd):
+    snapshot = cwd / "outputs" / "digits" / "checkpoints" / "averages" / "step-00000072"
+    expected = weights_of(snapshot, "ema.power_0.05.")
+    found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    names = EMAConfig(decays=(), power=(0.05, 0.1)).names
+    assert load_weights(snapshot, found, names, "ema", None) == "ema power_0.05"
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_sample_convert_and_a_new_run_take_it(cwd):

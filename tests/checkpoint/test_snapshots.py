@@ -141,7 +141,7 @@ def full(*_):
 
 def test_the_disk_space_is_said(tmp_path):
     (line,) = saves_in(tmp_path).snapshot_lines(2**28)
-    assert line.startswith("averages: 6 snapshots of 2, 2.00 GiB each, 12.00 GiB in all, in ")
+    assert line.startswith("averages: 6 snapshots of 2, 2 GiB each, 12 GiB in all, in ")
     (line,) = saves_in(tmp_path, every=0).snapshot_lines(2**28)
     assert line == "no snapshots of [ema] power are taken: [checkpoint] every=0"
     assert not list(saves_in(tmp_path, ema=EMAConfig()).snapshot_lines(2**28))

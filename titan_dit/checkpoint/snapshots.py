@@ -92,6 +92,6 @@ class Snapshots(Checkpoints):
         elif taken:
             each = 4 * num_parameters * len(self.names)
             yield (
-                f"averages: {taken} snapshots of {len(self.names)}, {each / GIB:,.2f} GiB each, "
-                f"{taken * each / GIB:,.2f} GiB in all, in {self.folder}"
+                f"averages: {taken} snapshots of {len(self.names)}, {each / GIB:,.3g} GiB each, "
+                f"{taken * each / GIB:,.3g} GiB in all, in {self.folder}"
             )
