@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import only_error, sample, train
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint import checkpoint, torch_files
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import checkpoint_show, ema
 from titan_dit.commands.flags.ema import Options
@@ -176,6 +176,19 @@ def test_what_the_snapshots_do_not_make_is_refused(case, cwd):
     flags, words = REFUSED[case]
     refused(words, made, cwd, name="refused", **flags)
     assert not list(cwd.glob("refused*"))
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_works(cwd, tmp_path, monkeypatch):
+    shutil.copytree(cwd / "outputs", tmp_path / "outputs")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_files.Digesting, "write", full)
+        refused("^--to .*made cannot be written: No space left on device.$", made, tmp_path, 0.1)
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    assert weights_of(made(tmp_path, 0.1))
 
 
 def test_other_runs_and_targets_are_refused(cwd, tmp_path):

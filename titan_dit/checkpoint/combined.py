@@ -66,15 +66,12 @@ def write_sum(
     """Write the checkpoint `final`: under `part`, each name of `sums` is the sum of its terms.
 
     The sums are added in fp64. `read` gets the bytes read. The terms' files have been verified.
-    Raises UserError, and leaves nothing, if `final` cannot be written.
+    Raises OSError, and leaves nothing, if `final` cannot be written.
     """
     try:
         write_groups(final, part, sums, record, read)
-    except BaseException as error:
+    except BaseException:
         clean_up(final)
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            raise UserError(f"{final} cannot be written: {reason}.") from None
         raise
 
 

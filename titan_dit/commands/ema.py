@@ -63,7 +63,11 @@ def main(options: Options) -> None:
     verify([term.path for _, parts in sums for term in parts])
     total = sum(size_of(shapes) * len(term.weights) for shapes, parts in sums for term in parts)
     progress = ProgressLine(total, "B", what="combined", form=count)
-    write_sum(target, "model", sums, record_of(options, snapshots[-1], terms), progress.add)
+    try:
+        write_sum(target, "model", sums, record_of(options, snapshots[-1], terms), progress.add)
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split())
+        raise UserError(f"--to {target} cannot be written: {reason}.") from None
     progress.end()
     console.say(f"wrote   {target}. Draw from it with sample --run {target}")
 
