@@ -25,6 +25,7 @@ COMMANDS = {
     "convert": "convert weights of DiT or transformers to a checkpoint, or back",
     "predict": "run the network on given inputs",
     "replay": "repeat a training step and list its samples",
+    "data encode": "encode pictures by an autoencoder into shards",
     "data pack": "pack a folder of latents or images into shards",
     "data show": "print a dataset's metadata and samples",
     "data example": "write example pictures as a folder",

@@ -103,6 +103,8 @@ class Source:
 
     fields: Mapping[str, Field]
     facts: DataFacts
+    copies: int = 1
+    """Neighbouring rows of one picture, such as its mirror image: held out together."""
 
     def __len__(self) -> int:
         """Number of samples."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from jaxtyping import Int64
@@ -30,7 +32,35 @@ def held_out_rows(source: Source, seed: int, count: int, data_order: str) -> tup
             f"remain for training. Set fewer, such as samples = {max(1, len(source) // 10)}."
         )
     chosen = by_sorting if data_order == "sort" else by_key
-    return tuple(sorted(chosen(source, seed, count).tolist()))
+    if (copies := source.copies) == 1:
+        return tuple(sorted(chosen(source, seed, count).tolist()))
+    if count % copies:
+        raise UserError(
+            f"[validation] samples={count}: a picture of [data] has {copies} rows (it and its "
+            f"mirror image), which are held out together. Set samples = {count + 1}."
+        )
+    pictures = sorted(chosen(FirstRows(source), seed, count // copies).tolist())
+    return tuple(copies * i + copy for i in pictures for copy in range(copies))
+
+
+class FirstRows(Source):
+    """The first row of each picture of a source."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        """Number of pictures."""
+        return len(self.source) // self.source.copies
+
+    def groups(self) -> Int64[Tensor, " n"] | None:
+        """The class of every picture."""
+        groups = self.source.groups()
+        return None if groups is None else groups[:: self.source.copies]
+
+    def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
+        """The same, in parts: the rows of a picture are in one shard."""
+        return (part[:: self.source.copies] for part in self.source.group_parts())
 
 
 def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:

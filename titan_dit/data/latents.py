@@ -119,6 +119,7 @@ class LatentShards(Source):
         progress.end()
         self.counts = np.array([len(shard.labels) for shard in self.shards])
         self.ends = self.counts.cumsum()
+        self.copies = manifest.get("copies", 1)
         self.dtype = STORED_DTYPES[manifest["dtype"]]
         self._numpy_dtype = np.dtype(manifest["dtype"])
         # An element of a memoryview is read several times faster than that of a tensor.

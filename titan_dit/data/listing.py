@@ -90,8 +90,10 @@ def layout_of(root: Path) -> Layout:
     pairs = pairs_of(root, folders)
     others = [name for name in folders if not any(name in pair for pair in pairs)]
     if CLAIM in files and MANIFEST not in files:
+        encoding = b"data encode" in (root / CLAIM).read_bytes()
+        command, what = ("data encode", "encoding") if encoding else ("data pack", "packing")
         raise UserError(
-            f"[data] path={root}: packing is unfinished. Run the same `data pack` command again "
+            f"[data] path={root}: {what} is unfinished. Run the same `{command}` command again "
             "to resume it."
         )
     found = [f"the pair {' and '.join(pair)}" for pair in pairs]

@@ -26,6 +26,7 @@ MANIFEST_KEYS = {
     "num_classes": PositiveInt,
     "classes": tuple[str, ...] | None,
     "value_range": tuple[Finite, ...] | None,
+    "copies": PositiveInt | None,
 }
 UNITS = ("scale", "shift")
 """Keys that hold a number, or a list of one per channel."""
@@ -39,7 +40,7 @@ FOLDER_KEYS = {
     "scale": None,
     "shift": None,
 }
-OPTIONAL = {"value_range", "classes"}
+OPTIONAL = {"value_range", "classes", "copies"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,6 +91,9 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
         conform_keys(entry, SHARD_KEYS, f"{file} shards[{number}]")
         for number, entry in enumerate(manifest["shards"])
     ]
+    manifest["copies"] = manifest["copies"] or 1
+    if any(entry["count"] % manifest["copies"] for entry in manifest["shards"]):
+        raise UserError(f"[data] {file}: a shard cuts the {manifest['copies']} rows of a picture.")
     counted = sum(entry["count"] for entry in manifest["shards"])
     if counted != manifest["count"] or not counted:
         raise UserError(

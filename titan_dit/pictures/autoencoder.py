@@ -46,7 +46,7 @@ class Autoencoder:
         self, pictures: UInt8[Tensor, "b 3 h w"]
     ) -> tuple[Float[Tensor, "b c p q"], Float[Tensor, "b c p q"]]:
         """Mean and std of the posterior of every picture."""
-        pixels = pictures.to(self.device).float() / 127.5 - 1
+        pixels = pictures.to(self.device, non_blocking=True).float() / 127.5 - 1
         posterior = self.module.encode(pixels).latent_dist  # type: ignore[operator]
         return posterior.mean, posterior.std
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 from titan_dit.config.section import UserError
@@ -17,16 +20,32 @@ def diffusers(what: str) -> ModuleType:
     # It asks a server for news of itself at its import, which hangs where there is no network.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Of packages that diffusers imports.
+        with quiet():
             library = importlib.import_module("diffusers")
-            importlib.import_module("diffusers.utils.logging").disable_progress_bar()
+            reports = importlib.import_module("diffusers.utils.logging")
+            reports.disable_progress_bar()
+            reports.set_verbosity_error()
+            # It imports the modules of a class when that is first named.
+            library.AutoencoderKL  # noqa: B018
     except ImportError as error:
         raise UserError(
             f"{what} needs the library diffusers, which cannot be imported ({error}). "
             + INSTALL.format("diffusers")
         ) from None
     return library
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide warnings of the packages that diffusers imports."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def parquet(what: str) -> ModuleType:

@@ -74,7 +74,7 @@ def make_set(
         found_names = tuple(classes or class_names)
     else:
         numbers, found_names = by_name(where, [as_name(label) for label in labels], classes)
-    lowest, highest = min(n for n in numbers if n != -1), max(numbers)
+    lowest, highest = min((n for n in numbers if n != -1), default=-2), max(numbers)
     most = num_classes or len(found_names) or highest + 1
     if lowest < 0 or highest >= most:
         bad = lowest if lowest < 0 else highest

@@ -15,19 +15,19 @@ from titan_dit.system.files import sync_folder
 
 
 @contextmanager
-def claimed(output: Path, digest: str) -> Iterator[None]:
+def claimed(output: Path, digest: str, command: str = "data pack") -> Iterator[None]:
     """Hold the lock of an output folder; refuses a folder started with another plan."""
-    descriptor = lock(output)
+    descriptor = lock(output, command)
     try:
         held = os.read(descriptor, 4096)
         if held and digest.encode() not in held:
             raise UserError(
-                f"[data pack] output={output} holds unfinished shards of other files or options. "
+                f"[{command}] output={output} holds unfinished shards of other files or options. "
                 "Delete it or choose another --output."
             )
         if not held:
             # Written in place: a rename would replace the locked file.
-            os.write(descriptor, (json.dumps({"plan": digest}) + "\n").encode())
+            os.write(descriptor, (json.dumps({"plan": digest, "command": command}) + "\n").encode())
             os.fsync(descriptor)
             sync_folder(output)
         yield
@@ -35,9 +35,9 @@ def claimed(output: Path, digest: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def lock(output: Path) -> int:
+def lock(output: Path, command: str = "data pack") -> int:
     """Open and lock `pack.json`; return its file descriptor."""
     try:
         return open_locked(output / CLAIM)
     except BlockingIOError:
-        raise UserError(f"[data pack] another process is packing into {output}.") from None
+        raise UserError(f"[{command}] another process is writing to {output}.") from None

@@ -22,7 +22,13 @@ def read_image(
     `size` crops to a square, see `center_crop`. If `shape` has three channels, grey becomes RGB;
     any other difference from `shape` raises BadFileError.
     """
-    data = read_whole(path)
+    return decode_image(read_whole(path), size, shape)
+
+
+def decode_image(
+    data: bytes | bytearray, size: int | None = None, shape: tuple[int, ...] | None = None
+) -> UInt8[Tensor, "c h w"]:
+    """Decode the bytes of an image file, see `read_image`."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             grey = image.mode in ("1", "L", "LA")

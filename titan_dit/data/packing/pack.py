@@ -26,7 +26,6 @@ from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import (
     CLAIM,
-    FORMAT,
     MANIFEST,
     agreed,
     check_manifest,
@@ -36,10 +35,10 @@ from titan_dit.data.manifest import (
 )
 from titan_dit.data.packing.claim import claimed
 from titan_dit.data.packing.images import read_image
-from titan_dit.data.packing.shard_job import ChunkRecord, PackPlan, read_record, writing
+from titan_dit.data.packing.shard_job import ChunkRecord, PackPlan, ShardPlan, read_record, writing
 from titan_dit.data.packing.workers import Progress, pack_here, run_workers
 
-DROPPED = "dropped.json"
+DROPPED, CAPTIONS = "dropped.json", "captions.jsonl"
 SHARD_BYTES = 128 << 20
 SHARD_FILES = r"-\d{5,}\.(safetensors|json)"
 TEMPORARY = r"\.tmp\w{6}"
@@ -127,13 +126,9 @@ def pack(
     digest = plan.digest()
     output.mkdir(parents=True, exist_ok=True)
     with claimed(output, digest):
-        manifest = read_json(output)
-        if manifest.get("plan") == digest:
-            if all(has_size(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
-                clean(plan, output)
-                return None
-            restore_records(plan, output, digest, manifest)
-        finished = find_finished(plan, output, digest)
+        finished = resumed(plan, output, digest)
+        if finished is None:
+            return None
         todo = [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
         done = sum(len(plan.rows(chunk)) for chunk in finished)
         dropped = sum(len(record.dropped) for record in finished.values())
@@ -145,55 +140,72 @@ def pack(
             run_workers(plan, output, todo, min(workers, len(todo)), report)
         else:
             pack_here(plan, output, todo, report)
-        records = list(find_finished(plan, output, digest).values())
-        if len(records) != plan.num_chunks:
-            raise UserError(
-                f"[data pack] another process changed {output} during packing. Run the command "
-                "again."
-            )
-        if not any(record.count for record in records):
-            clean(plan, output, all_of_it=True)
-            row, reason = records[0].dropped[0]
-            raise UserError(
-                f"[data pack] none of the {len(plan.listing.names):,} files can be packed; the "
-                f"first is {plan.listing.root / plan.listing.names[row]}: {reason}. Nothing was "
-                "written."
-            )
+        records = all_finished(plan, output, digest)
         with writing(output / MANIFEST):
             write_all(plan, output, digest, records)
     return [drop for record in records for drop in record.dropped]
 
 
-def check_output(plan: PackPlan, output: Path) -> None:
+def resumed(plan: ShardPlan, output: Path, digest: str) -> dict[int, ChunkRecord] | None:
+    """The chunks that need no work; None if the output is whole."""
+    manifest = read_json(output)
+    if manifest.get("plan") == digest:
+        if all(has_size(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
+            clean(plan, output)
+            return None
+        restore_records(plan, output, digest, manifest)
+    return find_finished(plan, output, digest)
+
+
+def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord]:
+    """The records of all chunks; UserError if one is missing, or all files were dropped."""
+    records = list(find_finished(plan, output, digest).values())
+    if len(records) != plan.num_chunks:
+        raise UserError(
+            f"[{plan.command}] another process changed {output} during packing. Run the command "
+            "again."
+        )
+    if not any(record.count for record in records):
+        clean(plan, output, all_of_it=True)
+        row, reason = records[0].dropped[0]
+        raise UserError(
+            f"[{plan.command}] none of the {len(plan.names):,} files can be packed; the first is "
+            f"{plan.root / plan.names[row]}: {reason}. Nothing was written."
+        )
+    return records
+
+
+def check_output(plan: ShardPlan, output: Path) -> None:
     """Refuse an output that is inside the input, or holds anything but this plan's files."""
-    root = plan.listing.root.resolve()
+    root = plan.root.resolve()
     if output.resolve() == root or root in output.resolve().parents:
         raise UserError(
-            f"[data pack] output={output} is inside the input {plan.listing.root}, so the shards "
+            f"[{plan.command}] output={output} is inside the input {plan.root}, so the shards "
             "would become part of it. Choose another --output."
         )
     if not output.exists():
         return
     if not output.is_dir():
-        raise UserError(f"[data pack] output={output} is a file. Choose another --output.")
+        raise UserError(f"[{plan.command}] output={output} is a file. Choose another --output.")
     stated = read_json(output)
     if stated and stated.get("plan") != plan.digest():
         raise UserError(
-            f"[data pack] output={output} holds another dataset. Delete it or choose another "
+            f"[{plan.command}] output={output} holds another dataset. Delete it or choose another "
             "--output."
         )
-    known = rf"({re.escape(plan.name)}{SHARD_FILES}|{CLAIM}|{DROPPED}|{MANIFEST})(\.partial)?"
+    written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{re.escape(CAPTIONS)}"
+    known = rf"({re.escape(plan.name)}{SHARD_FILES}|{written})(\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
     strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
     if strange:
         raise UserError(
-            f"[data pack] output={output} is not empty: it holds {sorted(strange)[0]}. Choose "
+            f"[{plan.command}] output={output} is not empty: it holds {sorted(strange)[0]}. Choose "
             "another --output."
         )
     if any(output.glob(f"{plan.name}-*")) and not stated and not (output / CLAIM).is_file():
         raise UserError(
-            f"[data pack] output={output} holds shards of unknown origin, without a {MANIFEST}. "
+            f"[{plan.command}] output={output} holds shards of unknown origin, without a {MANIFEST}. "
             "Delete it or choose another --output."
         )
 
@@ -203,7 +215,7 @@ def has_size(output: Path, file: str, size: int) -> bool:
     return (output / file).is_file() and (output / file).stat().st_size == size
 
 
-def restore_records(plan: PackPlan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
+def restore_records(plan: ShardPlan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
     """Turn the manifest of a dataset with lost shards back into chunk records.
 
     `find_finished` then returns the chunks to keep. A chunk is packed again if its shard or the
@@ -212,20 +224,20 @@ def restore_records(plan: PackPlan, output: Path, digest: str, manifest: dict[st
     report = output / DROPPED
     drops = json.loads(report.read_text()) if report.is_file() else []
     reasons = {entry["file"]: entry["reason"] for entry in drops}
-    rows = enumerate(plan.listing.names) if reasons else ()
+    rows = enumerate(plan.names) if reasons else ()
     dropped = {row: reasons[name] for row, name in rows if name in reasons}
     shards = {shard["file"]: shard for shard in manifest["shards"]}
     for chunk in range(plan.num_chunks):
         stem = f"{plan.name}-{chunk:05d}"
         lost = [(row, dropped[row]) for row in plan.rows(chunk) if row in dropped]
         shard = shards.get(f"{stem}.safetensors", {"file": "", "count": 0, "bytes": 0})
-        if shard["count"] + len(lost) == len(plan.rows(chunk)):
+        if shard["count"] // plan.copies + len(lost) == len(plan.rows(chunk)):
             record = ChunkRecord(digest, **({"sha256": ""} | shard), dropped=lost)
             write_json(output / f"{stem}.json", asdict(record))
     (output / MANIFEST).unlink()
 
 
-def find_finished(plan: PackPlan, output: Path, digest: str) -> dict[int, ChunkRecord]:
+def find_finished(plan: ShardPlan, output: Path, digest: str) -> dict[int, ChunkRecord]:
     """Return the records of finished chunks, from this run or an earlier one."""
     found = {}
     for chunk in range(plan.num_chunks):
@@ -235,9 +247,18 @@ def find_finished(plan: PackPlan, output: Path, digest: str) -> dict[int, ChunkR
     return found
 
 
-def write_all(plan: PackPlan, output: Path, digest: str, records: list[ChunkRecord]) -> None:
-    """Write the list of dropped files, then the manifest; then delete the chunk records."""
-    names = plan.listing.names
+def write_all(
+    plan: ShardPlan,
+    output: Path,
+    digest: str,
+    records: list[ChunkRecord],
+    more: dict[str, Any] | None = None,
+) -> None:
+    """Write the list of dropped files, then the manifest; then delete the chunk records.
+
+    `more`: keys of the manifest that are known at the end only.
+    """
+    names = plan.names
     dropped = [
         {"file": names[row], "reason": reason}
         for record in records
@@ -246,10 +267,16 @@ def write_all(plan: PackPlan, output: Path, digest: str, records: list[ChunkReco
     if dropped:
         write_json(output / DROPPED, dropped)
     keys = ("file", "count", "bytes", "sha256")
-    shards = [{key: getattr(record, key) for key in keys} for record in records if record.file]
+    shards = [
+        {key: getattr(record, key) for key in keys}
+        | ({"extra": record.extra} if record.extra else {})
+        for record in records
+        if record.file
+    ]
     manifest: dict[str, Any] = {
-        "format": FORMAT,
+        "format": plan.format,
         **plan.about,
+        **(more or {}),
         "shape": list(plan.shape),
         "dtype": plan.dtype,
         "count": sum(record.count for record in records),
@@ -262,7 +289,7 @@ def write_all(plan: PackPlan, output: Path, digest: str, records: list[ChunkReco
     clean(plan, output)
 
 
-def clean(plan: PackPlan, output: Path, all_of_it: bool = False) -> None:
+def clean(plan: ShardPlan, output: Path, all_of_it: bool = False) -> None:
     """Delete the files kept for resuming; with `all_of_it`, also the shards and the folder."""
     endings = "json|safetensors" if all_of_it else "json"
     leftover = (

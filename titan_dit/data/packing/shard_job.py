@@ -11,13 +11,13 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from jaxtyping import Shaped
@@ -28,14 +28,68 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing
-from titan_dit.data.manifest import write_json
+from titan_dit.data.manifest import FORMAT, write_json
 from titan_dit.data.packing.images import read_image
 from titan_dit.system.files import write_whole
+
+
+class ShardPlan(Protocol):
+    """A plan of shards: of `data pack` or of `data encode`."""
+
+    @property
+    def command(self) -> str:
+        """The command, for messages."""
+
+    @property
+    def format(self) -> str:
+        """Format of the manifest."""
+
+    @property
+    def copies(self) -> int:
+        """Rows of each listed file."""
+
+    @property
+    def root(self) -> Path:
+        """The input."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The listed files."""
+
+    @property
+    def name(self) -> str:
+        """Prefix of the shards' names."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of a row."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the rows."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Further keys of the manifest."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+
+    def rows(self, chunk: int) -> range:
+        """Listing indices of a chunk's files."""
+
+    def digest(self) -> str:
+        """SHA-256 of everything that determines the shards' bytes."""
 
 
 @dataclass(frozen=True)
 class PackPlan:
     """Everything that determines the shards' bytes; not the workers or the output path."""
+
+    command: ClassVar[str] = "data pack"
+    format: ClassVar[str] = FORMAT
+    copies: ClassVar[int] = 1
 
     listing: Listing
     name: str
@@ -47,6 +101,16 @@ class PackPlan:
     image_size: int | None
     about: dict[str, Any]
     """Further manifest keys: source, num_classes, classes, scale, shift, value_range."""
+
+    @property
+    def root(self) -> Path:
+        """The input folder."""
+        return self.listing.root
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The listed files."""
+        return self.listing.names
 
     @property
     def num_chunks(self) -> int:
@@ -90,6 +154,8 @@ class ChunkRecord:
     sha256: str
     dropped: list[tuple[int, str]]
     """(index in the listing, reason)."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What `data encode` sums up over a chunk."""
 
 
 def pack_chunk(
@@ -124,13 +190,13 @@ def pack_chunk(
 
 
 @contextmanager
-def writing(file: Path) -> Iterator[None]:
+def writing(file: Path, command: str = PackPlan.command) -> Iterator[None]:
     """Turn an OSError into a UserError that names the file and the fix."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"[data pack] {file} cannot be written: {error.strerror}. Free space or fix the disk, "
+            f"[{command}] {file} cannot be written: {error.strerror}. Free space or fix the disk, "
             "and run the same command again: it resumes."
         ) from None
 

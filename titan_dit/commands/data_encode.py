@@ -1,0 +1,182 @@
+"""`python -m titan_dit data encode`: pictures to shards of latents, by an autoencoder.
+
+    python -m titan_dit data encode --input PICTURES --output SET --vae DIR --image-size 256
+    NGPU=8 python -m titan_dit data encode ...
+
+Without NGPU one process runs per GPU, or up to two on a CPU. Under another launcher, such as
+torchrun, each rank is this command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from titan_dit.commands import train
+from titan_dit.commands.data_pack import read_classes, summary
+from titan_dit.commands.flags.data_encode import Options
+from titan_dit.config.section import UserError
+from titan_dit.data.class_labels import few
+from titan_dit.data.latent_facts import shown
+from titan_dit.data.manifest import read_json
+from titan_dit.data.packing import pack
+from titan_dit.data.packing.claim import claimed
+from titan_dit.launcher import orphan, process_group
+from titan_dit.launcher.ranks import Ranks
+from titan_dit.observe import console
+from titan_dit.pictures import autoencoder, encode
+from titan_dit.pictures.encode_plan import EncodePlan, make_plan
+from titan_dit.pictures.open_input import open_input
+from titan_dit.system.progress import ProgressLine
+from titan_dit.trained_model import device_of
+
+MOST_WORKERS = 16
+
+
+def main(options: Options) -> None:
+    """Launch the ranks, or be one of them."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if "RANK" in os.environ:
+        orphan.die_with_launcher()
+    else:
+        gpus = train.num_gpus(os.environ) if device == "cuda" else 0
+        ranks = train.num_ranks(os.environ, gpus, train.num_cores())
+        if ranks > 1 or os.environ.get("NNODES", "1") != "1":
+            train.launch(ranks, "titan_dit", *sys.argv[1:])
+    with process_group.start(device_of(device).type) as world, one_thread():
+        run(options, world.device)
+
+
+def run(options: Options, device: torch.device) -> None:
+    """Encode this rank's chunks; the first rank writes the manifest. Collective."""
+    ranks = Ranks.with_own_group()
+    source, output = Path(options.input), Path(options.output)
+    pictures = open_input(
+        source,
+        split=options.split,
+        classes=read_classes(options.classes),
+        num_classes=options.num_classes,
+    )
+    vae = autoencoder.load(options.vae, device)
+    plan = make_plan(
+        pictures,
+        source,
+        output,
+        vae,
+        image_size=options.image_size,
+        flip=options.flip,
+        posterior=options.posterior,
+        units=options.units,
+        dtype=options.dtype,
+        batch_size=options.batch_size,
+        shard_size=options.shard_size,
+        text=options.source,
+    )
+    if len(set(ranks.gather(plan.digest()))) > 1:
+        raise UserError(
+            f"[data encode] input={source}: ranks found other pictures or another autoencoder. "
+            "Give all of them the same files."
+        )
+    with ExitStack() as stack:
+        todo = ranks.run_on_first(lambda: begin(plan, output, stack))
+        if todo is None:
+            if ranks.is_first:
+                report_done(output)
+            return
+        if ranks.is_first:
+            console.say(
+                f"encoding {len(pictures):,} pictures ({pictures.kind}) of "
+                f"{pictures.num_classes:,} classes into {plan.num_chunks:,} shards of "
+                f"{plan.dtype} {list(plan.shape)} by {vae.facts}, {ranks.count} ranks"
+            )
+        encode_share(plan, vae, output, todo, ranks, options.workers)
+        found = ranks.run_on_first(lambda: encode.finish(plan, output))
+    if ranks.is_first:
+        report(plan, output, *found)
+
+
+def begin(plan: EncodePlan, output: Path, stack: ExitStack) -> list[int] | None:
+    """Claim the output until `stack` ends; the missing chunks, None if it is whole."""
+    pack.check_output(plan, output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(claimed(output, plan.digest(), plan.command))
+        return encode.todo_of(plan, output)
+    except OSError as error:
+        raise UserError(f"[data encode] output={output}: {error.strerror}.") from None
+
+
+def encode_share(
+    plan: EncodePlan,
+    vae: autoencoder.Autoencoder,
+    output: Path,
+    todo: list[int],
+    ranks: Ranks,
+    workers: int | None,
+) -> None:
+    """Encode this rank's chunks; a UserError of one rank is raised on all. Collective."""
+    mine = todo[ranks.rank :: ranks.count]
+    total = len(plan.pictures)
+    left, own = (sum(len(plan.rows(chunk)) for chunk in chunks) for chunks in (todo, mine))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = workers or max(1, min(MOST_WORKERS, train.num_cores() // local))
+    progress = ProgressLine(total, "pictures", resumes=True)
+    counts = [0, 0]
+
+    def report(done: int, dropped: int) -> None:
+        counts[0] += done
+        counts[1] += dropped
+        # Of all ranks, which work at the same speed.
+        progress(total - left + counts[0] * left // own, f"dropped {counts[1]:,}" * bool(counts[1]))
+
+    progress(total - left)
+    failure = ""
+    try:
+        encode.encode_chunks(plan, vae, output, mine, threads, report)
+    except UserError as error:
+        failure = str(error)
+    progress.end()
+    if failures := [text for text in ranks.gather(failure) if text]:
+        raise UserError(failures[0])
+
+
+def report(
+    plan: EncodePlan, output: Path, dropped: encode.Drops, mean: list[float], std: list[float]
+) -> None:
+    """Print what was written and dropped."""
+    for line in summary([reason for _, reason in dropped]):
+        console.say(line)
+    if dropped:
+        console.say(f"dropped pictures are listed in {output / pack.DROPPED}")
+    if lost := encode.emptied(plan, dropped):
+        names = plan.pictures.class_names
+        lost_names = few([names[i] if names else i for i in lost])
+        console.say(f"warning: all pictures of these classes were dropped: {lost_names}")
+    if not plan.pictures.texts:
+        console.say("the pictures have no captions")
+    console.say(f"latents: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
+    manifest = read_json(output)
+    console.say(f"wrote {manifest['count']:,} rows to {output}")
+
+
+def report_done(output: Path) -> None:
+    """Print that nothing was left to do."""
+    console.say(f"{output} is already encoded")
+    if num := read_json(output)["dropped"]:
+        console.say(f"{num:,} pictures were dropped ({output / pack.DROPPED})")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread of torch: on a CPU another number would change bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

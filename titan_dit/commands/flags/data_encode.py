@@ -1,0 +1,50 @@
+"""Flags of `data encode`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_dit.config.section import FilePath, PositiveInt, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Encode pictures by an autoencoder into shards of latents. NGPU=n: ranks that share it."""
+
+    section = "data encode"
+
+    input: FilePath
+    """Pictures: a folder for each class, a folder with metadata.jsonl, .csv or .parquet, or
+    parquet or tar files."""
+    output: FilePath
+    """New folder for the shards, which take its name. Interrupted encoding resumes."""
+    vae: str
+    """Folder of an autoencoder of diffusers, or of a pipeline; or its name on the hub."""
+    image_size: PositiveInt
+    """Resize and center-crop pictures to squares of this many pixels, like ADM and DiT."""
+    flip: bool = False
+    """True: the mirror image of each picture is a row of its own."""
+    posterior: Literal["both", "mean"] = "both"
+    """Store mean and std, of which training draws, or the mean."""
+    units: Literal["vae", "measured"] = "vae"
+    """Scale and shift of the model's input: the autoencoder's, or 1 / std and mean of each channel
+    over the data."""
+    batch_size: PositiveInt = 32
+    """Rows that are encoded at once. Another number changes last bits."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Dtype of stored latents."""
+    classes: str | None = None
+    """Text file of the class names in label order, one per line."""
+    num_classes: PositiveInt | None = None
+    """Number of classes, if the input lacks some. Default: as found."""
+    split: str | None = None
+    """Of parquet or tar files: only those whose name begins with it, such as train."""
+    shard_size: PositiveInt | None = None
+    """Pictures per shard. Default: 128 MiB, or less if that is below 64 shards."""
+    workers: PositiveInt | None = None
+    """Threads of a rank that decode pictures. Default: up to 16, by cores. Bytes are the same."""
+    source: str | None = None
+    """Description of the data's origin, for the manifest."""
+    device: str | None = None
+    """Default: cuda if available, else cpu."""
