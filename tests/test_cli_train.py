@@ -11,6 +11,7 @@ import torch
 from commands import metrics, only_error, train, train_command
 from running import Running, launcher
 
+from titan_dit.checkpoint.checkpoint import contents, load
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.data.latents import write_shards
 from titan_dit.trained_model import load_trained
@@ -58,6 +59,7 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path):
 
 
 EXACT = ("--training.steps", 120, "--checkpoint.every", 20, "--training.deterministic", "true")
+EXACT += ("--ema.power", 0.05, 0.1, "--ema.snapshots", 7)
 EXACT = (*SHORT, *SMALL, *EXACT)
 COMMAND = ("-m", "titan_dit.train", "--config", "digits")
 
@@ -67,6 +69,7 @@ def same_run(found, expected):
         assert [row[key] for row in metrics(found)] == [row[key] for row in metrics(expected)], key
     for weights in ("model", "ema"):
         same_weights(found, expected, weights)
+    same_snapshots(found, expected)
 
 
 def test_a_run_whose_rank_and_then_launcher_are_killed_ends_as_if_undisturbed(tmp_path):
@@ -97,6 +100,23 @@ def same_weights(first, second, weights):
     assert parts[0].keys() == parts[1].keys()
     for name, tensor in parts[0].items():
         assert torch.equal(tensor, parts[1][name]), name
+
+
+def same_snapshots(first, second):
+    """Those taken before the kill, between it and the last checkpoint, and after."""
+    runs = []
+    for folder in (first, second):
+        runs.append({path.name: {} for path in (folder / "checkpoints" / "averages").iterdir()})
+        for name, found in runs[-1].items():
+            path = folder / "checkpoints" / "averages" / name
+            found |= {n: torch.empty(shape) for n, (shape, _) in contents(path).items()}
+            load(path, found)
+    steps = (18, 35, 52, 69, 86, 103, 120)
+    assert sorted(runs[0]) == sorted(runs[1]) == [f"step-{step:08d}" for step in steps]
+    for name, found in runs[0].items():
+        assert found.keys() == runs[1][name].keys()
+        for key, tensor in found.items():
+            assert torch.equal(tensor, runs[1][name][key]), (name, key)
 
 
 def test_a_finished_run_is_not_trained_again(finished_run):

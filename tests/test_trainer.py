@@ -75,7 +75,7 @@ def test_a_save_reads_the_verdicts_of_its_own_steps_first():
     trainer.guard.unread = ["a step that is still on the device"]
     trainer.read_guard = lambda: said.append("read")
     trainer.guard.state = lambda: said.append("state") or {"nan_steps": 1}
-    trainer.checkpoints.save = lambda step, tensors, record: said.append(record)
+    trainer.checkpoints.save = lambda step, tensors, record, whole: said.append(record)
     Trainer.save(trainer)
     assert said[:2] == ["read", "state"]
     assert (said[2]["step"], said[2]["cursor"], said[2]["nan_steps"]) == (2, 32, 1)

@@ -21,6 +21,7 @@ COMMANDS = {
     "evaluate": "score a trained run on its validation set",
     "plan": "plan time, memory and the best layout of a run without a GPU",
     "runs": "compare runs: a table, and their loss curves as a picture",
+    "ema": "make an average of any width from a run's snapshots",
     "convert": "convert weights of DiT or transformers to a checkpoint, or back",
     "predict": "run the network on given inputs",
     "replay": "repeat a training step and list its samples",

@@ -28,7 +28,7 @@ from titan_dit.optim import lr_schedule
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
-from titan_dit.recovery import kept_keys, resume
+from titan_dit.recovery import kept_keys, restore, resume
 from titan_dit.validation.evaluation import Evaluation, open_evaluation
 from titan_dit.validation.validation_set import ValidationSet, losses_of_all, open_checked
 
@@ -49,6 +49,11 @@ class Opened:
     evaluation: Evaluation | None
     identity: resume.Identity
 
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+        return self.config.training.steps
+
     def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
         """The first console lines: software, layout, model, data, steps, folder, user code."""
         config, plan, precision = self.config, self.plan, self.plan.precision
@@ -68,7 +73,7 @@ class Opened:
         count = f"{len(self.source):,} samples{apart}"
         yield f"data    {config.data.name}: {count}{f', {about}' if about else ''}"
         yield from optimizer_lines(plan, self.objective, config.optimizer)
-        steps, batch = config.training.steps, plan.global_batch_size
+        steps, batch = self.steps, plan.global_batch_size
         yield f"steps   {step} of {steps} done, {batch} samples each"
         if step >= steps:
             yield (
@@ -76,6 +81,8 @@ class Opened:
                 f"--training.steps (or epochs); for another run, --job.name"
             )
         yield f"output  {resume.folder_of(config.job)}"
+        saves = restore.saves_of(config.job, config.checkpoint, config.ema, steps)
+        yield from saves.snapshot_lines(built.num_parameters)
         yield from origins(self.parts())
         yield from self.hooks.origins()
 

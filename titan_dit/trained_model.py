@@ -40,7 +40,7 @@ class TrainedModel:
     network: Model
     """In eval mode, fp32."""
     weights: str
-    """Loaded weights: "ema 0.9999" or "model"."""
+    """Loaded weights: "ema 0.9999", "model", or of `ema` "sigma_rel 0.075 of step 4096"."""
     spec: ModelSpec
     """Of the network."""
 
@@ -137,8 +137,10 @@ def load_trained(
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     size = sum(entry["bytes"] for entry in record["files"].values())
     progress = ProgressLine(size, "B", what=f"verified {path.name}", form=count)
-    loaded = load_weights(path, tensors, ema.decays, weights, decay, progress.add)
+    loaded = load_weights(path, tensors, ema.names, weights, decay, progress.add)
     progress.end()
+    if averaged := record.get("averaged"):
+        loaded = f"sigma_rel {averaged['sigma_rel']} of step {averaged['step']}"
     bound = objective.build(model_config, objective.facts(record["data"]))
     return TrainedModel(path, record["step"], model_config, bound, model.eval(), loaded, spec)
 
@@ -146,20 +148,20 @@ def load_trained(
 def load_weights(
     path: Location,
     tensors: Mapping[str, Tensor],
-    decays: Sequence[float],
+    averages: Sequence[str],
     weights: str,
     decay: float | None,
     read: Callable[[int], None] = checkpoint.ignore,
 ) -> str:
     """Load "ema" or "model" weights in place, also into the shards of several ranks. Collective.
 
-    `decays` are the run's; `decay` as in `load_trained`. `read` is told of bytes that have been
-    verified. Returns what was loaded, "ema 0.9999".
+    `averages` are the keys of the run's; `decay` as in `load_trained`. `read` is told of bytes that
+    have been verified. Returns what was loaded, "ema 0.9999".
     """
-    if decay is not None and decay not in decays:
-        raise UserError(f"--decay {decay}: {path} has {', '.join(map(str, decays)) or 'no EMA'}.")
-    if weights == "ema" and decays:
-        chosen = str(decays[0] if decay is None else decay)
+    if decay is not None and str(decay) not in averages:
+        raise UserError(f"--decay {decay}: {path} has {', '.join(averages) or 'no EMA'}.")
+    if weights == "ema" and averages:
+        chosen = averages[0] if decay is None else str(decay)
         checkpoint.load(path, {"ema": {chosen: tensors}}, read=read)
         return f"ema {chosen}"
     checkpoint.load(path, {"model": tensors}, read=read)

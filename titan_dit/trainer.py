@@ -69,7 +69,7 @@ class Trainer:
         self.ema.run_beside(self.optimizer)
         self.step, self.cursor, self.ledger = 0, 0, Ledger()
         self.guard = Guard(config.faults, device, plan.precision)
-        self.checkpoints = resume.checkpoints_of(job, config.checkpoint)
+        self.checkpoints = restore.saves_of(job, config.checkpoint, config.ema, opened.steps)
         self.folder = resume.folder_of(job)
         self.log = RunLog(self.folder, job.name, is_written=world.is_main)
         self.say = self.log.say
@@ -115,8 +115,8 @@ class Trainer:
             logged = self.step == first_step or self.due(config.metrics.every)
             validated = self.due(config.validation.every) or self.due(config.evaluation.every)
             # Also before a checkpoint, which must not contain bad steps to be rolled back.
-            must_read = logged or validated or self.due(config.checkpoint.every)
-            if must_read or self.due(self.guard.every):
+            saved = self.due(config.checkpoint.every) or self.checkpoints.takes_snapshot(self.step)
+            if logged or validated or saved or self.due(self.guard.every):
                 reading = self.read_guard()
                 if logged or validated:
                     self.report(reading, lr, self.validate() if validated else {})
@@ -129,8 +129,8 @@ class Trainer:
                 self.call_hooks("validated")
             if self.due(config.sampling.every):
                 self.preview()
-            if self.due(config.checkpoint.every):
-                self.save()
+            if saved:
+                self.save(whole=self.due(config.checkpoint.every))
             self.report_saves()
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
@@ -290,8 +290,8 @@ class Trainer:
         moments = optimizer_tensors(self.optimizer, self.parameters)
         return {"model": model, "optimizer": moments, "ema": self.ema.averages}
 
-    def save(self) -> None:
-        """Start saving a checkpoint; returns once the tensors may change again. Collective."""
+    def save(self, *, whole: bool = True) -> None:
+        """Start saving a checkpoint, or a snapshot alone; then tensors may change. Collective."""
         with self.paused("saving"):
             if self.guard.unread:
                 self.read_guard()
@@ -299,9 +299,10 @@ class Trainer:
             progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
             layout = {"layout": str(self.mesh.sizes), "versions": VERSIONS}
             record = progress.as_record(self.epochs.num_rows) | self.identity.as_record() | layout
-            self.checkpoints.save(self.step, self.tensors(), record)
+            self.checkpoints.save(self.step, self.tensors(), record, whole=whole)
             self.log.draw_curve()
-        self.call_hooks("saved")
+        if whole:
+            self.call_hooks("saved")
 
     def finish_saves(self) -> None:
         """Wait for the checkpoint in flight."""

@@ -25,6 +25,7 @@ MAY_CHANGE = [
     "metrics.every",
     "sampling.cfg_scale",
     "validation.every",
+    "ema.snapshots",
     "data.name",
     "data.workers",
 ]
@@ -49,6 +50,7 @@ MAY_NOT_CHANGE = [
     "lr_schedule.decay",
     "ema.decays",
     "ema.every",
+    "ema.power",
 ]
 
 

@@ -8,6 +8,9 @@ from harness import on_ranks
 from test_grid import COPIES, CP, DP, HSDP, PP, TP, ULYSSES, schedule
 from tiny import randomize, tiny_config, whole
 
+from titan_dit.checkpoint import checkpoint
+from titan_dit.commands import ema
+from titan_dit.commands.flags.ema import Options
 from titan_dit.recovery import resume
 from titan_dit.trainer import Trainer
 
@@ -39,6 +42,8 @@ def trainer_in(world, folder, parallel, pipeline):
         job={"dir": str(folder)},
         training={"microbatch_size": 2},
         sampling={"every": 4, "num": 4, "steps": 1},
+        ema={"power": [0.05, 0.1], "snapshots": 2},
+        checkpoint={"every": 2},
     )
     return Trainer(config, world)
 
@@ -149,6 +154,26 @@ def test_two_steps_of_training_are_those_of_one_process(visits):
             torch.testing.assert_close(
                 saved[name].float(), expected.float(), rtol=1e-3, atol=2e-6, msg=f"{key} {name}"
             )
+
+
+def test_one_process_makes_an_average_of_any_layouts_snapshots(visits, tmp_path):
+    """A kept width: its tensors are those that the ranks held."""
+    folder, found = visits
+    for number, key in enumerate(found):
+        run, target = f"{folder}/{key[0]}-{key[1]}", tmp_path / str(number)
+        ema.main(Options(run=run, sigma_rel=0.1, to=str(target)))
+        saved, prefix = saved_by(found, key), "ema.power_0.1."
+        expected = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
+        made = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+        checkpoint.load(target, {"model": made})
+        assert len(made) == len(trained_tensors(saved))
+        for name, tensor in expected.items():
+            assert torch.equal(made[name], tensor), (key, name)
+            assert not torch.equal(tensor, saved[f"model.{name}."]), (key, name)
+
+
+def trained_tensors(saved):
+    return [name for name in saved if name.startswith("model.")]
 
 
 def test_previews_are_the_same_pictures_in_every_layout(visits):

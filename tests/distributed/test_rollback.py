@@ -27,6 +27,7 @@ def built(
     numbers=(),
     every=1,
     saved=(2, 0),
+    snapshots=0,
     **sections,
 ):
     """A trainer of which the samples `numbers` are spoiled on their way in."""
@@ -36,6 +37,7 @@ def built(
         job={"dir": str(folder)},
         training={"steps": steps, "microbatch_size": 8 if sections else None},
         checkpoint={"every": saved[0], "keep": saved[1]},
+        ema={"power": [0.1], "snapshots": snapshots},
         faults={"max_consecutive_bad_steps": 3, **dict(faults)},
         metrics={"every": every},
     )
@@ -124,12 +126,14 @@ def is_stopped(world, folder):
 
 
 def is_killed(world, folder):
-    trainer = built(world, folder / "killed", **NAN)
+    trainer = built(world, folder / "killed", **NAN, snapshots=10)
     killed_after_going_back(trainer)
     try:
         trainer.fit()
     except Killed:
-        trainer = built(world, folder / "killed", **NAN)
+        snapshots = (folder / "killed" / "checkpoints" / "averages").iterdir()
+        assert sorted(path.name for path in snapshots) == [f"step-{n:08d}" for n in range(1, 5)]
+        trainer = built(world, folder / "killed", **NAN, snapshots=10)
         trainer.fit()
     return state(trainer)
 

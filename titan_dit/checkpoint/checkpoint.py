@@ -182,6 +182,12 @@ def load(
                 f"[checkpoint] {path}: {name} is {list(shape)}, but the model's is "
                 f"{list(tensor.shape)}: it is another model's."
             )
+    read_into(tensors, path, ranks)
+
+
+def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -> None:
+    """`load` without its checks: names and shapes are known to fit, and files to be whole."""
+    ranks = ranks or Ranks()
     with warnings.catch_warnings():
         # A single process loading without a process group is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")

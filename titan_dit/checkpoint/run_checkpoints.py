@@ -12,8 +12,8 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from titan_dit.checkpoint.checkpoint import write
 from titan_dit.checkpoint.plans import Plans
@@ -25,6 +25,9 @@ from titan_dit.launcher.failure import Disruption
 from titan_dit.launcher.ranks import Failed, Ranks
 from titan_dit.system.files import PARTIAL
 
+if TYPE_CHECKING:
+    from titan_dit.checkpoint.snapshots import Snapshots
+
 NAME = re.compile(r"step-(\d{8,})")
 LONG_WAIT_S = 1.0
 """Waits for the previous save longer than this are reported."""
@@ -32,6 +35,9 @@ LONG_WAIT_S = 1.0
 
 class Checkpoints:
     """The folders `step-00000100`, `step-00000200`, ...; at most one save runs at a time."""
+
+    kind, rarer = "checkpoint", "a larger [checkpoint] every"
+    """What is saved and which key makes saves rarer, for messages."""
 
     def __init__(self, folder: Location, settings: CheckpointConfig | None = None) -> None:
         self.folder = folder
@@ -43,6 +49,8 @@ class Checkpoints:
         self.messages: deque[str] = deque()
         self.failures: list[str] = []
         """Causes of the failed saves since the last good one."""
+        self.snapshots: Snapshots | None = None
+        """Of the run's averages, saved beside its checkpoints."""
 
     def folders(self) -> list[Location]:
         """Every folder with a checkpoint's name, complete or damaged, oldest first."""
@@ -54,21 +62,33 @@ class Checkpoints:
         store = store_of(self.folder)
         return [path for path in self.folders() if store.has(path / MANIFEST)]
 
+    def takes_snapshot(self, step: int) -> bool:
+        """Whether `save` saves a snapshot of the averages after `step`."""
+        return self.snapshots is not None and self.snapshots.is_due(step)
+
     def newest(self) -> Location | None:
         """The newest checkpoint that has a manifest, or None."""
         return next(reversed(self.complete()), None)
 
-    def save(self, step: int, tensors: TensorTree, record: Mapping[str, Any]) -> Location:
+    def save(
+        self, step: int, tensors: TensorTree, record: Mapping[str, Any], *, whole: bool = True
+    ) -> Location:
         """Start saving the checkpoint of `step`; return its final path. Collective.
+
+        A snapshot of the averages that is due is saved before; without `whole`, only that one.
 
         `record` holds plain values: step, cursor, counters, config. Returns once `tensors` may
         change again; `poll` reports the outcome. Raises UserError on every rank after
         `max_failures` consecutive failed saves.
         """
+        path = self.folder / f"step-{step:08d}"
+        if self.snapshots:
+            self.snapshots.save_due(step, tensors["ema"], record)
+        if not whole:
+            return path
         self.wait()
         self.check_failures()
         self.ranks = self.ranks or Ranks.with_own_group()
-        path = self.folder / f"step-{step:08d}"
         if not self.settings.async_save:
             self.write(step, path, tensors, record)
             return path
@@ -101,16 +121,23 @@ class Checkpoints:
     ) -> None:
         """Write the checkpoint, record the outcome and prune old ones."""
         assert self.ranks
+        if self.snapshots:
+            # A run that resumes from this checkpoint does not take the earlier ones again.
+            self.snapshots.join()
         try:
             write(path, tensors, record, self.ranks, begin, self.plans)
         except Failed as error:
             self.record_failure(step, str(error))
             return
         self.failures.clear()
-        self.messages.append(f"saved {path}")
+        self.record_success(path)
         if self.ranks.is_first:
             with contextlib.suppress(Exception):
                 self.prune(record)
+
+    def record_success(self, path: Location) -> None:
+        """Record a complete save."""
+        self.messages.append(f"saved {path}")
 
     def record_failure(self, step: int, cause: str) -> None:
         """Record a failed save."""
@@ -135,9 +162,14 @@ class Checkpoints:
         self.thread = None
         if (waited := time.monotonic() - began) > LONG_WAIT_S:
             self.messages.append(
-                f"waited {waited:.1f} s for the previous checkpoint to be written; a larger "
-                "[checkpoint] every avoids the wait"
+                f"waited {waited:.1f} s for the previous {self.kind} to be written; "
+                f"{self.rarer} avoids the wait"
             )
+
+    def join(self) -> None:
+        """`wait` from another thread: the save in progress stays the owner's to wait for."""
+        if (thread := self.thread) is not None:
+            thread.join()
 
     def check_failures(self) -> None:
         """Raise UserError after `max_failures` consecutive failed saves."""
@@ -154,6 +186,8 @@ class Checkpoints:
 
         Raises Disruption on every rank if the last save failed.
         """
+        if self.snapshots:
+            self.snapshots.wait()
         self.wait()
         if self.failures:
             newest = self.newest()
@@ -162,6 +196,16 @@ class Checkpoints:
                 f"[checkpoint] the last save in {self.folder} failed: {self.failures[-1]}. Fix "
                 f"that and run the same command again: it resumes {left}."
             )
+
+    def snapshot_lines(self, num_parameters: int) -> Iterator[str]:
+        """Console lines about the snapshots to be taken."""
+        if self.snapshots:
+            yield from self.snapshots.lines(num_parameters)
+
+    def forget_snapshots_after(self, step: int) -> None:
+        """Delete the snapshots of later steps: the run takes them again. Collective."""
+        if self.snapshots:
+            self.snapshots.forget_after(step)
 
     def prune(self, record: Mapping[str, Any] | None = None) -> None:
         """Delete checkpoints beyond `keep` and `keep_every`, and files of interrupted saves.

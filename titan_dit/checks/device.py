@@ -117,7 +117,7 @@ def check_memory(
         model = plan.spec.build()
     shapes = {name: p.shape for name, p in model.named_parameters()}
     count = sum(shape.numel() for shape in shapes.values())
-    shards, averages = plan.sizes.shards, len(ema.decays)
+    shards, averages = plan.sizes.shards, len(ema.names)
     needed = state_bytes(shapes, optimizer, shards, averages)
     if device_bytes is not None and needed > device_bytes:
         raise UserError(

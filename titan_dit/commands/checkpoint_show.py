@@ -39,7 +39,10 @@ def position(path: Any, record: dict[str, Any]) -> Iterator[tuple[str, object]]:
     yield "samples", f"{record['cursor']:,}{epochs}"
     yield "skipped", f"{record['nan_steps']:,} non-finite steps"
     yield "data", f"{data['count']:,} samples, digest {data['digest'] or 'unknown'}"
-    if record.get("imported"):
+    if average := record.get("averaged"):
+        made = f"sigma_rel {average['sigma_rel']} of step {average['step']}"
+        yield "origin", f"average of weights, {made} of {average['run']}"
+    elif record.get("imported"):
         yield "origin", "imported weights"
     yield "layout", record.get("layout", "unknown")
     yield "written", record.get("written_at", "unknown")

@@ -109,8 +109,8 @@ def evaluate(options: Options, keys: Sequence[str], world: World) -> dict[str, A
     mesh = Mesh(plan.sizes, world.device.type)
     built = build(plan, objective, mesh, world.device)
     tensors = {name: p.detach() for name, p in built.parameters.items()}
-    decays = config.ema.decays
-    weights = load_weights(path, tensors, decays, options.weights, options.decay)
+    averages = config.ema.names
+    weights = load_weights(path, tensors, averages, options.weights, options.decay)
     share = DataShare(world.device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
     found = losses(
         *(chosen, objective, built.executor, share, lambda: None),

@@ -25,6 +25,7 @@ MEANT = {
     "data.tokenizer": "tokenizer_model tokenizer_type tokenizer_path",
     "data.workers": "num_workers dataloader_num_workers",
     "ema.decays": "ema_decay ema.decay",
+    "ema.power": "ema.stds ema.sigma_rel ema.power_stds ema.std",
     "ema.warmup": "ema_warmup",
     "faults.step_timeout_s": "train_timeout_seconds distributed_timeout_minutes",
     "job.dir": "output_dir results_dir dump_folder default_root_dir out_dir save_dir save logdir "

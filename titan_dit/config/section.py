@@ -81,6 +81,8 @@ NonNegativeFloat = Annotated[float, Bound(least=0, below=float("inf"))]
 Finite = Annotated[float, Bound(above=float("-inf"), below=float("inf"))]
 Fraction = Annotated[float, Bound(least=0, most=1)]
 Decay = Annotated[float, Bound(least=0, below=1)]
+SigmaRel = Annotated[float, Bound(least=0.001, most=0.28)]
+"""Of a power-function average; 12 ** -0.5 = 0.2887 is the plain mean of all steps."""
 
 
 def conform(value: object, hint: Any, where: str) -> Any:

@@ -17,6 +17,7 @@ from titan_dit.config.section import (
     OneOf,
     PositiveInt,
     Section,
+    SigmaRel,
     UserError,
     show,
 )
@@ -106,9 +107,14 @@ class LRScheduleConfig(Section):
             )
 
 
+def power_name(sigma_rel: float) -> str:
+    """Key of a power-function average in a checkpoint: `power_0.05`."""
+    return f"power_{sigma_rel}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EMAConfig(Section):
-    """Exponential moving averages of the weights, one per decay."""
+    """Averages of the weights: exponential ones, and power functions for `ema` after training."""
 
     section = "ema"
 
@@ -119,12 +125,39 @@ class EMAConfig(Section):
     warmup: bool | None = None
     """Use the decay min(decay, (1 + k) / (10 + k)) at update k. Unset: true, but false if the run
     begins with imported weights, whose average it would overwrite."""
+    power: tuple[SigmaRel, ...] = ()
+    """Relative widths (sigma_rel) of power-function averages (arXiv:2312.02696), one each, such as
+    [0.05, 0.1]. From their snapshots `python -m titan_dit ema` makes any width between."""
+    snapshots: NonNegativeInt = 64
+    """Snapshots of the `power` averages, spread evenly over the run: 4 bytes per parameter and
+    average on disk. 0 takes none."""
 
     def __post_init__(self) -> None:
-        """Refuse duplicate decays: they name the averages."""
+        """Refuse duplicates: the numbers name the averages."""
         super().__post_init__()
-        if len(set(self.decays)) != len(self.decays):
-            raise UserError(f"[ema] decays={show(self.decays)} has duplicates.")
+        for key in ("decays", "power"):
+            values = getattr(self, key)
+            if len(set(values)) != len(values):
+                raise UserError(f"[ema] {key}={show(values)} has duplicates.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys of all averages, as in a checkpoint; previews and sampling use the first."""
+        return (*map(str, self.decays), *map(power_name, self.power))
+
+    def num_snapshots(self, steps: int) -> int:
+        """Snapshots that a run of `steps` takes."""
+        return min(self.snapshots, steps // self.every) if self.power else 0
+
+    def takes_snapshot(self, step: int, steps: int) -> bool:
+        """Whether a run of `steps` takes a snapshot after `step` (1-based).
+
+        Snapshot i of n follows the update i / n of all updates, rounded up; the last one the last.
+        """
+        number, updates, update = self.num_snapshots(steps), steps // self.every, step // self.every
+        if not number or step % self.every:
+            return False
+        return update * number // updates > (update - 1) * number // updates
 
     def settled(self, kept: bool | None = None) -> EMAConfig:
         """Replace an unset `warmup` by `kept`, the started run's, or by a new run's."""

@@ -1,4 +1,4 @@
-"""Exponential moving averages of (sharded) weights, in fp32, shard by shard."""
+"""Moving averages of (sharded) weights, in fp32, shard by shard."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_dit.config.training import EMAConfig
+from titan_dit.optim.power_average import exponent
 
 
 class EMA:
-    """One average per decay.
+    """One average per decay, and one per width (sigma_rel) of a power function.
 
     An update is memory-bound (12 bytes per parameter): on a GPU it can overlap the next forward
     (`run_beside`).
@@ -23,14 +24,15 @@ class EMA:
         self.config = config.settled()
         self.parameters = dict(parameters)
         self._averages: dict[str, dict[str, Tensor]] = {
-            str(decay): {name: p.detach().clone() for name, p in parameters.items()}
-            for decay in config.decays
+            key: {name: p.detach().clone() for name, p in parameters.items()}
+            for key in config.names
         }
+        self._exponents = [exponent(sigma_rel) for sigma_rel in config.power]
         self._beside: torch.cuda.Stream | None = None
 
     @property
     def averages(self) -> dict[str, dict[str, Tensor]]:
-        """str(decay) -> name -> tensor, after any update in flight."""
+        """Key (`EMAConfig.names`) -> name -> tensor, after any update in flight."""
         self.settle()
         return self._averages
 
@@ -52,11 +54,22 @@ class EMA:
             decay = min(decay, (1 + update) / (10 + update))
         return float(decay**self.config.every)
 
+    def shares(self, step: int) -> list[float]:
+        """Share of the weights after `step` in each average.
+
+        A power function of exponent gamma keeps (1 - every / step) ** (gamma + 1): the share of the
+        weights of step s is then s ** (gamma + 1) - (s - every) ** (gamma + 1), over step **
+        (gamma + 1) (arXiv:2312.02696). The initial weights have none.
+        """
+        exponential = [1 - self.decay(decay, step) for decay in self.config.decays]
+        kept = 1 - self.config.every / step
+        return exponential + [1 - kept ** (gamma + 1) for gamma in self._exponents]
+
     @torch.no_grad()
     def restart(self, except_for: Collection[str]) -> None:
-        """Reset every average to the weights, except the decays `except_for`."""
-        for decay, average in self.averages.items():
-            if decay not in except_for:
+        """Reset every average to the weights, except those under the keys `except_for`."""
+        for key, average in self.averages.items():
+            if key not in except_for:
                 torch._foreach_copy_(local(average), local(self.parameters))
 
     @torch.no_grad()
@@ -82,21 +95,21 @@ class EMA:
     def _update(self, step: int, skip: Tensor) -> None:
         weights, skipped = local(self.parameters), skip.float()
         move = move_together if skip.is_cuda else move_one_by_one
-        for decay, average in zip(self.config.decays, self._averages.values(), strict=True):
-            move(local(average), weights, 1 - self.decay(decay, step), skipped)
+        for share, average in zip(self.shares(step), self._averages.values(), strict=True):
+            move(local(average), weights, share, skipped)
 
     @contextmanager
     @torch.no_grad()
-    def swapped_in(self, decay: str | None = None) -> Iterator[None]:
-        """Swap an average into the model's weights inside the block; a no-op without EMA.
+    def swapped_in(self, key: str | None = None) -> Iterator[None]:
+        """Swap an average into the model's weights inside the block; a no-op without averages.
 
-        `decay`: a key of `averages`; None takes the first.
+        `key`: one of `averages`; None takes the first.
         """
         averages = self.averages
         if not averages:
             yield
             return
-        chosen = averages[next(iter(averages)) if decay is None else decay]
+        chosen = averages[next(iter(averages)) if key is None else key]
         average, weights = local(chosen), local(self.parameters)
         kept = [weight.clone() for weight in weights]
         torch._foreach_copy_(weights, average)

@@ -53,7 +53,7 @@ def state_of(config: JobConfig) -> OptimizerState:
         if part in shapes and is_trained:
             shapes[part][name] = tuple(parameter.shape)
     embed, block, head = (moments_per_element(config, shapes[part]) for part in PARTS)
-    state = OptimizerState(embed=embed, block=block, head=head, averages=len(config.ema.decays))
+    state = OptimizerState(embed=embed, block=block, head=head, averages=len(config.ema.names))
     optimizer = config.optimizer
     if not isinstance(optimizer, MuonConfig):
         return state

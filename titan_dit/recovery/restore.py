@@ -8,9 +8,11 @@ from typing import TypeAlias
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
+from titan_dit.checkpoint.snapshots import Snapshots
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
+from titan_dit.config.training import EMAConfig
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
 from titan_dit.recovery import mismatch, resume, rollback
@@ -19,6 +21,13 @@ from titan_dit.recovery.rollback import BadSteps, Rollbacks
 
 Say: TypeAlias = Callable[..., None]
 """Prints console lines."""
+
+
+def saves_of(run: RunConfig, settings: CheckpointConfig, ema: EMAConfig, steps: int) -> Checkpoints:
+    """The checkpoints of a run that trains, with the snapshots of its averages."""
+    checkpoints = resume.checkpoints_of(run, settings)
+    checkpoints.snapshots = Snapshots(checkpoints, ema, steps)
+    return checkpoints
 
 
 def resumed(
@@ -39,6 +48,7 @@ def resumed(
     path, record = start.path, start.record
     if path is None:
         ranks.run_on_first(lambda: resume.check_not_elsewhere(run, settings))
+        checkpoints.forget_snapshots_after(0)
         return None
     say(*start.messages())
     resume.check_held_out(path, record, identity)
@@ -57,6 +67,7 @@ def resumed(
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
     if ranks.is_first:
         resume.set_aside_newer(checkpoints, start)
+    checkpoints.forget_snapshots_after(progress.step)
     say(f"resumed from {path}", *resume.lines_of_new_keys(record, identity))
     return progress
 
@@ -77,6 +88,7 @@ def rolled_back(
     # Only the first rank changes the disk; if it cannot, all ranks raise.
     rollbacks = Ranks().run_on_first(lambda: rollback.record_rollback(*context, bad, start))
     assert start.path
+    checkpoints.forget_snapshots_after(start.record["step"])
     # The checkpoint may be of another optimizer: the run was then resumed with allow_changes.
     tensors, lines = resume.without_missing(start.path, tensors)
     resume.load(start.path, start.record, tensors, ema)

@@ -14,6 +14,7 @@ from torch import Tensor
 from titan_dit.checkpoint import checkpoint, run_path
 from titan_dit.checkpoint.checkpoint import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
+from titan_dit.checkpoint.snapshots import averages_in
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import catalog
@@ -33,6 +34,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.launcher.failure import is_restarted
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
+from titan_dit.recovery import mismatch
 
 WHAT_WEIGHTS_ARE = ("name", "prediction", "noise_schedule", "schedule", "steps", "learn_sigma")
 """Keys of [objective] that define the network's prediction."""
@@ -293,15 +295,15 @@ def lines_of_new_keys(record: Mapping[str, Any], identity: Identity) -> Iterator
 
 
 def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
-    """Load a verified checkpoint in place; an EMA that it lacks starts at the weights."""
-    saved = {str(decay) for decay in record["config"]["ema"]["decays"]}
-    kept = {decay: average for decay, average in ema.averages.items() if decay in saved}
+    """Load a verified checkpoint in place; an average that it lacks starts at the weights."""
+    saved = averages_in(record)
+    kept = {key: average for key, average in ema.averages.items() if key in saved}
     checkpoint.load(path, {**tensors, "ema": kept}, verified=True)
     ema.restart(except_for=saved)
 
 
 def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
-    """Load imported weights into a new run; every EMA starts at the imported EMA.
+    """Load imported weights into a new run; every EMA starts at the imported one, or at them.
 
     The optimizer's tensors start at zero unless the checkpoint has them.
     """
@@ -310,15 +312,18 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
             f"[ema] warmup=true would overwrite the average imported from {path} within a few "
             "steps. Leave the key out, or set --ema.warmup false."
         )
-    (saved,) = (str(decay) for decay in record["config"]["ema"]["decays"])
+    saved = averages_in(record)
     # An objective's own modules are in no weight file; they keep their initial values.
     wanted = {**tensors, "model": of_the_model(tensors["model"]), "ema": {}}
-    if ema.averages:
-        wanted["ema"] = {saved: of_the_model(next(iter(ema.averages.values())))}
+    if ema.averages and saved:
+        wanted["ema"] = {saved[0]: of_the_model(next(iter(ema.averages.values())))}
     if not checkpoint.holds(path, "optimizer"):
         del wanted["optimizer"]
     checkpoint.load(path, wanted, verified=True)
-    ema.copy_first_to_all()
+    if saved:
+        ema.copy_first_to_all()
+    else:
+        ema.restart(except_for=())
 
 
 def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, list[str]]:
