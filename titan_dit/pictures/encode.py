@@ -62,8 +62,7 @@ class Chunk:
 
 
 def todo_of(plan: EncodePlan, output: Path) -> list[int] | None:
-    """The chunks that are missing; None if the output is whole. On one process, which has claimed
-    the output."""
+    """The chunks that are missing; None if the output is whole. Needs the claim of the output."""
     finished = pack.resumed(plan, output, plan.digest())
     if finished is None:
         return None
@@ -167,7 +166,8 @@ def latents_of(
     copies = [images, images.flip(-1)] if plan.flip else [images]
     mean, std = vae.encode(torch.stack(copies, 1).flatten(0, 1))
     rows = torch.cat([mean, std], 1) if plan.posterior == "both" else mean
-    return rows.to(STORED_DTYPES[plan.dtype]).unflatten(0, (len(pictures), len(copies)))
+    stored = rows.to(STORED_DTYPES[plan.dtype])
+    return stored.view(len(pictures), len(copies), *plan.shape)
 
 
 def add(plan: EncodePlan, chunk: Chunk, batch: Batch, stored: Tensor | None) -> None:
@@ -212,7 +212,7 @@ def sums(plan: EncodePlan, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[fl
     """
     # numpy: its sums do not depend on the number of threads.
     total, squares = np.zeros(plan.channels), np.zeros(plan.channels)
-    for part in rows.split(1024):
+    for part in torch.split(rows, 1024):
         values = part.double().numpy()
         per_channel = np.square(values).sum((0, 2, 3))
         total += values[:, : plan.channels].sum((0, 2, 3))
