@@ -67,7 +67,7 @@ def plan_of(source, output, vae, classes=None, num_classes=None, **how):
 def encoded(source, output, vae, **how):
     """Encode; return the dropped pictures, None if the output was whole."""
     plan, loaded = plan_of(source, output, vae, **how)
-    with ExitStack() as stack, data_encode.one_thread():
+    with ExitStack() as stack:
         todo = data_encode.begin(plan, output, stack)
         if todo is None:
             return None

@@ -125,7 +125,7 @@ def test_bad_files_are_rows_of_dropped_json(root, tmp_path):
     dropped = encoded(source, tmp_path / "set", str(root / "vae"))
     found = json.loads((tmp_path / "set" / "dropped.json").read_text())
     assert len(dropped) == len(found) == 5
-    assert {entry["file"]: entry["reason"].split(";")[0] for entry in found} == {
+    assert {entry["file"]: entry["reason"].partition("; ")[0] for entry in found} == {
         "cat/0.png": "empty file",
         "cat/2.png": "not a readable image: damaged, or cut off",
         "dog/0.png": "I;16 image with more than 8 bits",

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,7 @@ def encode_chunks(
     digest = plan.digest()
     chunk: Chunk | None = None
     try:
-        # Deterministic: the same pictures are the same bits whenever they are encoded again.
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        with same_bits():
             for batch, stored in encoded(plan, vae, decoded(plan, vae, chunks, threads)):
                 if chunk is None or chunk.number != batch.chunk:
                     if chunk:
@@ -96,6 +96,18 @@ def encode_chunks(
             write(plan, digest, output, chunk)
     except OSError as error:
         raise UserError(f"[data encode] {error}") from None
+
+
+@contextmanager
+def same_bits() -> Iterator[None]:
+    """Equal pictures are equal bits: one thread of torch, deterministic kernels of cuDNN."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def decoded(
