@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -48,7 +47,7 @@ def main(options: Options) -> None:
         ranks = train.num_ranks(os.environ, gpus, train.num_cores())
         if ranks > 1 or os.environ.get("NNODES", "1") != "1":
             train.launch(ranks, "titan_dit", *sys.argv[1:])
-    with process_group.start(device_of(device).type) as world, one_thread():
+    with process_group.start(device_of(device).type) as world:
         run(options, world.device)
 
 
@@ -169,14 +168,3 @@ def report_done(output: Path) -> None:
     console.say(f"{output} is already encoded")
     if num := read_json(output)["dropped"]:
         console.say(f"{num:,} pictures were dropped ({output / pack.DROPPED})")
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread of torch: on a CPU another number would change bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,7 @@ class Chunk:
 
 
 def todo_of(plan: EncodePlan, output: Path) -> list[int] | None:
-    """The chunks that are missing; None if the output is whole. On one process, which has claimed
-    the output.
-    """
+    """The chunks that are missing; None if the output is whole. Needs the claim of the output."""
     finished = pack.resumed(plan, output, plan.digest())
     if finished is None:
         return None
@@ -83,8 +82,7 @@ def encode_chunks(
     digest = plan.digest()
     chunk: Chunk | None = None
     try:
-        # Deterministic: the same pictures are the same bits whenever they are encoded again.
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        with same_bits():
             for batch, stored in encoded(plan, vae, decoded(plan, vae, chunks, threads)):
                 if chunk is None or chunk.number != batch.chunk:
                     if chunk:
@@ -98,6 +96,18 @@ def encode_chunks(
             write(plan, digest, output, chunk)
     except OSError as error:
         raise UserError(f"[data encode] {error}") from None
+
+
+@contextmanager
+def same_bits() -> Iterator[None]:
+    """Equal pictures are equal bits: one thread of torch, deterministic kernels of cuDNN."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def decoded(
@@ -168,7 +178,8 @@ def latents_of(
     copies = [images, images.flip(-1)] if plan.flip else [images]
     mean, std = vae.encode(torch.stack(copies, 1).flatten(0, 1))
     rows = torch.cat([mean, std], 1) if plan.posterior == "both" else mean
-    return rows.to(STORED_DTYPES[plan.dtype]).unflatten(0, (len(pictures), len(copies)))
+    stored = rows.to(STORED_DTYPES[plan.dtype])
+    return stored.view(len(pictures), len(copies), *plan.shape)
 
 
 def add(plan: EncodePlan, chunk: Chunk, batch: Batch, stored: Tensor | None) -> None:
@@ -213,7 +224,7 @@ def sums(plan: EncodePlan, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[fl
     """
     # numpy: its sums do not depend on the number of threads.
     total, squares = np.zeros(plan.channels), np.zeros(plan.channels)
-    for part in rows.split(1024):
+    for part in torch.split(rows, 1024):
         values = part.double().numpy()
         per_channel = np.square(values).sum((0, 2, 3))
         total += values[:, : plan.channels].sum((0, 2, 3))

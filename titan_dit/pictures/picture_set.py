@@ -74,12 +74,13 @@ def make_set(
         found_names = tuple(classes or class_names)
     else:
         numbers, found_names = by_name(where, [as_name(label) for label in labels], classes)
-    lowest, highest = min((n for n in numbers if n != -1), default=-2), max(numbers)
+    lowest = min([label for label in given if isinstance(label, int)], default=0)
+    highest = max(numbers)
     most = num_classes or len(found_names) or highest + 1
     if lowest < 0 or highest >= most:
         bad = lowest if lowest < 0 else highest
         raise UserError(
-            f"{where}: {names[numbers.index(bad)]} has the label {bad}, outside 0 to {most - 1}. "
+            f"{where}: {names[list(labels).index(bad) if given else 0]} has the label {bad}, outside 0 to {most - 1}. "
             "Correct it, or raise --num-classes."
         )
     if found_names and len(found_names) != most:

@@ -40,4 +40,4 @@ def lock(output: Path, command: str = "data pack") -> int:
     try:
         return open_locked(output / CLAIM)
     except BlockingIOError:
-        raise UserError(f"[{command}] another process is writing to {output}.") from None
+        raise UserError(f"[{command}] another process is packing into {output}.") from None

@@ -205,8 +205,8 @@ def check_output(plan: ShardPlan, output: Path) -> None:
         )
     if any(output.glob(f"{plan.name}-*")) and not stated and not (output / CLAIM).is_file():
         raise UserError(
-            f"[{plan.command}] output={output} holds shards of unknown origin, without a {MANIFEST}. "
-            "Delete it or choose another --output."
+            f"[{plan.command}] output={output} holds shards of unknown origin, without a "
+            f"{MANIFEST}. Delete it or choose another --output."
         )
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
@@ -33,6 +33,7 @@ from titan_dit.data.packing.images import read_image
 from titan_dit.system.files import write_whole
 
 
+@runtime_checkable
 class ShardPlan(Protocol):
     """A plan of shards: of `data pack` or of `data encode`."""
 

@@ -1,0 +1,75 @@
+"""Folders of pictures, a tiny autoencoder, and `data encode` in this process."""
+
+import json
+from contextlib import ExitStack
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+
+from titan_dit.commands import data_encode
+from titan_dit.pictures import autoencoder, encode
+from titan_dit.pictures.encode_plan import make_plan
+from titan_dit.pictures.open_input import open_input
+
+CPU = torch.device("cpu")
+LABELS = ("cat", "dog", "owl")
+
+
+def save_vae(folder, seed=0):
+    """A random AutoencoderKL: 2x, 2 channels; its log variances are not near 0."""
+    torch.manual_seed(seed)
+    vae = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, 4),
+        layers_per_block=1,
+        latent_channels=2,
+        norm_num_groups=2,
+        sample_size=8,
+        scaling_factor=0.5,
+        shift_factor=0.25,
+    )
+    with torch.no_grad():
+        vae.quant_conv.bias[2:] = -3
+    vae.save_pretrained(folder)
+    return str(folder)
+
+
+def picture(number, size=8):
+    """A random picture whose mirror image, and whose exchange of red and blue, are others."""
+    pixels = np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def save_pictures(root, each=4):
+    """A folder of `each` pictures for each of LABELS, and metadata.jsonl with captions."""
+    lines = []
+    for label in LABELS:
+        (root / label).mkdir(parents=True)
+        for i in range(each):
+            name = f"{label}/{i}.png"
+            picture(len(lines)).save(root / name)
+            lines.append({"file_name": name, "label": label, "text": f"a {label}, {i}"})
+    (root / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def plan_of(source, output, vae, classes=None, num_classes=None, **how):
+    """The plan of an encoding, with its autoencoder."""
+    loaded = autoencoder.load(vae, CPU)
+    pictures = open_input(source, classes=classes, num_classes=num_classes)
+    how = {"image_size": 8, "batch_size": 4, "shard_size": 3} | how
+    return make_plan(pictures, source, output, loaded, **how), loaded
+
+
+def encoded(source, output, vae, **how):
+    """Encode; return the dropped pictures, None if the output was whole."""
+    plan, loaded = plan_of(source, output, vae, **how)
+    with ExitStack() as stack:
+        todo = data_encode.begin(plan, output, stack)
+        if todo is None:
+            return None
+        encode.encode_chunks(plan, loaded, output, todo, 2, lambda *_: None)
+        return encode.finish(plan, output)[0]

@@ -1,0 +1,161 @@
+"""What `data encode` stores, law by law, and what it refuses."""
+
+import json
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from encoded_sets import CPU, LABELS, encoded, plan_of, save_pictures, save_vae
+from folders_of_files import files_in
+from PIL import Image
+from refusals import refused
+
+from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.latents import Latents, LatentShards
+from titan_dit.pictures import autoencoder, encode
+
+NUM = 12
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Twelve pictures of three classes, encoded with flips."""
+    root = tmp_path_factory.mktemp("encoded")
+    save_vae(root / "vae")
+    save_pictures(root / "in")
+    encoded(root / "in", root / "set", str(root / "vae"), flip=True, dtype="float32")
+    return root
+
+
+def wanted(root):
+    """Mean and std of every picture and mirror image, by diffusers alone."""
+    vae = diffusers.AutoencoderKL.from_pretrained(root / "vae")
+    lines = (root / "in" / "metadata.jsonl").read_text().splitlines()
+    names = [json.loads(line)["file_name"] for line in lines]
+    pixels = np.stack([np.asarray(Image.open(root / "in" / name)) for name in names])
+    both = np.stack([pixels, pixels[:, :, ::-1]], 1).reshape(-1, 8, 8, 3)
+    inputs = torch.from_numpy(both.copy()).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        mean, logvar = vae.quant_conv(vae.encoder(inputs)).chunk(2, 1)
+    return mean, torch.exp(logvar / 2)
+
+
+def test_rows_are_the_unscaled_mean_and_std_of_rgb_pictures_and_their_mirror_images(root):
+    source = LatentShards(root / "set", verify=True)
+    stored = source.read(range(2 * NUM))
+    mean, std = wanted(root)
+    torch.testing.assert_close(stored["latent"], torch.cat([mean, std], 1), atol=1e-5, rtol=1e-5)
+    assert (std.log() * 2).mean() < -2  # A log variance would be far from its std.
+    assert stored["label"].tolist() == [label for label in range(3) for _ in range(8)]
+    assert source.facts.class_names == LABELS
+    assert (source.facts.scale, source.facts.shift) == (0.5, 0.25)
+    captions = [json.loads(x) for x in (root / "set" / "captions.jsonl").read_text().splitlines()]
+    assert captions[5] == {"row": 10, "file_name": "dog/1.png", "text": "a dog, 1"}
+    assert len(captions) == NUM
+
+
+def test_a_picture_and_its_mirror_image_are_held_out_together(root):
+    source = LatentShards(root / "set")
+    for order in ("feistel", "sort"):
+        rows = held_out_rows(source, 3, 6, order)
+        assert len(rows) == 6
+        assert all(row ^ 1 in rows for row in rows)
+        assert sorted(source.labels[list(rows)].tolist()) == [0, 0, 1, 1, 2, 2]
+    message = refused(lambda: held_out_rows(source, 3, 5, "feistel"))
+    assert message.startswith("[validation] samples=5")
+    assert "samples = 6" in message
+
+
+def test_measured_units_make_drawn_latents_standard(root):
+    encoded(root / "in", root / "own", str(root / "vae"), units="measured", dtype="float32")
+    source = LatentShards(root / "own")
+    mean, std = source.read(range(NUM))["latent"].double().chunk(2, 1)
+    scale, shift = (
+        torch.tensor(x, dtype=torch.float64) for x in (source.facts.scale, source.facts.shift)
+    )
+    torch.testing.assert_close(shift, mean.mean((0, 2, 3)), atol=1e-12, rtol=1e-12)
+    variance = (mean - shift[:, None, None]).square().mean((0, 2, 3)) + std.square().mean((0, 2, 3))
+    torch.testing.assert_close(1 / scale.square(), variance, atol=1e-12, rtol=1e-9)
+
+
+def test_bytes_do_not_depend_on_which_process_encodes_a_chunk_or_on_a_stop(root):
+    output = root / "two" / "set"
+    how = {"flip": True, "dtype": "float32"}
+    plan, vae = plan_of(root / "in", output, str(root / "vae"), **how)
+    output.mkdir(parents=True)
+    for threads, chunks in ((1, [3, 1]), (3, [2])):
+        encode.encode_chunks(plan, vae, output, chunks, threads, lambda *_: None)
+    # As a killed process leaves it: claimed, three chunks whole, one cut off.
+    (output / "set-00000.safetensors.partial").write_bytes(b"half")
+    (output / "pack.json").write_text(json.dumps({"plan": plan.digest(), "command": "data encode"}))
+    message = refused(lambda: Latents(path=str(output)).open())
+    assert "encoding is unfinished. Run the same `data encode`" in message
+    assert encoded(root / "in", output, str(root / "vae"), **how) == []
+    assert files_in(output) == files_in(root / "set")
+    (output / "set-00002.safetensors").unlink()  # A lost shard is encoded again, alone.
+    before = (output / "set-00001.safetensors").stat().st_mtime_ns
+    assert encoded(root / "in", output, str(root / "vae"), **how) == []
+    assert files_in(output) == files_in(root / "set")
+    assert (output / "set-00001.safetensors").stat().st_mtime_ns == before
+    assert encoded(root / "in", output, str(root / "vae"), **how) is None
+
+
+def test_another_autoencoder_is_not_mixed_in_and_is_named(root):
+    other = save_vae(root / "other_vae", seed=1)
+    how = {"flip": True, "dtype": "float32"}
+    message = refused(lambda: encoded(root / "in", root / "set", other, **how))
+    assert "holds another dataset" in message
+    vae = autoencoder.load(other, CPU)
+    message = refused(lambda: vae.check_fits(LatentShards(root / "set").facts, "--vae"))
+    assert vae.facts.digest[:12] in message
+    assert str(root / "vae") in message
+
+
+def test_bad_files_are_rows_of_dropped_json(root, tmp_path):
+    source = tmp_path / "in"
+    lines = save_pictures(source)
+    (source / "cat/0.png").write_bytes(b"")
+    data = (source / "cat/1.png").read_bytes()
+    (source / "cat/2.png").write_bytes(data[: len(data) // 2])
+    Image.fromarray(np.full((8, 8), 60_000, np.uint16)).save(source / "dog/0.png")
+    (source / "dog/1.png").unlink()
+    lines[8]["label"] = None
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    dropped = encoded(source, tmp_path / "set", str(root / "vae"))
+    found = json.loads((tmp_path / "set" / "dropped.json").read_text())
+    assert len(dropped) == len(found) == 5
+    assert {entry["file"]: entry["reason"].partition("; ")[0] for entry in found} == {
+        "cat/0.png": "empty file",
+        "cat/2.png": "not a readable image: damaged, or cut off",
+        "dog/0.png": "I;16 image with more than 8 bits",
+        "dog/1.png": "no such file",
+        "owl/0.png": "no label",
+    }
+    stored = LatentShards(tmp_path / "set", verify=True)
+    assert stored.labels.tolist() == [0, 0, 1, 1, 2, 2, 2]
+
+
+def test_what_cannot_be_encoded_is_one_line(root, tmp_path):
+    vae, source = str(root / "vae"), root / "in"
+
+    def said(**how):
+        return refused(lambda: encoded(source, tmp_path / "set", vae, **how))
+
+    assert "image_size=7 is no multiple of 2" in said(image_size=7)
+    assert "--batch-size 4" in said(batch_size=3, flip=True)
+    assert "owl are not among the 2 listed classes" in said(classes=["cat", "dog"])
+    assert "no pictures of 1 classes: yak" in said(classes=[*LABELS, "yak"])
+    assert not (tmp_path / "set").exists()
+    blocked = tmp_path / "set" / "set-00001.safetensors.partial"
+    blocked.mkdir(parents=True)  # A folder of that name makes the write fail, like a full disk.
+    encoded_once = plan_of(source, tmp_path / "set", vae)[0].digest()
+    (tmp_path / "set" / "pack.json").write_text(json.dumps({"plan": encoded_once}))
+    assert "set-00001.safetensors cannot be written" in said()
+    assert not (tmp_path / "set" / "manifest.json").exists()
+    blocked.rmdir()
+    assert said_nothing(source, tmp_path / "set", vae)
+
+
+def said_nothing(source, output, vae):
+    return encoded(source, output, vae) == [] and len(LatentShards(output)) == NUM
