@@ -28,6 +28,7 @@ def test_a_run_begins_by_saying_what_will_be_done_on_what(held_out, about, data)
         objective=SimpleNamespace(imported=lambda sampling: {}, modules=lambda: None),
         epochs=None,
         validation_set=None,
+        evaluation=None,
         identity=SimpleNamespace(num_held_out=held_out),
     )
     built = SimpleNamespace(num_parameters=1234, flops_per_sample=5 * 10**9)

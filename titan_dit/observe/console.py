@@ -63,7 +63,7 @@ def progress(row: dict[str, Any], steps: int, width: int | None = None) -> str:
 def scored(row: dict[str, Any]) -> Iterator[str]:
     """Scores of drawn pictures, without their spread."""
     for name, value in row.items():
-        if name.startswith(SCORE) and not name.endswith(("_std", "_subset")):
+        if name.startswith(SCORE) and not name.endswith(("_std", "_pictures")):
             yield f"{name.removeprefix(SCORE).replace('_', ' ')} {value:.4g}"
 
 

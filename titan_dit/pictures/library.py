@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ def diffusers(what: str) -> ModuleType:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         with quiet():
+            hide_if_broken("torchvision")
             library = importlib.import_module("diffusers")
             reports = importlib.import_module("diffusers.utils.logging")
             reports.disable_progress_bar()
@@ -33,6 +35,22 @@ def diffusers(what: str) -> ModuleType:
             + INSTALL.format("diffusers")
         ) from None
     return library
+
+
+def hide_if_broken(name: str) -> None:
+    """Make a package look absent if it does not load.
+
+    torchvision of another index than torch's raises a RuntimeError, and diffusers, which uses it
+    for other models, would fail with it.
+    """
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
+    except (RuntimeError, OSError):
+        for loaded in [key for key in sys.modules if key.partition(".")[0] == name]:
+            del sys.modules[loaded]
+        sys.modules[name] = None  # type: ignore[assignment]
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class ReferenceFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(LossFlags, ReferenceFlags, DrawingFlags):
+class Options(DrawingFlags, ReferenceFlags, LossFlags):
     """Score a trained run on its validation set, or with --reference the pictures it draws.
 
     Of the loss, every key of the config is a flag, too: --parallel.tp 2 chooses a layout,

@@ -76,7 +76,7 @@ class DrawingFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureFlags(CommonFlags, DrawingFlags):
+class PictureFlags(DrawingFlags, CommonFlags):
     """Pictures: how they are drawn, or from which noise."""
 
     section = "sample"
