@@ -128,7 +128,7 @@ def test_the_exported_pipeline_draws_what_sample_draws(library, vae, tmp_path, o
     name = "diffusers:DPMSolverMultistepScheduler" if objective == "flow" else "ddim"
     with torch.no_grad():
         tokens = drawing.generate(
-            run.network_forward if hasattr(run, "network_forward") else forward_of(run),
+            forward_of(run),
             diffusion.path,
             diffusion.model,
             torch.tensor(classes),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.diffusion.noise_schedule import NoiseSchedule
+from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.from_diffusers import PREDICTIONS, betas, config_of_flow
 from titan_dit.interop.original_dit import check, swap_leading
 from titan_dit.models.dit import DiTConfig
@@ -239,7 +239,7 @@ def scheduler_json(objective: Any) -> dict[str, Any]:
         flow = config_of_flow(name, ("use_flow_sigmas",))
         assert flow is not None
         return {"_class_name": name, "_diffusers_version": VERSION, **flow}
-    schedule: NoiseSchedule = objective.schedule
+    schedule = named(objective.noise_schedule, objective.steps)
     return {
         "_class_name": "DDIMScheduler",
         "_diffusers_version": VERSION,
@@ -257,20 +257,38 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
     name = str(scheduler.get("_class_name"))
     if scheduler.get("use_flow_sigmas") or name.startswith("FlowMatch"):
         return {"name": "rectified_flow"}
-    noise = {"linear": "linear", "squaredcos_cap_v2": "cosine"}
-    schedule = scheduler.get("beta_schedule", "linear")
-    if prediction not in kinds or schedule not in noise:
+    steps = int(scheduler.get("num_train_timesteps", 1000))
+    schedule = noise_of(scheduler, steps)
+    if prediction not in kinds or schedule is None:
         raise UserError(
-            f"{SCHEDULER}: prediction_type={prediction!r}, beta_schedule={schedule!r}; there are "
-            f"{', '.join(kinds)} and {', '.join(noise)}."
+            f"{SCHEDULER}: prediction_type={prediction!r} with "
+            f"beta_schedule={scheduler.get('beta_schedule')!r} and its betas; there are "
+            f"{', '.join(kinds)}, and the linear and the cosine schedule."
         )
     return {
         "name": "ddpm",
-        "noise_schedule": noise[schedule],
-        "steps": int(scheduler.get("num_train_timesteps", 1000)),
+        "noise_schedule": schedule,
+        "steps": steps,
         "prediction": kinds[prediction],
         "learn_sigma": learn_sigma,
     }
+
+
+def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
+    """The name of a scheduler's noise schedule; None if it is not one of ours."""
+    given = scheduler.get("trained_betas")
+    if given is None:
+        cosine = scheduler.get("beta_schedule") == "squaredcos_cap_v2"
+        if cosine or scheduler.get("beta_schedule", "linear") == "linear":
+            first, last = (scheduler.get(f"beta_{end}") for end in ("start", "end"))
+            known = cosine or (first in (None, 1e-4) and last in (None, 0.02) and steps == 1000)
+            return ("cosine" if cosine else "linear") if known else None
+        return None
+    for name in ("linear", "cosine"):
+        own = betas(named(name, steps))
+        if len(own) == len(given) and max(map(abs, map(float.__sub__, own, given))) < 1e-6:
+            return name
+    return None
 
 
 def write_pipeline_parts(
