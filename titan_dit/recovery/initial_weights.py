@@ -229,4 +229,5 @@ def warnings(record: Mapping[str, Any], identity: resume.Identity) -> Iterator[s
         if was[key] != objective[key]
     ]
     if facts:
-        yield f"warning: [checkpoint] init: the weights were trained with others: {'; '.join(facts)}"
+        changed = "; ".join(facts)
+        yield f"warning: [checkpoint] init: the weights were trained with others: {changed}"
