@@ -17,6 +17,7 @@ from titan_dit.trainer import Trainer
 
 TEN = [f"digit {number}" for number in range(10)]
 SEVEN = ["digit 8", "digit 3", "cross", "digit 0", "digit 1", "ring", "digit 5"]
+FROZEN = ["blocks.1.*", "embed.timestep.*"]
 ROWS = [8, 3, 10, 0, 1, 10, 5, 10]
 """Rows of the ten's table at which the seven and the null class begin."""
 
@@ -38,6 +39,7 @@ def trainer_of(world, folder, data, classes, parallel=None, **checkpoint):
         data={"name": "latents", "path": data},
         job={"dir": str(folder)},
         parallel=parallel or {},
+        training={"frozen": [] if classes == 10 else FROZEN},
         checkpoint={"every": 2, "async_save": False} | checkpoint,
     )
     return Trainer(config, world)
@@ -74,7 +76,7 @@ def begun(world, folder, data, parallel, source):
     assert again.step == 1
     assert resumed.keys() == trained.keys()
     assert all(torch.equal(resumed[name], tensor) for name, tensor in trained.items())
-    return *start, loss
+    return *start, loss, trained
 
 
 def alone(world, folder, ten, seven, plain):
@@ -123,7 +125,7 @@ def expected_of(old, part, name):
 
 
 def test_known_classes_keep_their_rows_and_all_averages_start_at_the_weights(runs):
-    (old, (step, new, _), last, *_), _ = runs
+    (old, (step, new, *_), last, *_), _ = runs
     assert step == 0
     names = [key.removeprefix("model.") for key in new if key.startswith("model.")]
     assert CLASS_TABLE in names
@@ -136,7 +138,7 @@ def test_known_classes_keep_their_rows_and_all_averages_start_at_the_weights(run
 
 
 def test_every_layout_starts_at_the_same_weights_with_the_same_loss(runs):
-    (_, (_, alone, loss), *_), ranks = runs
+    (_, (_, alone, loss, _), *_), ranks = runs
     for layout in range(3):
         found = {k: t for rank in ranks for k, t in rank[layout][1].items()}
         assert found.keys() == alone.keys()
@@ -144,6 +146,20 @@ def test_every_layout_starts_at_the_same_weights_with_the_same_loss(runs):
             assert torch.equal(found[key], tensor), (layout, key)
         assert [rank[layout][0] for rank in ranks] == [0, 0]
         assert [rank[layout][2] for rank in ranks] == pytest.approx([loss] * 2, rel=1e-6)
+
+
+def test_frozen_parameters_and_their_averages_stay_the_same_bits_in_every_layout(runs):
+    (_, alone, *_), ranks = runs
+    checked = 0
+    for _, before, _, after in (alone, *(found for rank in ranks for found in rank)):
+        for key, tensor in before.items():
+            is_frozen = "blocks.1." in key or "embed.timestep." in key
+            if is_frozen:
+                assert torch.equal(after[key], tensor), key
+                checked += 1
+            elif key == f"model.{CLASS_TABLE}":
+                assert not torch.equal(after[key], tensor), key
+    assert checked > 100
 
 
 def test_reinitialized_parameters_keep_their_draws(runs):
