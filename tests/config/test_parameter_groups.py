@@ -28,6 +28,18 @@ def test_groups_come_back_from_a_resolved_config():
     assert config.optimizer.groups[1] == GroupConfig(pattern="embed.*", frozen=True)
 
 
+def test_frozen_of_training_is_a_frozen_group():
+    tables = {name: dict(table) for name, table in TABLES.items()}
+    tables["training"] = tables["training"] | {"frozen": ["embed.*", "head.*"]}
+    groups = [{"pattern": "head.*", "frozen": True}]
+    tables["optimizer"] = {"groups": groups}
+    short = config_file.build(tables, catalog.variant)
+    long = built([*groups, {"pattern": "embed.*", "frozen": True}])
+    assert short == long
+    assert config_file.to_tables(short) == config_file.to_tables(long)
+    assert len(short.optimizer.groups) == 2
+
+
 @pytest.mark.parametrize(
     ("group", "message"),
     [

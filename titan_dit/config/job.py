@@ -14,6 +14,7 @@ from titan_dit.config.layout import (
     RematConfig,
 )
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig, MetricsConfig, ProfileConfig
+from titan_dit.config.parameter_groups import with_frozen
 from titan_dit.config.section import Bound, FilePath, Section
 from titan_dit.config.training import (
     EMAConfig,
@@ -95,6 +96,13 @@ class JobConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        """Move [training] frozen to [optimizer] groups: both ways to write it are one config."""
+        if self.training.frozen:
+            groups = with_frozen(self.optimizer.groups, self.training.frozen)
+            object.__setattr__(self, "optimizer", replace(self.optimizer, groups=groups))
+            object.__setattr__(self, "training", replace(self.training, frozen=()))
 
 
 FREE_ON_RESUME = frozenset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from titan_dit.config.section import (
     FilePath,
@@ -10,6 +11,8 @@ from titan_dit.config.section import (
     NonNegativeInt,
     PositiveInt,
     Section,
+    UserError,
+    show,
 )
 
 
@@ -35,8 +38,26 @@ class CheckpointConfig(Section):
     """auto: the run's newest checkpoint, if any. never: step 0, an error if there are checkpoints.
     A path or URL of a run (its newest checkpoint), its checkpoints folder, or one checkpoint:
     another run's initialises this run, one of its own rolls it back."""
+    init: FilePath = ""
+    """A new run starts at these weights: a path or URL of a run, its checkpoints folder, or one
+    checkpoint. Step, data and optimizer are new. Unlike `resume`, which goes on with moments."""
+    init_weights: Literal["ema", "model"] = "ema"
+    """Which weights of `init`: its first average, if it has one, or those of its last step."""
+    reinitialize: tuple[str, ...] = ()
+    """With `init`: patterns of parameters that keep their initial draws: "head.*"."""
     allow_changes: bool = False
     """Resume even if keys that change the mathematics (model, objective, data, ...) differ."""
+
+    def __post_init__(self) -> None:
+        """Refuse two origins of the weights, and patterns that nothing reads."""
+        super().__post_init__()
+        if self.init and self.resume not in ("auto", "never"):
+            raise UserError(
+                f"[checkpoint] init={show(self.init)} and resume={show(self.resume)} are both set. "
+                "Keep init for a new run, or resume to go on with the optimizer's moments."
+            )
+        if self.reinitialize and not self.init:
+            raise UserError("[checkpoint] reinitialize needs init, the weights to start at.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,13 @@ def groups_of(names: Iterable[str], groups: Sequence[GroupConfig]) -> dict[str, 
     return {name: group for name in names for group in groups if fnmatchcase(name, group.pattern)}
 
 
+def with_frozen(groups: Sequence[GroupConfig], patterns: Iterable[str]) -> tuple[GroupConfig, ...]:
+    """The groups, and a frozen one for each pattern that has none yet."""
+    known = {group.pattern for group in groups if group.frozen}
+    new = [pattern for pattern in dict.fromkeys(patterns) if pattern not in known]
+    return (*groups, *(GroupConfig(pattern=pattern, frozen=True) for pattern in new))
+
+
 def check_groups(names: Sequence[str], groups: Sequence[GroupConfig]) -> None:
     """Raise UserError unless each pattern matches some of the whole model's names, none twice."""
     for number, group in enumerate(groups):

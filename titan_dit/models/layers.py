@@ -140,6 +140,10 @@ class TimestepEmbedder(nn.Module):
         return embedded
 
 
+CLASS_TABLE = "embed.label.table.weight"
+"""A model's parameter with a row per class, in label order, and the null row."""
+
+
 class LabelEmbedder(nn.Module):
     """Class embeddings; the last row is the null class, selected by any negative label."""
 

@@ -15,7 +15,7 @@ from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.training import EMAConfig
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
-from titan_dit.recovery import mismatch, resume, rollback
+from titan_dit.recovery import initial_weights, mismatch, resume, rollback
 from titan_dit.recovery.progress import Progress
 from titan_dit.recovery.rollback import BadSteps, Rollbacks
 
@@ -41,6 +41,8 @@ def resumed(
 ) -> Progress | None:
     """Load the checkpoint selected by [checkpoint] resume; None to start at step 0. Collective.
 
+    A run that starts at step 0 takes its weights from [checkpoint] init.
+
     Raises UserError if the checkpoint does not match `identity`, unless allow_changes is set. A
     change that would train on held-out rows is always refused.
     """
@@ -49,6 +51,8 @@ def resumed(
     if path is None:
         ranks.run_on_first(lambda: resume.check_not_elsewhere(run, settings))
         checkpoints.forget_snapshots_after(0)
+        if settings.init:
+            say(*initial_weights.load(settings, identity, tensors["model"], ema))
         return None
     say(*start.messages())
     resume.check_held_out(path, record, identity)

@@ -109,7 +109,7 @@ def newest_before(checkpoints: Checkpoints, step: int) -> Start:
     )
 
 
-def first_undamaged(choose: Callable[[], list[Location]]) -> Start:
+def first_undamaged(choose: Callable[[], list[Location]], key: str = "resume") -> Start:
     """Return the first undamaged checkpoint of `choose()`, which rank 0 calls. Collective."""
     ranks = Ranks()
     damaged: dict[Location, str] = {}
@@ -125,7 +125,7 @@ def first_undamaged(choose: Callable[[], list[Location]]) -> Start:
         listed = "; ".join(f"{path} is damaged: {what}" for path, what in damaged.items())
         raise UserError(
             f"[checkpoint] {listed}. There is no older checkpoint, and nothing was changed. Give "
-            "another one with --checkpoint.resume PATH, or start a new run with --job.name."
+            f"another one with --checkpoint.{key} PATH, or start a new run with --job.name."
         )
     return Start()
 

@@ -1,0 +1,180 @@
+"""[checkpoint] init: a new run of other classes starts at another run's weights, in any layout."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import on_ranks
+from test_grid import DP, PP, TP
+from tiny import randomize, tiny_config, whole
+
+from titan_dit.config.section import UserError
+from titan_dit.data.latents import write_shards
+from titan_dit.models.layers import CLASS_TABLE
+from titan_dit.recovery import initial_weights
+from titan_dit.trainer import Trainer
+
+TEN = [f"digit {number}" for number in range(10)]
+SEVEN = ["digit 8", "digit 3", "cross", "digit 0", "digit 1", "ring", "digit 5"]
+FROZEN = ["blocks.1.*", "embed.timestep.*"]
+ROWS = [8, 3, 10, 0, 1, 10, 5, 10]
+"""Rows of the ten's table at which the seven and the null class begin."""
+
+
+def write_named(root, names):
+    generator = torch.Generator().manual_seed(len(names))
+    latents = torch.randn(70, 1, 8, 8, generator=generator)
+    labels = torch.arange(70) % len(names)
+    write_shards(root, latents, labels, num_classes=len(names), source="a test")
+    file = root / "manifest.json"
+    table = json.loads(file.read_text()) | ({"classes": names} if "" not in names else {})
+    file.write_text(json.dumps(table))
+    return str(root)
+
+
+def trainer_of(world, folder, data, classes, parallel=None, **checkpoint):
+    config = tiny_config(
+        model={"num_classes": classes},
+        data={"name": "latents", "path": data},
+        job={"dir": str(folder)},
+        parallel=parallel or {},
+        training={"frozen": [] if classes == 10 else FROZEN},
+        checkpoint={"every": 2, "async_save": False} | checkpoint,
+    )
+    return Trainer(config, world)
+
+
+def train(trainer, steps):
+    trainer.open_run_directory()
+    batches = trainer.batches()
+    for _ in range(steps):
+        trainer.step += 1
+        loss, _, _ = trainer.train_step(next(batches))
+    trainer.save()
+    trainer.checkpoints.finish()
+    return trainer.mesh.sum_loss(loss).item()
+
+
+def tensors_of(trainer):
+    found = {f"model.{name}": whole(p.detach()) for name, p in trainer.parameters.items()}
+    for key, average in trainer.ema.averages.items():
+        found |= {f"ema.{key}.{name}": whole(tensor) for name, tensor in average.items()}
+    return found
+
+
+def begun(world, folder, data, parallel, source):
+    """What a new run starts at, its first loss; then what the same command resumes from."""
+    trainer = trainer_of(world, folder, data, 7, parallel, init=source)
+    trainer.resume()
+    start = trainer.step, tensors_of(trainer)
+    loss = train(trainer, 1)
+    trained = tensors_of(trainer)
+    again = trainer_of(world, folder, data, 7, parallel, init=source)
+    again.resume()
+    resumed = tensors_of(again)
+    assert again.step == 1
+    assert resumed.keys() == trained.keys()
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in trained.items())
+    return *start, loss, trained
+
+
+def alone(world, folder, ten, seven, plain):
+    """The weights of ten classes, then a run of seven from them, and what does not fit."""
+    old = trainer_of(world, folder / "old", ten, 10)
+    randomize(old.parameters)
+    old.ema.restart(except_for=())
+    train(old, 2)
+    source = str(folder / "old")
+    new = begun(world, folder / "new", seven, {}, source)
+    last = trainer_of(world, folder / "last", seven, 7, init=source, init_weights="model")
+    last.resume()
+    table = {"init": source, "reinitialize": [CLASS_TABLE, "head.*"]}
+    fresh = trainer_of(world, folder / "fresh", plain, 7, **table)
+    drawn = tensors_of(fresh)
+    fresh.resume()
+    nameless = trainer_of(world, folder / "nameless", plain, 7, init=source)
+    with pytest.raises(UserError) as raised:
+        nameless.resume()
+    wide = replace(nameless.config.checkpoint, reinitialize=("embeded.*",))
+    with pytest.raises(UserError) as typo:
+        initial_weights.load(wide, nameless.identity, nameless.tensors()["model"], nameless.ema)
+    messages = str(raised.value), str(typo.value)
+    return tensors_of(old), new, tensors_of(last), drawn, tensors_of(fresh), messages
+
+
+def in_layouts(world, folder, seven):
+    return [
+        begun(world, folder / str(number), seven, layout, str(folder / "old"))
+        for number, layout in enumerate((DP, TP, PP))
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("init")
+    ten, seven = write_named(folder / "ten", TEN), write_named(folder / "seven", SEVEN)
+    plain = write_named(folder / "plain", [""] * 7)
+    [found] = on_ranks(1, alone, folder, ten, seven, plain)
+    return found, on_ranks(2, in_layouts, folder, seven)
+
+
+def expected_of(old, part, name):
+    tensor = old[f"{part}.{name}"]
+    return tensor[ROWS] if name == CLASS_TABLE else tensor
+
+
+def test_known_classes_keep_their_rows_and_all_averages_start_at_the_weights(runs):
+    (old, (step, new, *_), last, *_), _ = runs
+    assert step == 0
+    names = [key.removeprefix("model.") for key in new if key.startswith("model.")]
+    assert CLASS_TABLE in names
+    for name in names:
+        averaged = expected_of(old, "ema.0.9", name)
+        for part in ("model", "ema.0.9", "ema.0.99"):
+            assert torch.equal(new[f"{part}.{name}"], averaged), (part, name)
+            assert torch.equal(last[f"{part}.{name}"], expected_of(old, "model", name)), name
+    assert not torch.equal(old[f"ema.0.9.{CLASS_TABLE}"], old[f"model.{CLASS_TABLE}"])
+
+
+def test_every_layout_starts_at_the_same_weights_with_the_same_loss(runs):
+    (_, (_, alone, loss, _), *_), ranks = runs
+    for layout in range(3):
+        found = {k: t for rank in ranks for k, t in rank[layout][1].items()}
+        assert found.keys() == alone.keys()
+        for key, tensor in alone.items():
+            assert torch.equal(found[key], tensor), (layout, key)
+        assert [rank[layout][0] for rank in ranks] == [0, 0]
+        assert [rank[layout][2] for rank in ranks] == pytest.approx([loss] * 2, rel=1e-6)
+
+
+def test_frozen_parameters_and_their_averages_stay_the_same_bits_in_every_layout(runs):
+    (_, alone, *_), ranks = runs
+    checked = 0
+    for _, before, _, after in (alone, *(found for rank in ranks for found in rank)):
+        for key, tensor in before.items():
+            is_frozen = "blocks.1." in key or "embed.timestep." in key
+            if is_frozen:
+                assert torch.equal(after[key], tensor), key
+                checked += 1
+            elif key == f"model.{CLASS_TABLE}":
+                assert not torch.equal(after[key], tensor), key
+    assert checked > 100
+
+
+def test_reinitialized_parameters_keep_their_draws(runs):
+    (old, _, _, drawn, fresh, _), _ = runs
+    for key, tensor in fresh.items():
+        if key.startswith("model."):
+            name = key.removeprefix("model.")
+            is_fresh = name == CLASS_TABLE or name.startswith("head.")
+            expected = drawn[key] if is_fresh else old[f"ema.0.9.{name}"]
+            assert torch.equal(tensor, expected), name
+    assert not torch.equal(old["ema.0.9.head.out.weight"], drawn["model.head.out.weight"])
+
+
+def test_what_does_not_fit_is_one_line(runs):
+    (*_, (nameless, typo)), _ = runs
+    assert "it has 10 classes, [data] 7" in nameless
+    assert f'reinitialize = ["{CLASS_TABLE}"]' in nameless
+    assert '"embeded.*" matches none of the parameters' in typo

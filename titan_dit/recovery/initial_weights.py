@@ -1,0 +1,233 @@
+"""Starts a new run at the weights of another one: [checkpoint] init.
+
+Only weights are loaded. Step, data, objective and optimizer are new, and every average starts at
+the weights. The rows of a table of classes are matched by the names of the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_dit.checkpoint import checkpoint, run_path
+from titan_dit.checkpoint.snapshots import averages_in
+from titan_dit.checkpoint.store import Location, location
+from titan_dit.config.operation import CheckpointConfig
+from titan_dit.config.parameter_groups import listed
+from titan_dit.config.section import UserError, show
+from titan_dit.launcher.ranks import Ranks
+from titan_dit.models.layers import CLASS_TABLE
+from titan_dit.optim.ema import EMA
+from titan_dit.parallel.init import put
+from titan_dit.recovery import mismatch, resume
+
+UNITS = ("vae", "scale", "shift", "value_range")
+"""Facts of a dataset that say what the model's inputs mean."""
+
+
+@dataclass(frozen=True)
+class Misfit(Exception):
+    """Weights that do not fit the model, as a line without its beginning; raised on all ranks."""
+
+    what: str
+
+
+def candidates(given: str) -> list[Location]:
+    """The checkpoints that [checkpoint] init names, in order of preference."""
+    named = run_path.resolve(location(given))
+    if named.checkpoint:
+        checkpoint.read_record(named.checkpoint)  # Raises if it is not a checkpoint.
+        return [named.checkpoint]
+    if paths := resume.own_newest_first(named.checkpoints):
+        return paths
+    raise named.none_found("[checkpoint] init")
+
+
+def load(
+    settings: CheckpointConfig, identity: resume.Identity, model: Mapping[str, Tensor], ema: EMA
+) -> list[str]:
+    """Load the weights of [checkpoint] init into `model` in place; return console lines.
+
+    Collective. An objective's own modules keep their initial draws, as do the parameters that
+    [checkpoint] reinitialize names. Raises UserError on all ranks, with `model` unchanged, if
+    weights do not fit.
+    """
+    start = resume.first_undamaged(lambda: candidates(settings.init), "init")
+    path, record = start.path, start.record
+    assert path
+    saved = Saved(path, record, settings.init_weights)
+    try:
+        rows = load_fitting(saved, settings.reinitialize, identity, model)
+    except Misfit as error:
+        raise UserError(f"[checkpoint] init={path}: {error.what}") from None
+    ema.restart(except_for=())
+    what = f"weights of {path} ({saved.what}), step {record['step']}: a new run starts there"
+    return [*start.messages(), what, *rows, *warnings(record, identity)]
+
+
+class Saved:
+    """The weights of a checkpoint: an average, where it has one, or the last step's."""
+
+    def __init__(self, path: Location, record: Mapping[str, Any], wanted: str) -> None:
+        self.path, self.record = path, record
+        self.contents = checkpoint.contents(path)
+        averages = [key for key in averages_in(record) if checkpoint.holds(path, f"ema.{key}")]
+        self.average = averages[0] if averages and wanted == "ema" else ""
+        self.what = f"ema {self.average}" if self.average else "model"
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the network's parameters."""
+        found = {n.removeprefix("model.") for n in self.contents if n.startswith("model.")}
+        prefix = f"ema.{self.average}."
+        if self.average:
+            found |= {n.removeprefix(prefix) for n in self.contents if n.startswith(prefix)}
+        return {name for name in found if not name.startswith("objective.")}
+
+    def key(self, name: str) -> str:
+        """The parameter's name in the checkpoint; the weight itself if it has no average."""
+        averaged = f"ema.{self.average}.{name}"
+        return averaged if self.average and averaged in self.contents else f"model.{name}"
+
+    def shape(self, name: str) -> torch.Size:
+        """The saved shape of one of `names`."""
+        return self.contents[self.key(name)][0]
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load into tensors in place. Collective; ranks may ask for different names."""
+        tree: dict[str, Any] = {"model": {}}
+        for name, tensor in tensors.items():
+            if self.key(name) == f"model.{name}":
+                tree["model"][name] = tensor
+            else:
+                tree.setdefault("ema", {self.average: {}})[self.average][name] = tensor
+        checkpoint.read_into(tree, self.path)
+
+
+@torch.no_grad()
+def load_fitting(
+    saved: Saved,
+    reinitialize: Sequence[str],
+    identity: resume.Identity,
+    model: Mapping[str, Tensor],
+) -> list[str]:
+    """Load what fits; return console lines about classes. Collective; raises Misfit."""
+    everywhere = {
+        n: shape for part in Ranks().gather(shapes_of(model)) for n, shape in part.items()
+    }
+    check_patterns(reinitialize, [*everywhere, *saved.names])
+    wanted = {n: s for n, s in everywhere.items() if not matches(n, reinitialize)}
+    rows: list[int | None] | None = None
+    lines = [] if len(wanted) == len(everywhere) else [fresh(everywhere.keys() - wanted.keys())]
+    if CLASS_TABLE in wanted and CLASS_TABLE in saved.names:
+        counts = saved.shape(CLASS_TABLE)[0] - 1, wanted[CLASS_TABLE][0] - 1
+        rows = matched(counts, names_in(saved.record["data"]), names_in(identity.data))
+        if rows is not None and rows != [*range(counts[0])]:
+            lines.append(line_of_classes(rows, counts[0], names_in(identity.data)))
+            width = wanted[CLASS_TABLE][1:]
+            wanted[CLASS_TABLE] = torch.Size([counts[0] + 1, *width])
+        else:
+            rows = None
+    check_fit(saved, wanted, reinitialize)
+    own = {name: model[name] for name in wanted if name in model}
+    if rows is not None and CLASS_TABLE in own:
+        target = own[CLASS_TABLE]
+        table = torch.empty(wanted[CLASS_TABLE], dtype=target.dtype, device=target.device)
+        own[CLASS_TABLE] = table
+        saved.read(own)
+        # The last row is the null class: new classes begin there.
+        order = [len(table) - 1 if row is None else row for row in rows] + [len(table) - 1]
+        put(target, table[order])
+    else:
+        saved.read(own)
+    return lines
+
+
+def matched(
+    counts: tuple[int, int], before: Sequence[str], now: Sequence[str]
+) -> list[int | None] | None:
+    """Each class's saved row, None for a new class. `counts`: classes before and now.
+
+    None in place of the list: by number. Raises Misfit if neither names nor numbers match.
+    """
+    if len(before) == counts[0] and len(now) == counts[1]:
+        row = {name: number for number, name in reversed([*enumerate(before)])}
+        return [row.get(name) for name in now]
+    if counts[0] == counts[1]:
+        return None
+    raise Misfit(
+        f"it has {counts[0]} classes, [data] {counts[1]}, and not both have names of classes to "
+        f'match. Name them, or set reinitialize = ["{CLASS_TABLE}"].'
+    )
+
+
+def line_of_classes(rows: Sequence[int | None], count: int, now: Sequence[str]) -> str:
+    """The console line about the rows of the table of classes."""
+    new = [name for name, row in zip(now, rows, strict=True) if row is None]
+    known = f"classes: {len(rows) - len(new)} of {len(rows)} are among its {count}, by name"
+    return f"{known}; new ones begin at its null row: {listed(new)}" if new else known
+
+
+def fresh(names: set[str]) -> str:
+    """The console line about parameters that keep their initial draws."""
+    return f"reinitialized: {listed(sorted(names))}"
+
+
+def names_in(facts: Mapping[str, Any]) -> Sequence[str]:
+    """Names of the classes of a dataset, by its facts as JSON."""
+    return [str(name) for name in facts.get("class_names") or ()]
+
+
+def shapes_of(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """The network's parameters on this rank; an objective's own modules are new."""
+    return {name: tensor.shape for name, tensor in resume.of_the_model(model).items()}
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter keeps its initial draw."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UserError if a pattern of [checkpoint] reinitialize matches no parameter."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"[checkpoint] reinitialize: {show(pattern)} matches none of the parameters, such "
+                f"as {listed(sorted(names))}."
+            )
+
+
+def check_fit(saved: Saved, wanted: Mapping[str, torch.Size], reinitialize: Sequence[str]) -> None:
+    """Raise Misfit unless names and shapes agree; names that match `reinitialize` may be extra."""
+    has = saved.names
+    fix = "Change [model], or name the parameters in reinitialize."
+    if missing := sorted(wanted.keys() - has):
+        raise Misfit(f"it has no {listed(missing)}. {fix}")
+    if more := sorted(n for n in has - wanted.keys() if not matches(n, reinitialize)):
+        raise Misfit(f"the model has no {listed(more)}. {fix}")
+    for name, shape in wanted.items():
+        if saved.shape(name) != shape:
+            sizes = f"{list(saved.shape(name))}, but the model's is {list(shape)}"
+            raise Misfit(f"{name} is {sizes}. {fix}")
+
+
+def warnings(record: Mapping[str, Any], identity: resume.Identity) -> Iterator[str]:
+    """Console lines: the inputs or the prediction mean something else than to the weights."""
+    before, now = record["data"], identity.data
+    facts = mismatch.changed_facts(before, {key: now[key] for key in UNITS if key in now})
+    was, objective = record["config"]["objective"], identity.config["objective"]
+    keys = [key for key in resume.WHAT_WEIGHTS_ARE if key in was and key in objective]
+    facts += [
+        f"[objective] {key}: {show(was[key])} -> {show(objective[key])}"
+        for key in keys
+        if was[key] != objective[key]
+    ]
+    if facts:
+        changed = "; ".join(facts)
+        yield f"warning: [checkpoint] init: the weights were trained with others: {changed}"
