@@ -3,13 +3,12 @@
 import json
 from contextlib import ExitStack
 
-import diffusers
 import numpy as np
 import torch
 from PIL import Image
 
 from titan_dit.commands import data_encode
-from titan_dit.pictures import autoencoder, encode
+from titan_dit.pictures import autoencoder, encode, library
 from titan_dit.pictures.encode_plan import make_plan
 from titan_dit.pictures.open_input import open_input
 
@@ -20,7 +19,7 @@ LABELS = ("cat", "dog", "owl")
 def save_vae(folder, seed=0):
     """A random AutoencoderKL: 2x, 2 channels; its log variances are not near 0."""
     torch.manual_seed(seed)
-    vae = diffusers.AutoencoderKL(
+    vae = library.diffusers("the tests").AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(4, 4),
