@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
-from titan_dit.commands import convert_language_model
+from titan_dit.commands import convert_diffusers, convert_language_model
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import (
@@ -36,22 +36,24 @@ OBJECTIVE = "titan_dit.objective"
 
 ORIGINAL = {"noise_schedule": "linear", "prediction": "eps"}
 """The keys of [objective] that the original DiT's weights were trained with."""
-READING, WRITING = ("heads", "scale", "prediction", "noise_schedule"), ("weights", "decay", "step")
+READING = ("heads", "scale", "prediction", "noise_schedule")
+WRITING = ("weights", "decay", "step", "vae", "as_is")
 
 
 def main(options: Options) -> None:
     """Import if --from is a file or a folder of transformers; export a run or a checkpoint."""
     source, target = location(options.source), Path(options.to)
     flags: tuple[str, ...] = ()
-    if isinstance(source, Path) and hf_directory.is_directory(source):
+    from_diffusers = isinstance(source, Path) and convert_diffusers.is_directory(source)
+    if from_diffusers:
+        kind, use, flags = "folder of diffusers", "its import", ("scale",)
+    elif isinstance(source, Path) and hf_directory.is_directory(source):
         kind, use = "folder of transformers", "its import"
     elif isinstance(source, URL) or source.is_dir():
         kind, use, flags = "folder", "an export", WRITING
     else:
         kind, use, flags = "file", "an import", READING
-    for name in READING + WRITING:
-        if getattr(options, name) is not None and name not in flags:
-            raise UserError(f"--{name} is not a flag of {use} (--from {source} is a {kind}).")
+    check_flags(options, flags, f"{use} (--from {source} is a {kind})")
     writes = flags is WRITING
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
@@ -59,10 +61,19 @@ def main(options: Options) -> None:
         raise UserError(f"--to {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
     if writes:
         export(source, target, options)
+    elif from_diffusers:
+        convert_diffusers.read_directory(Path(options.source), target, options.scale)
     elif flags:
         read_original(Path(options.source), target, options)
     else:
         convert_language_model.read_directory(Path(options.source), target)
+
+
+def check_flags(options: Options, flags: tuple[str, ...], use: str) -> None:
+    """Refuse the flags of another use."""
+    for name in READING + WRITING:
+        if getattr(options, name) not in (None, False, "") and name not in flags:
+            raise UserError(f"--{name.replace('_', '-')} is not a flag of {use}.")
 
 
 def read_original(source: Path, target: Path, options: Options) -> None:
@@ -148,16 +159,36 @@ def export(source: Location, target: Path, options: Options) -> None:
     """Export a checkpoint: a DiT as a file of the original, a language model as a folder."""
     path = find_checkpoint(source, options.step, "--from")
     run = load_trained(path, options.weights or "ema", options.decay, torch.device("cpu"))
-    if isinstance(run.model_config, DiTConfig):
+    if isinstance(run.model_config, DiTConfig) and not target.suffix:
+        export_to_diffusers(target, run, run.model_config, options)
+    elif isinstance(run.model_config, DiTConfig):
         write_original(target, run, run.model_config)
     else:
         convert_language_model.write_directory(source, target, run)
 
 
+def export_to_diffusers(
+    target: Path, run: TrainedModel, config: DiTConfig, options: Options
+) -> None:
+    """Export a DiT as a folder of diffusers, a whole pipeline if the autoencoder is known."""
+    recorded = run.diffusion("convert").data.vae_source
+    vae = options.vae or (recorded if Path(recorded or "-").expanduser().is_dir() else "")
+    if vae:
+        place = Path(vae).expanduser()
+        if not place.is_dir():
+            raise UserError(f"--vae {vae}: no such folder. Its files are copied.")
+        convert_diffusers.write_pipeline(target, run, config, place, options.as_is)
+    else:
+        convert_diffusers.write_directory(target, run, config, options.as_is)
+    console.say(f"        from {run.path}, step {run.step} ({run.weights})")
+
+
 def write_original(target: Path, run: TrainedModel, config: DiTConfig) -> None:
     """Export a DiT as a file of the original."""
     if target.suffix not in weight_file.SUFFIXES:
-        raise UserError(f"--to {target}: name a .pt or .safetensors file.")
+        raise UserError(
+            f"--to {target}: name a .pt or .safetensors file, or a folder for diffusers."
+        )
     objective = run.diffusion("convert").path
     assert isinstance(objective, DiffusionConfig)
     original = Original(config, objective.path.output_channels(config.channels))

@@ -42,8 +42,8 @@ class TrainingConfig(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the gradient to this global L2 norm; 0 disables clipping."""
     frozen: tuple[str, ...] = ()
-    """Patterns of parameters not to train: "embed.*". The same as [[optimizer.groups]] with frozen,
-    and moved there."""
+    """Patterns of parameters not to train: "embed.*". The same as [[optimizer.groups]] with
+    frozen = true, and moved there."""
     deterministic: bool = False
     """Use deterministic kernels only: a rerun is bitwise equal. Slower on a GPU."""
     gc_every: NonNegativeInt = 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +61,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path, names: Sequence[str] = (WEIGHTS, PICKLED)) -> dict[str, Tensor]:
     """All tensors of a folder; a .bin is read as plain weights, and executes nothing."""
-    for name in (WEIGHTS, PICKLED):
+    for name in names:
         if (folder / name).is_file():
             return read_file(folder / name)
         if (folder / (name + INDEX)).is_file():
             return read_shards(folder, name + INDEX)
-    raise UserError(f"it holds neither {WEIGHTS} nor {PICKLED}, whole or in shards.")
+    raise UserError(f"it holds neither {' nor '.join(names)}, whole or in shards.")
 
 
 def read_shards(folder: Path, index: str) -> dict[str, Tensor]:
@@ -121,11 +121,12 @@ def write(
         raise UserError(f"--to {folder} cannot be written: {reason}.") from None
 
 
-def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One file, or shards and their index."""
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], whole: str = WEIGHTS) -> None:
+    """One file `whole`, or shards and their index."""
     shards = list(sharded(tensors))
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    names = [WEIGHTS] if len(shards) == 1 else names
+    stem, count = whole.removesuffix(".safetensors"), len(shards)
+    names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    names = [whole] if len(shards) == 1 else names
     for name, shard in zip(names, shards, strict=True):
         (folder / name).touch()
         mode = (folder / name).stat().st_mode  # The umask's; safetensors writes 0600.
@@ -135,7 +136,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         table = {k: name for name, shard in zip(names, shards, strict=True) for k in shard}
         size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": table}
-        (folder / (WEIGHTS + INDEX)).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / (whole + INDEX)).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def sharded(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -90,7 +90,8 @@ class Embed(nn.Module):
         super().__init__()
         hidden, _, _, patch = config.shape
         self.patch = nn.Linear(patch * patch * config.channels, hidden)
-        self.timestep = TimestepEmbedder(hidden)
+        reaches_period = config.timestep_frequencies == "diffusers"
+        self.timestep = TimestepEmbedder(hidden, reaches_period)
         self.label = LabelEmbedder(config.num_classes, hidden)
 
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from titan_dit.config.section import PositiveFloat, PositiveInt, Section, UserError, show
 from titan_dit.models.named_sizes import fill_in
@@ -49,6 +50,9 @@ class DiTSizes(Section):
     """Number of labels, not counting the null class for guidance."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head (arXiv:2302.05442)."""
+    timestep_frequencies: Literal["dit", "diffusers"] = "dit"
+    """10000 ** (-i / 128), as in the original DiT, or / 127, as in diffusers: the same weights are
+    another function. Train with "diffusers" to export to it."""
 
     def __post_init__(self) -> None:
         """Fill in the named size, then check divisibility."""

@@ -39,10 +39,15 @@ def grid_positions(rows: int, columns: int, device: torch.device) -> Float[Tenso
     return torch.cartesian_prod(y, x)
 
 
-def frequencies(count: int, max_period: float, device: torch.device) -> Float[Tensor, " count"]:
-    """`count` angular frequencies, geometric from 1 down towards 1 / max_period."""
+def frequencies(
+    count: int, max_period: float, device: torch.device, divisor: int | None = None
+) -> Float[Tensor, " count"]:
+    """`count` angular frequencies, geometric from 1 down: max_period ** (-i / divisor).
+
+    The divisor is `count` by default; count - 1 makes 1 / max_period the last one.
+    """
     steps = torch.arange(count, dtype=torch.float32, device=device)
-    return torch.exp(-math.log(max_period) * steps / count)
+    return torch.exp(-math.log(max_period) * steps / (divisor or count))
 
 
 def sincos_positions(positions: Float[Tensor, "n 2"], dim: int) -> Float[Tensor, "n dim"]:
@@ -118,14 +123,17 @@ class TimestepEmbedder(nn.Module):
 
     FREQUENCIES = 128
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, reaches_period: bool = False) -> None:
+        """`reaches_period`: the lowest frequency is 1 / 10,000, as in diffusers, not above it."""
         super().__init__()
+        self.divisor = self.FREQUENCIES - reaches_period
         self.up = nn.Linear(2 * self.FREQUENCIES, hidden)
         self.down = nn.Linear(hidden, hidden)
 
     def forward(self, timestep: Float[Tensor, " b"]) -> Float[Tensor, "b d"]:
         """Embed `timestep`, given in the original DiT's units (0 to 1000) and always in fp32."""
-        angles = timestep[:, None] * frequencies(self.FREQUENCIES, 10000, timestep.device)
+        count, device = self.FREQUENCIES, timestep.device
+        angles = timestep[:, None] * frequencies(count, 10000, device, self.divisor)
         # fp32 up to here: bf16 cannot tell timestep 997 from 1000.
         features = torch.cat((angles.cos(), angles.sin()), -1).to(self.up.weight.dtype)
         embedded: Tensor = self.down(F.silu(self.up(features)))

@@ -17,11 +17,11 @@ class Options(Section):
     section = "convert"
 
     source: Annotated[FilePath, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
-    """Import: FILE.pt or FILE.safetensors of the original DiT, or a folder of transformers with
-    config.json. Export: a run or a checkpoint."""
+    """Import: FILE.pt or FILE.safetensors of the original DiT, or a folder of transformers or of
+    diffusers' DiTPipeline. Export: a run or a checkpoint."""
     to: FilePath
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
-    folder of a language model."""
+    folder for diffusers, or of a language model."""
     heads: PositiveInt | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
@@ -34,5 +34,10 @@ class Options(Section):
     """Export: EMA or model (non-averaged) weights. Unset: EMA."""
     decay: float | None = None
     """Export: EMA decay, if the run has several. Unset: the first."""
+    vae: FilePath = ""
+    """Export to diffusers: folder of the autoencoder, for a whole DiTPipeline. Unset: the one that
+    made the run's latents, if it is a folder."""
+    as_is: bool = False
+    """Export to diffusers: also where it computes other timestep frequencies."""
     step: int | None = None
     """Export: step of the run's checkpoint. Unset: the newest."""

@@ -1,0 +1,313 @@
+"""DiTs of diffusers: folders of `DiTTransformer2DModel`, and of the whole `DiTPipeline`.
+
+Beside the names, these differ. Its qkv are three weights. Every block holds a copy of the embedders
+of timestep and label. Its patch convolution is our linear weight. The pipeline guides with class
+1000, so the table of labels has 1,001 rows: those behind our classes are copies of the null row.
+Its timestep frequencies divide by 127, the original's by 128.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+from titan_dit.diffusion.noise_schedule import named
+from titan_dit.diffusion.samplers.from_diffusers import PREDICTIONS, betas, config_of_flow
+from titan_dit.interop.original_dit import check, swap_leading
+from titan_dit.models.dit import DiTConfig
+
+KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
+CONFIG, INDEX, SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"
+TRANSFORMER, VAE = "transformer", "vae"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+ROWS = 1001
+"""Of the label table: 1,000 classes and the null class, which the pipeline takes as class 1000."""
+DENSE = torch.contiguous_format
+VERSION = "0.35.0"
+"""The oldest release of diffusers that the folders are written for."""
+FIXED = {
+    "activation_fn": "gelu-approximate",
+    "attention_bias": True,
+    "norm_elementwise_affine": False,
+    "norm_type": "ada_norm_zero",
+}
+"""Keys that our network has one value of."""
+OUTER = {"head.modulation": "proj_out_1", "head.out": "proj_out_2"}
+INNER = {
+    "modulation": "norm1.linear",
+    "attn.out": "attn1.to_out.0",
+    "mlp.up": "ff.net.0.proj",
+    "mlp.down": "ff.net.2",
+}
+EMBEDDERS = {"up": "linear_1", "down": "linear_2"}
+KINDS = ("weight", "bias")
+PATCH, TABLE = "embed.patch.weight", "embed.label.table.weight"
+THEIR_PATCH = "pos_embed.proj"
+
+
+@dataclass(frozen=True)
+class DiffusersDiT:
+    """A network of ours and its counterpart in diffusers."""
+
+    config: DiTConfig
+    output_channels: int
+
+    def block(self, layer: int) -> str:
+        """Prefix of a block's names."""
+        return f"transformer_blocks.{layer}"
+
+    def embedder(self, layer: int) -> str:
+        """Prefix of the names of a block's copies of the embedders."""
+        return f"{self.block(layer)}.norm1.emb"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of diffusers, by its names."""
+        with torch.device("meta"):
+            ours = dict(self.config.build(self.output_channels).named_parameters())
+            return {name: tuple(tensor.shape) for name, tensor in self.to_theirs(ours).items()}
+
+    def to_theirs(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert our parameters to diffusers' names and layout."""
+        hidden, layers, heads, patch = self.config.shape
+        kernel = ours[PATCH].view(hidden, patch, patch, -1).permute(0, 3, 1, 2)
+        theirs = {f"{THEIR_PATCH}.weight": kernel, f"{THEIR_PATCH}.bias": ours["embed.patch.bias"]}
+        table = ours[TABLE]
+        null = table[-1:].expand(ROWS - len(table) + 1, -1)
+        filled = torch.cat((table[:-1], null))
+        for kind in KINDS:
+            theirs |= {f"{v}.{kind}": ours[f"{k}.{kind}"] for k, v in OUTER.items()}
+            for layer in range(layers):
+                block = self.block(layer)
+                qkv = swap_leading(ours[f"blocks.{layer}.attn.qkv.{kind}"], heads, 3).chunk(3)
+                theirs |= {
+                    f"{block}.attn1.to_{name}.{kind}": part
+                    for name, part in zip("qkv", qkv, strict=True)
+                }
+                theirs |= {
+                    f"{block}.{v}.{kind}": ours[f"blocks.{layer}.{k}.{kind}"]
+                    for k, v in INNER.items()
+                }
+                theirs |= {
+                    f"{self.embedder(layer)}.timestep_embedder.{v}.{kind}": ours[
+                        f"embed.timestep.{k}.{kind}"
+                    ]
+                    for k, v in EMBEDDERS.items()
+                }
+        for layer in range(layers):
+            theirs[self.table(layer)] = filled
+        # A file may not hold one tensor under two names.
+        return {name: tensor.clone(memory_format=DENSE) for name, tensor in theirs.items()}
+
+    def table(self, layer: int) -> str:
+        """Name of a block's copy of the label table."""
+        return f"{self.embedder(layer)}.class_embedder.embedding_table.weight"
+
+    def to_ours(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert diffusers' tensors to our fp32 parameters; UserError on a mismatch.
+
+        Refuses blocks with other embedders than the first one, and a table whose rows behind our
+        classes are not all the null row.
+        """
+        kept = {name: tensor for name, tensor in theirs.items() if name != "pos_embed.pos_embed"}
+        check(kept, self.shapes())
+        self.check_copies(kept)
+        _, layers, _, _ = self.config.shape
+        ours = {PATCH: kept[f"{THEIR_PATCH}.weight"].permute(0, 2, 3, 1).flatten(1)}
+        ours["embed.patch.bias"] = kept[f"{THEIR_PATCH}.bias"]
+        ours[TABLE] = kept[self.table(0)][: self.config.num_classes + 1]
+        for kind in KINDS:
+            ours |= {f"{k}.{kind}": kept[f"{v}.{kind}"] for k, v in OUTER.items()}
+            ours |= {
+                f"embed.timestep.{k}.{kind}": kept[
+                    f"{self.embedder(0)}.timestep_embedder.{v}.{kind}"
+                ]
+                for k, v in EMBEDDERS.items()
+            }
+            for layer in range(layers):
+                block = self.block(layer)
+                qkv = torch.cat([kept[f"{block}.attn1.to_{name}.{kind}"] for name in "qkv"])
+                ours[f"blocks.{layer}.attn.qkv.{kind}"] = swap_leading(qkv, 3, self.heads)
+                ours |= {
+                    f"blocks.{layer}.{k}.{kind}": kept[f"{block}.{v}.{kind}"]
+                    for k, v in INNER.items()
+                }
+        return {name: tensor.float().contiguous() for name, tensor in ours.items()}
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return self.config.shape[2]
+
+    def check_copies(self, theirs: Mapping[str, Tensor]) -> None:
+        """Refuse what one embedder and one null row cannot hold."""
+        first = self.embedder(0)
+        for name in [name for name in theirs if name.startswith(first)]:
+            for layer in range(1, self.config.shape[1]):
+                if not torch.equal(theirs[self.embedder(layer) + name[len(first) :]], theirs[name]):
+                    raise UserError(
+                        f"{name} differs from that of block {layer}: blocks with embedders of "
+                        "their own are not supported."
+                    )
+        behind = theirs[self.table(0)][self.config.num_classes :]
+        if not torch.equal(behind, behind[:1].expand_as(behind)):
+            raise UserError(
+                f"{self.table(0)}: the rows from {self.config.num_classes} on differ, so there are "
+                "more classes than its id2label names."
+            )
+
+    def config_json(self) -> dict[str, Any]:
+        """The transformer's config.json."""
+        hidden, layers, heads, patch = self.config.shape
+        return {
+            "_class_name": KIND,
+            "_diffusers_version": VERSION,
+            **FIXED,
+            "attention_head_dim": hidden // heads,
+            "dropout": 0.0,
+            "in_channels": self.config.channels,
+            "norm_eps": EPS,
+            "norm_num_groups": 32,
+            "num_attention_heads": heads,
+            "num_embeds_ada_norm": ROWS - 1,
+            "num_layers": layers,
+            "out_channels": self.output_channels,
+            "patch_size": patch,
+            "sample_size": self.config.latent_size,
+            "upcast_attention": False,
+        }
+
+
+EPS = 1e-6
+"""Of the layer norms, as ours. Released weights have 1e-5, which hardly changes predictions."""
+
+
+def check_expressible(config: DiTConfig, as_is: bool) -> None:
+    """Refuse by name what DiTTransformer2DModel cannot hold."""
+    if config.qk_norm:
+        raise UserError("[model] qk_norm=true: diffusers' DiT has no QK norm layers.")
+    if config.ffn != 4 * config.shape[0]:
+        raise UserError(f"[model] mlp_ratio={config.mlp_ratio:g}: diffusers' DiT has 4 only.")
+    if config.num_classes > ROWS - 1:
+        raise UserError(f"[model] num_classes={config.num_classes}: DiTPipeline has {ROWS - 1}.")
+    if config.timestep_frequencies == "dit" and not as_is:
+        raise UserError(
+            '[model] timestep_frequencies="dit": in the exponents of the frequencies diffusers '
+            "divides by 127, the original DiT by 128, so the same weights predict something "
+            'else there. Train with timestep_frequencies = "diffusers", or give --as-is.'
+        )
+
+
+def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDiT:
+    """Our config of a transformer's config.json. UserError for what we do not have."""
+    if values.get("_class_name") != KIND:
+        raise UserError(f"{CONFIG} is of {values.get('_class_name')}, not of {KIND}.")
+    for key, value in FIXED.items():
+        if values.get(key, value) != value:
+            raise UserError(f"{CONFIG}: {key}={values[key]!r}; our DiT has {value!r}.")
+    try:
+        heads, channels = int(values["num_attention_heads"]), int(values["in_channels"])
+        config = DiTConfig(
+            hidden=heads * int(values["attention_head_dim"]),
+            layers=int(values["num_layers"]),
+            heads=heads,
+            patch=int(values["patch_size"]),
+            latent_size=int(values["sample_size"]),
+            channels=channels,
+            num_classes=num_classes or int(values["num_embeds_ada_norm"]),
+            timestep_frequencies="diffusers",
+        )
+        return DiffusersDiT(config, int(values.get("out_channels") or channels))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{CONFIG} lacks a size, or has a wrong one ({error}).") from None
+
+
+def scheduler_json(objective: Any) -> dict[str, Any]:
+    """The scheduler's config that draws what an objective has learned. UserError if there is none.
+
+    DDIM for DDPM, DPM-Solver++ on flow sigmas for rectified flow (with shift 1).
+    """
+    if objective.name == "rectified_flow":
+        name = "DPMSolverMultistepScheduler"
+        flow = config_of_flow(name, ("use_flow_sigmas",))
+        assert flow is not None
+        return {"_class_name": name, "_diffusers_version": VERSION, **flow}
+    schedule = named(objective.noise_schedule, objective.steps)
+    return {
+        "_class_name": "DDIMScheduler",
+        "_diffusers_version": VERSION,
+        "clip_sample": False,
+        "num_train_timesteps": len(schedule),
+        "prediction_type": PREDICTIONS[objective.prediction],
+        "trained_betas": betas(schedule),
+    }
+
+
+def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, Any]:
+    """The [objective] table of a pipeline's scheduler. UserError for noise that we do not have."""
+    kinds = {value: key for key, value in PREDICTIONS.items()}
+    prediction = scheduler.get("prediction_type", "epsilon")
+    name = str(scheduler.get("_class_name"))
+    if scheduler.get("use_flow_sigmas") or name.startswith("FlowMatch"):
+        return {"name": "rectified_flow"}
+    steps = int(scheduler.get("num_train_timesteps", 1000))
+    schedule = noise_of(scheduler, steps)
+    if prediction not in kinds or schedule is None:
+        raise UserError(
+            f"{SCHEDULER}: prediction_type={prediction!r} with "
+            f"beta_schedule={scheduler.get('beta_schedule')!r} and its betas; there are "
+            f"{', '.join(kinds)}, and the linear and the cosine schedule."
+        )
+    return {
+        "name": "ddpm",
+        "noise_schedule": schedule,
+        "steps": steps,
+        "prediction": kinds[prediction],
+        "learn_sigma": learn_sigma,
+    }
+
+
+def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
+    """The name of a scheduler's noise schedule; None if it is not one of ours."""
+    given = scheduler.get("trained_betas")
+    if given is None:
+        cosine = scheduler.get("beta_schedule") == "squaredcos_cap_v2"
+        if cosine or scheduler.get("beta_schedule", "linear") == "linear":
+            first, last = (scheduler.get(f"beta_{end}") for end in ("start", "end"))
+            known = cosine or (first in (None, 1e-4) and last in (None, 0.02) and steps == 1000)
+            return ("cosine" if cosine else "linear") if known else None
+        return None
+    for name in ("linear", "cosine"):
+        own = betas(named(name, steps))
+        if len(own) == len(given) and max(map(abs, map(float.__sub__, own, given))) < 1e-6:
+            return name
+    return None
+
+
+def write_pipeline_parts(
+    folder: Path, scheduler: Mapping[str, Any], vae: Path, names: Mapping[int, str]
+) -> None:
+    """Write what makes a pipeline of a folder with `transformer/`: scheduler, vae, index."""
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / SCHEDULER).write_text(json.dumps(scheduler, indent=2) + "\n")
+    (folder / VAE).mkdir()
+    for file in sorted(vae.iterdir()):
+        if file.suffix in (".json", ".safetensors"):
+            shutil.copyfile(file, folder / VAE / file.name)
+    kind = json.loads((vae / CONFIG).read_text())["_class_name"]
+    index = {
+        "_class_name": PIPELINE,
+        "_diffusers_version": VERSION,
+        "id2label": {str(number): name for number, name in names.items()},
+        "scheduler": ["diffusers", scheduler["_class_name"]],
+        TRANSFORMER: ["diffusers", KIND],
+        VAE: ["diffusers", kind],
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
