@@ -1,6 +1,7 @@
 """Runs docs/fine-tuning.md from end to end, with fewer steps and an S/8 as the released DiT."""
 
 import re
+import shlex
 import sys
 
 import pytest
@@ -70,7 +71,7 @@ def one(kind, command, folder):
     else:
         here = command.replace("NGPU=8 ", "").replace("./run_train.sh", "python -m titan_dit.train")
         flags = next((flags for part, flags in FLAGS.items() if part in command), "")
-        words = [*re.sub("^python", sys.executable, here).split(), *flags.split()]
+        words = [*shlex.split(re.sub("^python", sys.executable, here)), *flags.split()]
     done = run(words, folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """[checkpoint] init: a new run of other classes starts at another run's weights, in any layout."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
 from titan_dit.models.layers import CLASS_TABLE
 from titan_dit.recovery import initial_weights
+from titan_dit.recovery.resume import Identity
 from titan_dit.trainer import Trainer
 
 TEN = [f"digit {number}" for number in range(10)]
@@ -96,7 +98,7 @@ def alone(world, folder, ten, seven, plain):
     nameless = trainer_of(world, folder / "nameless", plain, 7, init=source)
     with pytest.raises(UserError) as raised:
         nameless.resume()
-    wide = replace(nameless.config.checkpoint, reinitialize=("embeded.*",))
+    wide = replace(nameless.config.checkpoint, reinitialize=("nose.*",))
     with pytest.raises(UserError) as typo:
         initial_weights.load(wide, nameless.identity, nameless.tensors()["model"], nameless.ema)
     messages = str(raised.value), str(typo.value)
@@ -177,4 +179,55 @@ def test_what_does_not_fit_is_one_line(runs):
     (*_, (nameless, typo)), _ = runs
     assert "it has 10 classes, [data] 7" in nameless
     assert f'reinitialize = ["{CLASS_TABLE}"]' in nameless
-    assert '"embeded.*" matches none of the parameters' in typo
+    assert '"nose.*" matches none of the parameters' in typo
+
+
+def test_classes_match_by_name_else_by_number():
+    matched = initial_weights.matched
+    assert matched((3, 2), ["a", "b", "c"], ["c", "d"]) == [2, None]
+    assert matched((2, 2), ["a", "b"], ["b", "a"]) == [1, 0]
+    assert matched((2, 2), [], ["b", "a"]) is None
+    with pytest.raises(initial_weights.Misfit, match="it has 3 classes"):
+        matched((3, 2), ["a", "b", "c"], [])
+
+
+def test_other_units_or_predictions_are_a_warning():
+    vae = {"kind": "AutoencoderKL", "digest": "0" * 64, "factor": 8}
+    ours = {"objective": {"name": "ddpm", "prediction": "noise"}}
+    record = {"data": {"vae": vae, "scale": 0.5, "shift": 0.0, "count": 7}, "config": ours}
+    now = {"vae": vae, "scale": 0.5, "shift": 0.0, "count": 8}
+    assert list(initial_weights.warnings(record, Identity(ours, now, 0))) == []
+    theirs = {"objective": {"name": "rectified_flow"}}
+    [line] = initial_weights.warnings(record, Identity(theirs, now | {"scale": 0.25}, 0))
+    assert "[data] scale: 0.5 -> 0.25" in line
+    assert '[objective] name: "ddpm" -> "rectified_flow"' in line
+    assert "vae" not in line
+
+
+class Weights:
+    names = frozenset({"a", "b"})
+
+    def shape(self, name):
+        return torch.Size([2])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"a": [2], "b": [2], "c": [2]}, "it has no c"),
+        ({"a": [2]}, "the model has no b"),
+        ({"a": [2], "b": [3]}, r"b is \[2\], but the model's is \[3\]"),
+    ],
+)
+def test_other_misfits_name_the_parameter(wanted, message):
+    sizes = {name: torch.Size(size) for name, size in wanted.items()}
+    with pytest.raises(initial_weights.Misfit) as raised:
+        initial_weights.check_fit(Weights(), sizes, [])
+    assert re.search(message, raised.value.what)
+
+
+def test_init_and_resume_of_another_run_contradict():
+    with pytest.raises(UserError, match="are both set"):
+        tiny_config(checkpoint={"init": "a", "resume": "b"})
+    with pytest.raises(UserError, match="needs init"):
+        tiny_config(checkpoint={"reinitialize": ["a"]})
