@@ -79,9 +79,10 @@ def make_set(
     most = num_classes or len(found_names) or highest + 1
     if lowest < 0 or highest >= most:
         bad = lowest if lowest < 0 else highest
+        name = names[list(labels).index(bad)]
         raise UserError(
-            f"{where}: {names[list(labels).index(bad) if given else 0]} has the label {bad}, outside 0 to {most - 1}. "
-            "Correct it, or raise --num-classes."
+            f"{where}: {name} has the label {bad}, outside 0 to {most - 1}. Correct it, or raise "
+            "--num-classes."
         )
     if found_names and len(found_names) != most:
         raise UserError(
