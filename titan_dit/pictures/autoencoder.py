@@ -34,7 +34,7 @@ class Autoencoder:
     module: nn.Module
     facts: VAEFacts
     source: str
-    """Folder or name that it was loaded from."""
+    """Folder (absolute: other commands start elsewhere) or name that it was loaded from."""
     channels: int
     """Channels of a latent."""
     scale: Units
@@ -107,7 +107,8 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     )
     channels = int(config["latent_channels"])
     module = module.to(device).eval().requires_grad_(False)
-    return Autoencoder(module, facts, source, channels, scale, shift)
+    kept = str(folder.resolve()) if folder.is_dir() else source
+    return Autoencoder(module, facts, kept, channels, scale, shift)
 
 
 def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
