@@ -62,7 +62,7 @@ def test_ranks_and_their_threads_fit_the_machine(start, machine, ranks, threads)
     assert command[:2] == ["titan_dit.launcher.launch", "--standalone"]
     assert after(command, "--nproc-per-node") == ranks
     assert after(command, "--max-restarts") == "0"
-    assert command[-4:] == ["-m", "titan_dit.train", "--config", "digits"]
+    assert command[-5:] == ["-m", "--", "titan_dit.train", "--config", "digits"]
     assert environment["OMP_NUM_THREADS"] == threads
     assert environment["TORCH_CPP_LOG_LEVEL"] == "ERROR"
 
