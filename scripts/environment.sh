@@ -99,9 +99,9 @@ make_environment() {
     # longer than installing them; those that training imports are compiled below.
     # torch_fidelity asks for torchvision, whose build for CUDA does not load beside a CPU build of
     # torch, and then diffusers does not either. What is used of torch_fidelity works without it.
-    grep -v '^torch_fidelity' <<<"$wanted" | install_packages || return 1
-    if grep -q '^torch_fidelity' <<<"$wanted"; then
-        grep '^torch_fidelity' <<<"$wanted" | install_packages --no-deps || return 1
+    grep -v '^torch-fidelity' <<<"$wanted" | install_packages || return 1
+    if grep -q '^torch-fidelity' <<<"$wanted"; then
+        grep '^torch-fidelity' <<<"$wanted" | install_packages --no-deps || return 1
     fi
     # Makes `python -m titan_dit` work from any folder, as an editable install would.
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1

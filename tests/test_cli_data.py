@@ -164,7 +164,10 @@ BAD = {
         "the folders 0001, 0002 are not among the 1 listed classes",
     ),
     "dtype": (("pack", "--input", "set", "--output", "out", "--scale", "0"), "scale=0"),
-    "command": (("unpack",), "data unpack: no such command. There is: data pack, data show, data"),
+    "command": (
+        ("unpack",),
+        "data unpack: no such command. There is: data encode, data pack, data show, data",
+    ),
     "text": (
         ("tokenize", "--input", "list.txt", "--output-prefix", "out", "--append-eod"),
         "[data tokenize] give one of --tokenizer (a tokenizer.json) and --vocab-file.",

@@ -97,11 +97,12 @@ class Opened:
         """Losses on the validation set, and scores of the first EMA's pictures, if due."""
         config, found = self.config, dict[str, float]()
         seed = config.job.seed
-        if self.validation_set and due(config.validation.every):
+        scores = self.evaluation is not None and due(config.evaluation.every)
+        if self.validation_set and (due(config.validation.every) or not scores):
             given = self.validation_set, self.objective, executor, share
             size = self.plan.padded_samples_per_rank
             found |= losses_of_all(*given, ema, alive, seed, size)
-        if self.evaluation and due(config.evaluation.every):
+        if self.evaluation and scores:
             drawn = self.objective, executor.predict, config.sampling, seed
             with ema.swapped_in():
                 found |= self.evaluation.scores(*drawn, share, alive)
