@@ -152,7 +152,7 @@ def report(
         console.say(line)
     if dropped:
         console.say(f"dropped pictures are listed in {output / pack.DROPPED}")
-    if lost := encode.emptied(plan, dropped):
+    if lost := pack.classes_without_samples(plan, dropped):
         names = plan.pictures.class_names
         lost_names = few([names[i] if names else i for i in lost])
         console.say(f"warning: all pictures of these classes were dropped: {lost_names}")

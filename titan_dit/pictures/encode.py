@@ -13,22 +13,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Shaped, UInt8
-from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import STORED_DTYPES
-from titan_dit.data.manifest import MANIFEST, digest_of, write_json
+from titan_dit.data.manifest import MANIFEST, digest_of
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.shard_job import ChunkRecord, writing
+from titan_dit.data.packing.shard_job import ChunkRecord, write_chunk, writing
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.encode_plan import EncodePlan
 from titan_dit.system.files import write_whole
@@ -198,23 +197,13 @@ def add(plan: EncodePlan, chunk: Chunk, batch: Batch, stored: Tensor | None) -> 
 
 
 def write(plan: EncodePlan, digest: str, output: Path, chunk: Chunk) -> None:
-    """Write a chunk's shard and its record, each whole or not at all."""
-    stem = f"{plan.name}-{chunk.number:05d}"
-    record = ChunkRecord(digest, "", 0, 0, "", chunk.dropped)
-    if chunk.rows:
-        file = f"{stem}.safetensors"
-        latents = torch.cat(chunk.latents).flatten(0, 1)
-        labels = plan.pictures.labels[torch.tensor(chunk.rows)].repeat_interleave(plan.copies)
-        data = safetensors.save({"latent": latents.contiguous(), "label": labels})
-        with writing(output / file, plan.command):
-            write_whole(output / file, data)
-        sha = hashlib.sha256(data).hexdigest()
-        extra = sums(plan, latents) | {
-            "pictures_sha256": hashlib.sha256(b"".join(chunk.digests)).hexdigest()
-        }
-        record = ChunkRecord(digest, file, len(labels), len(data), sha, chunk.dropped, extra)
-    with writing(output / f"{stem}.json", plan.command):
-        write_json(output / f"{stem}.json", asdict(record))
+    """Write a chunk's shard and its record."""
+    every = chunk.latents or [torch.empty(0, plan.copies, *plan.shape)]
+    latents = torch.cat(every).flatten(0, 1)
+    extra = sums(plan, latents) | {
+        "pictures_sha256": hashlib.sha256(b"".join(chunk.digests)).hexdigest()
+    }
+    write_chunk(plan, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
 
 
 def sums(plan: EncodePlan, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[float]]:
@@ -287,12 +276,3 @@ def captions(plan: EncodePlan, records: Sequence[ChunkRecord]) -> Iterator[bytes
             }
             yield (json.dumps(values, ensure_ascii=False) + "\n").encode("utf-8", "replace")
             row += plan.copies
-
-
-def emptied(plan: EncodePlan, dropped: Drops) -> list[int]:
-    """The classes whose pictures were all dropped."""
-    labels = plan.pictures.labels
-    kept = torch.ones(len(labels), dtype=torch.bool)
-    kept[[row for row, _ in dropped]] = False
-    had, left = set(labels[labels >= 0].tolist()), set(labels[kept].tolist())
-    return sorted(had - left)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError
@@ -19,6 +19,7 @@ from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import ENCODED_FORMAT
 from titan_dit.data.packing.images import decode_image
 from titan_dit.data.packing.pack import SHARD_BYTES
+from titan_dit.data.packing.shard_job import Chunks
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.picture_set import UNLABELLED, PictureSet
 
@@ -28,7 +29,7 @@ FEWEST, MOST_CHUNKS = 256, 64
 
 
 @dataclass(frozen=True)
-class EncodePlan:
+class EncodePlan(Chunks):
     """A set of pictures, and how they are encoded. See `packing.shard_job.ShardPlan`."""
 
     command: ClassVar[str] = "data encode"
@@ -41,8 +42,6 @@ class EncodePlan:
     """Prefix of the files: NAME-00000.safetensors."""
     shape: tuple[int, int, int]
     dtype: str
-    shard_size: int
-    """Pictures of a shard, including dropped ones."""
     batch_size: int
     """Rows that are encoded at once, including mirror images: other numbers change bits."""
     image_size: int
@@ -58,6 +57,11 @@ class EncodePlan:
         return self.pictures.names
 
     @property
+    def labels(self) -> Int64[Tensor, " n"]:
+        """Their classes; -1: it has none, and is dropped."""
+        return self.pictures.labels
+
+    @property
     def copies(self) -> int:
         """Rows of a picture: it, and its mirror image."""
         return 2 if self.flip else 1
@@ -66,16 +70,6 @@ class EncodePlan:
     def channels(self) -> int:
         """Channels of a latent, of which a row may hold a mean and a std."""
         return self.shape[0] // 2 if self.posterior == "both" else self.shape[0]
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks; one whose pictures are all dropped gets no shard."""
-        return -(-len(self.pictures) // self.shard_size)
-
-    def rows(self, chunk: int) -> range:
-        """The numbers of a chunk's pictures."""
-        first = chunk * self.shard_size
-        return range(first, min(first + self.shard_size, len(self.pictures)))
 
     def batches(self, chunk: int) -> list[range]:
         """The pictures of each batch of a chunk."""
@@ -161,11 +155,11 @@ def make_plan(
         output.resolve().name,
         shape,
         dtype,
-        shard_size or max(1, min(SHARD_BYTES // bytes_each, size)),
         batch_size,
         image_size,
         flip,
         posterior,
         units,
         about,
+        shard_size=shard_size or max(1, min(SHARD_BYTES // bytes_each, size)),
     )

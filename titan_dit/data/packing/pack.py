@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
@@ -79,7 +80,9 @@ def make_plan(
     }
     bytes_each = math.prod(shape) * STORED_DTYPES[dtype].itemsize
     size = shard_size or max(1, SHARD_BYTES // bytes_each)
-    return PackPlan(listing, output.resolve().name, shape, dtype, size, image_size, about)
+    return PackPlan(
+        listing, output.resolve().name, shape, dtype, image_size, about, shard_size=size
+    )
 
 
 def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tuple[int, int, int]:
@@ -304,10 +307,10 @@ def clean(plan: ShardPlan, output: Path, all_of_it: bool = False) -> None:
             output.rmdir()
 
 
-def classes_without_samples(plan: PackPlan, dropped: list[tuple[int, str]]) -> list[int]:
+def classes_without_samples(plan: ShardPlan, dropped: list[tuple[int, str]]) -> list[int]:
     """Return the classes whose files were all dropped."""
-    labels = plan.listing.labels
-    lost = torch.bincount(labels[[row for row, _ in dropped]], minlength=plan.listing.num_classes)
-    had = torch.bincount(labels, minlength=plan.listing.num_classes)
-    emptied: list[int] = ((had == lost) & (had > 0)).nonzero().flatten().tolist()
-    return emptied
+    labels = plan.labels
+    kept = torch.ones(len(labels), dtype=torch.bool)
+    kept[[row for row, _ in dropped]] = False
+    had, left = (set(np.unique(some).tolist()) for some in (labels[labels >= 0], labels[kept]))
+    return sorted(had - left)

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
 from safetensors import torch as safetensors
 from torch import Tensor
 
@@ -58,6 +59,10 @@ class ShardPlan(Protocol):
         """The listed files."""
 
     @property
+    def labels(self) -> Int64[Tensor, " n"]:
+        """Their classes; -1 for a file without one."""
+
+    @property
     def name(self) -> str:
         """Prefix of the shards' names."""
 
@@ -84,8 +89,31 @@ class ShardPlan(Protocol):
         """SHA-256 of everything that determines the shards' bytes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chunks(ABC):
+    """Listed files in chunks of one size; each becomes a shard."""
+
+    shard_size: int
+    """Listed files per shard, including dropped ones."""
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """The listed files."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks; one whose files are all dropped gets no shard."""
+        return -(-len(self.names) // self.shard_size)
+
+    def rows(self, chunk: int) -> range:
+        """Listing indices of a chunk's files."""
+        first = chunk * self.shard_size
+        return range(first, min(first + self.shard_size, len(self.names)))
+
+
 @dataclass(frozen=True)
-class PackPlan:
+class PackPlan(Chunks):
     """Everything that determines the shards' bytes; not the workers or the output path."""
 
     command: ClassVar[str] = "data pack"
@@ -97,8 +125,6 @@ class PackPlan:
     """Prefix of the files: NAME-00000.safetensors."""
     shape: tuple[int, int, int]
     dtype: str
-    shard_size: int
-    """Listed files per shard, including dropped ones."""
     image_size: int | None
     about: dict[str, Any]
     """Further manifest keys: source, num_classes, classes, scale, shift, value_range."""
@@ -114,14 +140,9 @@ class PackPlan:
         return self.listing.names
 
     @property
-    def num_chunks(self) -> int:
-        """Number of chunks; one whose files are all dropped gets no shard."""
-        return -(-len(self.listing.names) // self.shard_size)
-
-    def rows(self, chunk: int) -> range:
-        """Return the listing indices of a chunk's files."""
-        first = chunk * self.shard_size
-        return range(first, min(first + self.shard_size, len(self.listing.names)))
+    def labels(self) -> Int64[Tensor, " n"]:
+        """Their classes."""
+        return self.listing.labels
 
     def digest(self) -> str:
         """Return a SHA-256 of the plan, independent of the parent folders of input and output."""
@@ -175,18 +196,35 @@ def pack_chunk(
             dropped.append((row, str(error)))
             report(0, 1)
         report(1, 0)
+    write_chunk(plan, digest, output, chunk, kept, latents[: len(kept)], dropped)
+
+
+def write_chunk(
+    plan: ShardPlan,
+    digest: str,
+    output: Path,
+    chunk: int,
+    kept: Sequence[int],
+    latents: Shaped[Tensor, "n c h w"],
+    dropped: list[tuple[int, str]],
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write a chunk's shard and its record, each whole or not at all; no shard if none is `kept`.
+
+    `latents` are the rows of the files `kept`, `plan.copies` of each.
+    """
     stem = f"{plan.name}-{chunk:05d}"
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
     if kept:
         file = f"{stem}.safetensors"
-        labels = plan.listing.labels[torch.tensor(kept)]
+        labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
         # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
-        data = safetensors.save({"latent": latents[: len(kept)], "label": labels})
-        with writing(output / file):
+        data = safetensors.save({"latent": latents.contiguous(), "label": labels})
+        with writing(output / file, plan.command):
             write_whole(output / file, data)
         sha = hashlib.sha256(data).hexdigest()
-        record = ChunkRecord(digest, file, len(kept), len(data), sha, dropped)
-    with writing(output / f"{stem}.json"):
+        record = ChunkRecord(digest, file, len(labels), len(data), sha, dropped, extra or {})
+    with writing(output / f"{stem}.json", plan.command):
         write_json(output / f"{stem}.json", asdict(record))
 
 
