@@ -12,6 +12,7 @@ from refusals import refused
 
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import Latents, LatentShards
+from titan_dit.data.packing import pack
 from titan_dit.pictures import autoencoder, encode, library
 
 NUM = 12
@@ -116,6 +117,7 @@ def test_bad_files_are_rows_of_dropped_json(root, tmp_path):
     lines = save_pictures(source)
     (source / "cat/0.png").write_bytes(b"")
     data = (source / "cat/1.png").read_bytes()
+    (source / "cat/1.png").write_bytes(b"")
     (source / "cat/2.png").write_bytes(data[: len(data) // 2])
     Image.fromarray(np.full((8, 8), 60_000, np.uint16)).save(source / "dog/0.png")
     (source / "dog/1.png").unlink()
@@ -123,16 +125,23 @@ def test_bad_files_are_rows_of_dropped_json(root, tmp_path):
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     dropped = encoded(source, tmp_path / "set", str(root / "vae"))
     found = json.loads((tmp_path / "set" / "dropped.json").read_text())
-    assert len(dropped) == len(found) == 5
+    assert len(dropped) == len(found) == 6
     assert {entry["file"]: entry["reason"].partition("; ")[0] for entry in found} == {
         "cat/0.png": "empty file",
+        "cat/1.png": "empty file",
         "cat/2.png": "not a readable image: damaged, or cut off",
         "dog/0.png": "I;16 image with more than 8 bits",
         "dog/1.png": "no such file",
         "owl/0.png": "no label",
     }
     stored = LatentShards(tmp_path / "set", verify=True)
-    assert stored.labels.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert stored.labels.tolist() == [0, 1, 1, 2, 2, 2]
+    names = [shard["file"] for shard in stored.manifest["shards"]]
+    assert names == [f"set-{chunk:05d}.safetensors" for chunk in (1, 2, 3)]
+    plan, _ = plan_of(source, tmp_path / "set", str(root / "vae"))
+    assert pack.classes_without_samples(plan, dropped) == []
+    others = [(row, "") for row in (6, 7)]  # The last ones of a dog.
+    assert pack.classes_without_samples(plan, [*dropped, *others]) == [1]
 
 
 def test_what_cannot_be_encoded_is_one_line(root, tmp_path):
