@@ -10,7 +10,6 @@ torchrun, each rank is this command.
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from titan_dit.data.latent_facts import shown
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
 from titan_dit.data.packing.claim import claimed
-from titan_dit.launcher import orphan, process_group
+from titan_dit.launcher import process_group
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode
@@ -40,13 +39,7 @@ MOST_WORKERS = 16
 def main(options: Options) -> None:
     """Launch the ranks, or be one of them."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if "RANK" in os.environ:
-        orphan.die_with_launcher()
-    else:
-        gpus = train.num_gpus(os.environ) if device == "cuda" else 0
-        ranks = train.num_ranks(os.environ, gpus, train.num_cores())
-        if ranks > 1 or os.environ.get("NNODES", "1") != "1":
-            train.launch(ranks, "titan_dit", *sys.argv[1:])
+    train.start_ranks(gpus=device == "cuda", cores=train.num_cores())
     with process_group.start(device_of(device).type) as world:
         run(options, world.device)
 

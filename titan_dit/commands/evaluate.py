@@ -13,8 +13,6 @@ Without NGPU one process runs per GPU, or a single one on a CPU. The ranks are l
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +32,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.execution.build import build
-from titan_dit.launcher import orphan, process_group
+from titan_dit.launcher import process_group
 from titan_dit.launcher.process_group import World
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare
@@ -56,12 +54,7 @@ def main(options: Options, keys: Sequence[str]) -> None:
     if options.out and Path(options.out).suffix != ".json":
         raise UserError(f"--out {options.out}: name a .json file.")
     scores_pictures = evaluate_pictures.check(options, keys)
-    if "RANK" in os.environ:
-        orphan.die_with_launcher()
-    else:
-        ranks = train.num_ranks(os.environ, gpus_of(options), cores=1)
-        if ranks > 1 or os.environ.get("NNODES", "1") != "1":
-            train.launch(ranks, "titan_dit", *sys.argv[1:])
+    train.start_ranks(gpus=(options.device or "cuda") == "cuda")
     with process_group.start(device_of(options.device).type) as world:
         if scores_pictures:
             evaluate_pictures.main(options, world.device)
@@ -69,12 +62,6 @@ def main(options: Options, keys: Sequence[str]) -> None:
         found = evaluate(options, keys, world)
         if world.is_main:
             report(found, options.out)
-
-
-def gpus_of(options: Options) -> int:
-    """GPUs of this node to use."""
-    asked = options.device or "cuda"
-    return train.num_gpus(os.environ) if asked == "cuda" else 0
 
 
 def evaluate(options: Options, keys: Sequence[str], world: World) -> dict[str, Any]:

@@ -9,8 +9,6 @@ Ranks of a launcher, such as torchrun, share the pictures.
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -23,7 +21,7 @@ from titan_dit.commands import sample_pictures, sample_text, train
 from titan_dit.commands.flags.sample import CommonFlags, Options, PictureFlags, TextFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.launcher import orphan, process_group
+from titan_dit.launcher import process_group
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import Objective
 from titan_dit.objectives.next_token import NextToken
@@ -48,12 +46,9 @@ FAMILIES = {
 
 def main(options: Options) -> None:
     """Launch the ranks, be one of them, or draw alone."""
-    if "RANK" in os.environ:
-        orphan.die_with_launcher()
+    if train.start_ranks(gpus=False):
         with process_group.start(device_of(options.device).type) as world:
             draw(options, world.device)
-    elif (ranks := train.num_ranks(os.environ, 1, 1)) > 1:
-        train.launch(ranks, "titan_dit", *sys.argv[1:])
     else:
         draw(options, device_of(options.device))
 

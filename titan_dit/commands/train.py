@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan_dit.config.section import UserError
+from titan_dit.launcher import orphan
 from titan_dit.system import stdio
 
 FEW_NODES = 4
@@ -64,12 +65,27 @@ def main(words: Sequence[str]) -> NoReturn:
         print_and_exit(help_text.recipes())
     if "--dry-run" in given:
         become(TRAINER, *words)
-    check_numbers(os.environ)
     launch(num_ranks(os.environ, num_gpus(os.environ), num_cores()), TRAINER, *words)
+
+
+def start_ranks(*, gpus: bool, cores: int = 1) -> bool:
+    """Be a rank of a launcher, or launch this node's ranks of this command (exec).
+
+    Without NGPU one rank per GPU if the command uses `gpus`, else min(cores, 2). Returns True in a
+    rank, False in the only process of a command that needs no launcher.
+    """
+    if "RANK" in os.environ:
+        orphan.die_with_launcher()
+        return True
+    ranks = num_ranks(os.environ, num_gpus(os.environ) if gpus else 0, cores)
+    if ranks > 1 or os.environ.get("NNODES", "1") != "1":
+        launch(ranks, "titan_dit", *sys.argv[1:])
+    return False
 
 
 def launch(ranks: int, module: str, *words: str) -> NoReturn:
     """Exec the launcher of this node's `ranks`, each of which runs `python -m module words`."""
+    check_numbers(os.environ)
     rendezvous = rendezvous_options(os.environ)
     os.environ.update(defaults(os.environ, ranks, num_cores()))
     if "--nnodes" in rendezvous:
