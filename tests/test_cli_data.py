@@ -12,7 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from titan_dit.__main__ import as_python
-from titan_dit.commands import data_pack, data_show, data_tokenize
+from titan_dit.commands import data_encode, data_pack, data_show, data_tokenize
+from titan_dit.commands.flags import data_encode as flags_encode
+from titan_dit.commands.flags import data_pack as flags_pack
 from titan_dit.config.section import UserError
 
 MODEL = ("--model.hidden", 32, "--model.layers", 1, "--model.channels", 4, "--model.num_classes", 3)
@@ -216,9 +218,16 @@ def test_reasons_are_grouped_by_kind():
 
 
 def test_a_list_of_classes_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "list.txt").write_bytes("na\u00efve".encode("latin-1"))
-    with pytest.raises(UserError, match=r"list.txt is not UTF-8 text"):
-        data_pack.read_classes(str(tmp_path / "list.txt"))
+    file = tmp_path / "list.txt"
+    paths = {"input": str(tmp_path), "output": str(tmp_path / "set"), "classes": str(file)}
+    packing = flags_pack.Options(**paths)
+    encoding = flags_encode.Options(**paths, vae="vae", image_size=8)
+    for content, words in (("na\u00efve", "is not UTF-8 text"), ("a\na", ": a is listed twice")):
+        file.write_bytes(content.encode("latin-1"))
+        with pytest.raises(UserError, match=rf"^\[data pack\] classes=.*list.txt ?{words}"):
+            data_pack.main(packing)
+        with pytest.raises(UserError, match=rf"^\[data encode\] classes=.*list.txt ?{words}"):
+            data_encode.run(encoding, torch.device("cpu"))
 
 
 def test_switches_are_written_as_in_toml():

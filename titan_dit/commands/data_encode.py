@@ -51,7 +51,7 @@ def run(options: Options, device: torch.device) -> None:
     pictures = open_input(
         source,
         split=options.split,
-        classes=read_classes(options.classes),
+        classes=read_classes(options.classes, EncodePlan.command),
         num_classes=options.num_classes,
     )
     vae = autoencoder.load(options.vae, device)

@@ -11,6 +11,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
+from titan_dit.data.packing.shard_job import PackPlan
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
 
@@ -25,7 +26,7 @@ def main(options: Options) -> None:
         scale=options.scale,
         shift=options.shift,
         num_classes=options.num_classes,
-        classes=read_classes(options.classes),
+        classes=read_classes(options.classes, PackPlan.command),
         image_size=options.image_size,
         shard_size=options.shard_size,
         text=options.source,
@@ -77,21 +78,21 @@ def summary(reasons: list[str]) -> list[str]:
     return lines
 
 
-def read_classes(path: str | None) -> tuple[str, ...] | None:
-    """Read class names from a text file, one per line."""
+def read_classes(path: str | None, command: str) -> tuple[str, ...] | None:
+    """Read class names from a text file, one per line; `command` for messages."""
     if path is None:
         return None
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise UserError(
-            f"[data pack] classes={path} is not UTF-8 text. Save it as UTF-8."
+            f"[{command}] classes={path} is not UTF-8 text. Save it as UTF-8."
         ) from None
     names = [line.strip() for line in lines if line.strip()]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if not names or twice:
         fault = f"{twice[0]} is listed twice" if twice else "no class names found"
         raise UserError(
-            f"[data pack] classes={path}: {fault}. List every class once, one per line."
+            f"[{command}] classes={path}: {fault}. List every class once, one per line."
         )
     return tuple(names)
