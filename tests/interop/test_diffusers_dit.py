@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_vae import save_vae
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.commands import convert
@@ -42,19 +43,10 @@ def library():
 
 
 @pytest.fixture(scope="module")
-def vae(library, tmp_path_factory):
-    """A tiny autoencoder of random weights, as a folder."""
-    torch.manual_seed(1)
+def vae(tmp_path_factory):
+    """A tiny autoencoder of random weights, as a folder; without a shift, as DiTPipeline's."""
     folder = tmp_path_factory.mktemp("vae")
-    library.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        latent_channels=4,
-        sample_size=16,
-        scaling_factor=0.7,
-    ).save_pretrained(folder)
+    save_vae(folder, latent_channels=4, sample_size=16, scaling_factor=0.7, shift_factor=None)
     return folder
 
 

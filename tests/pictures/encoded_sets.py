@@ -1,4 +1,4 @@
-"""Folders of pictures, a tiny autoencoder, and `data encode` in this process."""
+"""Folders of pictures, and `data encode` in this process."""
 
 import json
 from contextlib import ExitStack
@@ -8,32 +8,12 @@ import torch
 from PIL import Image
 
 from titan_dit.commands import data_encode
-from titan_dit.pictures import autoencoder, encode, library
+from titan_dit.pictures import autoencoder, encode
 from titan_dit.pictures.encode_plan import make_plan
 from titan_dit.pictures.open_input import open_input
 
 CPU = torch.device("cpu")
 LABELS = ("cat", "dog", "owl")
-
-
-def save_vae(folder, seed=0):
-    """A random AutoencoderKL: 2x, 2 channels; its log variances are not near 0."""
-    torch.manual_seed(seed)
-    vae = library.diffusers("the tests").AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(4, 4),
-        layers_per_block=1,
-        latent_channels=2,
-        norm_num_groups=2,
-        sample_size=8,
-        scaling_factor=0.5,
-        shift_factor=0.25,
-    )
-    with torch.no_grad():
-        vae.quant_conv.bias[2:] = -3
-    vae.save_pretrained(folder)
-    return str(folder)
 
 
 def picture(number, size=8):

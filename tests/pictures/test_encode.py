@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from encoded_sets import CPU, LABELS, encoded, plan_of, save_pictures, save_vae
+from encoded_sets import CPU, LABELS, encoded, plan_of, save_pictures
 from folders_of_files import files_in
 from PIL import Image
 from refusals import refused
+from tiny_vae import save_vae
 
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import Latents, LatentShards

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from commands import environment, run
-from encoded_sets import encoded, save_pictures, save_vae
+from encoded_sets import encoded, save_pictures
 from folders_of_files import files_in
 from harness import on_ranks
 from refusals import refused
 from safetensors.torch import load_file
 from tiny import tiny_config
+from tiny_vae import save_vae
 
 from titan_dit.commands import sample
 from titan_dit.commands.flags.sample import Options

@@ -1,0 +1,26 @@
+"""A tiny autoencoder of random weights, as diffusers saves one."""
+
+import torch
+
+from titan_dit.pictures import library
+
+
+def save_vae(folder, seed=0, **config):
+    """A random AutoencoderKL: 2x, 2 channels; its log variances are not near 0."""
+    torch.manual_seed(seed)
+    sizes = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "block_out_channels": (4, 4),
+        "layers_per_block": 1,
+        "latent_channels": 2,
+        "norm_num_groups": 2,
+        "sample_size": 8,
+        "scaling_factor": 0.5,
+        "shift_factor": 0.25,
+    }
+    vae = library.diffusers("the tests").AutoencoderKL(**(sizes | config))
+    with torch.no_grad():
+        vae.quant_conv.bias[vae.config.latent_channels :] = -3
+    vae.save_pretrained(folder)
+    return str(folder)
