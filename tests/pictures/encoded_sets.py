@@ -11,6 +11,7 @@ from titan_dit.commands import data_encode
 from titan_dit.pictures import autoencoder, encode
 from titan_dit.pictures.encode_plan import make_plan
 from titan_dit.pictures.open_input import open_input
+from titan_dit.pictures.picture_set import Asked
 
 CPU = torch.device("cpu")
 LABELS = ("cat", "dog", "owl")
@@ -38,7 +39,7 @@ def save_pictures(root, each=4):
 def plan_of(source, output, vae, classes=None, num_classes=None, **how):
     """The plan of an encoding, with its autoencoder."""
     loaded = autoencoder.load(vae, CPU)
-    pictures = open_input(source, classes=classes, num_classes=num_classes)
+    pictures = open_input(source, Asked(classes=classes, num_classes=num_classes))
     how = {"image_size": 8, "batch_size": 4, "shard_size": 3} | how
     return make_plan(pictures, source, output, loaded, **how), loaded
 

@@ -13,6 +13,7 @@ from refusals import refused
 
 from titan_dit.pictures import library
 from titan_dit.pictures.open_input import open_input
+from titan_dit.pictures.picture_set import Asked
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "table", "folder", "parquet", "tars"])
 def test_pictures_labels_and_captions_are_those_of_the_folder(root, kind):
-    found, wanted = open_input(root / kind), open_input(root / "jsonl")
+    found, wanted = (open_input(root / name, Asked()) for name in (kind, "jsonl"))
     assert len(found) == 12
     assert found.class_names == LABELS
     assert found.labels.tolist() == [label for label in range(3) for _ in range(4)]
@@ -72,8 +73,8 @@ def test_pictures_labels_and_captions_are_those_of_the_folder(root, kind):
 
 def test_labels_may_be_numbered_by_a_list_and_be_missing(root):
     given = ["owl", "cat", "dog"]
-    assert open_input(root / "tars", classes=given).labels.tolist()[::4] == [1, 2, 0]
-    found = open_input(root / "jsonl", classes=[*LABELS, "yak"], num_classes=4)
+    assert open_input(root / "tars", Asked(classes=given)).labels.tolist()[::4] == [1, 2, 0]
+    found = open_input(root / "jsonl", Asked(classes=[*LABELS, "yak"], num_classes=4))
     assert (found.num_classes, found.class_names[3]) == (4, "yak")
 
 
@@ -81,7 +82,7 @@ def metadata(root, tmp_path, *lines):
     folder = tmp_path / "in"
     shutil.copytree(root / "folder", folder, dirs_exist_ok=True)
     (folder / "metadata.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    return refused(lambda: open_input(folder, num_classes=2))
+    return refused(lambda: open_input(folder, Asked(num_classes=2)))
 
 
 def test_wrong_metadata_is_one_line(root, tmp_path):
@@ -99,6 +100,6 @@ def test_parquet_without_its_library_is_one_line(root, monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(library.importlib, "import_module", missing)
-    message = refused(lambda: open_input(root / "parquet"))
+    message = refused(lambda: open_input(root / "parquet", Asked()))
     assert "needs the library pyarrow" in message
     assert "titan_dit[pictures]" in message

@@ -30,6 +30,7 @@ from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode
 from titan_dit.pictures.encode_plan import EncodePlan, make_plan
 from titan_dit.pictures.open_input import open_input
+from titan_dit.pictures.picture_set import Asked
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
 
@@ -48,12 +49,9 @@ def run(options: Options, device: torch.device) -> None:
     """Encode this rank's chunks; the first rank writes the manifest. Collective."""
     ranks = Ranks.with_own_group()
     source, output = Path(options.input), Path(options.output)
-    pictures = open_input(
-        source,
-        split=options.split,
-        classes=read_classes(options.classes, EncodePlan.command),
-        num_classes=options.num_classes,
-    )
+    classes = read_classes(options.classes, EncodePlan.command)
+    asked = Asked(classes=classes, num_classes=options.num_classes, split=options.split)
+    pictures = open_input(source, asked)
     vae = autoencoder.load(options.vae, device)
     plan = make_plan(
         pictures,

@@ -21,6 +21,23 @@ UNLABELLED = "no label"
 """Why a picture without a class is dropped from a set that has classes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command asks of a listing."""
+
+    classes: Sequence[str] | None = None
+    """The user's names of all classes, in label order."""
+    num_classes: int | None = None
+    """Set: classes may be missing."""
+    split: str | None = None
+    """Of parquet or tar files: only those whose name begins with it."""
+    gaps: bool = False
+    """Pictures to score, not to train on: class numbers may have gaps, and labels may be missing.
+    The command has no flags to say so."""
+    where: str = "[data encode] input="
+    """Begins an error, before a path."""
+
+
 @dataclass(frozen=True)
 class PictureSet:
     """A listing of pictures in a stable order; picture i is row i."""
@@ -30,7 +47,7 @@ class PictureSet:
     """What was found, for the console."""
     names: Names
     labels: Int64[Tensor, " n"]
-    """-1: it has none, and is dropped."""
+    """-1: it has none; `data encode` drops it."""
     num_classes: int
     class_names: tuple[str, ...]
     """In label order; empty if classes are numbers."""
@@ -51,16 +68,14 @@ def make_set(
     labels: Sequence[Label],
     texts: Sequence[str],
     read: Callable[[int], bytes],
-    *,
-    classes: Sequence[str] | None = None,
-    num_classes: int | None = None,
+    asked: Asked,
     class_names: Sequence[str] = (),
 ) -> PictureSet:
-    """Number the classes. `classes`: the user's order; `class_names`: of labels that are numbers.
+    """Number the classes. `class_names`: of labels that are numbers.
 
     Raises UserError for a label outside the classes, and for two pictures of one name.
     """
-    where = f"[data encode] input={root}"
+    where, classes, num_classes = f"{asked.where}{root}", asked.classes, asked.num_classes
     if not names:
         raise UserError(f"{where}: {kind} lists no pictures.")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -68,29 +83,30 @@ def make_set(
     given = {label for label in labels if label is not None}
     found_names: tuple[str, ...] = ()
     if not given:
-        numbers = [0] * len(names)
+        numbers = [-1 if asked.gaps else 0] * len(names)
     elif all(isinstance(label, int) for label in given):
         numbers = [-1 if label is None else int(label) for label in labels]
+        if asked.gaps:  # `sample` writes -1 for an unconditional picture.
+            numbers = [max(number, -1) for number in numbers]
         found_names = tuple(classes or class_names)
     else:
         numbers, found_names = by_name(where, [as_name(label) for label in labels], classes)
     lowest = min([label for label in given if isinstance(label, int)], default=0)
     highest = max(numbers)
     most = num_classes or len(found_names) or highest + 1
-    if lowest < 0 or highest >= most:
-        bad = lowest if lowest < 0 else highest
+    if (lowest < 0 and not asked.gaps) or highest >= most:
+        bad = highest if highest >= most else lowest
         name = names[list(labels).index(bad) if given else 0]
-        raise UserError(
-            f"{where}: {name} has the label {bad}, outside 0 to {most - 1}. Correct it, or raise "
-            "--num-classes."
-        )
+        fix = "Correct it." if asked.gaps else "Correct it, or raise --num-classes."
+        raise UserError(f"{where}: {name} has the label {bad}, outside 0 to {most - 1}. {fix}")
     if found_names and len(found_names) != most:
         raise UserError(
             f"{where}: --num-classes {most}, but there are {len(found_names)} names of classes. "
             "List all of them in label order: --classes FILE."
         )
     had = set(numbers)
-    if num_classes is None and (empty := [i for i in range(most) if i not in had]):
+    may_lack = asked.gaps or num_classes is not None
+    if not may_lack and (empty := [i for i in range(most) if i not in had]):
         shown = [found_names[i] if found_names else i for i in empty]
         raise UserError(
             f"{where}: no pictures of {len(empty):,} classes: {few(shown)}. Add some. If they are "

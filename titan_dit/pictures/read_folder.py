@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from titan_dit.config.section import UserError
 from titan_dit.data.files import read_whole
 from titan_dit.data.listing import list_folder
-from titan_dit.pictures.picture_set import PictureSet
+from titan_dit.pictures.picture_set import Asked, PictureSet
 
 
-def open_folder(
-    root: Path, classes: Sequence[str] | None = None, num_classes: int | None = None
-) -> PictureSet:
+def open_folder(root: Path, asked: Asked) -> PictureSet:
     """List the pictures; classes are folders, numbered as `data pack` does."""
-    listing = list_folder(root, num_classes, classes)
+    listing = list_folder(root, asked.num_classes, asked.classes)
     if listing.kind != "images":
         raise UserError(
-            f"[data encode] input={root} holds latents, which are encoded already: `data pack`."
+            f"{asked.where}{root} holds latents, which are encoded already: `data pack`."
         )
 
     def read(row: int) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,6 +16,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
+    Asked,
     Label,
     PictureSet,
     label_of,
@@ -27,19 +28,18 @@ FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 NAME, LABELS, TEXTS = "file_name", ("label", "class"), ("text", "caption")
 
 
-def open_metadata(
-    root: Path, file: Path, classes: Sequence[str] | None = None, num_classes: int | None = None
-) -> PictureSet:
+def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
     """List the rows of a metadata file."""
-    rows = {".jsonl": of_jsonl, ".csv": of_csv, ".parquet": of_parquet}[file.suffix](file)
+    where = f"{asked.where}{file}"
+    rows = {".jsonl": of_jsonl, ".csv": of_csv, ".parquet": of_parquet}[file.suffix](file, where)
     names: list[str] = []
     for number, row in enumerate(rows, 1):
         name = row.get(NAME)
         if not isinstance(name, str) or not name:
-            raise UserError(f"[data encode] {file}, row {number}: {NAME} is missing.")
+            raise UserError(f"{where}, row {number}: {NAME} is missing.")
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise UserError(
-                f"[data encode] {file}, row {number}: {NAME} {name} is outside {root}. Name files "
+                f"{where}, row {number}: {NAME} {name} is outside {root}. Name files "
                 "relative to it."
             )
         names.append(name)
@@ -54,47 +54,45 @@ def open_metadata(
             raise BadFileError("no such file")
         return bytes(read_whole(path))
 
-    given = {"classes": classes, "num_classes": num_classes}
-    numbered = numbers_if_decimal(labels)
-    return make_set(root, file.name, names, numbered, texts, read, **given)  # type: ignore[arg-type]
+    return make_set(root, file.name, names, numbers_if_decimal(labels), texts, read, asked)
 
 
-def of_jsonl(file: Path) -> list[Mapping[str, Any]]:
+def of_jsonl(file: Path, where: str) -> list[Mapping[str, Any]]:
     """The rows of a file with a JSON object in each line."""
     rows: list[Mapping[str, Any]] = []
-    for number, line in enumerate(text_of(file).splitlines(), 1):
+    for number, line in enumerate(text_of(file, where).splitlines(), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"[data encode] {file}, line {number}: no JSON ({error}).") from None
+            raise UserError(f"{where}, line {number}: no JSON ({error}).") from None
         if not isinstance(row, dict):
-            raise UserError(f"[data encode] {file}, line {number}: no JSON object.")
+            raise UserError(f"{where}, line {number}: no JSON object.")
         rows.append(row)
     return rows
 
 
-def of_csv(file: Path) -> list[Mapping[str, Any]]:
+def of_csv(file: Path, where: str) -> list[Mapping[str, Any]]:
     """The rows of a CSV file, whose first line names the columns."""
-    return list(csv.DictReader(text_of(file).splitlines(keepends=True)))
+    return list(csv.DictReader(text_of(file, where).splitlines(keepends=True)))
 
 
-def of_parquet(file: Path) -> list[Mapping[str, Any]]:
+def of_parquet(file: Path, where: str) -> list[Mapping[str, Any]]:
     """The rows of a parquet file, without the columns that are not needed."""
-    library = parquet(f"[data encode] {file.name}")
+    library = parquet(where)
     try:
         opened = library.ParquetFile(file)
         wanted = [name for name in (NAME, *LABELS, *TEXTS) if name in opened.schema_arrow.names]
         rows: list[Mapping[str, Any]] = opened.read(columns=wanted).to_pylist()
     except (OSError, ValueError) as error:
-        raise UserError(f"[data encode] {file} is not a readable parquet file: {error}") from None
+        raise UserError(f"{where} is not a readable parquet file: {error}") from None
     return rows
 
 
-def text_of(file: Path) -> str:
+def text_of(file: Path, where: str) -> str:
     """The text of a UTF-8 file, with or without a byte order mark."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"[data encode] {file} is not UTF-8 text. Save it as UTF-8.") from None
+        raise UserError(f"{where} is not UTF-8 text. Save it as UTF-8.") from None

@@ -18,33 +18,28 @@ from typing import Any
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.pictures.library import parquet
-from titan_dit.pictures.picture_set import PictureSet, label_of, make_set
+from titan_dit.pictures.picture_set import Asked, PictureSet, label_of, make_set
 
 IMAGES, LABELS, TEXTS = ("image", "img", "png", "jpg"), ("label", "labels"), ("text", "caption")
 KEPT_GROUPS = 3
 """Row groups in memory: threads read ahead into the next one."""
 
 
-def open_parquet(
-    root: Path,
-    files: Sequence[Path],
-    classes: Sequence[str] | None = None,
-    num_classes: int | None = None,
-) -> PictureSet:
+def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     """List the rows of parquet files, one after another. Reads no pictures."""
-    library = parquet(f"[data encode] input={root}: parquet")
+    library = parquet(f"{asked.where}{root}: parquet")
     names, labels, texts, groups = [], [], [], []
     class_names: Sequence[str] = ()
     for file in files:
         try:
             opened = library.ParquetFile(file)
         except (OSError, ValueError) as error:
-            raise UserError(f"[data encode] {file} is not readable parquet: {error}") from None
+            raise UserError(f"{asked.where}{file} is not readable parquet: {error}") from None
         columns = opened.schema_arrow.names
         image = next((name for name in IMAGES if name in columns), None)
         if image is None:
             raise UserError(
-                f"[data encode] {file} has the columns {', '.join(columns)}, but none of "
+                f"{asked.where}{file} has the columns {', '.join(columns)}, but none of "
                 f"{', '.join(IMAGES)} with pictures."
             )
         label = next((name for name in LABELS if name in columns), None)
@@ -79,8 +74,7 @@ def open_parquet(
         return data
 
     kind = f"{len(files)} parquet files"
-    given = {"classes": classes, "num_classes": num_classes, "class_names": class_names}
-    return make_set(root, kind, names, labels, texts, read, **given)  # type: ignore[arg-type]
+    return make_set(root, kind, names, labels, texts, read, asked, class_names)
 
 
 def names_of(metadata: Mapping[bytes, bytes], label: str | None) -> Sequence[str]:

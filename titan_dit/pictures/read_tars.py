@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.recognise import IMAGE_SUFFIXES
-from titan_dit.pictures.picture_set import Label, PictureSet, label_of, make_set, numbers_if_decimal
+from titan_dit.pictures.picture_set import (
+    Asked,
+    Label,
+    PictureSet,
+    label_of,
+    make_set,
+    numbers_if_decimal,
+)
 from titan_dit.system.progress import ProgressLine
 
 LABEL, TEXT, BOTH = ".cls", ".txt", ".json"
@@ -30,12 +37,7 @@ class Member(NamedTuple):
     size: int
 
 
-def open_tars(
-    root: Path,
-    files: Sequence[Path],
-    classes: Sequence[str] | None = None,
-    num_classes: int | None = None,
-) -> PictureSet:
+def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     """List the samples of tar files, one after another. Reads headers and texts, not pictures."""
     samples: dict[str, dict[str, Any]] = {}
     progress = ProgressLine(len(files), "tar files", what="listed")
@@ -44,10 +46,10 @@ def open_tars(
             with tarfile.open(file, "r:") as archive:
                 for member in archive:
                     if member.isfile():
-                        add(samples, archive, member, number, file)
+                        add(samples, archive, member, number, file, asked.where)
         except (OSError, tarfile.TarError) as error:
             raise UserError(
-                f"[data encode] {file} is not a readable tar file ({error}). Compressed ones must "
+                f"{asked.where}{file} is not a readable tar file ({error}). Compressed ones must "
                 "be unpacked: gunzip."
             ) from None
         progress.add(1)
@@ -66,9 +68,7 @@ def open_tars(
         return data
 
     kind = f"{len(files)} tar files"
-    given = {"classes": classes, "num_classes": num_classes}
-    numbered = numbers_if_decimal(labels)
-    return make_set(root, kind, list(found), numbered, texts, read, **given)  # type: ignore[arg-type]
+    return make_set(root, kind, list(found), numbers_if_decimal(labels), texts, read, asked)
 
 
 def add(
@@ -77,6 +77,7 @@ def add(
     member: tarfile.TarInfo,
     number: int,
     path: Path,
+    where: str,
 ) -> None:
     """Add a member of a tar file to its sample."""
     folder, _, name = member.name.rpartition("/")
@@ -86,15 +87,16 @@ def add(
     if suffix in IMAGE_SUFFIXES:
         sample = samples.setdefault(key, {})
         if "picture" in sample:
-            raise UserError(f"[data encode] {path}: {member.name} is the second picture of {stem}.")
+            raise UserError(f"{where}{path}: {member.name} is the second picture of {stem}.")
         sample["picture"] = Member(number, member.offset_data, member.size)
     elif suffix in (LABEL, TEXT, BOTH):
         opened = archive.extractfile(member)
         content = opened.read().decode("utf-8", "replace").strip() if opened else ""
-        samples.setdefault(key, {}).update(described(suffix, content, path, member.name))
+        place = f"{where}{path}: {member.name}"
+        samples.setdefault(key, {}).update(described(suffix, content, place))
 
 
-def described(suffix: str, content: str, path: Path, name: str) -> dict[str, Any]:
+def described(suffix: str, content: str, where: str) -> dict[str, Any]:
     """What a text beside a picture says of it."""
     if suffix == LABEL:
         return {"label": content}
@@ -103,7 +105,7 @@ def described(suffix: str, content: str, path: Path, name: str) -> dict[str, Any
     try:
         values = json.loads(content)
     except json.JSONDecodeError as error:
-        raise UserError(f"[data encode] {path}: {name} is no JSON ({error}).") from None
+        raise UserError(f"{where} is no JSON ({error}).") from None
     if not isinstance(values, dict):
         return {}
     found = {

@@ -6,7 +6,8 @@ import hashlib
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,9 +22,8 @@ from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.data.listing import Names
 from titan_dit.data.packing.images import decode_image
 from titan_dit.data.recognise import IMAGE_SUFFIXES
-from titan_dit.pictures.open_input import open_input
-from titan_dit.pictures.picture_set import PictureSet
-from titan_dit.pictures.read_metadata import FILES
+from titan_dit.pictures.open_input import open_listed
+from titan_dit.pictures.picture_set import Asked, PictureSet
 
 PICTURES = "arr_0"
 """Of a .npz: uint8 [n, h, w, 3] (arXiv:2105.05233's evaluator)."""
@@ -38,10 +38,21 @@ class Pictures:
     count: int
     read: Callable[[range], UInt8[Tensor, "b h w 3"]]
     digest: Callable[[], str]
-    """SHA-256 of what is read, or of names and sizes of files."""
+    """SHA-256 of what is read, for which a folder is read whole. Raises UserError."""
     about: str
     classes: Mapping[str, int] = field(default_factory=dict)
     """Pictures of each class, by its name or number; empty if they have no classes."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The pictures of a folder."""
+
+    names: Sequence[str]
+    read: Callable[[int], bytes]
+    """The file of a picture. Raises BadFileError or OSError."""
+    classes: Mapping[str, int]
+    """As those of `Pictures`."""
 
 
 def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
@@ -49,26 +60,22 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
 
     Without a `size` all must have that of the first. `where` names the flag or key in errors.
     """
-    listed = of_classes(folder)
-    if listed:
-        names, read_file = listed.names, listed.read
-    else:
-        names = found = Names(below(folder))
-        if not len(found):
-            raise UserError(f"{where} {folder} holds no pictures ({', '.join(IMAGE_SUFFIXES)}).")
-
-        def read_file(row: int) -> bytes:
-            return bytes(read_whole(folder / found[row]))
+    found = listed(folder, where)
 
     def read(rows: range) -> Tensor:
         shape = shape_of_first() if size is None else (3, size, size)
         return torch.stack([one(row, shape).permute(1, 2, 0) for row in rows])
 
     def one(row: int, shape: tuple[int, ...] | None = None) -> Tensor:
+        with naming(row):
+            return decode_image(found.read(row), size, shape)
+
+    @contextmanager
+    def naming(row: int) -> Iterator[None]:
         try:
-            return decode_image(read_file(row), size, shape)
+            yield
         except (BadFileError, OSError) as error:
-            raise UserError(f"{where}: {folder / names[row]}: {error}.") from None
+            raise UserError(f"{where}: {folder / found.names[row]}: {error}.") from None
 
     @cache
     def shape_of_first() -> tuple[int, ...]:
@@ -76,20 +83,31 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
 
     def digest() -> str:
         sha = hashlib.sha256(f"{size}\n".encode())
-        for row in range(len(names)):
-            sha.update(hashlib.sha256(read_file(row)).digest())
+        for row in range(len(found.names)):
+            with naming(row):
+                sha.update(hashlib.sha256(found.read(row)).digest())
         return sha.hexdigest()
 
-    about = f"{len(names):,} pictures of {folder}"
-    return Pictures(len(names), read, digest, about, counts_of(listed) if listed else {})
+    about = f"{len(found.names):,} pictures of {folder}"
+    return Pictures(len(found.names), read, digest, about, found.classes)
 
 
-def of_classes(folder: Path) -> PictureSet | None:
-    """The listing of a folder with a metadata file or a folder for each class, else None."""
-    has_metadata = any((folder / name).is_file() for name in FILES)
-    with os.scandir(folder) as entries:
-        has_folders = all(entry.is_dir() for entry in entries if not entry.name.startswith("."))
-    return open_input(folder) if has_metadata or (has_folders and any(folder.iterdir())) else None
+def listed(folder: Path, where: str) -> Listed:
+    """The pictures that metadata, parquet or tar files list, else all below the folder.
+
+    Classes may be missing, as among drawn pictures. Without a list they are the first folders.
+    """
+    by_list = open_listed(folder, Asked(gaps=True, where=f"{where} "))
+    if by_list is not None:
+        return Listed(by_list.names, by_list.read, counts_of(by_list))
+    names = Names(below(folder))
+    if not len(names):
+        raise UserError(f"{where} {folder} holds no pictures ({', '.join(IMAGE_SUFFIXES)}).")
+
+    def read(row: int) -> bytes:
+        return bytes(read_whole(folder / names[row]))
+
+    return Listed(names, read, counts_of_folders(names))
 
 
 def counts_of(listed: PictureSet) -> dict[str, int]:
@@ -99,14 +117,28 @@ def counts_of(listed: PictureSet) -> dict[str, int]:
     return {names[label] if names else str(label): counts[label] for label in sorted(counts)}
 
 
+def counts_of_folders(names: Sequence[str]) -> dict[str, int]:
+    """Pictures in each folder, {} if one is in none; folder 007 is class 7."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        folder, inside, _ = name.partition(os.sep)
+        if not inside:
+            return {}
+        counts[str(int(folder)) if folder.isdecimal() else folder] += 1
+    return dict(counts)
+
+
 def below(folder: Path) -> list[str]:
-    """All pictures below a folder, in the order of their names."""
-    return sorted(
-        str((Path(root) / name).relative_to(folder))
-        for root, _, names in os.walk(folder)
-        for name in names
-        if name.lower().endswith(tuple(IMAGE_SUFFIXES))
-    )
+    """All pictures below a folder, in the order of their names, without hidden ones."""
+    found = []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if name[0] != "."]
+        found += [
+            str((Path(root) / name).relative_to(folder))
+            for name in names
+            if name[0] != "." and name.lower().endswith(tuple(IMAGE_SUFFIXES))
+        ]
+    return sorted(found)
 
 
 def of_npz(path: Path, where: str) -> Pictures:
