@@ -51,6 +51,7 @@ def test_a_command_launches_its_ranks_unless_it_is_one_of_them(monkeypatch, vari
 
 
 def test_a_number_that_the_launcher_cannot_read_is_answered_by_every_command(monkeypatch):
+    monkeypatch.setattr(train, "become", lambda *words: None)
     monkeypatch.setattr(os, "environ", {"NGPU": "2", "GRACE": "5m"})
     with pytest.raises(UserError, match="GRACE=5m: set seconds"):
         train.start_ranks(gpus=False)
