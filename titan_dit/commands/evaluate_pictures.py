@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -75,45 +76,104 @@ def changed(options: Options, kind: type[Section]) -> list[str]:
     return [f.name for f in dataclasses.fields(kind) if getattr(options, f.name) != f.default]
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How two sets of pictures are compared."""
+
+    options: Options
+    network: Features
+    names: Sequence[str]
+    """The metrics."""
+
+    def check(self, count: int, real: int) -> None:
+        """Raise UserError unless the metrics are known and there are enough pictures."""
+        score.check(self.names, count, real, f"--metrics {self.options.metrics}")
+
+    def reference(self, size: int) -> Pictures | Described:
+        """The pictures of --reference, cropped to `size`, or their moments."""
+        options = self.options
+        found = score.reference(options.reference, size, self.network, self.names, "--reference")
+        if options.save_reference and not isinstance(found, Pictures):
+            raise UserError(
+                f"--save-reference: --reference {options.reference} holds moments already."
+            )
+        return found
+
+    def scores(self, drawn: Pictures, real: Pictures | Described) -> dict[str, Any] | None:
+        """The metrics, on the first rank; None on the others. Collective."""
+        of_real = self.described(real) if isinstance(real, Pictures) else real
+        of_drawn = score.describe(self.network, drawn, self.names)
+        if of_drawn is None or of_real is None:
+            return None
+        return score.score(of_drawn, of_real, self.names, self.network.name)
+
+    def described(self, real: Pictures) -> Described | None:
+        """The reference's features, and its moments as a file if they are to be kept."""
+        found = score.describe(self.network, real, self.names)
+        file = self.options.save_reference
+
+        def save() -> None:
+            if file and found is not None:
+                score.save_moments(Path(file), found, self.network)
+
+        Ranks().run_on_first(save)
+        return found
+
+    def about(self, drawn: Pictures, real: Pictures | Described) -> dict[str, Any]:
+        """What the scores are of. Reads the pictures again for their digests."""
+        options, network = self.options, self.network
+        found = {
+            "samples": drawn.count,
+            "samples_digest": drawn.digest(),
+            "features": network.name,
+            "features_digest": network.digest,
+            "reference": options.reference,
+        }
+        if isinstance(real, Pictures):
+            return {**found, "reference_count": real.count, "reference_digest": real.digest()}
+        digest = pictures.digest_of_file(Path(options.reference).expanduser())
+        return {**found, "reference_digest": digest}
+
+
 def main(options: Options, device: torch.device) -> None:
     """Draw or read the pictures, score them, write the results. Collective."""
-    ranks = Ranks()
     network = features.load(options.features, options.feature_weights, device)
     names = [name.strip() for name in options.metrics.split(",")]
+    scoring = Scoring(options, network, names)
     if options.run:
-        job, labels = job_of(options, device), options.labels
-        score.check(names, len(job.labels), score.UNKNOWN, f"--metrics {options.metrics}")
-        real, about_real = reference(options, network, names, size_of(job))
-        if isinstance(real, Pictures):
-            job, labels = like_reference(job, real)
-        parts = sample_pictures.draw(job, ranks)
-        drawn, about = drawn_pictures(job, parts), about_run(job, labels)
+        of_run(scoring, job_of(options, device))
     else:
-        drawn, about = given_pictures(options), {}
-        real, about_real = reference(options, network, names, size_of_pictures(drawn))
-    of_real: Described | None
+        of_samples(scoring)
+
+
+def of_run(scoring: Scoring, job: Job) -> None:
+    """Draw a run's pictures and score them. Collective."""
+    ranks, num = Ranks(), len(job.labels)
+    scoring.check(num, score.UNKNOWN)
+    real = scoring.reference(size_of(job))
     if isinstance(real, Pictures):
-        score.check(names, drawn.count, real.count, f"--metrics {options.metrics}")
-        of_real = described(real, network, names, options, ranks)
+        scoring.check(num, real.count)
+        job, labels = like_reference(job, real)
     else:
-        of_real = real
-    of_drawn = score.describe(network, drawn, names)
-    if options.run:
-        ranks.run_on_first(partial(save_samples, job, parts, options))
-    if of_drawn is None or of_real is None:
-        return
-    found = {
-        **about,
-        "samples": drawn.count,
-        "samples_digest": drawn.digest(),
-        "features": network.name,
-        "features_digest": network.digest,
-        **about_real,
-        **score.score(of_drawn, of_real, names, network.name),
-    }
-    report(found, options)
-    if options.run:
+        labels = job.flags.labels
+    parts = sample_pictures.draw(job, ranks)
+    drawn = drawn_pictures(job, parts)
+    scores = scoring.scores(drawn, real)
+    ranks.run_on_first(partial(save_samples, job, parts, scoring.options))
+    # Not collective: digests of many pictures take longer than the other ranks may wait.
+    if scores is not None:
+        report(about_run(job, labels), scoring.about(drawn, real), scores, scoring.options)
         parts.delete()
+
+
+def of_samples(scoring: Scoring) -> None:
+    """Score the pictures of --samples. Collective."""
+    drawn = given_pictures(scoring.options)
+    real = scoring.reference(int(drawn.read(range(1)).shape[1]))
+    scoring.check(drawn.count, real.count if isinstance(real, Pictures) else score.UNKNOWN)
+    scores = scoring.scores(drawn, real)
+    if scores is not None:
+        report({}, scoring.about(drawn, real), scores, scoring.options)
 
 
 def job_of(options: Options, device: torch.device) -> Job:
@@ -163,11 +223,6 @@ def size_of(job: Job) -> int:
     return height * (job.vae.facts.factor if job.vae else 1)
 
 
-def size_of_pictures(chosen: Pictures) -> int:
-    """Height of given pictures."""
-    return int(chosen.read(range(1)).shape[1])
-
-
 def drawn_pictures(job: Job, parts: Parts) -> Pictures:
     """The drawn pictures, a part in memory at a time."""
     size = job.flags.batch_size
@@ -188,34 +243,6 @@ def given_pictures(options: Options) -> Pictures:
     if not path.is_dir():
         return pictures.of_npz(path, "--samples")
     return pictures.of_folder(path, None, "--samples")
-
-
-def reference(
-    options: Options, network: Features, names: Sequence[str], size: int
-) -> tuple[Pictures | Described, dict[str, Any]]:
-    """The reference, and what the results say of it."""
-    found = score.reference(options.reference, size, network, names, "--reference")
-    about: dict[str, Any] = {"reference": options.reference}
-    if isinstance(found, Pictures):
-        return found, {**about, "reference_count": found.count, "reference_digest": found.digest()}
-    if options.save_reference:
-        raise UserError(f"--save-reference: --reference {options.reference} holds moments already.")
-    digest = pictures.digest_of_file(Path(options.reference).expanduser())
-    return found, {**about, "reference_digest": digest}
-
-
-def described(
-    real: Pictures, network: Features, names: Sequence[str], options: Options, ranks: Ranks
-) -> Described | None:
-    """Features of the reference, and its moments as a file if they are to be kept. Collective."""
-    found = score.describe(network, real, names)
-
-    def save() -> None:
-        if options.save_reference and found is not None:
-            score.save_moments(Path(options.save_reference), found, network)
-
-    ranks.run_on_first(save)
-    return found
 
 
 def about_run(job: Job, labels: str) -> dict[str, Any]:
@@ -245,23 +272,23 @@ def save_samples(job: Job, parts: Parts, options: Options) -> None:
             output.write_npz(job.out, pictures_of(parts), job.labels, shape)
 
 
-def report(found: dict[str, Any], options: Options) -> None:
+def report(
+    run: dict[str, Any], about: dict[str, Any], scores: dict[str, Any], options: Options
+) -> None:
     """Print the scores, and write all results as JSON."""
-    what = found.get("checkpoint") or options.samples
+    what = run.get("checkpoint") or options.samples
     console.say(
-        f"{what}: {found['samples']:,} pictures against {found['reference']}, features of "
-        f"{found['features']}"
+        f"{what}: {about['samples']:,} pictures against {about['reference']}, features of "
+        f"{about['features']}"
     )
-    names = list(found)
-    scores = names[names.index("reference_digest") + 1 :]
     width = max(map(len, scores))
-    for name in scores:
-        console.say(f"{name:{width}}  {found[name]:.6g}")
+    for name, value in scores.items():
+        console.say(f"{name:{width}}  {value:.6g}")
     if options.out:
         file = Path(options.out)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found, indent=2) + "\n")
+            file.write_text(json.dumps(run | about | scores, indent=2) + "\n")
         except OSError as error:
             raise UserError(f"--out {file} cannot be written: {error.strerror}.") from None
         console.say(f"wrote {options.out}")
