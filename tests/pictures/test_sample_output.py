@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tiny import tiny_config
 
-from titan_dit.commands import sample, sample_pictures
+from titan_dit.commands import sample, sample_pictures, weak_network
 from titan_dit.commands.flags.sample import Options
 from titan_dit.config.section import UserError
 from titan_dit.trainer import Trainer
@@ -34,9 +34,15 @@ def drawn(out, **flags):
 
 
 def on_two(world, folder):
+    """Samples of two ranks; only the first looks for checkpoints, of which a run may save more."""
     os.chdir(folder)
-    drawn("b.npz")
-    drawn("b")
+    with pytest.MonkeyPatch.context() as patch:
+        if not world.is_main:
+            for module in (sample, weak_network):
+                patch.delattr(module, "find_checkpoint")
+        drawn("b.npz")
+        drawn("b")
+        drawn("guided.npz", guide=".", cfg_scale=2.0)
 
 
 @pytest.fixture(scope="module")

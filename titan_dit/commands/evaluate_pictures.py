@@ -177,8 +177,10 @@ def of_samples(scoring: Scoring) -> None:
 
 
 def job_of(options: Options, device: torch.device) -> Job:
-    """The drawing of a run's pictures."""
-    path = find_checkpoint(location(options.run), options.step)
+    """The drawing of a run's pictures. Collective."""
+    # One rank looks: a run that trains may save another checkpoint meanwhile.
+    first = Ranks().run_on_first
+    path = first(lambda: find_checkpoint(location(options.run), options.step))
     run = load_trained(path, options.weights, options.decay, device)
     if not isinstance(run.objective, Diffusion):
         raise UserError(

@@ -55,7 +55,9 @@ def main(options: Options) -> None:
 
 def draw(options: Options, device: torch.device) -> None:
     """Draw samples as the run's family does, and write them. Collective."""
-    path = find_checkpoint(location(options.run), options.step)
+    # One rank looks: a run that trains may save another checkpoint meanwhile.
+    first = Ranks().run_on_first
+    path = first(lambda: find_checkpoint(location(options.run), options.step))
     run = load_trained(path, options.weights, options.decay, device)
     name = family_of(run)
     check_flags(options, name)

@@ -15,6 +15,7 @@ from titan_dit.config.section import Named, UserError, show
 from titan_dit.diffusion.guidance import Conditional
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
+from titan_dit.launcher.ranks import Ranks
 from titan_dit.trained_model import TrainedModel, load_trained
 
 MEANING = ("name", "prediction", "noise_schedule", "steps", "direction", "time_scale")
@@ -22,11 +23,12 @@ MEANING = ("name", "prediction", "noise_schedule", "steps", "direction", "time_s
 
 
 def weak_network(guide: str, run: TrainedModel, diffusion: Diffusion) -> Conditional:
-    """The prediction of --guide's network for the tokens of `run`. Raises UserError on a misfit.
+    """The prediction of --guide's network for the tokens of `run`. Collective.
 
-    Its outputs beyond the latent's channels, such as a learned variance, are not used.
+    Raises UserError on a misfit. Its outputs beyond the latent's channels, such as a learned
+    variance, are not used.
     """
-    path = find_checkpoint(location(guide), None, "--guide")
+    path = Ranks().run_on_first(lambda: find_checkpoint(location(guide), None, "--guide"))
     weak = load_trained(path, "ema", None, run.device)
     theirs = weak.diffusion("--guide")
     check(guide, diffusion, theirs)
