@@ -157,10 +157,10 @@ def of_run(scoring: Scoring, job: Job) -> None:
     else:
         labels = job.flags.labels
     parts = sample_pictures.draw(job, ranks)
+    ranks.run_on_first(partial(save_samples, job, parts, scoring.options))
     drawn = drawn_pictures(job, parts)
     scores = scoring.scores(drawn, real)
-    ranks.run_on_first(partial(save_samples, job, parts, scoring.options))
-    # Not collective: digests of many pictures take longer than the other ranks may wait.
+    # Not collective: metrics and digests of many pictures would keep the other ranks waiting.
     if scores is not None:
         report(about_run(job, labels), scoring.about(drawn, real), scores, scoring.options)
         parts.delete()
