@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,8 +30,10 @@ from titan_dit.optim.ema import EMA
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, restore, resume
-from titan_dit.validation.evaluation import Evaluation, open_evaluation
 from titan_dit.validation.validation_set import ValidationSet, losses_of_all, open_checked
+
+if TYPE_CHECKING:
+    from titan_dit.validation.evaluation import Evaluation
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 
@@ -131,6 +134,18 @@ class Opened:
         yield from (hint for hint in found if hint)
 
 
+def open_evaluation(
+    config: JobConfig, objective: Objective, device: torch.device
+) -> Evaluation | None:
+    """What [evaluation] scores with; None if it is disabled. Collective."""
+    if not config.evaluation.every:
+        return None
+    # Imported late: readers of pictures and Pillow, which a run without it does not need.
+    from titan_dit.validation import evaluation
+
+    return evaluation.open_evaluation(config.evaluation, config.sampling, objective, device)
+
+
 def open_run(config: JobConfig, world: World) -> Opened:
     """Resolve, check and open everything; does not write to the run directory. Collective."""
     kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
@@ -171,6 +186,6 @@ def open_run(config: JobConfig, world: World) -> Opened:
         objective,
         epochs,
         open_checked(*sets, job, resume.folder_of(job), world),
-        open_evaluation(config.evaluation, config.sampling, objective, world.device),
+        open_evaluation(config, objective, world.device),
         resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -193,11 +194,8 @@ class Diffusion(Objective):
         given = self.path, self.model, self.data, sampling, seed, share
         if not sampling.vae:
             return drawing.preview(forward, *given)
-        vae = self.autoencoder(sampling)
-        vae.module.to(share.device)
-        found = drawing.preview(forward, *given, vae)
-        vae.module.cpu()  # Its memory belongs to training.
-        return found
+        with self.decoder(sampling, share.device) as vae:
+            return drawing.preview(forward, *given, vae)
 
     def picture_size(self, sampling: SamplingConfig) -> int:
         """Height of a latent, times the autoencoder's factor."""
@@ -222,29 +220,40 @@ class Diffusion(Objective):
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        labels: Int64[Tensor, " b"],
-        numbers: Int64[Tensor, " b"],
-    ) -> UInt8[Tensor, "b h w 3"]:
+        labels: Int64[Tensor, " n"],
+        batches: Iterable[Int64[Tensor, " b"]],
+    ) -> Iterator[UInt8[Tensor, "b h w 3"]]:
         """Draw pictures, decoded if they are latents."""
-        chosen = labels, numbers
-        samples = drawing.samples(
-            forward, self.path, self.model, self.data, sampling, seed, *chosen
-        )
-        if self.data.value_range is not None:
-            # Imported late: the benchmarks train on machines without Pillow.
-            from titan_dit.pictures import grid
+        # Imported late: the benchmarks train on machines without Pillow.
+        from titan_dit.pictures import grid
 
-            return grid.to_pixels(samples, self.data.value_range)
-        vae = self.autoencoder(sampling)
-        vae.module.to(samples.device)
-        found = vae.decode(samples).permute(0, 2, 3, 1)
-        vae.module.cpu()  # Its memory belongs to training.
-        return found
+        given = self.path, self.model, self.data, sampling, seed
+        value_range = self.data.value_range
+        decodes = nullcontext() if value_range else self.decoder(sampling, labels.device)
+        with decodes as vae:
+            for numbers in batches:
+                samples = drawing.samples(forward, *given, labels[numbers], numbers)
+                if vae is None:
+                    yield grid.to_pixels(samples, value_range)
+                else:
+                    yield vae.decode(samples).permute(0, 2, 3, 1)
 
     def check_preview(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""
         if sampling.vae:
             self.autoencoder(sampling).check_fits(self.data, "[sampling] vae")
+
+    @contextmanager
+    def decoder(
+        self, sampling: SamplingConfig, device: torch.device
+    ) -> Iterator[autoencoder.Autoencoder]:
+        """The autoencoder of [sampling] vae, on a device whose memory belongs to training."""
+        vae = self.autoencoder(sampling)
+        vae.module.to(device)
+        try:
+            yield vae
+        finally:
+            vae.module.cpu()
 
     def autoencoder(self, sampling: SamplingConfig) -> autoencoder.Autoencoder:
         """The autoencoder of [sampling] vae, on the CPU; loaded once."""

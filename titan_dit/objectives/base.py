@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -201,10 +201,10 @@ class Objective:
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        labels: Int64[Tensor, " b"],
-        numbers: Int64[Tensor, " b"],
-    ) -> UInt8[Tensor, "b h w 3"]:
-        """Draw the pictures `numbers`, on their device."""
+        labels: Int64[Tensor, " n"],
+        batches: Iterable[Int64[Tensor, " b"]],
+    ) -> Iterator[UInt8[Tensor, "b h w 3"]]:
+        """Draw batches of picture numbers, on their device; `labels` are those of all numbers."""
         raise NotImplementedError
 
 

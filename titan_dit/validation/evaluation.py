@@ -46,24 +46,24 @@ class Evaluation:
         num, ranks = self.config.num, Ranks()
         labels = objective.picture_labels(num, self.classes).to(share.device)
         found: dict[str, list[Tensor]] = {"features": [], "logits": []}
-        for first in range(0, num, BATCH * share.num_ranks):
-            start = first + BATCH * share.rank
-            # Beyond `num`: padding, so that all ranks draw as many; it is cut off below.
-            numbers = torch.arange(start, start + BATCH, device=share.device).clamp(max=num - 1)
-            drawn = self.network(
-                objective.pictures(forward, sampling, seed, labels[numbers], numbers)
-            )
+        firsts = range(0, num, BATCH * share.num_ranks)
+        rows = BATCH * share.rank + torch.arange(BATCH, device=share.device)
+        # Beyond `num`: padding, so that all ranks draw as many; it is cut off below.
+        batches = [(first + rows).clamp(max=num - 1) for first in firsts]
+        pictures = objective.pictures(forward, sampling, seed, labels, batches)
+        for first, batch in zip(firsts, pictures, strict=True):
+            drawn = self.network(batch)
             for name, part in zip(found, drawn, strict=True):
                 if part is not None:
-                    whole = share.gather(part.to(share.device))[: num - first]
+                    gathered = share.gather(part.to(share.device))[: num - first]
                     if ranks.is_first:
-                        found[name].append(whole.cpu())
+                        found[name].append(gathered.cpu())
             alive()
 
         def scored() -> dict[str, float]:
             assert self.real is not None
-            rows = {name: torch.cat(parts) for name, parts in found.items() if parts}
-            described = score.described(rows["features"], rows.get("logits"))
+            whole = {name: torch.cat(parts) for name, parts in found.items() if parts}
+            described = score.described(whole["features"], whole.get("logits"))
             names = self.config.metrics
             every = score.score(described, self.real, names, self.network.name)
             return {f"{SCORE}{name}": value for name, value in every.items()}
@@ -73,10 +73,8 @@ class Evaluation:
 
 def open_evaluation(
     config: EvaluationConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
-) -> Evaluation | None:
-    """Load the features and describe the reference; None if disabled. Collective."""
-    if not config.every:
-        return None
+) -> Evaluation:
+    """Load the features and describe the reference. Collective."""
     key = f"{WHERE} features"
     network = features.load(config.features, config.feature_weights, device, key)
     size, names = objective.picture_size(sampling), config.metrics
