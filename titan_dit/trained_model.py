@@ -78,8 +78,9 @@ class LatentNetwork(nn.Module):
     ) -> Float[Tensor, "b k h w"]:
         """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
 
-        `t`: 0 to `diffusion.path.last_timestep` (noise), as the network takes it. `y`: labels; -1
-        is unconditional. k: the channels of x, and as many again with a learned sigma.
+        `t`: 0 to `diffusion.path.last_timestep`, as the network takes it; `noise_level` of the path
+        tells which end is noise. `y`: labels; -1 is unconditional. k: the channels of x, and as
+        many again with a learned sigma.
         """
         model = self.diffusion.model
         given = {"tokens": model.tokenize(x), "timestep": t, "labels": y}
