@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config import catalog, config_file
@@ -20,8 +16,8 @@ from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.interop import (
     imported,
     original_dit,
+    pickled,
     sit,
-    tensor_file,
     tensor_writer,
     weight_file,
 )
@@ -141,7 +137,7 @@ def write_file(target: Path, run: SavedWeights, config: DiTConfig, form: str | N
         if target.suffix == ".safetensors":
             file.rename(place)
         else:
-            tensor_file.write_tensors(place, dict(mapped(file, outline)))
+            pickled.write(place, file, outline)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
     name = "SiT" if sit.fits(table) else "the original DiT"
     console.say(f"wrote   {target}, a file of {name}: {describe(original, run.tensors)}")
@@ -169,17 +165,6 @@ def metadata_of(original: Original, objective: Mapping[str, Any]) -> dict[str, s
         "learn_sigma": str(original.learn_sigma),
         OBJECTIVE: json.dumps(dict(objective)),
     }
-
-
-def mapped(file: Path, outline: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The fp32 tensors of a file of `tensor_writer`, in its pages instead of in memory."""
-    with file.open("rb") as stream:
-        pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    place = len(pages) - sum(tensor.nbytes for tensor in outline.values())
-    for name, tensor in outline.items():
-        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=place)
-        yield name, flat.view(tensor.shape)
-        place += tensor.nbytes
 
 
 def describe(original: Original, tensors: OnDemand) -> str:

@@ -29,7 +29,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-MAPPED = 256 * 2**20
+MAPPED = 128 * 2**20
 """Bytes of a .pt file that are read before its pages are given back."""
 
 
