@@ -1,11 +1,13 @@
 """Weights of SiT: predictions and samples against an implementation written here, and bits back."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import train
 from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint import checkpoint
@@ -241,4 +243,43 @@ def test_a_run_of_another_objective_is_no_file_of_sit(case, tmp_path):
     with pytest.raises(UserError, match=words):
         converted(tmp_path / "run", tmp_path / "new.pt", format="sit")
     assert not list(tmp_path.glob("new*"))
-    assert converted(tmp_path / "run", tmp_path / "names.safetensors").is_file()
+    file = converted(tmp_path / "run", tmp_path / "names.safetensors")
+    with pytest.raises(UserError, match=words):
+        converted(file, tmp_path / "new", format="sit")
+
+
+def test_a_flow_of_before_these_keys_is_no_file_of_sit(tmp_path):
+    metadata = {"titan_dit.objective": json.dumps({"name": "rectified_flow"})}
+    save_file(state(outputs=CHANNELS), tmp_path / "a.safetensors", metadata)
+    with pytest.raises(UserError, match='direction="to_noise", not "to_data"'):
+        converted(tmp_path / "a.safetensors", tmp_path / "new", format="sit", heads=HEADS)
+
+
+def test_a_run_starts_at_the_weights_and_goes_back_into_a_file(files, tmp_path):
+    shape = {"latent_size": 8, "channels": CHANNELS, "num_classes": 7}
+    sizes = {"hidden": 48, "layers": LAYERS, "heads": HEADS, "patch": PATCH}
+    flags = (
+        *("--objective.name", "rectified_flow", "--objective.timesteps", "uniform"),
+        *("--objective.learn_sigma", "true", "--data.name", "synthetic", "--data.count", 64),
+        *(word for key, value in (sizes | shape).items() for word in (f"--model.{key}", value)),
+        *(word for key, value in shape.items() for word in (f"--data.{key}", value)),
+        *("--training.global_batch_size", 8, "--training.steps", 2, "--optimizer.lr", 1e-6),
+        *("--lr_schedule.warmup_steps", 0, "--metrics.tensorboard", "false"),
+        *("--sampling.every", 2, "--sampling.steps", 2, "--sampling.num", 4),
+        *("--checkpoint.init", files / "plain"),
+    )
+    sit = ("--objective.direction", "to_data", "--objective.time_scale", 1)
+    done = train(*flags, *sit, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    # Not even a warning: only the data's units are unknown.
+    assert "[objective]" not in "".join(line for line in said.splitlines() if "warning" in line)
+    run = tmp_path / "outputs" / "digits"
+    assert list(run.rglob("*.png"))
+    back = load_file(converted(run, tmp_path / "back.safetensors", format="sit", weights="model"))
+    moved = [(back[name] - tensor).abs().max() for name, tensor in state().items()]
+    assert 0 < max(moved) < 2e-4
+    done = train(*flags, "--job.name", "other", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    warned = [x for x in (done.stdout + done.stderr).splitlines() if "trained with others" in x]
+    assert '[objective] direction: "to_data" -> "to_noise"' in warned[0]

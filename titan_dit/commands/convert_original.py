@@ -92,7 +92,7 @@ def objective_of(
         raise UserError("--format dit, but SiT's train.py wrote it: give --format sit, or none.")
     if options.format == "sit" or (not stored and sit.wrote(weights.arguments)):
         sit.check_arguments(weights.arguments)
-        stored = {**sit.OBJECTIVE, **stored}
+        stored = stored or dict(sit.OBJECTIVE)
         sit.check_expressible(stored)
     table: dict[str, Any] = {"name": "ddpm", **ORIGINAL, **stored}
     is_ddpm = table["name"] == "ddpm"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_dit.config.section import UserError, show
+from titan_dit.diffusion.keys import RectifiedFlowKeys
 
 FIXED: Mapping[str, Any] = {"direction": "to_data", "time_scale": 1.0}
 """Keys of [objective] that say what SiT's velocity means."""
@@ -43,10 +44,12 @@ def misfits(objective: Mapping[str, Any]) -> list[str]:
     wanted = {"name": OBJECTIVE["name"], **FIXED}
     if objective["name"] != wanted["name"]:
         wanted = {"name": wanted["name"]}
+    # A key that did not exist yet had its default.
+    given = {key: objective.get(key, getattr(RectifiedFlowKeys, key)) for key in wanted}
     return [
-        f"{key}={show(objective[key])}, not {show(value)}"
+        f"{key}={show(given[key])}, not {show(value)}"
         for key, value in wanted.items()
-        if objective[key] != value
+        if given[key] != value
     ]
 
 
