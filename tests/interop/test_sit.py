@@ -283,3 +283,9 @@ def test_a_run_starts_at_the_weights_and_goes_back_into_a_file(files, tmp_path):
     assert done.returncode == 0, done.stderr
     warned = [x for x in (done.stdout + done.stderr).splitlines() if "trained with others" in x]
     assert '[objective] direction: "to_data" -> "to_noise"' in warned[0]
+    # To go on with the moments, the objective must be the same.
+    resumed = *flags[:-2], "--checkpoint.resume", files / "plain", "--job.name", "resumed"
+    done = train(*resumed, cwd=tmp_path)
+    assert done.returncode == 2
+    assert '[objective] direction: "to_data" -> "to_noise"' in done.stderr
+    assert "[objective] time_scale: 1.0 -> 1000.0" in done.stderr
