@@ -142,6 +142,14 @@ def test_shards_are_read_and_written(cwd, monkeypatch):
         converted(folder, cwd / "new")
 
 
+def test_flags_of_pictures_are_none_of_a_language_models_export(cwd):
+    for flag in ({"vae": "."}, {"as_is": True}, {"format": "sit"}):
+        name = next(iter(flag)).replace("_", "-")
+        with pytest.raises(UserError, match=f"--{name} is not a flag of the export of a gpt model"):
+            convert.main(convert.Options(source=str(cwd / "ours"), to=str(cwd / "no"), **flag))
+    assert not (cwd / "no").exists()
+
+
 def folder_of(cwd, name, weights=None, file="model.safetensors", **config):
     """A folder with some of the fixture's settings changed."""
     folder = cwd / name

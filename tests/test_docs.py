@@ -29,6 +29,7 @@ def make_inputs(folder):
     state = {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()}
     state["pos_embed"] = positions(CONFIG)
     torch.save(state, folder / "DiT-XL-2-256x256.pt")
+    torch.save(state, folder / "SiT-XL-2-256x256.pt")
     inputs = {
         "x": torch.randn(2, 4, 32, 32),
         "t": torch.tensor([3, 900]),
@@ -48,7 +49,7 @@ def test_the_way_from_the_original_dit_works_as_written(tmp_path):
     make_inputs(tmp_path)
     page = (ROOT / "docs" / "official-dit.md").read_text()
     commands = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).splitlines()
-    assert len(commands) == 8
+    assert len(commands) == 12
     for command in commands:
         here = command.replace("NGPU=8 ./run_train.sh", "python -m titan_dit.train")
         here = re.sub("^python", sys.executable, here)
@@ -61,4 +62,7 @@ def test_the_way_from_the_original_dit_works_as_written(tmp_path):
     assert drawn["samples"].isfinite().all()
     trained = torch.load(tmp_path / "dit_xl2_trained.pt", weights_only=True)
     assert trained.keys() == torch.load(tmp_path / "DiT-XL-2-256x256.pt", weights_only=True).keys()
+    sit = torch.load(tmp_path / "sit_trained.pt", weights_only=True)
+    assert sit.keys() == trained.keys()
+    assert load_file(tmp_path / "sit.safetensors")["samples"].isfinite().all()
     assert (tmp_path / "outputs" / "dit_xl2_tuned" / "checkpoints" / "step-00000002").is_dir()

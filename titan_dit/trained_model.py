@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,9 +19,10 @@ from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
+from titan_dit.interop.on_demand import OnDemand
 from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig, ModelSpec
-from titan_dit.objectives.base import Objective
+from titan_dit.objectives.base import Objective, ObjectiveConfig
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine, count
 
@@ -58,12 +59,7 @@ class TrainedModel:
 
     def diffusion(self, command: str) -> Diffusion:
         """Return the objective; raises UserError unless it is a diffusion."""
-        if isinstance(self.objective, Diffusion):
-            return self.objective
-        raise UserError(
-            f"{command} needs a diffusion run, but {self.path} was trained with "
-            f"{type(self.objective).__name__}."
-        )
+        return as_diffusion(self.objective, self.path, command)
 
 
 class LatentNetwork(nn.Module):
@@ -78,8 +74,9 @@ class LatentNetwork(nn.Module):
     ) -> Float[Tensor, "b k h w"]:
         """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
 
-        `t`: 0 to `diffusion.path.last_timestep` (noise), as the network takes it. `y`: labels; -1
-        is unconditional. k: the channels of x, and as many again with a learned sigma.
+        `t`: 0 to `diffusion.path.last_timestep`, as the network takes it; `noise_level` of the path
+        tells which end is noise. `y`: labels; -1 is unconditional. k: the channels of x, and as
+        many again with a learned sigma.
         """
         model = self.diffusion.model
         given = {"tokens": model.tokenize(x), "timestep": t, "labels": y}
@@ -122,27 +119,101 @@ def load_trained(
 
     `decay` selects the EMA; None: the first. Without any EMA, "ema" falls back to "model".
     """
-    record = checkpoint.read_record(path)
-    sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)
-    model_config, objective, ema = (sections[name] for name in USED)
-    for line in dotted_names.origins({"model": model_config, "objective": objective}):
-        console.say(line)
-    spec = objective.model_spec(model_config)
+    known = Known.of(path)
     with torch.device("meta"):
-        model = spec.build()
+        model = known.spec.build()
     model.to_empty(device=device)
     model.tie()
     if device.type == "cpu":
         linear.apply(model)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
-    size = sum(entry["bytes"] for entry in record["files"].values())
-    progress = ProgressLine(size, "B", what=f"verified {path.name}", form=count)
-    loaded = load_weights(path, tensors, ema.names, weights, decay, progress.add)
+    progress = known.verifying()
+    loaded = load_weights(path, tensors, known.averages, weights, decay, progress.add)
     progress.end()
-    if averaged := record.get("averaged"):
-        loaded = f"sigma_rel {averaged['sigma_rel']} of step {averaged['step']}"
-    bound = objective.build(model_config, objective.facts(record["data"]))
-    return TrainedModel(path, record["step"], model_config, bound, model.eval(), loaded, spec)
+    bound = known.bound()
+    step, label = known.record["step"], known.label(loaded)
+    return TrainedModel(path, step, known.model, bound, model.eval(), label, known.spec)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a checkpoint's record says of its network."""
+
+    path: Location
+    record: Mapping[str, Any]
+    model: ModelConfig
+    objective: ObjectiveConfig
+    averages: Sequence[str]
+    spec: ModelSpec
+
+    @classmethod
+    def of(cls, path: Location) -> Known:
+        """Read the record; tells which code of the user's it imports."""
+        record = checkpoint.read_record(path)
+        sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)
+        model, objective, ema = (sections[name] for name in USED)
+        for line in dotted_names.origins({"model": model, "objective": objective}):
+            console.say(line)
+        return cls(path, record, model, objective, ema.names, objective.model_spec(model))
+
+    def bound(self) -> Objective:
+        """The objective, for the data of the run."""
+        return self.objective.build(self.model, self.objective.facts(self.record["data"]))
+
+    def label(self, loaded: str) -> str:
+        """What was loaded, also of an average that `ema` made."""
+        if averaged := self.record.get("averaged"):
+            return f"sigma_rel {averaged['sigma_rel']} of step {averaged['step']}"
+        return loaded
+
+    def verifying(self) -> ProgressLine:
+        """Progress over the bytes of the files."""
+        size = sum(entry["bytes"] for entry in self.record["files"].values())
+        return ProgressLine(size, "B", what=f"verified {self.path.name}", form=count)
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Trained weights that stay in their checkpoint, and are read one tensor at a time."""
+
+    path: Location
+    step: int
+    model_config: ModelConfig
+    objective: Objective
+    record: Mapping[str, Any]
+    weights: str
+    """As in `TrainedModel`."""
+    tensors: OnDemand
+    """The parameters, by name."""
+
+    def diffusion(self, command: str) -> Diffusion:
+        """As `TrainedModel.diffusion`."""
+        return as_diffusion(self.objective, self.path, command)
+
+
+def open_weights(path: Location, weights: str, decay: float | None) -> SavedWeights:
+    """Verify a checkpoint and describe its weights; arguments and errors of `load_trained`."""
+    known = Known.of(path)
+    with torch.device("meta"):
+        model = known.spec.build()
+    model.tie()
+    parameters = dict(model.named_parameters())
+    keys, loaded = chosen(path, known.averages, weights, decay)
+    prefix = ".".join((*keys, ""))
+    progress = known.verifying()
+    checkpoint.verify(path, read=progress.add)
+    progress.end()
+    checkpoint.check_fits(path, {f"{prefix}{name}": p for name, p in parameters.items()})
+
+    def get(name: str) -> Tensor:
+        tensor = torch.empty_like(parameters[name], device="cpu")
+        checkpoint.read_into({f"{prefix}{name}": tensor}, path)
+        return tensor
+
+    bound, label = known.bound(), known.label(loaded)
+    found = OnDemand(parameters, get)
+    step = known.record["step"]
+    return SavedWeights(path, step, known.model, bound, known.record, label, found)
 
 
 def load_weights(
@@ -158,11 +229,30 @@ def load_weights(
     `averages` are the keys of the run's; `decay` as in `load_trained`. `read` is told of bytes that
     have been verified. Returns what was loaded, "ema 0.9999".
     """
+    keys, what = chosen(path, averages, weights, decay)
+    tree: dict[str, Any] = dict(tensors)
+    for key in reversed(keys):
+        tree = {key: tree}
+    checkpoint.load(path, tree, read=read)
+    return what
+
+
+def chosen(
+    path: Location, averages: Sequence[str], weights: str, decay: float | None
+) -> tuple[tuple[str, ...], str]:
+    """The keys of "ema" or "model" weights in a checkpoint, and what they are, "ema 0.9999"."""
     if decay is not None and str(decay) not in averages:
         raise UserError(f"--decay {decay}: {path} has {', '.join(averages) or 'no EMA'}.")
     if weights == "ema" and averages:
-        chosen = averages[0] if decay is None else str(decay)
-        checkpoint.load(path, {"ema": {chosen: tensors}}, read=read)
-        return f"ema {chosen}"
-    checkpoint.load(path, {"model": tensors}, read=read)
-    return "model"
+        average = averages[0] if decay is None else str(decay)
+        return ("ema", average), f"ema {average}"
+    return ("model",), "model"
+
+
+def as_diffusion(objective: Objective, path: Location, command: str) -> Diffusion:
+    """The objective; raises UserError unless it is a diffusion."""
+    if isinstance(objective, Diffusion):
+        return objective
+    raise UserError(
+        f"{command} needs a diffusion run, but {path} was trained with {type(objective).__name__}."
+    )

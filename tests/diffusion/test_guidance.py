@@ -77,7 +77,8 @@ def test_guidance_outside_its_interval_is_none():
     inside = guided(Steady(), labels, every(3.0))(x, torch.tensor([500.0]))
     for timestep in (100.0, 300.0, 500.0, 700.0, 900.0):
         given = Guidance(3.0, interval=(0.25, 0.75))
-        found = guided(Steady(), labels, every(3.0), given, 1000)(x, torch.tensor([timestep]))
+        predict = guided(Steady(), labels, every(3.0), given, lambda t: t / 1000)
+        found = predict(x, torch.tensor([timestep]))
         is_guided = 250 <= timestep <= 750
         assert torch.equal(found, inside if is_guided else Steady()(x, None, labels)), timestep
 

@@ -202,6 +202,12 @@ def test_other_units_or_predictions_are_a_warning():
     assert "[data] scale: 0.5 -> 0.25" in line
     assert '[objective] name: "ddpm" -> "rectified_flow"' in line
     assert "vae" not in line
+    # A run of before these keys existed.
+    record["config"] = theirs
+    sit = {"objective": theirs["objective"] | {"direction": "to_data", "time_scale": 1.0}}
+    [line] = initial_weights.warnings(record, Identity(sit, now, 0))
+    assert '[objective] direction: "to_noise" -> "to_data"' in line
+    assert "[objective] time_scale: 1000.0 -> 1.0" in line
 
 
 class Weights:

@@ -1,40 +1,19 @@
 """DiTs of diffusers, its own classes as the oracle: predictions, samples, bits both ways."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from exports import CLASSES, CPU, converted, save_run, save_vae
 from safetensors.torch import load_file
-from tiny_vae import save_vae
 
 from titan_dit.checkpoint import checkpoint
-from titan_dit.commands import convert
-from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError
-from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
-from titan_dit.interop import imported
-from titan_dit.models.dit import DiTConfig
-from titan_dit.pictures import autoencoder
+from titan_dit.interop import diffusers_dit, hf_directory
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load_trained
-
-CPU = torch.device("cpu")
-CLASSES = 7
-SIZES = {"hidden": 48, "layers": 2, "heads": 4, "patch": 2, "latent_size": 8, "channels": 4}
-OBJECTIVES = {
-    "ddpm": {"name": "ddpm"},
-    "cosine v": {
-        "name": "ddpm",
-        "noise_schedule": "cosine",
-        "prediction": "v",
-        "learn_sigma": False,
-    },
-    "flow": {"name": "rectified_flow"},
-}
-NAMES = tuple(f"kind {number}" for number in range(CLASSES))
 
 
 @pytest.fixture(scope="module")
@@ -43,48 +22,9 @@ def library():
 
 
 @pytest.fixture(scope="module")
-def vae(tmp_path_factory):
-    """A tiny autoencoder of random weights, as a folder; without a shift, as DiTPipeline's."""
-    folder = tmp_path_factory.mktemp("vae")
-    save_vae(folder, latent_channels=4, sample_size=16, scaling_factor=0.7, shift_factor=None)
-    return folder
-
-
-def made(folder, vae, objective, **model):
-    """A checkpoint of random weights, with an average that differs from them."""
-    known = autoencoder.load(str(vae), CPU)
-    sizes = SIZES | {"num_classes": CLASSES, "timestep_frequencies": "diffusers"} | model
-    config = DiTConfig(**sizes)
-    path = OBJECTIVES[objective]
-    outputs = 8 if path["name"] == "ddpm" and path.get("learn_sigma", True) else 4
-    torch.manual_seed(0)
-    average, last = (
-        {name: torch.randn_like(p) * 0.1 for name, p in config.build(outputs).named_parameters()}
-        for _ in range(2)
-    )
-    shape = {key: sizes[key] for key in ("latent_size", "channels", "num_classes")}
-    facts = LatentFacts(
-        shape=config.sample_shape,
-        count=0,
-        num_classes=CLASSES,
-        class_names=NAMES,
-        scale=known.scale,
-        vae=known.facts,
-        vae_source=str(vae),
-    )
-    tables = {
-        "model": {"name": "dit", **sizes},
-        "objective": path,
-        "data": {"name": "synthetic", **shape},
-    }
-    tensors = {"model": last, "ema": {imported.EMA_DECAY: average}}
-    imported.save(folder, tensors, imported.record_of(tables, facts))
-    return folder
-
-
-def converted(source, target, **flags):
-    convert.main(Options(source=str(source), to=str(target), **flags))
-    return Path(target)
+def vae(library, tmp_path_factory):
+    """A tiny autoencoder of random weights, as a folder."""
+    return save_vae(tmp_path_factory.mktemp("vae"))
 
 
 def loaded(library, folder):
@@ -93,9 +33,9 @@ def loaded(library, folder):
     return pipeline
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["ddpm", "cosine v", "flow", "flow with learn_sigma"])
 def test_the_exported_pipeline_draws_what_sample_draws(library, vae, tmp_path, objective):
-    run_path = made(tmp_path / "run", vae, objective)
+    run_path = save_run(tmp_path / "run", vae, objective)
     pipeline = loaded(library, converted(run_path, tmp_path / "pipeline"))
     run = load_trained(run_path, "ema", None, CPU)
     diffusion = run.diffusion("test")
@@ -117,7 +57,7 @@ def test_the_exported_pipeline_draws_what_sample_draws(library, vae, tmp_path, o
         generator=torch.Generator().manual_seed(3),
         output_type="np",
     ).images
-    name = "diffusers:DPMSolverMultistepScheduler" if objective == "flow" else "ddim"
+    name = "diffusers:DPMSolverMultistepScheduler" if "flow" in objective else "ddim"
     with torch.no_grad():
         tokens = drawing.generate(
             forward_of(run),
@@ -147,7 +87,7 @@ def forward_of(run):
 
 
 def test_weights_come_back_bit_for_bit(library, vae, tmp_path):
-    run_path = made(tmp_path / "run", vae, "ddpm")
+    run_path = save_run(tmp_path / "run", vae, "ddpm")
     first = converted(run_path, tmp_path / "first")
     back = converted(first, tmp_path / "back")
     again = converted(back, tmp_path / "again")
@@ -183,18 +123,88 @@ def test_folders_that_diffusers_wrote_are_read(library, tmp_path):
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("outputs", [4, 8])
+def test_a_transformer_without_a_pipeline_has_a_learned_sigma_if_its_outputs_do(
+    library, tmp_path, outputs
+):
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 1}
+    shape = {"in_channels": 4, "out_channels": outputs, "sample_size": 8}
+    theirs = library.DiTTransformer2DModel(**sizes, **shape, num_embeds_ada_norm=1000)
+    theirs.save_pretrained(tmp_path / "theirs")
+    run = load_trained(converted(tmp_path / "theirs", tmp_path / "run"), "ema", None, CPU)
+    assert run.diffusion("test").path.learn_sigma == (outputs == 8)
+    assert run.model(torch.zeros(1, 4, 8, 8), torch.zeros(1), torch.zeros(1).long()).shape[1] == (
+        outputs
+    )
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text()) | {"out_channels": 6}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="out_channels=6; our DiT has in_channels=4, or twice"):
+        converted(tmp_path / "theirs", tmp_path / "x")
+
+
+def test_a_pipeline_has_no_scheduler_for_sits_time_and_direction(library, vae, tmp_path):
+    run_path = save_run(tmp_path / "run", vae, "sit")
+    words = r'\[objective\] direction="to_data", time_scale=1: the schedulers of DiTPipeline'
+    with pytest.raises(UserError, match=words):
+        converted(run_path, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    flow = save_run(tmp_path / "flow", vae, "flow with learn_sigma")
+    back = converted(converted(flow, tmp_path / "pipeline"), tmp_path / "back")
+    found = checkpoint.read_record(back)["config"]["objective"]
+    assert (found["name"], found["learn_sigma"], found["direction"]) == (
+        "rectified_flow", True, "to_noise",
+    )  # fmt: skip
+
+
+def test_flags_of_another_kind_of_export_are_refused(vae, tmp_path):
+    plain = save_run(tmp_path / "plain", vae, "ddpm", timestep_frequencies="dit")
+    for flag in ({"vae": str(vae)}, {"as_is": True}):
+        name = next(iter(flag)).replace("_", "-")
+        with pytest.raises(UserError, match=f"--{name} is not a flag of an export to a file"):
+            converted(plain, tmp_path / "x.pt", **flag)
+    with pytest.raises(UserError, match="--format is not a flag of an export to diffusers"):
+        converted(plain, tmp_path / "x", format="dit", as_is=True)
+    with pytest.raises(UserError, match="--format is not a flag of its import"):
+        converted(converted(plain, tmp_path / "as_is", as_is=True), tmp_path / "x", format="dit")
+    other = save_run(tmp_path / "other", vae, "ddpm")
+    with pytest.raises(UserError, match='timestep_frequencies="diffusers": the original DiT div'):
+        converted(other, tmp_path / "x.pt")
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_large_weights_are_in_shards_that_diffusers_reads(library, vae, tmp_path, monkeypatch):
+    run_path = save_run(tmp_path / "run", vae, "ddpm")
+    whole = converted(run_path, tmp_path / "whole")
+    monkeypatch.setattr(hf_directory, "LARGEST_SHARD", 200_000)
+    folder = converted(run_path, tmp_path / "sharded") / "transformer"
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 3
+    assert not (folder / diffusers_dit.WEIGHTS).exists()
+    assert all(file.stat().st_size < 210_000 or len(load_file(file)) == 1 for file in files)
+    expected = load_file(whole / "transformer" / diffusers_dit.WEIGHTS)
+    theirs = loaded(library, tmp_path / "sharded").transformer.state_dict()
+    for name, tensor in expected.items():
+        assert torch.equal(theirs[name], tensor), name
+    back = converted(converted(tmp_path / "sharded", tmp_path / "back"), tmp_path / "again")
+    assert sorted(p.name for p in (back / "transformer").iterdir()) == sorted(
+        p.name for p in folder.iterdir()
+    )
+    for file in files:
+        assert (back / "transformer" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_what_the_format_cannot_hold_is_refused_by_name(library, vae, tmp_path):
-    plain = made(tmp_path / "plain", vae, "ddpm", timestep_frequencies="dit")
+    plain = save_run(tmp_path / "plain", vae, "ddpm", timestep_frequencies="dit")
     with pytest.raises(UserError, match=r"timestep_frequencies=\"dit\".* divides by 127"):
         converted(plain, tmp_path / "x")
     assert (converted(plain, tmp_path / "as_is", as_is=True) / "transformer").is_dir()
-    normed = made(tmp_path / "normed", vae, "ddpm", qk_norm=True)
+    normed = save_run(tmp_path / "normed", vae, "ddpm", qk_norm=True)
     with pytest.raises(UserError, match="qk_norm=true: diffusers' DiT has no QK norm"):
         converted(normed, tmp_path / "x")
-    wide = made(tmp_path / "wide", vae, "ddpm", mlp_ratio=2.0)
+    wide = save_run(tmp_path / "wide", vae, "ddpm", mlp_ratio=2.0)
     with pytest.raises(UserError, match="mlp_ratio=2: diffusers' DiT has 4 only"):
         converted(wide, tmp_path / "x")
-    run_path = made(tmp_path / "run", vae, "ddpm")
+    run_path = save_run(tmp_path / "run", vae, "ddpm")
     config = json.loads((vae / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
@@ -207,7 +217,7 @@ def test_what_the_format_cannot_hold_is_refused_by_name(library, vae, tmp_path):
 
 
 def test_what_one_embedder_cannot_hold_is_refused(library, vae, tmp_path):
-    folder = converted(made(tmp_path / "run", vae, "ddpm"), tmp_path / "pipeline")
+    folder = converted(save_run(tmp_path / "run", vae, "ddpm"), tmp_path / "pipeline")
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     from safetensors.torch import save_file
 

@@ -29,7 +29,7 @@ def originals(config, output_channels):
 
 def test_every_bit_comes_back():
     original = infer(STATE, heads=4)
-    back = original.to_original(original.to_ours(STATE))
+    back = dict(original.to_original(original.to_ours(STATE)))
     assert back.keys() == STATE.keys()
     for name, tensor in STATE.items():
         assert torch.equal(back[name], tensor), name
@@ -47,7 +47,7 @@ def test_our_weights_come_back_through_the_originals_names(outputs, patch, mlp_r
     ours = original.to_ours(state)
     model = config.build(outputs)
     model.load_state_dict(ours)
-    back = original.to_original(ours)
+    back = dict(original.to_original(ours))
     assert all(torch.equal(back[name], state[name]) for name in state)
     found = infer(state, heads=6)
     assert found == original

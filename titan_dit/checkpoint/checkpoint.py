@@ -172,8 +172,14 @@ def load(
     ranks = Ranks()
     if not verified:
         verify(path, ranks, read)
+    check_fits(path, dict(flatten(tensors)))
+    read_into(tensors, path, ranks)
+
+
+def check_fits(path: Location, tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless a checkpoint has tensors of these names and shapes."""
     saved = contents(path)
-    for name, tensor in flatten(tensors):
+    for name, tensor in tensors.items():
         if name not in saved:
             raise UserError(f"[checkpoint] {path} has no tensor {name}: it is another model's.")
         shape, _ = saved[name]
@@ -182,7 +188,6 @@ def load(
                 f"[checkpoint] {path}: {name} is {list(shape)}, but the model's is "
                 f"{list(tensor.shape)}: it is another model's."
             )
-    read_into(tensors, path, ranks)
 
 
 def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -> None:

@@ -1,24 +1,23 @@
 """A checkpoint that is a weighted sum of others, made a few tensors at a time.
 
-Only a group of tensors is in memory. Each group is a file of its own, as if a rank had written it.
+Only a group of tensors is in memory.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from titan_dit.checkpoint.checkpoint import clean_up, commit, contents, ignore, read_into
-from titan_dit.checkpoint.save_plan import GlobalPlan, plan_locally
+from titan_dit.checkpoint import grouped
+from titan_dit.checkpoint.checkpoint import contents, ignore, read_into
 from titan_dit.checkpoint.staging import TensorTree
-from titan_dit.checkpoint.store import Location, store_of
-from titan_dit.checkpoint.torch_files import Writer
+from titan_dit.checkpoint.store import Location
 from titan_dit.config.section import UserError
 
 Shapes: TypeAlias = dict[str, tuple[torch.Size, torch.dtype]]
@@ -68,42 +67,16 @@ def write_sum(
     The sums are added in fp64. `read` gets the bytes read. The terms' files have been verified.
     Raises OSError, and leaves nothing, if `final` cannot be written.
     """
-    try:
-        write_groups(final, part, sums, record, read)
-    except BaseException:
-        clean_up(final)
-        raise
-
-
-def write_groups(
-    final: Location,
-    part: str,
-    sums: Sequence[tuple[Shapes, Sequence[Term]]],
-    record: Mapping[str, Any],
-    read: Callable[[int], None],
-) -> None:
-    """`write_sum`; on an error the folder is left."""
     jobs = [(group, terms) for shapes, terms in sums for group in groups(shapes)]
-    outlines = [plan_locally({part: outline(group)}, not i) for i, (group, _) in enumerate(jobs)]
-    whole = GlobalPlan()
-    choices = whole.choose([pickle.dumps(local.plan) for local in outlines])
-    aside, written, places = store_of(final).begin(final), dict[str, Any](), list[bytes]()
-    for number, (group, terms) in enumerate(jobs):
-        tensors = {part: summed(group, terms, read)}
-        files, place = write_group(aside, tensors, number, choices[number])
-        del tensors  # Before the next ones are made.
-        written |= files
-        places.append(place)
-    commit(aside, final, record, written, whole.describe(places))
 
+    def made(group: Shapes, terms: Sequence[Term]) -> TensorTree:
+        return {part: summed(group, terms, read)}
 
-def write_group(
-    aside: Location, tensors: TensorTree, number: int, choice: bytes
-) -> tuple[dict[str, Any], bytes]:
-    """Write a group as rank `number` would; return its files and where its tensors are."""
-    local, writer = plan_locally(tensors, not number), Writer(aside, on_cpu=True)
-    results = writer.write_plan(local.chosen(pickle.loads(choice)), local.planner, number)
-    return writer.written, pickle.dumps(results)
+    grouped.write(
+        final,
+        record,
+        [({part: outline(group)}, partial(made, group, terms)) for group, terms in jobs],
+    )
 
 
 def groups(shapes: Shapes) -> Iterator[Shapes]:
@@ -121,8 +94,8 @@ def groups(shapes: Shapes) -> Iterator[Shapes]:
 
 
 def outline(shapes: Shapes) -> dict[str, Tensor]:
-    """Tensors of these shapes without memory: a plan looks at nothing else."""
-    return {name: torch.zeros((), dtype=t).expand(shape) for name, (shape, t) in shapes.items()}
+    """Tensors of these shapes without memory."""
+    return {name: grouped.outline(shape, dtype) for name, (shape, dtype) in shapes.items()}
 
 
 def summed(shapes: Shapes, terms: Sequence[Term], read: Callable[[int], None]) -> dict[str, Tensor]:

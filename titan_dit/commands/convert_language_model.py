@@ -10,16 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import Location
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError, hints_of
 from titan_dit.data.pair_facts import PairFacts
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
-from titan_dit.interop import hf_directory, hugging_face, imported
+from titan_dit.interop import hf_directory, hugging_face, imported, tensor_layouts
+from titan_dit.interop.new_output import new_output
+from titan_dit.interop.on_demand import dtypes, numel
+from titan_dit.interop.write_progress import writing
 from titan_dit.models.base import ModelConfig
 from titan_dit.observe import console
-from titan_dit.trained_model import TrainedModel
+from titan_dit.trained_model import SavedWeights
 
 FILE = "tokenizer.json"
 TOKENIZER = "tokenizer"
@@ -54,21 +56,20 @@ def read_directory(source: Path, target: Path) -> None:
         tables["objective"]["mask_id"] = tokenizer.ids["[MASK]"]
     record = imported.record_of({**tables, "data": data}, facts)
     console.say(f"read    {source}: {config['architectures'][0]}, {described(model, ours)}")
-    if wide := {str(t.dtype)[6:] for t in tensors.values() if t.is_floating_point()} - {"float32"}:
+    if wide := dtypes(tensors) - {"float32"}:
         console.say(f"        {', '.join(sorted(wide))} converted to float32")
-    imported.save(target, {"model": ours, "ema": {imported.EMA_DECAY: ours}}, record)
-    for name, file in files.items():
-        (target / TOKENIZER).mkdir(exist_ok=True)
-        shutil.copyfile(file, target / TOKENIZER / name)
+    whole = {"model": ours, "ema": {imported.EMA_DECAY: ours}}
+    beside = {f"{TOKENIZER}/{name}": file for name, file in files.items()}
+    imported.save(target, whole, record, beside)
     say_tokenizer(files)
     console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
 
-def write_directory(source: Location, target: Path, run: TrainedModel) -> None:
+def write_directory(source: Location, target: Path, run: SavedWeights) -> None:
     """Export a checkpoint of a language model as a folder of transformers."""
     if target.suffix in (".pt", ".pth", ".safetensors", ".bin"):
         raise UserError(f"--to {target}: model {run.model_config.name} is written as a folder.")
-    record = checkpoint.read_record(run.path)
+    record = run.record
     objective = config_file.build_sections(
         config_file.of_record(record), catalog.variant, ("objective",)
     )["objective"]
@@ -77,13 +78,17 @@ def write_directory(source: Location, target: Path, run: TrainedModel) -> None:
         config = family.config(run.model_config, objective)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
-    ours = {name: p.detach() for name, p in run.network.named_parameters()}
-    theirs = hugging_face.to_theirs(family, run.model_config, ours)
+    ours = run.tensors
+    layouts = hugging_face.layouts_of(family, run.model_config, ours.outline)
+    outline = dict(tensor_layouts.to_theirs(layouts, ours.outline))
     files = tokenizer_of(run.path, record["data"])
     known = special_ids(files, record["data"], config["vocab_size"])
     config |= {theirs: known[ours] for theirs, ours in family.special.items()}
     config["dtype"] = "float32"
-    hf_directory.write(target, config, theirs, files)
+    with writing(target, outline.values()), new_output(target) as place:
+        hf_directory.write(place, config, outline, tensor_layouts.to_theirs(layouts, ours))
+        for name, file in files.items():
+            shutil.copyfile(file, place / name)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
     what = described(run.model_config, ours)
     console.say(f"wrote   {target}: {config['architectures'][0]}, {what}")
@@ -136,5 +141,5 @@ def say_tokenizer(files: Mapping[str, Path]) -> None:
 def described(model: ModelConfig, ours: Mapping[str, Tensor]) -> str:
     """Describe a network in one line."""
     keys = ("hidden", "layers", "heads", "vocabulary", "sequence_length")
-    count = sum(tensor.numel() for tensor in ours.values())
-    return ", ".join(f"{key} {getattr(model, key)}" for key in keys) + f"; {count:,} parameters"
+    sizes = ", ".join(f"{key} {getattr(model, key)}" for key in keys)
+    return f"{sizes}; {numel(ours):,} parameters"

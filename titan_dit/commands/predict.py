@@ -97,6 +97,6 @@ def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
     check_labels(path, "--inputs", y, diffusion.model.num_classes)
     last = diffusion.path.last_timestep
     if not (t.min() >= 0 and t.max() <= last):
-        raise UserError(f"--inputs {path}: t must be between 0 and {last}.")
+        raise UserError(f"--inputs {path}: t must be between 0 and {last:g}.")
     given = {"x": x.float(), "t": t.float(), "y": y.long()}
     return given | ({"noise": tensors["noise"].float()} if "noise" in tensors else {})

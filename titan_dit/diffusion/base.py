@@ -1,6 +1,7 @@
 """Conventions and interfaces of diffusion.
 
-Time: t = 0 is data, t = 1 is noise. Labels: negative means "no label".
+Time: t = 0 is data, t = 1 is noise. The timestep that a network takes has a unit of its own, and
+may run the other way. Labels: negative means "no label".
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from titan_dit.models.base import ModelSpec
 from titan_dit.rng import SampleRNG
 
 NO_LABEL = -1
-TIMESTEPS = 1000
-"""With continuous time the network's timestep is t * TIMESTEPS, so that its sinusoids cover the
-range of the original DiT's steps."""
 
 Predict: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(noisy tokens [b, n, d], timestep [b] in the network's unit) -> prediction [b, n, d_out]."""
@@ -44,6 +42,11 @@ class Corrupted:
     targets: Mapping[str, Tensor]
 
 
+def by_channel(tokens: Float[Tensor, "b n d"], channels: int) -> Float[Tensor, "b n p c"]:
+    """Unflatten tokens into pixels and channels; a token holds (p, p, c), channel fastest."""
+    return tokens.reshape(*tokens.shape[:-1], -1, channels)
+
+
 @runtime_checkable
 class ProbabilityPath(Protocol):
     """One kind of diffusion, on tokens: corruption, loss, and the process that samplers run."""
@@ -61,8 +64,8 @@ class ProbabilityPath(Protocol):
         """Fraction of samples trained without their label, for classifier-free guidance."""
 
     @property
-    def last_timestep(self) -> int:
-        """The noisiest timestep, in the network's unit; timestep 0 is the least noisy one."""
+    def last_timestep(self) -> float:
+        """The largest timestep, in the network's unit; the smallest one is 0."""
 
     @property
     def most_sampling_steps(self) -> int | None:
@@ -73,6 +76,12 @@ class ProbabilityPath(Protocol):
 
         Guidance applies to the first `channels` predicted ones.
         """
+
+    def noise_level(self, timestep: float) -> float:
+        """0 (data) to 1 (noise) at a timestep in the network's unit."""
+
+    def validation_timesteps(self, bins: int) -> Mapping[str, float]:
+        """The middles of equal bins of the timesteps, in the network's unit, by name."""
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """Draw a timestep for every sample, in the network's unit."""

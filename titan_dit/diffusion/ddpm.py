@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.diffusion.base import Clean, Corrupted, Predict
+from titan_dit.diffusion.base import Clean, Corrupted, Predict, by_channel
 from titan_dit.diffusion.bound import bits_per_value
 from titan_dit.diffusion.keys import DDPMKeys
 from titan_dit.diffusion.noise_schedule import (
@@ -186,8 +186,3 @@ class Reverse:
         clean = self.objective.clean(values, noisy, step, tables)
         log_variance = self.objective.log_variance(spread, step, tables)
         return Denoised(clean.flatten(2), log_variance.flatten(2))
-
-
-def by_channel(tokens: Float[Tensor, "b n d"], channels: int) -> Float[Tensor, "b n p c"]:
-    """Unflatten tokens into pixels and channels; a token holds (p, p, c), channel fastest."""
-    return tokens.reshape(*tokens.shape[:-1], -1, channels)

@@ -174,7 +174,7 @@ def generate(
         device=labels.device,
     )
     return sampler(
-        path.process(guided(predict, labels, scale, guidance, path.last_timestep), channels),
+        path.process(guided(predict, labels, scale, guidance, path.noise_level), channels),
         rng.normal("sample", model.token_shape) if noise is None else noise,
         Settings(
             steps,

@@ -50,12 +50,13 @@ def guided(
     labels: Int64[Tensor, " b"],
     scale: Float[Tensor, " d_out"],
     guidance: Guidance = Guidance(),
-    last_timestep: int = 1,
+    noise_level: Callable[[float], float] = float,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Guidance u + scale * (c - u): c with the label, u without it or of the weaker network.
 
     c and u without the label are one forward pass. With scale 1, and outside the interval, only c
-    is computed, at half the cost. Label -1 means no label. All samples have the same timestep.
+    is computed, at half the cost. Label -1 means no label. All samples have the same timestep;
+    `noise_level` is that of a timestep.
     """
     if bool((scale == 1).all()):
         return lambda x, timestep: predict(x, timestep, labels)
@@ -71,7 +72,8 @@ def guided(
         return conditional, unconditional
 
     def prediction(x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:
-        if not (everywhere or first <= timestep[0].item() / last_timestep <= last):
+        # Rounded: 1 - 0.7 is not 0.3 in fp32.
+        if not (everywhere or first <= round(noise_level(timestep[0].item()), 6) <= last):
             return predict(x, timestep, labels)
         conditional, worse = pair(x, timestep)
         found = torch.lerp(worse, conditional, scale)

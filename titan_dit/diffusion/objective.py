@@ -47,6 +47,16 @@ class DiffusionConfig(ObjectiveConfig):
         """The section itself."""
         return as_path(self, self.name)
 
+    def noise_level(self, timestep: float) -> float:
+        """The share of the last timestep."""
+        return timestep / self.path.last_timestep
+
+    def validation_timesteps(self, bins: int) -> dict[str, float]:
+        """Whole numbers, rounded."""
+        width = (self.path.last_timestep + 1) / bins
+        middles = [round((number + 0.5) * width) for number in range(bins)]
+        return {f"t{middle}": float(middle) for middle in middles}
+
     def model_spec(self, model: ModelConfig) -> ModelSpec:
         """The model's spec with the output channels of the path."""
         latent = as_latent_model(model, self.name)
@@ -169,11 +179,9 @@ class Diffusion(Objective):
         """The batch, without label dropout, at the middle timestep of every bin."""
         clean, found = self.clean(batch.fields, rng), {}
         noise = rng.normal("noise", tuple(clean.tokens.shape[1:]))
-        width = (self.path.last_timestep + 1) / VALIDATION_BINS
-        for number in range(VALIDATION_BINS):
-            middle = round((number + 0.5) * width)
+        for name, middle in self.path.validation_timesteps(VALIDATION_BINS).items():
             timestep = torch.full_like(batch.weight, middle)
-            found[f"t{middle}"] = self.corrupted(batch, clean, timestep, noise, clean.labels)
+            found[name] = self.corrupted(batch, clean, timestep, noise, clean.labels)
         return found
 
     def hints(self, source: Source) -> Sequence[str]:

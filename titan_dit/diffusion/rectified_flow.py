@@ -1,22 +1,28 @@
 """Rectified flow: straight paths from data to noise (arXiv:2209.03003).
 
-x_t = (1 - t) x + t noise, and the network predicts the velocity dx_t/dt = noise - x.
+x_t = (1 - t) x + t noise, and the network predicts the velocity dx_t/dt = noise - x. With direction
+"to_data" it sees the time 1 - t and predicts x - noise, as SiT does (arXiv:2401.08740).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.diffusion.base import TIMESTEPS, Clean, Corrupted, Predict
+from titan_dit.diffusion.base import Clean, Corrupted, Predict, by_channel
 from titan_dit.diffusion.keys import RectifiedFlowKeys
 from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
+
+LEVELS = 1000
+"""Validation names a time by its thousandths, in either direction and unit."""
+Time = TypeVar("Time", float, Tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +30,37 @@ class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
     """Velocity prediction on straight paths."""
 
     token_targets = ("velocity",)
-    last_timestep = TIMESTEPS
     most_sampling_steps = None
 
+    @property
+    def last_timestep(self) -> float:
+        """That of time 1."""
+        return self.time_scale
+
+    @property
+    def to_data(self) -> bool:
+        """True if the network's time runs from noise to data."""
+        return self.direction == "to_data"
+
+    def timestep_at(self, t: Time) -> Time:
+        """The network's timestep at time t."""
+        return ((1 - t) if self.to_data else t) * self.time_scale
+
+    def noise_level(self, timestep: Time) -> Time:
+        """The time t at a timestep of the network."""
+        along = timestep / self.time_scale
+        return 1 - along if self.to_data else along
+
+    def validation_timesteps(self, bins: int) -> dict[str, float]:
+        """At the same times t in either direction and unit."""
+        middles = [round((number + 0.5) * (LEVELS + 1) / bins) for number in range(bins)]
+        # Exact, unlike timestep_at(middle / LEVELS).
+        along = {middle: LEVELS - middle if self.to_data else middle for middle in middles}
+        return {f"t{middle}": k * self.time_scale / LEVELS for middle, k in along.items()}
+
     def output_channels(self, channels: int) -> int:
-        """A velocity for every channel."""
-        return channels
+        """A velocity for every channel, and as many ignored values with `learn_sigma`."""
+        return 2 * channels if self.learn_sigma else channels
 
     def times(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """Draw t in (0, 1)."""
@@ -41,7 +72,7 @@ class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """`times` in the network's unit."""
-        return self.times(rng) * TIMESTEPS
+        return self.timestep_at(self.times(rng))
 
     def corrupt(
         self,
@@ -51,22 +82,34 @@ class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
         labels: Int64[Tensor, " b"],
     ) -> Corrupted:
         """Inputs and targets for a noise and a timestep, the latter in the network's unit."""
-        t = (timestep / TIMESTEPS)[:, None, None]
+        t = self.noise_level(timestep)[:, None, None]
+        velocity = noise - clean.tokens
+        target = -velocity if self.to_data else velocity
+        if self.learn_sigma:
+            target = by_channel(target, clean.channels)
         return Corrupted(
             inputs={
                 "tokens": torch.lerp(clean.tokens, noise, t),
                 "timestep": timestep,
                 "labels": labels,
             },
-            targets={"velocity": noise - clean.tokens},
+            targets={"velocity": target},
         )
 
     def loss(
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
         """Squared error of the velocity, mean over channels."""
+        velocity = targets["velocity"]
         # fp32: bf16 squares lose the digits in which two runs differ.
-        return (at_least_fp32(prediction) - targets["velocity"]).square().mean(-1)
+        found = self.velocity_of(at_least_fp32(prediction), velocity.shape[-1])
+        return (found - velocity.flatten(2)).square().mean(-1)
+
+    def velocity_of(self, prediction: Float[Tensor, "b n _"], channels: int) -> Tensor:
+        """The prediction's velocity [b, n, d], without the channels that are ignored."""
+        if not self.learn_sigma:
+            return prediction
+        return by_channel(prediction, 2 * channels)[..., :channels].flatten(2)
 
     def terms(
         self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
@@ -75,5 +118,10 @@ class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
         return {"mse": self.loss(prediction, targets)}
 
     def process(self, predict: Predict, channels: int) -> Predict:
-        """The velocity at (x, t), for the solvers of `samplers.ode`."""
-        return lambda x, t: predict(x, t * TIMESTEPS)
+        """dx/dt at (x, t), towards noise, for the solvers of `samplers.ode`."""
+
+        def velocity(x: Tensor, t: Tensor) -> Tensor:
+            found = self.velocity_of(predict(x, self.timestep_at(t)), channels)
+            return -found if self.to_data else found
+
+        return velocity

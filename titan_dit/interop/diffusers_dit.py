@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.from_diffusers import PREDICTIONS, betas, config_of_flow
-from titan_dit.interop.original_dit import check, swap_leading
+from titan_dit.interop import tensor_layouts
+from titan_dit.interop.on_demand import OnDemand
+from titan_dit.interop.original_dit import check
+from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
 from titan_dit.models.dit import DiTConfig
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
@@ -30,7 +34,6 @@ TRANSFORMER, VAE = "transformer", "vae"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 ROWS = 1001
 """Of the label table: 1,000 classes and the null class, which the pipeline takes as class 1000."""
-DENSE = torch.contiguous_format
 VERSION = "0.35.0"
 """The oldest release of diffusers that the folders are written for."""
 FIXED = {
@@ -68,90 +71,64 @@ class DiffusersDiT:
         """Prefix of the names of a block's copies of the embedders."""
         return f"{self.block(layer)}.norm1.emb"
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of diffusers, by its names."""
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """Our parameters on the meta device."""
         with torch.device("meta"):
-            ours = dict(self.config.build(self.output_channels).named_parameters())
-            return {name: tuple(tensor.shape) for name, tensor in self.to_theirs(ours).items()}
+            return dict(self.config.build(self.output_channels).named_parameters())
 
-    def to_theirs(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert our parameters to diffusers' names and layout."""
-        hidden, layers, heads, patch = self.config.shape
-        kernel = ours[PATCH].view(hidden, patch, patch, -1).permute(0, 3, 1, 2)
-        theirs = {f"{THEIR_PATCH}.weight": kernel, f"{THEIR_PATCH}.bias": ours["embed.patch.bias"]}
-        table = ours[TABLE]
-        null = table[-1:].expand(ROWS - len(table) + 1, -1)
-        filled = torch.cat((table[:-1], null))
+    def outline(self) -> dict[str, Tensor]:
+        """The tensors of diffusers on the meta device, in the order of a file."""
+        return dict(tensor_layouts.to_theirs(self.layouts(), self.parameters))
+
+    def layouts(self) -> dict[str, Same]:
+        """Where our parameters lie."""
+        _, layers, heads, patch = self.config.shape
+        found: dict[str, Same] = {PATCH: Kernel((f"{THEIR_PATCH}.weight",), patch)}
+        found["embed.patch.bias"] = Same((f"{THEIR_PATCH}.bias",))
+        tables = tuple(self.table(layer) for layer in range(layers))
+        found[TABLE] = FilledTable(tables, self.config.num_classes, ROWS)
         for kind in KINDS:
-            theirs |= {f"{v}.{kind}": ours[f"{k}.{kind}"] for k, v in OUTER.items()}
+            found |= {f"{k}.{kind}": Same((f"{v}.{kind}",)) for k, v in OUTER.items()}
+            for k, v in EMBEDDERS.items():
+                copies = (f"{self.embedder(i)}.timestep_embedder.{v}.{kind}" for i in range(layers))
+                found[f"embed.timestep.{k}.{kind}"] = Copies(tuple(copies))
             for layer in range(layers):
-                block = self.block(layer)
-                qkv = swap_leading(ours[f"blocks.{layer}.attn.qkv.{kind}"], heads, 3).chunk(3)
-                theirs |= {
-                    f"{block}.attn1.to_{name}.{kind}": part
-                    for name, part in zip("qkv", qkv, strict=True)
+                block, ours = self.block(layer), f"blocks.{layer}"
+                qkv = tuple(f"{block}.attn1.to_{part}.{kind}" for part in "qkv")
+                found[f"{ours}.attn.qkv.{kind}"] = SplitQKV(qkv, heads)
+                found |= {
+                    f"{ours}.{k}.{kind}": Same((f"{block}.{v}.{kind}",)) for k, v in INNER.items()
                 }
-                theirs |= {
-                    f"{block}.{v}.{kind}": ours[f"blocks.{layer}.{k}.{kind}"]
-                    for k, v in INNER.items()
-                }
-                theirs |= {
-                    f"{self.embedder(layer)}.timestep_embedder.{v}.{kind}": ours[
-                        f"embed.timestep.{k}.{kind}"
-                    ]
-                    for k, v in EMBEDDERS.items()
-                }
-        for layer in range(layers):
-            theirs[self.table(layer)] = filled
-        # A file may not hold one tensor under two names.
-        return {name: tensor.clone(memory_format=DENSE) for name, tensor in theirs.items()}
+        return found
+
+    def to_theirs(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield diffusers' names and tensors from our parameters."""
+        return tensor_layouts.to_theirs(self.layouts(), ours)
 
     def table(self, layer: int) -> str:
         """Name of a block's copy of the label table."""
         return f"{self.embedder(layer)}.class_embedder.embedding_table.weight"
 
-    def to_ours(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_ours(self, theirs: OnDemand) -> OnDemand:
         """Convert diffusers' tensors to our fp32 parameters; UserError on a mismatch.
 
         Refuses blocks with other embedders than the first one, and a table whose rows behind our
         classes are not all the null row.
         """
-        kept = {name: tensor for name, tensor in theirs.items() if name != "pos_embed.pos_embed"}
-        check(kept, self.shapes())
+        outline = {n: t for n, t in theirs.outline.items() if n != "pos_embed.pos_embed"}
+        kept = OnDemand(outline, theirs.get_tensor)
+        check(kept, {name: tuple(tensor.shape) for name, tensor in self.outline().items()})
         self.check_copies(kept)
-        _, layers, _, _ = self.config.shape
-        ours = {PATCH: kept[f"{THEIR_PATCH}.weight"].permute(0, 2, 3, 1).flatten(1)}
-        ours["embed.patch.bias"] = kept[f"{THEIR_PATCH}.bias"]
-        ours[TABLE] = kept[self.table(0)][: self.config.num_classes + 1]
-        for kind in KINDS:
-            ours |= {f"{k}.{kind}": kept[f"{v}.{kind}"] for k, v in OUTER.items()}
-            ours |= {
-                f"embed.timestep.{k}.{kind}": kept[
-                    f"{self.embedder(0)}.timestep_embedder.{v}.{kind}"
-                ]
-                for k, v in EMBEDDERS.items()
-            }
-            for layer in range(layers):
-                block = self.block(layer)
-                qkv = torch.cat([kept[f"{block}.attn1.to_{name}.{kind}"] for name in "qkv"])
-                ours[f"blocks.{layer}.attn.qkv.{kind}"] = swap_leading(qkv, 3, self.heads)
-                ours |= {
-                    f"blocks.{layer}.{k}.{kind}": kept[f"{block}.{v}.{kind}"]
-                    for k, v in INNER.items()
-                }
-        return {name: tensor.float().contiguous() for name, tensor in ours.items()}
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        return self.config.shape[2]
+        return tensor_layouts.to_ours(self.layouts(), kept, self.parameters)
 
     def check_copies(self, theirs: Mapping[str, Tensor]) -> None:
         """Refuse what one embedder and one null row cannot hold."""
         first = self.embedder(0)
         for name in [name for name in theirs if name.startswith(first)]:
+            tensor = theirs[name]
             for layer in range(1, self.config.shape[1]):
-                if not torch.equal(theirs[self.embedder(layer) + name[len(first) :]], theirs[name]):
+                if not torch.equal(theirs[self.embedder(layer) + name[len(first) :]], tensor):
                     raise UserError(
                         f"{name} differs from that of block {layer}: blocks with embedders of "
                         "their own are not supported."
@@ -224,9 +201,15 @@ def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDi
             num_classes=num_classes or int(values["num_embeds_ada_norm"]),
             timestep_frequencies="diffusers",
         )
-        return DiffusersDiT(config, int(values.get("out_channels") or channels))
+        outputs = int(values.get("out_channels") or channels)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{CONFIG} lacks a size, or has a wrong one ({error}).") from None
+    if outputs not in (channels, 2 * channels):
+        raise UserError(
+            f"{CONFIG}: out_channels={outputs}; our DiT has in_channels={channels}, or twice as "
+            "many."
+        )
+    return DiffusersDiT(config, outputs)
 
 
 def scheduler_json(objective: Any) -> dict[str, Any]:
@@ -235,6 +218,13 @@ def scheduler_json(objective: Any) -> dict[str, Any]:
     DDIM for DDPM, DPM-Solver++ on flow sigmas for rectified flow (with shift 1).
     """
     if objective.name == "rectified_flow":
+        if (objective.direction, objective.time_scale) != ("to_noise", 1000.0):
+            raise UserError(
+                f"[objective] direction={show(objective.direction)}, "
+                f"time_scale={objective.time_scale:g}: the schedulers of DiTPipeline give the "
+                "network 1000 times the share of noise, and follow its prediction towards noise. "
+                'Only direction = "to_noise", time_scale = 1000 can be exported as a pipeline.'
+            )
         name = "DPMSolverMultistepScheduler"
         flow = config_of_flow(name, ("use_flow_sigmas",))
         assert flow is not None
@@ -256,7 +246,7 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
     prediction = scheduler.get("prediction_type", "epsilon")
     name = str(scheduler.get("_class_name"))
     if scheduler.get("use_flow_sigmas") or name.startswith("FlowMatch"):
-        return {"name": "rectified_flow"}
+        return {"name": "rectified_flow", "learn_sigma": learn_sigma}
     steps = int(scheduler.get("num_train_timesteps", 1000))
     schedule = noise_of(scheduler, steps)
     if prediction not in kinds or schedule is None:

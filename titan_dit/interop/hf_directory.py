@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.interop import weight_file
-from titan_dit.system.files import PARTIAL, sync_folder
+from titan_dit.interop import tensor_writer, weight_file
+from titan_dit.interop.on_demand import OnDemand
+from titan_dit.interop.tensor_reader import Pickled, open_safetensors
+from titan_dit.interop.tensor_writer import INDEX
+from titan_dit.system.files import sync_folder
 
 CONFIG = "config.json"
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
-INDEX = ".index.json"
-"""Added to the name of a file that is in shards."""
 LARGEST_SHARD = 5 * 10**9
 """Bytes of a file, as transformers' own limit once was."""
 TOKENIZER = (
@@ -61,7 +59,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_weights(folder: Path, names: Sequence[str] = (WEIGHTS, PICKLED)) -> dict[str, Tensor]:
+def read_weights(folder: Path, names: Sequence[str] = (WEIGHTS, PICKLED)) -> OnDemand:
     """All tensors of a folder; a .bin is read as plain weights, and executes nothing."""
     for name in names:
         if (folder / name).is_file():
@@ -71,29 +69,32 @@ def read_weights(folder: Path, names: Sequence[str] = (WEIGHTS, PICKLED)) -> dic
     raise UserError(f"it holds neither {' nor '.join(names)}, whole or in shards.")
 
 
-def read_shards(folder: Path, index: str) -> dict[str, Tensor]:
+def read_shards(folder: Path, index: str) -> OnDemand:
     """The tensors of the files that an index names."""
     table = read_json(folder / index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
         raise UserError(f"{index} has no weight_map from names to files.")
-    tensors: dict[str, Tensor] = {}
+    parts: dict[str, OnDemand] = {}
     for name in sorted(set(table.values())):
         if Path(name).name != name:
             raise UserError(f"{index} names {name}, which is outside the folder.")
         if not (folder / name).is_file():
             raise UserError(f"{index} names {name}, which is missing.")
-        tensors |= read_file(folder / name)
-    if missing := [name for name in table if name not in tensors]:
+        shard = read_file(folder / name)
+        parts |= dict.fromkeys(shard, shard)
+    if missing := [name for name in table if name not in parts]:
         raise UserError(f"{index} names {missing[0]}, which {table[missing[0]]} does not hold.")
-    return tensors
+    outline = {name: shard.outline[name] for name, shard in parts.items()}
+    return OnDemand(outline, lambda name: parts[name][name])
 
 
-def read_file(file: Path) -> dict[str, Tensor]:
+def read_file(file: Path) -> OnDemand:
     """The tensors of one file."""
     if file.suffix == ".bin":
-        return weight_file.unwrap(weight_file.read_pickle(file), file.name)
+        pickled = Pickled(file)
+        return weight_file.unwrap(pickled.whole(), file.name, pickled.get)
     try:
-        tensors: dict[str, Tensor] = load_file(file)
+        tensors, _ = open_safetensors(file)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file.name}: not a readable safetensors file ({error}).") from None
     return tensors
@@ -102,52 +103,15 @@ def read_file(file: Path) -> dict[str, Tensor]:
 def write(
     folder: Path,
     config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    more: Mapping[str, Path],
+    outline: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    whole: str = WEIGHTS,
 ) -> None:
-    """Write a folder, with copies of the files `more`, by name; it appears whole or not at all."""
-    aside = folder.with_name(f"{folder.resolve().name}.{os.getpid()}{PARTIAL}")
-    try:
-        aside.mkdir(parents=True)
-        (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        write_weights(aside, tensors)
-        for name, file in more.items():
-            shutil.copyfile(file, aside / name)
-        aside.rename(folder)
-        sync_folder(folder.resolve().parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise UserError(f"--to {folder} cannot be written: {reason}.") from None
-
-
-def write_weights(folder: Path, tensors: Mapping[str, Tensor], whole: str = WEIGHTS) -> None:
-    """One file `whole`, or shards and their index."""
-    shards = list(sharded(tensors))
-    stem, count = whole.removesuffix(".safetensors"), len(shards)
-    names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    names = [whole] if len(shards) == 1 else names
-    for name, shard in zip(names, shards, strict=True):
-        (folder / name).touch()
-        mode = (folder / name).stat().st_mode  # The umask's; safetensors writes 0600.
-        save_file({k: v.contiguous() for k, v in shard.items()}, folder / name, {"format": "pt"})
-        (folder / name).chmod(mode)
-    if len(shards) > 1:
-        table = {k: name for name, shard in zip(names, shards, strict=True) for k in shard}
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": table}
-        (folder / (whole + INDEX)).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def sharded(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Cut tensors, in their order, into shards of at most `LARGEST_SHARD` bytes, or one tensor."""
-    shard: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > LARGEST_SHARD:
-            yield shard
-            shard = {}
-        shard[name] = tensor
-    yield shard
+    """Write config.json and the weights to a new folder. `outline`: see `tensor_writer.write`."""
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    tensor_writer.write(folder, whole, outline, tensors, LARGEST_SHARD)
+    sync_folder(folder)
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from titan_dit.config.section import UserError
+from titan_dit.interop import tensor_layouts
 from titan_dit.interop.hf_bert import BERT
 from titan_dit.interop.hf_family import Family
 from titan_dit.interop.hf_gpt2 import GPT2
+from titan_dit.interop.on_demand import OnDemand, outline_of
+from titan_dit.interop.tensor_layouts import Same
 from titan_dit.models.base import ModelConfig
 
 FAMILIES: tuple[Family, ...] = (GPT2(), BERT())
@@ -35,51 +38,50 @@ def family_for(model: ModelConfig) -> Family:
     raise UserError(f"model {model.name}: only dit, {known} can be exported.")
 
 
+def layouts_of(
+    family: Family, model: ModelConfig, parameters: Mapping[str, Tensor]
+) -> dict[str, Same]:
+    """Where our parameters lie."""
+    return {name: family.layout(name, model) for name in parameters}
+
+
 def to_ours(
     family: Family, model: ModelConfig, objective: Any, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+) -> OnDemand:
     """Our parameters in fp32 from tensors of transformers; UserError on a mismatch."""
     with torch.device("meta"):
         parameters = dict(objective.model_spec(model).build().named_parameters())
     expected = {k: v.shape for k, v in to_theirs(family, model, parameters).items()}
     theirs = cleaned(family, tensors, expected.keys())
     check(theirs, expected)
-    ours = {}
-    for name in parameters:
-        layout = family.layout(name, model)
-        ours[name] = layout.to_ours(*(theirs[x].float() for x in layout.names)).contiguous()
-    return ours
+    return tensor_layouts.to_ours(layouts_of(family, model, parameters), theirs, parameters)
 
 
 def to_theirs(
     family: Family, model: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensors of transformers from our parameters."""
-    theirs: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        layout = family.layout(name, model)
-        theirs |= zip(layout.names, layout.to_theirs(tensor), strict=True)
-    return theirs
+    return dict(tensor_layouts.to_theirs(layouts_of(family, model, tensors), tensors))
 
 
-def cleaned(
-    family: Family, tensors: Mapping[str, Tensor], names: Collection[str]
-) -> dict[str, Tensor]:
+def cleaned(family: Family, tensors: Mapping[str, Tensor], names: Collection[str]) -> OnDemand:
     """Today's names, with the prefix; without what is dropped, and without copies of a tensor."""
-    kept = {family.name(name): tensor for name, tensor in tensors.items()}
+    kept = {family.name(name): name for name in tensors}
     if not any(name.startswith(family.prefix) for name in kept):
         whole = {*names, *family.copies}
-        kept = {k if k in whole else family.prefix + k: tensor for k, tensor in kept.items()}
+        kept = {k if k in whole else family.prefix + k: stored for k, stored in kept.items()}
     kept = {k: v for k, v in kept.items() if k in names or not family.dropped.fullmatch(k)}
     for copy, original in family.copies.items():
         if copy in names or copy not in kept:
             continue
-        if not torch.equal(kept.setdefault(original, kept[copy]), kept.pop(copy)):
+        stored = kept.pop(copy)
+        if not torch.equal(tensors[kept.setdefault(original, stored)], tensors[stored]):
             raise UserError(
                 f"{copy} differs from {original}, but of this network they are one tensor "
                 "(config.json: tie_word_embeddings)."
             )
-    return kept
+    outline = outline_of(tensors)
+    return OnDemand({k: outline[v] for k, v in kept.items()}, lambda name: tensors[kept[name]])
 
 
 def check(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:

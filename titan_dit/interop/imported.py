@@ -1,24 +1,32 @@
-"""Write imported weights as a checkpoint, from which runs start."""
+"""Write imported weights as a checkpoint, from which runs start, a group of tensors at a time."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan_dit import __version__
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint import grouped
+from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.config import catalog, config_file
-from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.interop.new_output import new_output
+from titan_dit.interop.on_demand import OnDemand
 from titan_dit.interop.write_progress import writing
-from titan_dit.system.files import PARTIAL
+from titan_dit.models.dit import DiTConfig
 
 EMA_DECAY = "0.9999"
 """Decay of the imported average; runs with another one start from it, too."""
+GROUP = 32 * 2**20
+"""Bytes of tensors in memory at once, or a single larger one."""
 
 
 def record_of(tables: config_file.Tables, facts: DataFacts) -> dict[str, Any]:
@@ -44,15 +52,99 @@ def record_of(tables: config_file.Tables, facts: DataFacts) -> dict[str, Any]:
     }
 
 
-def save(target: Path, tensors: dict[str, Any], record: dict[str, Any]) -> None:
-    """Write the checkpoint atomically."""
-    aside = target.with_name(f"{target.resolve().name}{PARTIAL}")
-    if aside.exists():
-        raise UserError(f"--to {target}: {aside} exists. Delete it, or choose another name.")
-    final = target.with_name(target.resolve().name)
-    try:
-        with writing(final, (tensor for _, tensor in checkpoint.flatten(tensors))):
-            checkpoint.write(final, tensors, record)
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"--to {target} cannot be written: {str(error).splitlines()[0]}") from None
+def record_of_dit(
+    config: DiTConfig, objective: Mapping[str, Any], facts: LatentFacts
+) -> dict[str, Any]:
+    """`record_of` for a DiT. A checkpoint needs [data]; that of imported weights is unknown."""
+    shape = {key: getattr(config, key) for key in ("latent_size", "channels", "num_classes")}
+    keys = ("hidden", "layers", "heads", "patch", "mlp_ratio", "timestep_frequencies")
+    sizes = {key: getattr(config, key) for key in keys}
+    tables: config_file.Tables = {
+        "model": {"name": "dit", **sizes, **shape},
+        "objective": dict(objective),
+        "data": {"name": "synthetic", **shape},
+    }
+    return record_of(tables, facts)
+
+
+def save(
+    target: Path,
+    tensors: Mapping[str, Any],
+    record: Mapping[str, Any],
+    files: Mapping[str, Path] | None = None,
+) -> None:
+    """Write the checkpoint and copies of `files`, by their names in it; whole or not at all.
+
+    `tensors`: as a run saves them; mappings may be read on demand.
+    """
+    found = list(leaves(tensors, tensors["model"]))
+    with writing(target, (leaf.outline for leaf in found)), new_output(target) as place:
+        grouped.write(place, record, list(groups(found)))
+        for name, file in (files or {}).items():
+            (place / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, place / name)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a nested dict."""
+
+    keys: tuple[str, ...]
+    outline: Tensor
+    get: Callable[[], Tensor]
+    source: tuple[int, str]
+    """Equal for the same tensor under other keys."""
+
+
+def leaves(tree: Mapping[str, Any], model: Mapping[str, Tensor]) -> Iterator[Leaf]:
+    """The tensors of a tree; what belongs to one parameter of the model is together."""
+    order = {name: number for number, name in enumerate(model)}
+    found = list(flattened(tree))
+    yield from sorted(found, key=lambda leaf: next(order[k] for k in leaf.keys if k in order))
+
+
+def flattened(tree: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    """The tensors of a tree, in its order."""
+    outlines: Mapping[str, Any] = tree.outline if isinstance(tree, OnDemand) else tree
+    for name, value in outlines.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, (*keys, name))
+        else:
+            outline = grouped.outline(value.shape, value.dtype)
+            yield Leaf((*keys, name), outline, partial(tree.__getitem__, name), (id(tree), name))
+
+
+def groups(found: list[Leaf]) -> Iterator[grouped.Group]:
+    """Consecutive tensors of few bytes together."""
+    group, size = list[Leaf](), 0
+    for leaf in found:
+        if group and size + leaf.outline.nbytes > GROUP:
+            yield group_of(group)
+            group, size = [], 0
+        group.append(leaf)
+        size += leaf.outline.nbytes
+    yield group_of(group)
+
+
+def group_of(group: list[Leaf]) -> grouped.Group:
+    """The outline of some tensors and the function that makes them."""
+
+    def make() -> TensorTree:
+        made: dict[tuple[int, str], Tensor] = {}
+        for leaf in group:
+            if leaf.source not in made:
+                made[leaf.source] = leaf.get()
+        return nested({leaf.keys: made[leaf.source] for leaf in group})
+
+    return nested({leaf.keys: leaf.outline for leaf in group}), make
+
+
+def nested(tensors: Mapping[tuple[str, ...], Tensor]) -> TensorTree:
+    """Nested dicts of tensors, by their keys."""
+    tree: dict[str, Any] = {}
+    for keys, tensor in tensors.items():
+        inner = tree
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = tensor
+    return tree

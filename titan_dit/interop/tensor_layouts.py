@@ -1,13 +1,21 @@
-"""How a parameter of ours lies in the files of transformers: names, and order in memory."""
+"""How a parameter of ours lies in the files of others: names, and order in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.interop.original_dit import swap_leading
+from titan_dit.interop.on_demand import OnDemand
+
+
+def swap_leading(rows: Float[Tensor, "r ..."], first: int, second: int) -> Float[Tensor, "r ..."]:
+    """Permute rows [first, second, head_dim] to [second, first, head_dim]."""
+    apart = rows.view(first, second, -1, *rows.shape[1:])
+    return apart.transpose(0, 1).reshape(rows.shape)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,21 @@ class FusedQKV(Same):
 
 
 @dataclass(frozen=True)
+class RowsOfQKV(Same):
+    """A linear layer or a bias of outputs [3, heads, head_dim]; ours are [heads, 3, head_dim]."""
+
+    heads: int
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter, [out, in] or [out]."""
+        return swap_leading(theirs[0], 3, self.heads)
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        return (swap_leading(ours, self.heads, 3),)
+
+
+@dataclass(frozen=True)
 class SplitQKV(Same):
     """Three linear layers, query, key and value; ours is one of outputs [heads, 3, head_dim]."""
 
@@ -67,6 +90,47 @@ class SplitQKV(Same):
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
         """The inverse."""
         return swap_leading(ours, self.heads, 3).chunk(3)
+
+
+@dataclass(frozen=True)
+class Kernel(Same):
+    """A convolution of patches [out, c, p, p]; ours is a linear layer of inputs (p, p, c)."""
+
+    patch: int
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter, [out, p p c]."""
+        return theirs[0].permute(0, 2, 3, 1).flatten(1)
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        return (ours.view(len(ours), self.patch, self.patch, -1).permute(0, 3, 1, 2),)
+
+
+@dataclass(frozen=True)
+class Copies(Same):
+    """Equal tensors under several names."""
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        return (ours,) * len(self.names)
+
+
+@dataclass(frozen=True)
+class FilledTable(Copies):
+    """Copies of a table of classes whose last row is the null class, filled by it to `rows`."""
+
+    classes: int
+    rows: int
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The rows of the classes, and the null row."""
+        return theirs[0][: self.classes + 1]
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        null = ours[-1:].expand(self.rows - self.classes, -1)
+        return super().to_theirs(torch.cat((ours[:-1], null)))
 
 
 @dataclass(frozen=True)
@@ -83,3 +147,29 @@ class Padded(Same):
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
         """The inverse."""
         return (ours[: len(ours) - self.padding],)
+
+
+def to_theirs(
+    layouts: Mapping[str, Same], ours: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield their tensors with their names; each of ours is asked for once."""
+    for name, layout in layouts.items():
+        yield from zip(layout.names, layout.to_theirs(ours[name]), strict=True)
+
+
+def to_ours(
+    layouts: Mapping[str, Same], theirs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> OnDemand:
+    """Our fp32 tensors, computed from theirs on demand. `parameters`: ours on the meta device."""
+
+    def get(name: str) -> Tensor:
+        parts = (theirs[part].float() for part in needed(layouts[name]))
+        return layouts[name].to_ours(*parts).contiguous()
+
+    outline = {name: parameters[name].float() for name in layouts}
+    return OnDemand(outline, get)
+
+
+def needed(layout: Same) -> tuple[str, ...]:
+    """The tensors from which ours is made: the first of equal ones."""
+    return layout.names[:1] if isinstance(layout, Copies) else layout.names

@@ -7,7 +7,7 @@ the weights. The rows of a table of classes are matched by the names of the clas
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from titan_dit.checkpoint import checkpoint, run_path
 from titan_dit.checkpoint.snapshots import averages_in
 from titan_dit.checkpoint.store import Location, location
+from titan_dit.config import catalog
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.parameter_groups import listed
 from titan_dit.config.section import UserError, show
@@ -166,6 +167,12 @@ def matched(
     )
 
 
+def defaults(name: str) -> dict[str, Any]:
+    """The defaults of an [objective] section."""
+    kind = catalog.variant("objective", name)
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+
+
 def line_of_classes(rows: Sequence[int | None], count: int, now: Sequence[str]) -> str:
     """The console line about the rows of the table of classes."""
     new = [name for name, row in zip(now, rows, strict=True) if row is None]
@@ -222,6 +229,9 @@ def warnings(record: Mapping[str, Any], identity: resume.Identity) -> Iterator[s
     before, now = record["data"], identity.data
     facts = mismatch.changed_facts(before, {key: now[key] for key in UNITS if key in now})
     was, objective = record["config"]["objective"], identity.config["objective"]
+    if was["name"] == objective["name"]:
+        # A key that did not exist yet had its default.
+        was = {**defaults(objective["name"]), **was}
     keys = [key for key in resume.WHAT_WEIGHTS_ARE if key in was and key in objective]
     facts += [
         f"[objective] {key}: {show(was[key])} -> {show(objective[key])}"

@@ -36,7 +36,10 @@ from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
 from titan_dit.recovery import mismatch
 
-WHAT_WEIGHTS_ARE = ("name", "prediction", "noise_schedule", "schedule", "steps", "learn_sigma")
+WHAT_WEIGHTS_ARE = (
+    *("name", "prediction", "noise_schedule", "schedule", "steps", "learn_sigma"),
+    *("direction", "time_scale"),
+)
 """Keys of [objective] that define the network's prediction."""
 OF_TRAINING = ("[model] dropout:", "[model] init_std:")
 """Keys of [model] that imported weights do not depend on."""

@@ -12,16 +12,19 @@ from titan_dit.config.section import Bound, FilePath, Finite, PositiveInt, Secti
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Import weights of facebookresearch/DiT or transformers as a checkpoint, or export one."""
+    """Import weights of DiT, SiT, diffusers or transformers as a checkpoint, or export one."""
 
     section = "convert"
 
     source: Annotated[FilePath, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
-    """Import: FILE.pt or FILE.safetensors of the original DiT, or a folder of transformers or of
-    diffusers' DiTPipeline. Export: a run or a checkpoint."""
+    """Import: FILE.pt or FILE.safetensors of the original DiT or of SiT, or a folder of
+    transformers or of diffusers' DiTPipeline. Export: a run or a checkpoint."""
     to: FilePath
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
+    format: Literal["dit", "sit"] | None = None
+    """Whose file is read or written: the original DiT's or SiT's, which have the same names. Unset:
+    SiT's if its train.py wrote the file, or the run's [objective] is SiT's; else DiT's."""
     heads: PositiveInt | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None

@@ -1,0 +1,74 @@
+"""Tiny runs of a DiT and tiny autoencoders, to be exported."""
+
+from pathlib import Path
+
+import tiny_vae
+import torch
+
+from titan_dit.commands import convert
+from titan_dit.commands.flags.convert import Options
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.interop import imported
+from titan_dit.models.dit import DiTConfig
+from titan_dit.pictures import autoencoder
+
+CPU = torch.device("cpu")
+CLASSES = 7
+NAMES = tuple(f"kind {number}" for number in range(CLASSES))
+SIZES = {"hidden": 48, "layers": 2, "heads": 4, "patch": 2, "latent_size": 8, "channels": 4}
+OBJECTIVES = {
+    "ddpm": {"name": "ddpm"},
+    "cosine v": {
+        "name": "ddpm",
+        "noise_schedule": "cosine",
+        "prediction": "v",
+        "learn_sigma": False,
+    },
+    "flow": {"name": "rectified_flow"},
+    "flow with learn_sigma": {"name": "rectified_flow", "learn_sigma": True},
+    "sit": {"name": "rectified_flow", "direction": "to_data", "time_scale": 1.0},
+}
+
+
+def save_vae(folder):
+    """A tiny autoencoder of random weights, without a shift, as DiTPipeline's."""
+    sizes = {"latent_channels": 4, "sample_size": 16, "scaling_factor": 0.7}
+    return Path(tiny_vae.save_vae(folder, **sizes, shift_factor=None))
+
+
+def save_run(folder, vae, objective, **model):
+    """A checkpoint of random weights, with an average that differs from them."""
+    known = autoencoder.load(str(vae), CPU)
+    sizes = SIZES | {"num_classes": CLASSES, "timestep_frequencies": "diffusers"} | model
+    config = DiTConfig(**sizes)
+    path = OBJECTIVES[objective]
+    outputs = 8 if path.get("learn_sigma", path["name"] == "ddpm") else 4
+    torch.manual_seed(0)
+    average, last = (
+        {name: torch.randn_like(p) * 0.1 for name, p in config.build(outputs).named_parameters()}
+        for _ in range(2)
+    )
+    shape = {key: sizes[key] for key in ("latent_size", "channels", "num_classes")}
+    facts = LatentFacts(
+        shape=config.sample_shape,
+        count=0,
+        num_classes=CLASSES,
+        class_names=NAMES,
+        scale=known.scale,
+        vae=known.facts,
+        vae_source=str(vae),
+    )
+    tables = {
+        "model": {"name": "dit", **sizes},
+        "objective": path,
+        "data": {"name": "synthetic", **shape},
+    }
+    tensors = {"model": last, "ema": {imported.EMA_DECAY: average}}
+    imported.save(folder, tensors, imported.record_of(tables, facts))
+    return folder
+
+
+def converted(source, target, **flags):
+    """`convert`; the target's path."""
+    convert.main(Options(source=str(source), to=str(target), **flags))
+    return Path(target)

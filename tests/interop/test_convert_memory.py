@@ -1,0 +1,73 @@
+"""No process that converts weights holds the model: the peak memory on a model of 1.07 GB."""
+
+import json
+import subprocess
+import sys
+
+import commands
+import pytest
+
+SIZES = {"hidden": 1024, "layers": 14, "heads": 16, "patch": 2, "latent_size": 32, "channels": 4}
+MAKE = f"""
+import torch
+from pathlib import Path
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.interop import imported
+from titan_dit.interop.on_demand import OnDemand
+from titan_dit.models.dit import DiTConfig
+config = DiTConfig(**{SIZES}, num_classes=1000, timestep_frequencies="FREQUENCIES")
+with torch.device("meta"):
+    outline = dict(config.build(8).named_parameters())
+def drawn(name):
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.randn(outline[name].shape, generator=generator)
+weights = OnDemand(outline, drawn)
+facts = LatentFacts(shape=config.sample_shape, count=0, num_classes=1000)
+record = imported.record_of_dit(config, {{"name": "ddpm"}}, facts)
+imported.save(Path("TARGET"), {{"model": weights, "ema": {{"0.9999": weights}}}}, record)
+"""
+CONVERT = """
+import json, resource, sys
+import torch
+from titan_dit.commands import convert
+from titan_dit.commands.flags.convert import Options
+torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+convert.main(Options(**json.loads(sys.argv[1])))
+print(f"peak {peak() - before}")
+"""
+STEPS = {
+    "export to .safetensors": {"source": "dit", "to": "a.safetensors"},
+    "import of .safetensors": {"source": "a.safetensors", "to": "a"},
+    "export to .pt": {"source": "dit", "to": "b.pt"},
+    "import of .pt": {"source": "b.pt", "to": "b", "heads": 16},
+    "export to diffusers": {"source": "diffusers", "to": "c"},
+    "import from diffusers": {"source": "c", "to": "d"},
+}
+
+
+def python(cwd, code, *words):
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(
+        command, cwd=cwd, env=commands.environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_no_conversion_holds_the_model(tmp_path):
+    for name, frequencies in (("dit", "dit"), ("diffusers", "diffusers")):
+        python(tmp_path, MAKE.replace("TARGET", name).replace("FREQUENCIES", frequencies))
+    peaks = {}
+    for name, options in STEPS.items():
+        said = python(tmp_path, CONVERT, json.dumps(options))
+        peaks[name] = int(said.split("peak ")[1]) / 2**20
+    size = (tmp_path / "a.safetensors").stat().st_size / 2**20
+    print({name: f"{peak:.0f} MiB" for name, peak in peaks.items()}, f"of {size:.0f} MiB")
+    for name, peak in peaks.items():
+        # A .pt file is mapped into memory, and 128 MiB of its pages may count.
+        assert peak < (0.35 if ".pt" in name else 0.25) * size, (name, peaks, size)

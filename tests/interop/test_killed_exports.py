@@ -1,0 +1,167 @@
+"""SIGKILL while `convert` writes: nothing looks whole, and the same command works."""
+
+import hashlib
+import itertools
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from exports import converted, save_run, save_vae
+from safetensors.torch import load_file
+
+from titan_dit.checkpoint import checkpoint, grouped
+from titan_dit.commands import convert
+from titan_dit.commands.flags.convert import Options
+from titan_dit.config.section import UserError
+from titan_dit.interop import imported, new_output, tensor_reader, tensor_writer
+
+GPT2 = Path(__file__).resolve().parent.parent / "fixtures" / "hugging_face" / "gpt2"
+
+
+def kill_self(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_after(count, function):
+    """The function, whose call number `count` is the end of the process."""
+    calls = []
+
+    def counted(*given, **named):
+        calls.append(1)
+        if len(calls) > count:
+            kill_self()
+        return function(*given, **named)
+
+    return counted
+
+
+def ended(source):
+    """20 tensors, then the end of the process."""
+    yield from itertools.islice(source, 20)
+    kill_self()
+
+
+def convert_and_die(moment, flags):
+    """`convert`, killed between two tensors, before a copied file, or before the rename."""
+    if moment == "tensors":
+        # Of an import the third group; of an export the 21st tensor.
+        imported.GROUP = 4000
+        grouped.write_group = killed_after(2, grouped.write_group)
+        write_file = tensor_writer.write_file
+        tensor_writer.write_file = lambda file, outline, source, metadata: write_file(
+            file, outline, ended(source), metadata
+        )
+    elif moment == "pickle":
+        torch.save = kill_self
+    elif moment == "copy":
+        shutil.copyfile = kill_self
+    else:
+        new_output.sync_folder = kill_self
+    convert.main(Options(**flags))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """`run` of a DiT for diffusers with `vae`; `dit`, `dit.safetensors`, `pipeline`; `gpt2`."""
+    folder = tmp_path_factory.mktemp("killed")
+    vae = save_vae(folder / "vae")
+    save_run(folder / "run", vae, "ddpm")
+    save_run(folder / "dit", vae, "ddpm", timestep_frequencies="dit")
+    converted(folder / "dit", folder / "dit.safetensors")
+    converted(folder / "run", folder / "pipeline")
+    shutil.copytree(GPT2, folder / "gpt2")
+    (folder / "gpt2" / "tokenizer.json").write_text("{}")
+    converted(folder / "gpt2", folder / "gpt")
+    return folder
+
+
+CASES = {
+    "export to .safetensors": ("dit", "a.safetensors", ("tensors",)),
+    "export to .pt": ("dit", "a.pt", ("tensors", "pickle")),
+    "export to diffusers": ("run", "a", ("copy",)),
+    "export of a GPT": ("gpt", "a", ("tensors", "copy", "rename")),
+    "import of a file": ("dit.safetensors", "a", ("tensors", "rename")),
+    "import from diffusers": ("pipeline/transformer", "a", ("tensors",)),
+    "import of a GPT": ("gpt2", "a", ("copy",)),
+}
+
+
+def digests(path):
+    """SHA-256 by name; of a checkpoint those of its manifest, which has a time of its own."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    if (path / "manifest.json").is_file():
+        return checkpoint.read_record(path)["files"]
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(f.relative_to(path)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_a_kill_the_same_command_makes_the_same_files(case, runs, tmp_path):
+    source, name, moments = CASES[case]
+    flags = {"source": str(runs / source), "to": str(tmp_path / name)}
+    for moment in moments:
+        process = forked.call(convert_and_die, moment, flags)
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL, moment
+        [left] = tmp_path.iterdir()
+        assert left.name == f"{name}.{process.pid}.partial"
+        assert any(file.is_file() for file in left.rglob("*")), moment
+        # What is left is neither a checkpoint nor a folder of weights for this command.
+        with pytest.raises(UserError, match=r"no checkpoint found|is not a checkpoint"):
+            converted(left, tmp_path / "again.pt")
+    whole = digests(converted(flags["source"], flags["to"]))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert whole == digests(converted(flags["source"], tmp_path / "undisturbed" / name))
+
+
+def test_what_another_process_is_writing_is_left_alone(tmp_path):
+    living, dead, other = (tmp_path / f"a.{n}.partial" for n in ("1", "2", "x"))
+    for folder in (living, dead, other):
+        folder.mkdir()
+    lock = new_output.locked(living)
+    with new_output.new_output(tmp_path / "a") as place:
+        place.write_text("whole")
+    os.close(lock)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.1.partial", "a.x.partial"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_writer, "write_file", full)
+    for source, name in (("dit", "a.pt"), ("run", "a"), ("gpt", "b")):
+        with pytest.raises(UserError) as caught:
+            converted(runs / source, tmp_path / name)
+        expected = f"--to {tmp_path / name} cannot be written: No space left on device."
+        assert str(caught.value) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_files_are_read_in_parts_and_old_ones_whole(runs, tmp_path, monkeypatch):
+    """After every so many bytes the pages are given back; a file of before torch 1.6 has none."""
+    expected = load_file(runs / "dit.safetensors")
+    monkeypatch.setattr(tensor_reader, "MAPPED", 10_000)
+    for is_mapped in (True, False):
+        file = tmp_path / f"{is_mapped}.pt"
+        torch.save(expected, file, _use_new_zipfile_serialization=is_mapped)
+        pickled = tensor_reader.Pickled(file)
+        loads = []
+        monkeypatch.setattr(pickled, "torch_load", counted(loads, pickled.torch_load))
+        for name, tensor in expected.items():
+            assert torch.equal(pickled.get(name), tensor), name
+        assert pickled.is_mapped == is_mapped
+        assert (len(loads) > 5) == is_mapped
+
+
+def counted(calls, function):
+    def call():
+        calls.append(1)
+        return function()
+
+    return call

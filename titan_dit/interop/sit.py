@@ -1,0 +1,63 @@
+"""Weights of SiT (arXiv:2401.08740): a file of the original DiT, trained for another objective.
+
+Names and shapes are the original DiT's (`original_dit`). The network sees the time, from 0 (noise)
+to 1 (data), unscaled, and predicts data - noise. Released networks have twice as many output
+channels as a latent has; the second half is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from titan_dit.config.section import UserError, show
+from titan_dit.diffusion.keys import RectifiedFlowKeys
+
+FIXED: Mapping[str, Any] = {"direction": "to_data", "time_scale": 1.0}
+"""Keys of [objective] that say what SiT's velocity means."""
+OBJECTIVE: Mapping[str, Any] = {"name": "rectified_flow", "timesteps": "uniform", **FIXED}
+"""What the released weights were trained for."""
+ARGUMENTS: Mapping[str, Any] = {"path_type": "Linear", "prediction": "velocity"}
+"""Arguments of its train.py, and the values that `OBJECTIVE` is."""
+
+
+def wrote(arguments: Mapping[str, Any]) -> bool:
+    """True if the arguments in a file are those of SiT's train.py."""
+    return "path_type" in arguments or str(arguments.get("model", "")).startswith("SiT-")
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse weights of another path or prediction."""
+    for key, value in ARGUMENTS.items():
+        if (given := arguments.get(key, value)) != value:
+            flag = key.replace("_", "-")
+            raise UserError(f"SiT's --{flag} {given}: titan_dit has {flag} {value} only.")
+
+
+def fits(objective: Mapping[str, Any]) -> bool:
+    """True if SiT's code computes with the network of an [objective] what it was trained for."""
+    return not misfits(objective)
+
+
+def misfits(objective: Mapping[str, Any]) -> list[str]:
+    """The keys of an [objective] that SiT's code has other values of."""
+    wanted = {"name": OBJECTIVE["name"], **FIXED}
+    if objective["name"] != wanted["name"]:
+        wanted = {"name": wanted["name"]}
+    # A key that did not exist yet had its default.
+    given = {key: objective.get(key, getattr(RectifiedFlowKeys, key)) for key in wanted}
+    return [
+        f"{key}={show(given[key])}, not {show(value)}"
+        for key, value in wanted.items()
+        if given[key] != value
+    ]
+
+
+def check_expressible(objective: Mapping[str, Any]) -> None:
+    """Refuse by name an objective that SiT's code would take for another one."""
+    if found := misfits(objective):
+        raise UserError(
+            f"[objective] {'; '.join(found)}: SiT's time runs from noise (0) to data (1), and its "
+            "network predicts the velocity data - noise. The weights cannot be converted; train "
+            "with SiT's values."
+        )
