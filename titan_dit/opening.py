@@ -29,7 +29,7 @@ from titan_dit.optim import lr_schedule
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
-from titan_dit.recovery import kept_keys, restore, resume
+from titan_dit.recovery import kept_keys, restore, resume, run_identity
 from titan_dit.validation.validation_set import ValidationSet, losses_of_all, open_checked
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Opened:
     epochs: SampleOrder
     validation_set: ValidationSet | None
     evaluation: Evaluation | None
-    identity: resume.Identity
+    identity: run_identity.Identity
 
     @property
     def steps(self) -> int:
@@ -140,7 +140,7 @@ def open_evaluation(
     """What [evaluation] scores with; None if it is disabled. Collective."""
     if not config.evaluation.every:
         return None
-    # Imported late: readers of pictures and Pillow, which a run without it does not need.
+    # Imported late: readers of pictures, which a run without it does not need.
     from titan_dit.validation import evaluation
 
     return evaluation.open_evaluation(config.evaluation, config.sampling, objective, device)
@@ -187,5 +187,5 @@ def open_run(config: JobConfig, world: World) -> Opened:
         epochs,
         open_checked(*sets, job, resume.folder_of(job), world),
         open_evaluation(config, objective, world.device),
-        resume.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
+        run_identity.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

@@ -14,7 +14,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
 from titan_dit.models.layers import CLASS_TABLE
 from titan_dit.recovery import initial_weights
-from titan_dit.recovery.resume import Identity
+from titan_dit.recovery.run_identity import Identity
 from titan_dit.trainer import Trainer
 
 TEN = [f"digit {number}" for number in range(10)]

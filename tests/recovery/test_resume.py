@@ -14,7 +14,8 @@ from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import resume as resuming
-from titan_dit.recovery.resume import Identity, Start, check_same_mathematics
+from titan_dit.recovery.resume import Start
+from titan_dit.recovery.run_identity import Identity, check_same_mathematics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

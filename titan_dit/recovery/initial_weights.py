@@ -25,7 +25,7 @@ from titan_dit.launcher.ranks import Ranks
 from titan_dit.models.layers import CLASS_TABLE
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.init import put
-from titan_dit.recovery import mismatch, resume
+from titan_dit.recovery import mismatch, resume, run_identity
 
 UNITS = ("vae", "scale", "shift", "value_range")
 """Facts of a dataset that say what the model's inputs mean."""
@@ -50,7 +50,10 @@ def candidates(given: str) -> list[Location]:
 
 
 def load(
-    settings: CheckpointConfig, identity: resume.Identity, model: Mapping[str, Tensor], ema: EMA
+    settings: CheckpointConfig,
+    identity: run_identity.Identity,
+    model: Mapping[str, Tensor],
+    ema: EMA,
 ) -> list[str]:
     """Load the weights of [checkpoint] init into `model` in place; return console lines.
 
@@ -114,7 +117,7 @@ class Saved:
 def load_fitting(
     saved: Saved,
     reinitialize: Sequence[str],
-    identity: resume.Identity,
+    identity: run_identity.Identity,
     model: Mapping[str, Tensor],
 ) -> list[str]:
     """Load what fits; return console lines about classes. Collective; raises Misfit."""
@@ -224,7 +227,7 @@ def check_fit(saved: Saved, wanted: Mapping[str, torch.Size], reinitialize: Sequ
             raise Misfit(f"{name} is {sizes}. {fix}")
 
 
-def warnings(record: Mapping[str, Any], identity: resume.Identity) -> Iterator[str]:
+def warnings(record: Mapping[str, Any], identity: run_identity.Identity) -> Iterator[str]:
     """Console lines: the inputs or the prediction mean something else than to the weights."""
     before, now = record["data"], identity.data
     facts = mismatch.changed_facts(before, {key: now[key] for key in UNITS if key in now})
@@ -232,7 +235,7 @@ def warnings(record: Mapping[str, Any], identity: resume.Identity) -> Iterator[s
     if was["name"] == objective["name"]:
         # A key that did not exist yet had its default.
         was = {**defaults(objective["name"]), **was}
-    keys = [key for key in resume.WHAT_WEIGHTS_ARE if key in was and key in objective]
+    keys = [key for key in run_identity.WHAT_WEIGHTS_ARE if key in was and key in objective]
     facts += [
         f"[objective] {key}: {show(was[key])} -> {show(objective[key])}"
         for key in keys

@@ -34,7 +34,7 @@ def resumed(
     checkpoints: Checkpoints,
     run: RunConfig,
     settings: CheckpointConfig,
-    identity: resume.Identity,
+    identity: run_identity.Identity,
     tensors: TensorTree,
     ema: EMA,
     say: Say,
@@ -55,11 +55,11 @@ def resumed(
             say(*initial_weights.load(settings, identity, tensors["model"], ema))
         return None
     say(*start.messages())
-    resume.check_held_out(path, record, identity)
+    run_identity.check_held_out(path, record, identity)
     own = resume.is_own(checkpoints, path)
     if not settings.allow_changes:
         ways_out = partial(mismatch.ways_out, path, tensors["model"], own=own)
-        resume.check_same_mathematics(path, record, identity, ways_out)
+        run_identity.check_same_mathematics(path, record, identity, ways_out)
     has_moments = record.get("imported") and checkpoint.holds(path, "optimizer")
     if settings.allow_changes or has_moments:
         # Of another optimizer, or of parameters that were frozen.
@@ -72,7 +72,7 @@ def resumed(
     if ranks.is_first:
         resume.set_aside_newer(checkpoints, start)
     checkpoints.forget_snapshots_after(progress.step)
-    say(f"resumed from {path}", *resume.lines_of_new_keys(record, identity))
+    say(f"resumed from {path}", *run_identity.lines_of_new_keys(record, identity))
     return progress
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,32 +17,15 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.snapshots import averages_in
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
-from titan_dit.config import catalog
 from titan_dit.config.config_file import (
-    FORMAT,
-    Tables,
-    build,
-    build_sections,
-    changes,
-    of_record,
     read_toml,
-    to_tables,
 )
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import is_restarted
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
-from titan_dit.recovery import mismatch
-
-WHAT_WEIGHTS_ARE = (
-    *("name", "prediction", "noise_schedule", "schedule", "steps", "learn_sigma"),
-    *("direction", "time_scale"),
-)
-"""Keys of [objective] that define the network's prediction."""
-OF_TRAINING = ("[model] dropout:", "[model] init_std:")
-"""Keys of [model] that imported weights do not depend on."""
 
 
 def folder_of(run: RunConfig) -> Path:
@@ -222,79 +205,6 @@ def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
         why = "damaged" if path in start.damaged else "set-aside"
         names = (f"{path.name}.{why}-{i}" for i in itertools.count(1))
         store.rename(path, next(name for name in names if name not in taken))
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a run's mathematics depend on; checkpoints of one run agree on it."""
-
-    config: Tables
-    """The resolved config."""
-    data: Mapping[str, Any]
-    """`DataFacts.as_json`, with the digest of the contents."""
-    num_held_out: int
-    """Rows of the dataset that are left out of training, for validation."""
-
-    def as_record(self) -> dict[str, Any]:
-        """The identity as keys of a checkpoint's record."""
-        return {"config": self.config, "config_format": FORMAT, "data": dict(self.data)}
-
-
-def check_same_mathematics(
-    path: Location, record: Mapping[str, Any], identity: Identity, ways_out: Callable[[], str]
-) -> None:
-    """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
-
-    Imported weights belong to no run: only [model] without `OF_TRAINING`, and `WHAT_WEIGHTS_ARE`,
-    must agree. `ways_out`: the end of the error, see `mismatch`.
-    """
-    # Built again: keys that did not exist then get their defaults, as they do now.
-    before = build(of_record(record), catalog.variant)
-    before = replace(before, ema=before.ema.settled())
-    changed = list(changes(to_tables(before), identity.config))
-    has_part = before.data.has_validation_part
-    held_out = before.validation.held_out_of(has_part=has_part), identity.num_held_out
-    if record.get("imported", False):
-        kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
-        changed = [x for x in changed if x.startswith(kept) and not x.startswith(OF_TRAINING)]
-    else:
-        if record["data"]["digest"] != identity.data["digest"]:
-            changed.append("[data]: the contents differ from those the checkpoint was trained on")
-            changed += mismatch.changed_facts(record["data"], identity.data)
-        if held_out[0] != held_out[1]:
-            changed.append(
-                f"[validation] samples (held-out rows of [data]): {held_out[0]} -> {held_out[1]}"
-            )
-    if changed:
-        raise UserError(
-            f"[checkpoint] {path} does not match this run:\n  "
-            + "\n  ".join(changed)
-            + f"\n{ways_out()}"
-        )
-
-
-def check_held_out(path: Location, record: Mapping[str, Any], identity: Identity) -> None:
-    """Raise UserError if another data order would train on rows that were held out."""
-    only = ("job", "validation")
-    before = build_sections(of_record(record), catalog.variant, only)
-    held_out = "validation" in before and before["validation"].num_held_out
-    was, now = before["job"].data_order, identity.config["job"]["data_order"]
-    if held_out and identity.num_held_out and was != now and not record.get("imported", False):
-        raise UserError(
-            f"[job] data_order={show(now)} would hold out other rows than {path}, and train on "
-            f"those held out there ([validation] samples={held_out}). Set data_order = "
-            f"{show(was)}, or start a new run with --job.name."
-        )
-
-
-def lines_of_new_keys(record: Mapping[str, Any], identity: Identity) -> Iterator[str]:
-    """Yield console lines about keys that the saved config lacks and that change its last bits."""
-    before, now = record["config"].get("compile", {}), identity.config["compile"]
-    if before.get("enabled") and "objective" not in before and now["enabled"] and now["objective"]:
-        yield (
-            "[compile] objective=true is new in this run, and changes losses in their last bits. "
-            "To go on as before: --compile.objective false"
-        )
 
 
 def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
