@@ -6,8 +6,9 @@ from titan_dit.config.config_file import BEFORE_FORMAT_4
 from titan_dit.config.job import NEW_RUN, RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.training import EMAConfig
-from titan_dit.recovery import resume, run_identity
+from titan_dit.recovery import run_identity
 from titan_dit.recovery.kept_keys import settled
+from titan_dit.recovery.run_identity import Identity
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -118,7 +119,7 @@ def test_an_average_warms_up_but_for_an_imported_one_and_a_run_keeps_its_way(tmp
 
 def lines(saved, **now):
     config = {"compile": {"enabled": True, "objective": True} | now}
-    return list(run_identity.lines_of_new_keys({"config": saved}, resume.Identity(config, {}, 0)))
+    return list(run_identity.lines_of_new_keys({"config": saved}, Identity(config, {}, 0)))
 
 
 def test_a_compiled_run_of_before_the_key_objective_is_told_that_it_is_new():

@@ -14,6 +14,7 @@ from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import resume as resuming
+from titan_dit.recovery import run_identity
 from titan_dit.recovery.resume import Start
 from titan_dit.recovery.run_identity import Identity, check_same_mathematics
 
@@ -303,17 +304,17 @@ def test_rows_once_held_out_are_not_trained_on_in_another_order(tmp_path):
     record = {"config": copy.deepcopy(configs[0]), "config_format": config_file.FORMAT}
     path = tmp_path / "step-00000005"
     with pytest.raises(UserError) as caught:
-        resuming.check_held_out(path, record, other)
+        run_identity.check_held_out(path, record, other)
     assert str(caught.value) == (
         f'[job] data_order="feistel" would hold out other rows than {path}, and train on those '
         'held out there ([validation] samples=9). Set data_order = "sort", or start a new run with '
         "--job.name."
     )
-    resuming.check_held_out(path, record, same)
-    resuming.check_held_out(path, record, replace(other, num_held_out=0))
-    resuming.check_held_out(path, record | {"imported": True}, other)
+    run_identity.check_held_out(path, record, same)
+    run_identity.check_held_out(path, record, replace(other, num_held_out=0))
+    run_identity.check_held_out(path, record | {"imported": True}, other)
     record["config"]["validation"]["samples"] = 0
-    resuming.check_held_out(path, record, other)
+    run_identity.check_held_out(path, record, other)
 
 
 def test_other_data_is_refused_wherever_it_lies(tmp_path):

@@ -15,7 +15,7 @@ from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.training import EMAConfig
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
-from titan_dit.recovery import initial_weights, mismatch, resume, rollback
+from titan_dit.recovery import initial_weights, mismatch, resume, rollback, run_identity
 from titan_dit.recovery.progress import Progress
 from titan_dit.recovery.rollback import BadSteps, Rollbacks
 
