@@ -37,7 +37,7 @@ def test_a_world_that_is_no_number_of_ranks_is_refused(values):
 def test_the_state_is_estimated_in_closed_form():
     # 7.3e9 parameters over 16 ranks, one average: 20 bytes each.
     assert (
-        state_bytes({"w": torch.Size([7_304_869_904])}, AdamWConfig(), 16, 1)
+        state_bytes({"w": torch.Size([7_304_869_904])}, {"w"}, AdamWConfig(), 16, 1)
         == 7_304_869_904 * 20 // 16
     )
     config = tiny_config()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import ROOT, run
+from commands import ROOT, measured, run
 
 from titan_dit.commands.data_example import SOURCE
 from titan_dit.pictures import sheets
@@ -21,6 +21,8 @@ SMALLER = {
     "titan_dit sample": "--steps 2 --num 10",
     "titan_dit evaluate": "--steps 2 --num 12 --features efficientnet:32 --metrics fid",
 }
+CPU_SECONDS = 600
+"""That the whole tutorial may take."""
 FEW = 40
 """Every so many of the pictures is in the short run."""
 
@@ -31,11 +33,12 @@ def blocks(kind):
 
 
 def follow(folder, smaller):
-    """Run every command of the page in a folder that looks like the repository."""
+    """Run every command of the page in a folder like the repository; seconds of CPU time."""
     (folder / "examples").mkdir()
     (folder / "examples" / "vae").symlink_to(ROOT / "examples" / "vae")
     commands = blocks("bash").splitlines()
     assert len(commands) == 6
+    seconds = 0.0
     for command in commands:
         if smaller and "data example" in command:
             lay_out(folder / "emoji")
@@ -44,8 +47,15 @@ def follow(folder, smaller):
         words = shlex.split(re.sub("^python", sys.executable, here))
         for part, flags in smaller.items():
             words += shlex.split(flags) if part in here else []
-        done = run(words, folder, NGPU=1)
+        if smaller:
+            done = run(words, folder)
+        else:
+            done, used = measured(words, folder, timeout=1800)
+            spent = used.ru_utime + used.ru_stime
+            print(f"{spent:6.1f} s of CPU: {command}")
+            seconds += spent
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return seconds
 
 
 def lay_out(folder):
@@ -70,6 +80,7 @@ def run_pipeline(folder, monkeypatch):
 
 
 def test_the_tutorial_works_on_a_few_pictures(tmp_path, monkeypatch):
+    monkeypatch.setenv("NGPU", "1")
     follow(tmp_path, SMALLER)
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["samples"] == 12
@@ -80,8 +91,10 @@ def test_the_tutorial_works_on_a_few_pictures(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_the_tutorial_draws_pictures_nearer_to_real_ones_than_blurred_ones(tmp_path, monkeypatch):
-    follow(tmp_path, {})
+    monkeypatch.setenv("NGPU", "1")
+    seconds = follow(tmp_path, {})
     scores = json.loads((tmp_path / "scores.json").read_text())
     network = features.load("efficientnet:96", "", torch.device("cpu"))
     real = pictures.of_folder(tmp_path / "emoji", 32, "test")
@@ -93,7 +106,10 @@ def test_the_tutorial_draws_pictures_nearer_to_real_ones_than_blurred_ones(tmp_p
         score.described(torch.cat([network(part)[0] for part in torch.split(rows, 64)]), None)
         for rows in (blurred.permute(0, 2, 3, 1), real.read(range(real.count)))
     ]
-    assert scores["frechet_distance"] < metrics.frechet(*(one.moments for one in described))
+    limit = metrics.frechet(*(one.moments for one in described))
+    print(f"{seconds:.0f} s of CPU; drawn {scores}; blurred 4x {limit:.1f}")
+    assert scores["frechet_distance"] < limit
+    assert seconds < CPU_SECONDS
     run_pipeline(tmp_path, monkeypatch)
 
 

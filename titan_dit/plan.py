@@ -5,7 +5,7 @@ checks/ decides if it can run. Making a plan only checks that [model] fits [obje
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,10 @@ from titan_dit.config.layout import (
     PrecisionConfig,
     RematConfig,
 )
+from titan_dit.config.parameter_groups import GroupConfig, groups_of
 from titan_dit.config.section import UserError, show
+from titan_dit.config.training import LoRAConfig
+from titan_dit.models import lora
 from titan_dit.models.base import ModelSpec
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.mesh import AxisSizes, solve
@@ -64,11 +67,21 @@ class RunPlan:
     precision: PrecisionConfig
     remat: RematConfig
     compile: CompileConfig
+    lora: LoRAConfig
 
     @property
     def dtype(self) -> torch.dtype:
         """Format of activations and matmuls."""
         return DTYPES[self.precision.dtype]
+
+    def trained(self, names: Iterable[str], groups: Sequence[GroupConfig]) -> set[str]:
+        """The parameters that neither [optimizer] `groups` nor [lora] freeze."""
+        names, own = list(names), self.lora
+        if own.rank:
+            beside = (f"*.{lora.A}", f"*.{lora.B}", "objective.*", *own.trained)
+            names = [name for name in names if lora.matches(name, beside)]
+        frozen = {name for name, group in groups_of(names, groups).items() if group.frozen}
+        return set(names) - frozen
 
     @property
     def tokens_per_rank(self) -> int:
@@ -227,4 +240,5 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
         precision=config.precision,
         remat=config.remat,
         compile=config.compile,
+        lora=config.lora,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
@@ -26,7 +27,7 @@ from titan_dit.objectives.base import Objective, ObjectiveConfig
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine, count
 
-USED = ("model", "objective", "ema")
+USED = ("model", "objective")
 """Config sections to build; names in the others are not imported."""
 
 
@@ -128,10 +129,11 @@ def load_trained(
         linear.apply(model)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     progress = known.verifying()
-    loaded = load_weights(path, tensors, known.averages, weights, decay, progress.add)
+    saved = Weights(path, known.record, weights, decay)
+    saved.load(tensors, progress.add)
     progress.end()
     bound = known.bound()
-    step, label = known.record["step"], known.label(loaded)
+    step, label = known.record["step"], known.label(saved.what)
     return TrainedModel(path, step, known.model, bound, model.eval(), label, known.spec)
 
 
@@ -143,7 +145,6 @@ class Known:
     record: Mapping[str, Any]
     model: ModelConfig
     objective: ObjectiveConfig
-    averages: Sequence[str]
     spec: ModelSpec
 
     @classmethod
@@ -151,10 +152,10 @@ class Known:
         """Read the record; tells which code of the user's it imports."""
         record = checkpoint.read_record(path)
         sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)
-        model, objective, ema = (sections[name] for name in USED)
+        model, objective = (sections[name] for name in USED)
         for line in dotted_names.origins({"model": model, "objective": objective}):
             console.say(line)
-        return cls(path, record, model, objective, ema.names, objective.model_spec(model))
+        return cls(path, record, model, objective, objective.model_spec(model))
 
     def bound(self) -> Objective:
         """The objective, for the data of the run."""
@@ -198,55 +199,20 @@ def open_weights(path: Location, weights: str, decay: float | None) -> SavedWeig
         model = known.spec.build()
     model.tie()
     parameters = dict(model.named_parameters())
-    keys, loaded = chosen(path, known.averages, weights, decay)
-    prefix = ".".join((*keys, ""))
+    saved = Weights(path, known.record, weights, decay)
     progress = known.verifying()
-    checkpoint.verify(path, read=progress.add)
+    saved.verify(parameters, progress.add)
     progress.end()
-    checkpoint.check_fits(path, {f"{prefix}{name}": p for name, p in parameters.items()})
 
     def get(name: str) -> Tensor:
         tensor = torch.empty_like(parameters[name], device="cpu")
-        checkpoint.read_into({f"{prefix}{name}": tensor}, path)
+        saved.read({name: tensor})
         return tensor
 
-    bound, label = known.bound(), known.label(loaded)
+    bound, label = known.bound(), known.label(saved.what)
     found = OnDemand(parameters, get)
     step = known.record["step"]
     return SavedWeights(path, step, known.model, bound, known.record, label, found)
-
-
-def load_weights(
-    path: Location,
-    tensors: Mapping[str, Tensor],
-    averages: Sequence[str],
-    weights: str,
-    decay: float | None,
-    read: Callable[[int], None] = checkpoint.ignore,
-) -> str:
-    """Load "ema" or "model" weights in place, also into the shards of several ranks. Collective.
-
-    `averages` are the keys of the run's; `decay` as in `load_trained`. `read` is told of bytes that
-    have been verified. Returns what was loaded, "ema 0.9999".
-    """
-    keys, what = chosen(path, averages, weights, decay)
-    tree: dict[str, Any] = dict(tensors)
-    for key in reversed(keys):
-        tree = {key: tree}
-    checkpoint.load(path, tree, read=read)
-    return what
-
-
-def chosen(
-    path: Location, averages: Sequence[str], weights: str, decay: float | None
-) -> tuple[tuple[str, ...], str]:
-    """The keys of "ema" or "model" weights in a checkpoint, and what they are, "ema 0.9999"."""
-    if decay is not None and str(decay) not in averages:
-        raise UserError(f"--decay {decay}: {path} has {', '.join(averages) or 'no EMA'}.")
-    if weights == "ema" and averages:
-        average = averages[0] if decay is None else str(decay)
-        return ("ema", average), f"ema {average}"
-    return ("model",), "model"
 
 
 def as_diffusion(objective: Objective, path: Location, command: str) -> Diffusion:

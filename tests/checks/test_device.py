@@ -178,7 +178,7 @@ def test_a_state_larger_than_the_memory_is_refused_with_what_would_hold_it():
     _, plan = planned({"dp_shard": 2})
     with torch.device("meta"):
         count = sum(p.numel() for p in plan.spec.build().parameters())
-    needed = state_bytes({"w": torch.Size([count])}, AdamWConfig(), 2, 1)
+    needed = state_bytes({"w": torch.Size([count])}, {"w"}, AdamWConfig(), 2, 1)
     assert needed == count * 4 * 5 // 2
     check_memory(plan, AdamWConfig(), EMAConfig(decays=(0.9,)), needed, "a GPU")
     check_memory(plan, AdamWConfig(), EMAConfig(decays=(0.9,)), None, "a GPU")

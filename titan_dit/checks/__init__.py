@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from titan_dit.checks import (
+    adapters,
     device,
     formats,
     layout,
@@ -34,6 +35,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     formats.check_compile(plan)
     formats.check_remat(plan)
     formats.check_float8(plan)
+    adapters.check_lora(config, plan)
     config.validation.check(has_part=config.data.has_validation_part)
     config.objective.check_sampling(config.model, config.sampling)
     config.evaluation.check()

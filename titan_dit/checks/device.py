@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
 
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
-from titan_dit.config.parameter_groups import groups_of
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import EMAConfig
 from titan_dit.kernels import attention, short_attention
 from titan_dit.kernels.attention_choice import AttentionShape
+from titan_dit.models import lora
 from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.parallel import compile
 from titan_dit.parallel.fsdp import DTYPES
@@ -87,21 +87,21 @@ def check_matmuls(precision: PrecisionConfig, async_tp: bool, device: torch.devi
 
 def state_bytes(
     shapes: Mapping[str, torch.Size],
+    trained: Collection[str],
     optimizer: OptimizerConfig,
     num_shards: int,
     num_averages: int,
 ) -> int:
     """Bytes of training state per rank: fp32 weights, gradients, the optimizer's moments, EMAs.
 
+    Of parameters that are not among the `trained` ones only the weights.
     The mean over ranks, so a lower bound for the largest one: pipeline ends hold more, and tensor
     parallelism shards only the blocks.
     """
-    groups = groups_of(shapes, optimizer.groups)
     elements = 0
     for name, shape in shapes.items():
-        is_frozen = name in groups and groups[name].frozen
-        trained = 0 if is_frozen else 1 + optimizer.num_moments(name, shape)
-        elements += shape.numel() * (1 + trained + num_averages)
+        learning = 1 + optimizer.num_moments(name, shape) + num_averages
+        elements += shape.numel() * (1 + learning * (name in trained))
     return elements * FP32 // num_shards
 
 
@@ -116,9 +116,11 @@ def check_memory(
     with torch.device("meta"):
         model = plan.spec.build()
     shapes = {name: p.shape for name, p in model.named_parameters()}
+    shapes |= lora.shapes(model, plan.lora)
     count = sum(shape.numel() for shape in shapes.values())
     shards, averages = plan.sizes.shards, len(ema.names)
-    needed = state_bytes(shapes, optimizer, shards, averages)
+    trained = plan.trained(shapes, optimizer.groups)
+    needed = state_bytes(shapes, trained, optimizer, shards, averages)
     if device_bytes is not None and needed > device_bytes:
         raise UserError(
             f"[model] {count:,} parameters with gradients, moments and "

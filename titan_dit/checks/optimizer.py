@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from titan_dit.config.parameter_groups import (
-    GroupConfig,
     check_groups,
     group_lines,
-    groups_of,
 )
 from titan_dit.config.section import UserError, show
+from titan_dit.models import lora
 from titan_dit.objectives.base import Objective
 from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.plan import RunPlan
@@ -22,8 +21,8 @@ def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig
     """Raise UserError if groups match nothing or twice, or nothing is left to train on a rank."""
     shapes = shapes_of(plan, objective)
     check_groups(list(shapes), config.groups)
-    groups = groups_of(shapes, config.groups)
-    trained = {name: shape for name, shape in shapes.items() if not is_frozen(name, groups)}
+    names = plan.trained(shapes, config.groups)
+    trained = {name: shape for name, shape in shapes.items() if name in names}
     if not trained:
         raise UserError("[optimizer] groups: every parameter is frozen. Leave some to train.")
     stages = {stage_of(plan, name) for name in trained}
@@ -43,11 +42,6 @@ def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig
     config.check(trained, plan.spec)
 
 
-def is_frozen(name: str, groups: dict[str, GroupConfig]) -> bool:
-    """True if a parameter is in a frozen group."""
-    return name in groups and groups[name].frozen
-
-
 def stage_of(plan: RunPlan, name: str) -> int:
     """The pipeline stage that holds a parameter."""
     part, _, rest = name.partition(".")
@@ -62,6 +56,7 @@ def shapes_of(plan: RunPlan, objective: Objective) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = plan.spec.build()
     found = {name: p.shape for name, p in model.named_parameters()}
+    found |= lora.shapes(model, plan.lora)
     modules = objective.modules()
     if modules is not None:
         found |= {f"objective.{name}": p.shape for name, p in modules.named_parameters()}
@@ -71,6 +66,13 @@ def shapes_of(plan: RunPlan, objective: Objective) -> dict[str, torch.Size]:
 def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> Iterator[str]:
     """Console lines: what the optimizer trains, and what the groups of parameters have."""
     shapes = shapes_of(plan, objective)
-    groups = groups_of(shapes, config.groups)
-    yield from config.lines({n: s for n, s in shapes.items() if not is_frozen(n, groups)})
+    trained = plan.trained(shapes, config.groups)
+    yield from config.lines({name: s for name, s in shapes.items() if name in trained})
+    if plan.lora.rank:
+        adapters = [name for name in shapes if lora.is_adapter(name)]
+        some = sum(shapes[name].numel() for name in trained)
+        yield (
+            f"lora    rank {plan.lora.rank}, scale {plan.lora.scale:g}: {len(adapters) // 2} "
+            f"layers, {some:,} trained parameters"
+        )
     yield from group_lines({name: s.numel() for name, s in shapes.items()}, config.groups)

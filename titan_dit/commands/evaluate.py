@@ -20,6 +20,7 @@ from typing import Any
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks import validate
 from titan_dit.checks.device import replayable_precision, with_kernel
@@ -39,7 +40,7 @@ from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.plan import resolve
-from titan_dit.trained_model import device_of, load_weights
+from titan_dit.trained_model import device_of
 from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, open_set
 
 OF_RUN = ("job", "model", "objective", "data", "precision", "ema", "validation")
@@ -96,15 +97,15 @@ def evaluate(options: Options, keys: Sequence[str], world: World) -> dict[str, A
     mesh = Mesh(plan.sizes, world.device.type)
     built = build(plan, objective, mesh, world.device)
     tensors = {name: p.detach() for name, p in built.parameters.items()}
-    averages = config.ema.names
-    weights = load_weights(path, tensors, averages, options.weights, options.decay)
+    saved = Weights(path, record, options.weights, options.decay)
+    saved.load(tensors)
     share = DataShare(world.device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
     found = losses(
         *(chosen, objective, built.executor, share, lambda: None),
         seed=config.job.seed,
         batch_size=plan.padded_samples_per_rank,
     )
-    about = {"checkpoint": str(path), "step": record["step"], "weights": weights}
+    about = {"checkpoint": str(path), "step": record["step"], "weights": saved.what}
     where = {"samples": len(chosen.rows), "layout": str(mesh.sizes), "device": world.device.type}
     return about | where | found
 

@@ -19,6 +19,7 @@ from titan_dit.config.section import Bound, FilePath, Section
 from titan_dit.config.training import (
     EMAConfig,
     EvaluationConfig,
+    LoRAConfig,
     LRScheduleConfig,
     SamplingConfig,
     TrainingConfig,
@@ -87,6 +88,7 @@ class JobConfig:
     remat: RematConfig = field(default_factory=RematConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     optimizer: OptimizerConfig
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -109,7 +111,7 @@ FREE_ON_RESUME = frozenset(
     {"job.name", "job.dir", "job.hooks"}
     | {"parallel", "pipeline", "remat", "compile"}
     | {"checkpoint", "faults", "metrics", "sampling", "evaluation", "profile"}
-    | {"ema.snapshots"}
+    | {"ema.snapshots", "lora.init"}
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
     # As in [faults]: when a step is skipped. The factor itself is saved with the run.

@@ -1,4 +1,4 @@
-"""Steps, optimizer, learning rate, EMA, validation, previews."""
+"""Steps, learning rate, LoRA, EMA, validation, previews."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from titan_dit.config.section import (
     NonNegativeFloat,
     NonNegativeInt,
     OneOf,
+    PositiveFloat,
     PositiveInt,
     Section,
     SigmaRel,
@@ -113,6 +114,30 @@ class LRScheduleConfig(Section):
 def power_name(sigma_rel: float) -> str:
     """Key of a power-function average in a checkpoint: `power_0.05`."""
     return f"power_{sigma_rel}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig(Section):
+    """Fine-tuning by low-rank adapters (arXiv:2106.09685): all other weights are frozen."""
+
+    section = "lora"
+
+    rank: NonNegativeInt = 0
+    """Of the adapters B A, which are added to the targets' weights; 0 trains without adapters."""
+    alpha: PositiveFloat | None = None
+    """The adapters are multiplied by alpha / rank. Unset: rank, a factor of 1."""
+    targets: tuple[str, ...] = ("blocks.*.attn.*", "blocks.*.mlp.*")
+    """Patterns of the linear layers that are adapted."""
+    trained: tuple[str, ...] = ()
+    """Patterns of parameters that are trained themselves, beside the adapters:
+    "embed.label.*"."""
+    init: FilePath = ""
+    """The adapters start at those of a folder of peft's, such as `convert` writes."""
+
+    @property
+    def scale(self) -> float:
+        """Alpha / rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from titan_dit.execution.local import LocalExecutor
 from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.execution.recording import PipelineRecording, recording_of
 from titan_dit.execution.sliced import SlicedExecutor, TokenDims
+from titan_dit.models import lora
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
 from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective, Prepared
@@ -60,7 +61,8 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
-        initialize(part, part.initializers(), plan.seed, device, plan.initial_weights)
+        table = {**part.initializers(), **lora.initializers(part)}
+        initialize(part, table, plan.seed, device, plan.initial_weights)
     parameters = own_parameters(parts)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
@@ -111,6 +113,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
             plan.precision,
             plan.remat,
             plan.compile,
+            plan.lora,
             tokens=plan.microbatch_size * plan.tokens_per_rank,
         )
         parts[stage] = model

@@ -16,15 +16,16 @@ from titan_dit.optim.power_average import exponent
 class EMA:
     """One average per decay, and one per width (sigma_rel) of a power function.
 
+    Frozen parameters have none: it would be the parameter.
     An update is memory-bound (12 bytes per parameter): on a GPU it can overlap the next forward
     (`run_beside`).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: EMAConfig) -> None:
         self.config = config.settled()
-        self.parameters = dict(parameters)
+        self.parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._averages: dict[str, dict[str, Tensor]] = {
-            key: {name: p.detach().clone() for name, p in parameters.items()}
+            key: {name: p.detach().clone() for name, p in self.parameters.items()}
             for key in config.names
         }
         self._exponents = [exponent(sigma_rel) for sigma_rel in config.power]

@@ -157,7 +157,8 @@ def build_optimizer(
     """
     for some in (parameters, copies):
         for name, group in groups_of(some, config.groups).items():
-            some[name].requires_grad_(not group.frozen)
+            if group.frozen:
+                some[name].requires_grad_(False)
     return config.build({n: p for n, p in parameters.items() if p.requires_grad}, model_spec)
 
 

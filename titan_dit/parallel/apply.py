@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
+from titan_dit.config.training import LoRAConfig
 from titan_dit.kernels import attention, cross_entropy, linear, short_attention
 from titan_dit.models.base import Model
 from titan_dit.parallel import (
@@ -11,6 +12,7 @@ from titan_dit.parallel import (
     context,
     float8,
     fsdp,
+    lora,
     remat,
     tensor,
     vocabulary,
@@ -18,6 +20,8 @@ from titan_dit.parallel import (
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
+
+NONE = LoRAConfig()
 
 
 def parallelize(
@@ -28,9 +32,10 @@ def parallelize(
     precision: PrecisionConfig,
     recompute: RematConfig,
     compilation: CompileConfig,
+    adapters: LoRAConfig = NONE,
     tokens: int = 0,
 ) -> None:
-    """Apply float8, TP, attention, CP, remat, compile, FSDP2; `tokens`: see `float8.apply`.
+    """Apply float8, TP, LoRA, attention, CP, remat, compile, FSDP2; `tokens`: see `float8.apply`.
 
     One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8.
     """
@@ -43,6 +48,7 @@ def parallelize(
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.axis("tp"), styles)
         vocabulary.apply(model, mesh.axis("tp"))
+    lora.apply(model, adapters)
     is_async = parallel.async_tp and mesh.sizes.tp > 1
     async_tp.apply(model, styles, mesh.axis("tp") if is_async else None)
     if short_attention.suits(device_type, precision, recompute, compilation):

@@ -107,7 +107,8 @@ class FakeParts:
         with torch.device("meta"):
             self.model: Model = plan.spec.build()
         self.model.cut(range(1), is_first=True, is_last=True)
-        model, own = self.model, (plan.parallel, plan.precision, plan.remat, plan.compile)
+        model = self.model
+        own = plan.parallel, plan.precision, plan.remat, plan.compile, plan.lora
         with without_fsdp():
             tokens = plan.microbatch_size * plan.tokens_per_rank
             parallelize(model, mesh, plan.tensor_plan, *own, tokens=tokens)

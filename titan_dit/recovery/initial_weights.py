@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint, run_path
-from titan_dit.checkpoint.snapshots import averages_in
+from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.parameter_groups import listed
 from titan_dit.config.section import UserError, show
 from titan_dit.launcher.ranks import Ranks
+from titan_dit.models import lora
 from titan_dit.models.layers import CLASS_TABLE
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.init import put
@@ -64,7 +65,7 @@ def load(
     start = resume.first_undamaged(lambda: candidates(settings.init), "init")
     path, record = start.path, start.record
     assert path
-    saved = Saved(path, record, settings.init_weights)
+    saved = Weights(path, record, settings.init_weights)
     try:
         rows = load_fitting(saved, settings.reinitialize, identity, model)
     except Misfit as error:
@@ -74,48 +75,9 @@ def load(
     return [*start.messages(), what, *rows, *warnings(record, identity)]
 
 
-class Saved:
-    """The weights of a checkpoint: an average, where it has one, or the last step's."""
-
-    def __init__(self, path: Location, record: Mapping[str, Any], wanted: str) -> None:
-        self.path, self.record = path, record
-        self.contents = checkpoint.contents(path)
-        averages = [key for key in averages_in(record) if checkpoint.holds(path, f"ema.{key}")]
-        self.average = averages[0] if averages and wanted == "ema" else ""
-        self.what = f"ema {self.average}" if self.average else "model"
-
-    @property
-    def names(self) -> set[str]:
-        """Names of the network's parameters."""
-        found = {n.removeprefix("model.") for n in self.contents if n.startswith("model.")}
-        prefix = f"ema.{self.average}."
-        if self.average:
-            found |= {n.removeprefix(prefix) for n in self.contents if n.startswith(prefix)}
-        return {name for name in found if not name.startswith("objective.")}
-
-    def key(self, name: str) -> str:
-        """The parameter's name in the checkpoint; the weight itself if it has no average."""
-        averaged = f"ema.{self.average}.{name}"
-        return averaged if self.average and averaged in self.contents else f"model.{name}"
-
-    def shape(self, name: str) -> torch.Size:
-        """The saved shape of one of `names`."""
-        return self.contents[self.key(name)][0]
-
-    def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load into tensors in place. Collective; ranks may ask for different names."""
-        tree: dict[str, Any] = {"model": {}}
-        for name, tensor in tensors.items():
-            if self.key(name) == f"model.{name}":
-                tree["model"][name] = tensor
-            else:
-                tree.setdefault("ema", {self.average: {}})[self.average][name] = tensor
-        checkpoint.read_into(tree, self.path)
-
-
 @torch.no_grad()
 def load_fitting(
-    saved: Saved,
+    saved: Weights,
     reinitialize: Sequence[str],
     identity: run_identity.Identity,
     model: Mapping[str, Tensor],
@@ -194,8 +156,9 @@ def names_in(facts: Mapping[str, Any]) -> Sequence[str]:
 
 
 def shapes_of(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """The network's parameters on this rank; an objective's own modules are new."""
-    return {name: tensor.shape for name, tensor in resume.of_the_model(model).items()}
+    """The network's parameters on this rank; an objective's own modules and adapters are new."""
+    own = resume.of_the_model(model)
+    return {name: tensor.shape for name, tensor in own.items() if not lora.is_adapter(name)}
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -213,7 +176,9 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             )
 
 
-def check_fit(saved: Saved, wanted: Mapping[str, torch.Size], reinitialize: Sequence[str]) -> None:
+def check_fit(
+    saved: Weights, wanted: Mapping[str, torch.Size], reinitialize: Sequence[str]
+) -> None:
     """Raise Misfit unless names and shapes agree; names that match `reinitialize` may be extra."""
     has = saved.names
     fix = "Change [model], or name the parameters in reinitialize."

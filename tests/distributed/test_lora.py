@@ -1,0 +1,230 @@
+"""[lora]: gradients of adapters in every layout are those of one process, and those of theory."""
+
+import pytest
+import torch
+from harness import on_ranks
+from test_grid import CP, DP, PLAIN, PP, TP, schedule
+from tiny import (
+    assert_same_gradients,
+    gradients,
+    graphs_alone,
+    randomize,
+    state,
+    tiny_config,
+    whole,
+)
+
+from titan_dit.models import lora
+from titan_dit.trained_model import load
+from titan_dit.trainer import Trainer
+
+FP32 = {"dtype": "fp32"}
+WIDE = {
+    "rank": 3,
+    "alpha": 4.5,
+    "targets": ["blocks.*", "embed.timestep.up", "head.out"],
+    "trained": ["embed.label.*", "head.modulation.bias"],
+}
+NARROW = {"rank": 2}
+ZERO_BUBBLE = schedule("interleaved_zero_bubble", 2)
+# [lora], [parallel], [pipeline], whether compiled.
+CASES = [
+    (WIDE, DP, {}, False),
+    (WIDE, TP, {}, False),
+    (WIDE, PLAIN, {}, False),
+    (WIDE, CP, {}, False),
+    (WIDE, PP, {}, False),
+    (NARROW, TP, {}, True),
+    (NARROW, DP, {}, True),
+    (NARROW, PP, ZERO_BUBBLE, False),
+]
+LONG = [
+    (WIDE, TP | PP, ZERO_BUBBLE, False),
+    (NARROW, TP | CP, {}, True),
+    (WIDE, {"dp_replicate": 2, "dp_shard": 2}, {}, False),
+    (WIDE, DP | TP, {}, False),
+    (NARROW, DP | PP, schedule("zbv_zero_bubble"), False),
+]
+
+
+def trainer_of(world, table, parallel=None, pipeline=None, compiled=False, **sections):
+    checkpoint = {"every": 2, "async_save": False, "init": "base"}
+    config = tiny_config(
+        model={"layers": 4},
+        lora=table,
+        parallel=parallel or {},
+        pipeline=pipeline or {},
+        compile={"enabled": compiled},
+        training={"global_batch_size": 8, "microbatch_size": 2 if pipeline or parallel else 4},
+        **{"checkpoint": checkpoint, "precision": {"dtype": "fp64"}} | sections,
+    )
+    return Trainer(config, world)
+
+
+def measured(world, table, parallel, pipeline, compiled):
+    with graphs_alone():
+        trainer = trainer_of(world, table, parallel, pipeline, compiled)
+        randomize(trainer.parameters)
+        trained = {name for name, p in trainer.parameters.items() if p.requires_grad}
+        batch = next(trainer.batches())
+        prepared = trainer.built.prepare(batch, rng_of(trainer, batch))
+        loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
+        found = {n: whole(p.grad) for n, p in trainer.parameters.items() if p.grad is not None}
+        assert found.keys() == trained
+        return loss, found
+
+
+def train(trainer, steps):
+    trainer.resume()
+    trainer.open_run_directory()
+    batches = trainer.batches()
+    for _ in range(steps):
+        trainer.step += 1
+        trainer.train_step(next(batches))
+    trainer.save()
+    trainer.checkpoints.finish()
+    return trainer
+
+
+def base_run(world, folder):
+    """A run whose first average differs from its weights."""
+    trainer = run_of(world, folder, {}, {"init": ""})
+    randomize(trainer.parameters)
+    train(trainer, 1)
+
+
+def run_of(world, folder, table, checkpoint, parallel=None):
+    checkpoint = {"every": 2, "async_save": False} | checkpoint
+    return trainer_of(
+        world, table, parallel, checkpoint=checkpoint, job={"dir": str(folder)}, precision=FP32
+    )
+
+
+def adapted(world, folder, parallel):
+    """Two steps with adapters; the tensors, those after a resume, and predictions of the EMA."""
+    given = WIDE, {"init": str(folder / "base")}, parallel
+    name = "tp" if parallel else "alone"
+    trainer = train(run_of(world, folder / name, *given), 2)
+    again = run_of(world, folder / name, *given)
+    again.resume()
+    batch = next(trainer.batches())
+    prepared = trainer.objective.prepare(batch, rng_of(trainer, batch))
+    with trainer.ema.swapped_in():
+        prediction = trainer.executor.predict(prepared.inputs, prepared.static)
+    return state(trainer), state(again), prediction, prepared.inputs, prepared.static
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    on_ranks(1, base_run, folder / "base")
+    [alone] = on_ranks(1, adapted, folder, None)
+    return folder, alone, on_ranks(2, adapted, folder, TP)
+
+
+def test_only_adapters_move_and_a_resumed_run_has_the_same_bits(runs):
+    folder, alone, ranks = runs
+    base = load(folder / "base")
+    weights = {f"model.{name}": p for name, p in base.network.named_parameters()}
+    for before, after, *_ in (alone, *ranks):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        moved = {name for name, w in weights.items() if not torch.equal(before[name].float(), w)}
+        assert moved == {n for n in weights if lora.matches(n[6:], WIDE["trained"])}
+        kept = [name for name in before if name.startswith(("optimizer.", "ema."))]
+        for name in kept:
+            assert "lora_" in name or "embed.label." in name or "head.modulation.bias" in name
+        assert all(before[name].any() for name in before if name.endswith(lora.B))
+    for name, tensor in alone[0].items():
+        torch.testing.assert_close(ranks[0][0][name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_a_loaded_run_has_the_adapters_merged(runs):
+    folder, (_, _, prediction, inputs, static), _ = runs
+    for name in ("alone", "tp"):
+        run = load(folder / name)
+        assert not any(lora.is_adapter(n) for n, _ in run.network.named_parameters())
+        assert run.weights == "ema 0.9"
+        found = run.network(inputs, static)
+        torch.testing.assert_close(found, prediction, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_run_starts_at_the_merged_weights(runs, tmp_path):
+    folder, *_ = runs
+    [found] = on_ranks(1, started, tmp_path / "new", folder / "tp")
+    merged = dict(load(folder / "tp").network.named_parameters())
+    assert found.keys() == merged.keys()
+    assert all(torch.equal(found[name].float(), p) for name, p in merged.items())
+
+
+def started(world, folder, source):
+    trainer = run_of(world, folder, {}, {"init": str(source)})
+    trainer.resume()
+    return {name: whole(p) for name, p in trainer.parameters.items()}
+
+
+def rng_of(trainer, batch):
+    from titan_dit.rng import SampleRNG
+
+    return SampleRNG(trainer.config.job.seed, batch.sample_numbers)
+
+
+def all_cases(world, cases):
+    return [measured(world, *case) for case in cases]
+
+
+def by_theory(world, table):
+    """Loss and gradients of the adapters, from those of whole weights W + alpha / rank B A."""
+    adapted, plain = (trainer_of(world, given) for given in (table, {}))
+    randomize(adapted.parameters)
+    weights = {name: p.detach() for name, p in adapted.parameters.items()}
+    pairs = list(lora.pairs(weights))
+    scale = table.get("alpha", table["rank"]) / table["rank"]
+    with torch.no_grad():
+        for name, parameter in plain.parameters.items():
+            parameter.copy_(weights[name])
+        for name, a, b in pairs:
+            plain.parameters[name].add_(scale * weights[b] @ weights[a])
+    loss, whole_gradients = gradients(plain)
+    trained = {n for n in whole_gradients if lora.matches(n, table.get("trained", ()))}
+    found = {name: whole_gradients[name] for name in trained}
+    for name, a, b in pairs:
+        found[a] = scale * weights[b].T @ whole_gradients[name]
+        found[b] = scale * whole_gradients[name] @ weights[a].T
+    return loss, found
+
+
+def references(world):
+    return [(measured(world, t, {}, {}, False), by_theory(world, t)) for t in (WIDE, NARROW)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    [found] = on_ranks(1, references)
+    return found
+
+
+def test_gradients_of_one_process_are_those_of_theory(expected):
+    for (loss, found), (by_hand, wanted) in expected:
+        assert loss == pytest.approx(by_hand, rel=1e-12)
+        assert_same_gradients(found, wanted, 1e-12)
+
+
+def check(num_ranks, cases, expected):
+    by_rank = on_ranks(num_ranks, all_cases, cases)
+    for number, (table, parallel, *_) in enumerate(cases):
+        (loss, wanted), _ = expected[[WIDE, NARROW].index(table)]
+        found = {}
+        for ranks in by_rank:
+            assert ranks[number][0] == pytest.approx(loss, rel=1e-6), parallel
+            found |= ranks[number][1]
+        assert_same_gradients(found, wanted, 1e-10)
+
+
+def test_every_layout_has_the_gradients_of_one_process(expected):
+    check(2, CASES, expected)
+
+
+@pytest.mark.long
+def test_mixed_layouts_have_the_gradients_of_one_process(expected):
+    check(4, LONG, expected)

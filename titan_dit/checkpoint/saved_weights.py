@@ -1,0 +1,119 @@
+"""The weights of a network in a checkpoint: an average of them or the last, adapters merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.snapshots import averages_in
+from titan_dit.checkpoint.store import Location
+from titan_dit.config.section import UserError
+from titan_dit.config.training import LoRAConfig
+from titan_dit.models import lora
+
+OWN = "objective."
+"""Prefix of the parameters of an objective's own modules, which are not the network's."""
+
+
+class Weights:
+    """The parameters of a network in a checkpoint, by name; of its average, if it has one.
+
+    Without an average of its own a parameter was frozen: it is the average. A weight with an
+    adapter of LoRA is the sum of both, unless the adapter is asked for itself.
+    """
+
+    def __init__(
+        self, path: Location, record: Mapping[str, Any], wanted: str, decay: float | None = None
+    ) -> None:
+        """`wanted`: "ema" or "model". `decay` selects the average; None: the first.
+
+        Without any average, "ema" is "model". UserError if there is none of this decay.
+        """
+        self.path, self.record = path, record
+        names = averages_in(record)
+        if decay is not None and str(decay) not in names:
+            raise UserError(f"--decay {decay}: {path} has {', '.join(names) or 'no EMA'}.")
+        self.contents = checkpoint.contents(path)
+        kept = [n for n in names if any(k.startswith(f"ema.{n}.") for k in self.contents)]
+        chosen = str(decay) if decay is not None else next(iter(kept), "")
+        self.average = chosen if wanted == "ema" else ""
+        self.what = f"ema {self.average}" if self.average else "model"
+        """What the weights are, "ema 0.9999"."""
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """Name of every saved parameter -> its key in the checkpoint."""
+        found: dict[str, str] = {}
+        for prefix in ("model.", f"ema.{self.average}."):
+            own = (key for key in self.contents if key.startswith(prefix))
+            found |= {key.removeprefix(prefix): key for key in own}
+        return found
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters of the network, without adapters."""
+        own = (name for name in self.keys if not name.startswith(OWN))
+        return {name for name in own if not lora.is_adapter(name)}
+
+    @cached_property
+    def adapters(self) -> dict[str, tuple[str, str]]:
+        """Weight -> its A and B."""
+        return {weight: (a, b) for weight, a, b in lora.pairs(self.keys)}
+
+    @property
+    def scale(self) -> float:
+        """Of the adapters."""
+        table = self.record["config"].get("lora", {})
+        return LoRAConfig(**{key: table[key] for key in ("rank", "alpha") if key in table}).scale
+
+    def shape(self, name: str) -> torch.Size:
+        """The saved shape of a parameter."""
+        return self.contents[self.keys[name]][0]
+
+    def load(
+        self, tensors: Mapping[str, Tensor], read: Callable[[int], None] = checkpoint.ignore
+    ) -> None:
+        """`verify`, then `read`. Collective. Raises UserError, with `tensors` unchanged."""
+        self.verify(tensors, read)
+        self.read(tensors)
+
+    def verify(
+        self, tensors: Mapping[str, Tensor], read: Callable[[int], None] = checkpoint.ignore
+    ) -> None:
+        """Raise UserError unless the files are whole and have tensors of these names and shapes.
+
+        `read` gets the bytes that were read. Collective.
+        """
+        checkpoint.verify(self.path, read=read)
+        keys = {n: self.keys.get(n, f"model.{n}") for n in tensors}
+        checkpoint.check_fits(self.path, {keys[n]: tensor for n, tensor in tensors.items()})
+
+    @torch.no_grad()
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read into tensors in place, whole or sharded. Collective; ranks may ask for others."""
+        merged = {n: p for n, p in self.adapters.items() if n in tensors and p[0] not in tensors}
+        factors = {
+            self.keys[name]: torch.empty(self.shape(name))
+            for pair in merged.values()
+            for name in pair
+        }
+        wanted = {self.keys.get(n, f"model.{n}"): tensor for n, tensor in tensors.items()}
+        checkpoint.read_into({**wanted, **factors}, self.path)
+        for name, pair in merged.items():
+            a, b = (factors[self.keys[part]] for part in pair)
+            add(tensors[name], lora.product(a, b, self.scale))
+
+
+def add(target: Tensor, whole: Tensor) -> None:
+    """Add a whole tensor to one that may be sharded; rounded once."""
+    if isinstance(target, DTensor):
+        # Every rank holds the same whole tensor: no communication.
+        whole = whole.to(target.to_local().device)
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(target.to(torch.float64) + whole.to(target.device))

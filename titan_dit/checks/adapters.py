@@ -1,0 +1,50 @@
+"""Checks of [lora]: its patterns match, and there are trained weights to adapt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from titan_dit.config.job import JobConfig
+from titan_dit.config.parameter_groups import listed
+from titan_dit.config.section import UserError, show
+from titan_dit.config.training import LoRAConfig
+from titan_dit.plan import RunPlan
+
+
+def check_lora(config: JobConfig, plan: RunPlan) -> None:
+    """Raise UserError if adapters cannot be trained, or other keys of [lora] mean nothing."""
+    own, checkpoint = config.lora, config.checkpoint
+    if not own.rank:
+        if own != LoRAConfig():
+            raise UserError("[lora] rank=0 trains without adapters. Set rank, such as rank = 16.")
+        return
+    if plan.precision.float8 != "off":
+        raise UserError(
+            f"[lora] rank={own.rank} with [precision] float8={show(plan.precision.float8)}: "
+            'adapters have no float8 form. Set float8 = "off".'
+        )
+    if not plan.resuming and not checkpoint.init and checkpoint.resume in ("auto", "never"):
+        raise UserError(
+            f"[lora] rank={own.rank} adapts trained weights, but the run has none. Set "
+            "[checkpoint] init = a run or its checkpoint."
+        )
+    with torch.device("meta"):
+        model = plan.spec.build()
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    check_patterns("targets", own.targets, linear, "linear layers")
+    names = [name for name, _ in model.named_parameters()]
+    check_patterns("trained", own.trained, names, "parameters")
+
+
+def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str], what: str) -> None:
+    """Raise UserError if a pattern matches nothing."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"[lora] {key}: {show(pattern)} matches none of the {len(names)} {what}, such as "
+                f"{listed(names)}."
+            )

@@ -1,0 +1,71 @@
+"""LoRA: a linear layer's weight plus a product of two small matrices (arXiv:2106.09685).
+
+W + alpha / rank * B A, with A [rank, inputs] and B [outputs, rank]. B starts at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from titan_dit.config.training import LoRAConfig
+from titan_dit.models.initializers import Independent, Initializer, zeros
+
+A, B = "lora_A", "lora_B"
+"""A layer's parameters; the names are peft's."""
+UNIFORM = Independent("uniform", lambda shape: shape[1] ** -0.5)
+"""A's initial values: uniform within 1 / sqrt(inputs), as peft's and as a linear layer's."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is an A or a B."""
+    return name.rpartition(".")[2] in (A, B)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers whose names match, by name."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and matches(name, targets)
+    }
+
+
+def shapes(model: nn.Module, config: LoRAConfig) -> dict[str, torch.Size]:
+    """The shapes of all A and B, by name; none with rank 0."""
+    found = {}
+    for name, layer in adapted_layers(model, config.targets if config.rank else ()).items():
+        outputs, inputs = layer.weight.shape
+        found[f"{name}.{A}"] = torch.Size([config.rank, inputs])
+        found[f"{name}.{B}"] = torch.Size([outputs, config.rank])
+    return found
+
+
+def initializers(model: nn.Module) -> dict[str, Initializer]:
+    """Those of all A and B."""
+    names = [name for name, _ in model.named_parameters() if is_adapter(name)]
+    return {name: UNIFORM if name.endswith(A) else zeros for name in names}
+
+
+def pairs(names: Mapping[str, object] | Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (weight, A, B) of every adapted layer, by the names of parameters."""
+    for name in names:
+        if name.endswith(f".{A}"):
+            layer = name.removesuffix(f".{A}")
+            yield f"{layer}.weight", name, f"{layer}.{B}"
+
+
+def product(
+    a: Float[Tensor, "rank i"], b: Float[Tensor, "o rank"], scale: float
+) -> Float[Tensor, "o i"]:
+    """What an adapter adds to its layer's weight, in fp64."""
+    return b.double() @ a.double() * scale
