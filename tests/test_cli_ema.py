@@ -9,13 +9,14 @@ import torch
 from commands import only_error, sample, train
 
 from titan_dit.checkpoint import checkpoint, torch_files
+from titan_dit.checkpoint.checkpoint import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.commands import checkpoint_show, ema
 from titan_dit.commands.flags.ema import Options
 from titan_dit.config.section import UserError
-from titan_dit.config.training import EMAConfig
 from titan_dit.data.latents import write_shards
-from titan_dit.trained_model import load, load_weights
+from titan_dit.trained_model import load
 
 KEPT, WIDTHS = ("0.05", "0.1"), (0.06, 0.075, 0.09)
 REFERENCE = """
@@ -132,8 +133,9 @@ def test_without_a_decay_the_first_width_is_the_average(cwd):
     snapshot = cwd / "outputs" / "digits" / "checkpoints" / "averages" / "step-00000072"
     expected = weights_of(snapshot, "ema.power_0.05.")
     found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-    names = EMAConfig(decays=(), power=(0.05, 0.1)).names
-    assert load_weights(snapshot, found, names, "ema", None) == "ema power_0.05"
+    saved = Weights(snapshot, read_record(snapshot), "ema")
+    saved.load(found)
+    assert saved.what == "ema power_0.05"
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 

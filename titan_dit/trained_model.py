@@ -185,7 +185,9 @@ class SavedWeights:
     weights: str
     """As in `TrainedModel`."""
     tensors: OnDemand
-    """The parameters, by name."""
+    """The parameters, by name; adapters are merged."""
+    saved: Weights
+    """What they are read from."""
 
     def diffusion(self, command: str) -> Diffusion:
         """As `TrainedModel.diffusion`."""
@@ -212,7 +214,7 @@ def open_weights(path: Location, weights: str, decay: float | None) -> SavedWeig
     bound, label = known.bound(), known.label(saved.what)
     found = OnDemand(parameters, get)
     step = known.record["step"]
-    return SavedWeights(path, step, known.model, bound, known.record, label, found)
+    return SavedWeights(path, step, known.model, bound, known.record, label, found, saved)
 
 
 def as_diffusion(objective: Objective, path: Location, command: str) -> Diffusion:

@@ -134,8 +134,11 @@ def test_known_classes_keep_their_rows_and_all_averages_start_at_the_weights(run
     for name in names:
         averaged = expected_of(old, "ema.0.9", name)
         for part in ("model", "ema.0.9", "ema.0.99"):
-            assert torch.equal(new[f"{part}.{name}"], averaged), (part, name)
-            assert torch.equal(last[f"{part}.{name}"], expected_of(old, "model", name)), name
+            is_kept = part == "model" or not is_frozen(name)
+            assert (f"{part}.{name}" in new) == is_kept, (part, name)
+            if is_kept:
+                assert torch.equal(new[f"{part}.{name}"], averaged), (part, name)
+                assert torch.equal(last[f"{part}.{name}"], expected_of(old, "model", name)), name
     assert not torch.equal(old[f"ema.0.9.{CLASS_TABLE}"], old[f"model.{CLASS_TABLE}"])
 
 
@@ -150,18 +153,22 @@ def test_every_layout_starts_at_the_same_weights_with_the_same_loss(runs):
         assert [rank[layout][2] for rank in ranks] == pytest.approx([loss] * 2, rel=1e-6)
 
 
-def test_frozen_parameters_and_their_averages_stay_the_same_bits_in_every_layout(runs):
+def is_frozen(name):
+    return "blocks.1." in name or "embed.timestep." in name
+
+
+def test_frozen_parameters_stay_the_same_bits_and_have_no_average_in_any_layout(runs):
     (_, alone, *_), ranks = runs
     checked = 0
     for _, before, _, after in (alone, *(found for rank in ranks for found in rank)):
         for key, tensor in before.items():
-            is_frozen = "blocks.1." in key or "embed.timestep." in key
-            if is_frozen:
+            if is_frozen(key):
+                assert key.startswith("model.")
                 assert torch.equal(after[key], tensor), key
                 checked += 1
             elif key == f"model.{CLASS_TABLE}":
                 assert not torch.equal(after[key], tensor), key
-    assert checked > 100
+    assert checked > 40
 
 
 def test_reinitialized_parameters_keep_their_draws(runs):

@@ -187,8 +187,7 @@ def test_frozen_parameters_stay_and_have_no_state(references):
         is_frozen = name in frozen
         assert torch.equal(values, before[name]) == is_frozen, name
         assert (name in states) != is_frozen, name
-        if is_frozen:
-            assert torch.equal(average[name], values), name
+        assert (name in average) != is_frozen, name
 
 
 def digits(world, cases):

@@ -76,6 +76,12 @@ class Weights:
         """The saved shape of a parameter."""
         return self.contents[self.keys[name]][0]
 
+    def whole(self, name: str) -> Tensor:
+        """A parameter, such as an adapter's, as it was saved."""
+        tensor = torch.empty(self.shape(name))
+        checkpoint.read_into({self.keys[name]: tensor}, self.path)
+        return tensor
+
     def load(
         self, tensors: Mapping[str, Tensor], read: Callable[[int], None] = checkpoint.ignore
     ) -> None:
@@ -98,16 +104,11 @@ class Weights:
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Read into tensors in place, whole or sharded. Collective; ranks may ask for others."""
         merged = {n: p for n, p in self.adapters.items() if n in tensors and p[0] not in tensors}
-        factors = {
-            self.keys[name]: torch.empty(self.shape(name))
-            for pair in merged.values()
-            for name in pair
-        }
-        wanted = {self.keys.get(n, f"model.{n}"): tensor for n, tensor in tensors.items()}
-        checkpoint.read_into({**wanted, **factors}, self.path)
-        for name, pair in merged.items():
-            a, b = (factors[self.keys[part]] for part in pair)
-            add(tensors[name], lora.product(a, b, self.scale))
+        factors = {name: torch.empty(self.shape(name)) for pair in merged.values() for name in pair}
+        wanted = {self.keys.get(n, f"model.{n}"): t for n, t in {**tensors, **factors}.items()}
+        checkpoint.read_into(wanted, self.path)
+        for name, (a, b) in merged.items():
+            add(tensors[name], lora.product(factors[a], factors[b], self.scale))
 
 
 def add(target: Tensor, whole: Tensor) -> None:

@@ -6,51 +6,68 @@ from pathlib import Path
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
-from titan_dit.commands import convert_diffusers, convert_language_model, convert_original
+from titan_dit.commands import (
+    convert_adapter,
+    convert_diffusers,
+    convert_language_model,
+    convert_original,
+)
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError
-from titan_dit.interop import hf_directory, weight_file
+from titan_dit.interop import hf_directory, peft, weight_file
 from titan_dit.models.dit import DiTConfig
 from titan_dit.trained_model import open_weights
 
 READING = ("heads", "scale", "prediction", "noise_schedule", "format")
 WRITING = ("weights", "decay", "step", "vae", "as_is", "format")
+FLAGS = tuple(dict.fromkeys((*READING, *WRITING, "base")))
+RUN, FILE, PEFT = "folder", "file", "folder of peft"
+DIFFUSERS, TRANSFORMERS = "folder of diffusers", "folder of transformers"
 OF_RUNS = ("weights", "decay", "step")
 """Flags of every export."""
 
 
 def main(options: Options) -> None:
-    """Import if --from is a file or a folder of transformers; export a run or a checkpoint."""
+    """Import if --from is a file, or a folder of another library; export a run or a checkpoint."""
     source, target = location(options.source), Path(options.to)
-    flags: tuple[str, ...] = ()
-    from_diffusers = isinstance(source, Path) and convert_diffusers.is_directory(source)
-    if from_diffusers:
-        kind, use, flags = "folder of diffusers", "its import", ("scale",)
-    elif isinstance(source, Path) and hf_directory.is_directory(source):
-        kind, use = "folder of transformers", "its import"
-    elif isinstance(source, URL) or source.is_dir():
-        kind, use, flags = "folder", "an export", WRITING
-    else:
-        kind, use, flags = "file", "an import", READING
+    kind, flags = kind_of(source)
+    writes = kind is RUN
+    use = "an export" if writes else "its import"
     check_flags(options, flags, f"{use} (--from {source} is a {kind})")
-    writes = flags is WRITING
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
     if not writes and target.suffix in weight_file.SUFFIXES:
         raise UserError(f"--to {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
-    if writes:
+    if not writes and options.format == "peft":
+        raise UserError(f"--format peft: --from {source} is a {kind}, not a run with adapters.")
+    if isinstance(source, URL) or writes:
         export(source, target, options)
-    elif from_diffusers:
-        convert_diffusers.read_directory(Path(options.source), target, options.scale)
-    elif flags:
-        convert_original.read_file(Path(options.source), target, options)
+    elif kind is PEFT:
+        convert_adapter.read_directory(source, target, options.base)
+    elif kind is DIFFUSERS:
+        convert_diffusers.read_directory(source, target, options.scale)
+    elif kind is TRANSFORMERS:
+        convert_language_model.read_directory(source, target)
     else:
-        convert_language_model.read_directory(Path(options.source), target)
+        convert_original.read_file(source, target, options)
+
+
+def kind_of(source: Location) -> tuple[str, tuple[str, ...]]:
+    """What --from is, and the flags that it takes."""
+    if isinstance(source, URL):
+        return RUN, WRITING
+    if peft.is_directory(source):
+        return PEFT, ("base",)
+    if convert_diffusers.is_directory(source):
+        return DIFFUSERS, ("scale",)
+    if hf_directory.is_directory(source):
+        return TRANSFORMERS, ()
+    return (RUN, WRITING) if source.is_dir() else (FILE, READING)
 
 
 def check_flags(options: Options, flags: tuple[str, ...], use: str) -> None:
     """Refuse the flags of another use."""
-    for name in dict.fromkeys(READING + WRITING):
+    for name in FLAGS:
         if getattr(options, name) not in (None, False, "") and name not in flags:
             raise UserError(f"--{name.replace('_', '-')} is not a flag of {use}.")
 
@@ -60,7 +77,10 @@ def export(source: Location, target: Path, options: Options) -> None:
     path = find_checkpoint(source, options.step, "--from")
     run = open_weights(path, options.weights or "ema", options.decay)
     config = run.model_config
-    if not isinstance(config, DiTConfig):
+    if options.format == "peft":
+        check_flags(options, (*OF_RUNS, "as_is", "format"), "an export of adapters (--format peft)")
+        convert_adapter.write_run(options.source, target, run, options.as_is)
+    elif not isinstance(config, DiTConfig):
         use = f"the export of a {config.name} model (--from {source})"
         check_flags(options, OF_RUNS, use)
         convert_language_model.write_directory(source, target, run)

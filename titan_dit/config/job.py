@@ -111,7 +111,7 @@ FREE_ON_RESUME = frozenset(
     {"job.name", "job.dir", "job.hooks"}
     | {"parallel", "pipeline", "remat", "compile"}
     | {"checkpoint", "faults", "metrics", "sampling", "evaluation", "profile"}
-    | {"ema.snapshots", "lora.init"}
+    | {"ema.snapshots"}
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
     # As in [faults]: when a step is skipped. The factor itself is saved with the run.

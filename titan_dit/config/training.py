@@ -131,8 +131,6 @@ class LoRAConfig(Section):
     trained: tuple[str, ...] = ()
     """Patterns of parameters that are trained themselves, beside the adapters:
     "embed.label.*"."""
-    init: FilePath = ""
-    """The adapters start at those of a folder of peft's, such as `convert` writes."""
 
     @property
     def scale(self) -> float:

@@ -22,9 +22,10 @@ class Options(Section):
     to: FilePath
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
-    format: Literal["dit", "sit"] | None = None
+    format: Literal["dit", "sit", "peft"] | None = None
     """Whose file is read or written: the original DiT's or SiT's, which have the same names. Unset:
-    SiT's if its train.py wrote the file, or the run's [objective] is SiT's; else DiT's."""
+    SiT's if its train.py wrote the file, or the run's [objective] is SiT's; else DiT's. peft: a
+    folder of the run's adapters ([lora]) alone."""
     heads: PositiveInt | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
@@ -42,5 +43,7 @@ class Options(Section):
     made the run's latents, if it is a folder."""
     as_is: bool = False
     """Export to diffusers: also where it computes other timestep frequencies."""
+    base: FilePath = ""
+    """Import of a folder of peft: the run whose weights the adapters belong to."""
     step: int | None = None
     """Export: step of the run's checkpoint. Unset: the newest."""

@@ -1,0 +1,104 @@
+"""`convert` of adapters of LoRA: a folder of peft from a run, and back on top of a base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.store import location
+from titan_dit.config.section import UserError, show
+from titan_dit.config.training import LoRAConfig
+from titan_dit.interop import diffusers_dit, imported, peft, tensor_writer
+from titan_dit.interop.diffusers_dit import DiffusersDiT
+from titan_dit.interop.new_output import new_output
+from titan_dit.interop.on_demand import OnDemand
+from titan_dit.interop.write_progress import writing
+from titan_dit.models import lora
+from titan_dit.models.dit import DiTConfig
+from titan_dit.observe import console
+from titan_dit.trained_model import SavedWeights, open_weights
+
+
+def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
+    """The network in diffusers; UserError unless it is a DiT."""
+    config = run.model_config
+    if not isinstance(config, DiTConfig):
+        raise UserError(f"{where} is a {config.name} model: peft's names are known for a DiT only.")
+    path = run.diffusion("convert").path
+    return DiffusersDiT(config, path.output_channels(config.channels))
+
+
+def write_run(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
+    """Export the adapters of a run alone."""
+    found = counterpart(run, f"--from {source}")
+    assert isinstance(run.model_config, DiTConfig)
+    diffusers_dit.check_expressible(run.model_config, as_is)
+    saved, given = run.saved, run.record["config"].get("lora", {})
+    if not saved.adapters:
+        raise UserError(f"--from {source} was not trained with [lora]: it has no adapters.")
+    if trained := given["trained"]:
+        raise UserError(
+            f"[lora] trained={show(tuple(trained))}: these parameters belong to no adapter. Export "
+            "the whole network, without --format peft."
+        )
+    pairs = {name: (saved.whole(a), saved.whole(b)) for name, (a, b) in saved.adapters.items()}
+    theirs = dict(peft.to_theirs(found, pairs))
+    rank = given["rank"]
+    config = peft.config_json(theirs, rank, saved.scale * rank)
+    with writing(target, theirs.values()), new_output(target) as place:
+        place.mkdir()
+        (place / peft.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        tensor_writer.write(place, peft.WEIGHTS, theirs, theirs.items())
+    console.say(f"wrote   {target}: adapters of {len(config['target_modules'])} layers for peft")
+    console.say(f"        from {run.path}, step {run.step} ({run.weights})")
+
+
+def read_directory(source: Path, target: Path, base: str) -> None:
+    """Write a checkpoint of a base's weights with the adapters of a folder."""
+    if not base:
+        raise UserError(f"--from {source} is an adapter. Name the run of its weights with --base.")
+    run = open_weights(find_checkpoint(location(base), None, "--base"), "ema", None)
+    try:
+        adapters = peft.read(source, counterpart(run, f"--base {base}"))
+    except UserError as error:
+        raise UserError(f"--from {source}: {error}") from None
+    ends = f".{lora.A}"
+    layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
+    given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
+    imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record_of(run, given))
+    console.say(
+        f"wrote   {target}: {run.path} ({run.weights}) with adapters of {len(layers)} layers. Draw "
+        f"from it with sample --run {target}"
+    )
+
+
+def with_adapters(run: SavedWeights, adapters: Mapping[str, Tensor]) -> OnDemand:
+    """The weights of a run and adapters."""
+    weights = run.tensors
+
+    def get(name: str) -> Tensor:
+        return adapters[name] if name in adapters else weights[name]
+
+    return OnDemand({**weights.outline, **adapters}, get)
+
+
+def record_of(run: SavedWeights, given: LoRAConfig) -> dict[str, Any]:
+    """The checkpoint's record: like imported weights it belongs to no run, and has no average."""
+    config = dict(run.record["config"])
+    config["ema"] = {**config["ema"], "decays": [], "power": [], "warmup": False}
+    config["lora"] = asdict(given) | {"targets": list(given.targets), "trained": []}
+    kept = ("config_format", "data", "versions")
+    return {
+        "step": 0,
+        "cursor": 0,
+        "nan_steps": 0,
+        "imported": True,
+        "config": config,
+        **{key: run.record[key] for key in kept},
+    }

@@ -1,0 +1,186 @@
+"""Adapters of LoRA in peft's format, for the modules of diffusers' DiTTransformer2DModel.
+
+Names are `base_model.model.MODULE.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs,
+rank]. Our qkv is one layer with one A. It becomes three with that A and a third of the rows of B
+each. Three that have an A each become one of three times the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_dit.config.section import UserError
+from titan_dit.interop import hf_directory
+from titan_dit.interop.diffusers_dit import DiffusersDiT
+from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
+from titan_dit.models import lora
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PREFIXES = (PREFIX, "transformer.")
+"""peft's, and that of a diffusers pipeline."""
+KINDS = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
+UNSUPPORTED = {"use_dora": False, "bias": "none", "peft_type": "LORA", "alpha_pattern": {}}
+"""Keys of the config, and the values that [lora] has."""
+
+Pair = tuple[Tensor, Tensor]
+"""An A and a B."""
+
+
+def is_directory(path: Path) -> bool:
+    """True if a path is a folder of peft."""
+    return (path / CONFIG).is_file()
+
+
+def to_theirs(found: DiffusersDiT, pairs: Mapping[str, Pair]) -> Iterator[tuple[str, Tensor]]:
+    """Yield peft's names and tensors. `pairs`: A and B by the names of our weights."""
+    layouts = found.layouts()
+    for name, (a, b) in pairs.items():
+        layout = layouts[name]
+        if isinstance(layout, Kernel):
+            raise UserError(f"[lora] targets: {name} is a convolution in diffusers: not supported.")
+        for part, rows in zip(layout.names, layout.to_theirs(b), strict=True):
+            module = f"{PREFIX}{part.removesuffix('.weight')}"
+            yield module + KINDS["A"], a
+            yield module + KINDS["B"], rows
+
+
+def config_json(names: Mapping[str, object], rank: int, alpha: float) -> dict[str, Any]:
+    """adapter_config.json. `names`: of the tensors."""
+    modules = [name.removeprefix(PREFIX).removesuffix(KINDS["A"]) for name in names]
+    return {
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": [m for m in modules if not m.endswith(KINDS["B"])],
+        "task_type": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters under our names, all of one rank."""
+
+    tensors: Mapping[str, Tensor]
+    rank: int
+    alpha: float
+
+
+def read(folder: Path, found: DiffusersDiT) -> Adapters:
+    """The adapters of a folder, fp32. UserError for what [lora] does not have."""
+    config = hf_directory.read_json(folder / CONFIG)
+    for key, value in UNSUPPORTED.items():
+        if (given := config.get(key, value)) != value:
+            raise UserError(f"{CONFIG}: {key}={json.dumps(given)} is not supported.")
+    tensors = hf_directory.read_weights(folder, (WEIGHTS,))
+    pairs = dict(pairs_of({name: tensors[name].float() for name in tensors}))
+    sizes = {a.shape[0] for a, _ in pairs.values()}
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{CONFIG} lacks a number, or has a wrong one ({error}).") from None
+    if sizes != {rank}:
+        raise UserError(f"{CONFIG}: r={rank}, but the adapters have rank {sorted(sizes)}.")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    ours = to_ours(found, pairs)
+    rank = max(len(a) for a, _ in ours.values())
+    return Adapters(padded(ours, rank), rank, scale * rank)
+
+
+def pairs_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Pair]]:
+    """Yield the weights of diffusers that are adapted, with their A and B."""
+    for name in tensors:
+        ends = [end for end in KINDS.values() if name.endswith(end)]
+        if not ends:
+            raise UserError(f"{WEIGHTS}: {name} is no part of an adapter.")
+        layer = name.removesuffix(ends[0])
+        if missing := [layer + end for end in KINDS.values() if layer + end not in tensors]:
+            raise UserError(f"{WEIGHTS} has {name}, but not {missing[0]}.")
+        if ends[0] == KINDS["A"]:
+            module = layer
+            for prefix in PREFIXES:
+                module = module.removeprefix(prefix)
+            yield f"{module}.weight", (tensors[name], tensors[layer + KINDS["B"]])
+
+
+def to_ours(found: DiffusersDiT, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    """A and B by the names of our weights; their ranks may differ."""
+    layouts = {name: kind for name, kind in found.layouts().items() if name.endswith(".weight")}
+    owners = {part: name for name, layout in layouts.items() for part in layout.names}
+    if unknown := [part for part in pairs if part not in owners]:
+        raise UserError(f"{WEIGHTS}: this DiT has no {unknown[0].removesuffix('.weight')}.")
+    outline = found.outline()
+    made: dict[str, Pair] = {}
+    for name in dict.fromkeys(owners[part] for part in pairs):
+        layout = layouts[name]
+        if isinstance(layout, (Kernel, FilledTable)):
+            raise UserError(f"{WEIGHTS}: an adapter of {layout.names[0]} is not supported.")
+        for part in layout.names:
+            if part in pairs:
+                check_shapes(part, pairs[part], outline[part].shape)
+        made[name] = joined(layout, pairs, outline)
+    return made
+
+
+def check_shapes(name: str, pair: Pair, shape: torch.Size) -> None:
+    """Refuse an adapter of a weight of another shape."""
+    a, b = pair
+    if (len(b), a.shape[1]) != tuple(shape) or b.shape[1] != len(a):
+        raise UserError(
+            f"{WEIGHTS}: A {list(a.shape)} and B {list(b.shape)} do not fit {name} {list(shape)}."
+        )
+
+
+def joined(layout: Same, pairs: Mapping[str, Pair], outline: Mapping[str, Tensor]) -> Pair:
+    """The A and B of one of our weights."""
+    own = [pairs[part] for part in layout.names if part in pairs]
+    if isinstance(layout, Copies):
+        if len(own) < len(layout.names) or any(not same(pair, own[0]) for pair in own):
+            raise UserError(f"{WEIGHTS}: adapters of {layout.names[0]} and its copies differ.")
+        return own[0]
+    if not isinstance(layout, SplitQKV):
+        return own[0]
+    first, rank = own[0][0], len(own[0][0])
+    shared = all(torch.equal(a, first) for a, _ in own)
+    whole = first if shared else torch.cat([a for a, _ in own])
+    rows, place = [], 0
+    for part in layout.names:
+        columns = torch.zeros(len(outline[part]), len(whole))
+        if part in pairs:
+            columns[:, place : place + rank] = pairs[part][1]
+            place += 0 if shared else rank
+        rows.append(columns)
+    return whole, layout.to_ours(*rows)
+
+
+def same(one: Pair, other: Pair) -> bool:
+    """Whether two adapters are equal."""
+    return all(torch.equal(*both) for both in zip(one, other, strict=True))
+
+
+def padded(pairs: Mapping[str, Pair], rank: int) -> dict[str, Tensor]:
+    """Our tensors by name, all of one rank: added rows of A have columns of 0 in B."""
+    found: dict[str, Tensor] = {}
+    for name, (a, b) in pairs.items():
+        more = torch.Size([rank - len(a), a.shape[1]])
+        layer = name.removesuffix(".weight")
+        drawn = lora.UNIFORM(more, torch.Generator().manual_seed(0))
+        found[f"{layer}.{lora.A}"] = torch.cat((a, drawn))
+        found[f"{layer}.{lora.B}"] = torch.cat((b, b.new_zeros(len(b), len(drawn))), 1)
+    return found
