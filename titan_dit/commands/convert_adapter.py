@@ -47,7 +47,11 @@ def write_run(source: str, target: Path, run: SavedWeights, as_is: bool) -> None
             f"[lora] trained={show(tuple(trained))}: these parameters belong to no adapter. Export "
             "the whole network, without --format peft."
         )
-    pairs = {name: (saved.whole(a), saved.whole(b)) for name, (a, b) in saved.adapters.items()}
+    pairs = {
+        name: (saved.whole(saved.adapters[name][0]), saved.whole(saved.adapters[name][1]))
+        for name in found.layouts()
+        if name in saved.adapters
+    }
     theirs = dict(peft.to_theirs(found, pairs))
     rank = given["rank"]
     config = peft.config_json(theirs, rank, saved.scale * rank)

@@ -1,0 +1,185 @@
+"""Adapters in peft's format: what they add in diffusers, they add here, both ways."""
+
+import json
+
+import pytest
+import torch
+from exports import converted, save_run, save_vae
+from safetensors.torch import load_file, save_file
+
+from titan_dit.config.section import UserError
+from titan_dit.interop import peft
+from titan_dit.models import lora
+from titan_dit.pictures.library import diffusers
+from titan_dit.trained_model import load
+
+RANK, ALPHA = 3, 6.0
+BLOCK = "transformer_blocks.{}."
+MODULES = ("attn1.to_q", "attn1.to_v", "attn1.to_out.0", "ff.net.0.proj", "norm1.linear")
+"""Queries and values have adapters of their own; keys have none."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A run, and its transformer's folder."""
+    folder = tmp_path_factory.mktemp("base")
+    run = save_run(folder / "run", save_vae(folder / "vae"), "flow")
+    return run, converted(run, folder / "pipeline") / "transformer"
+
+
+def transformer_of(folder):
+    return diffusers("the tests").DiTTransformer2DModel.from_pretrained(folder).eval()
+
+
+def modules_of(network):
+    layers = len(network.transformer_blocks)
+    return [BLOCK.format(layer) + name for layer in range(layers) for name in MODULES]
+
+
+def write_adapter(folder, network, names, prefix=peft.PREFIX, **config):
+    """As peft writes one, of random numbers."""
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for name in names:
+        outputs, inputs = network.get_submodule(name).weight.shape
+        for end, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
+            drawn = torch.randn(shape, generator=generator) * 0.3
+            tensors[f"{prefix}{name}.lora_{end}.weight"] = drawn
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none"} | config
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
+
+
+@torch.no_grad()
+def merged(network, folder):
+    """A transformer with an adapter, by the formula."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    for name, a in load_file(folder / "adapter_model.safetensors").items():
+        if ".lora_A." in name:
+            b = load_file(folder / "adapter_model.safetensors")[name.replace("lora_A", "lora_B")]
+            module = name.removeprefix(peft.PREFIX).removesuffix(".lora_A.weight")
+            assert module in config.get("target_modules", [module])
+            network.get_submodule(module).weight += scale * b @ a
+    return network
+
+
+@torch.no_grad()
+def predictions(run, network):
+    """Ours and theirs, of the same latents."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, 8, 8, generator=generator)
+    t, y = torch.tensor([1.0, 400.0, 999.0]), torch.tensor([0, 3, 6])
+    theirs = network(x, timestep=t, class_labels=y).sample
+    return run.model(x, t, y), theirs
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    """A checkpoint with the adapters of another tool, and their folder."""
+    run, transformer = base
+    folder = tmp_path_factory.mktemp("adapted")
+    network = transformer_of(transformer)
+    given = write_adapter(folder / "theirs", network, modules_of(network))
+    return converted(given, folder / "ours", base=str(run)), given
+
+
+def test_an_imported_adapter_adds_what_it_adds_in_diffusers(base, adapted):
+    ours, given = adapted
+    plain, network = transformer_of(base[1]), merged(transformer_of(base[1]), given)
+    found, theirs = predictions(load(ours), network)
+    scale = theirs.abs().max()
+    assert (found - theirs).abs().max() <= 1e-5 * scale
+    assert (predictions(load(ours), plain)[1] - theirs).abs().max() > 0.05 * scale
+
+
+def test_an_export_adds_the_same_and_comes_back_to_the_bit(base, adapted, tmp_path):
+    ours, _ = adapted
+    folder = converted(ours, tmp_path / "adapter", format="peft")
+    assert sorted(file.name for file in folder.iterdir()) == [peft.CONFIG, peft.WEIGHTS]
+    network = merged(transformer_of(base[1]), folder)
+    found, theirs = predictions(load(ours), network)
+    assert (found - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    config = json.loads((folder / peft.CONFIG).read_text())
+    # Queries, keys and values share one A of twice the rank; the others are filled up.
+    assert (config["r"], config["lora_alpha"]) == (2 * RANK, 2 * ALPHA)
+    again = converted(folder, tmp_path / "again", base=str(base[0]))
+    merged_again = dict(load(again).network.named_parameters())
+    for name, tensor in load(ours).network.named_parameters():
+        assert torch.equal(merged_again[name], tensor), name
+    second = converted(again, tmp_path / "second", format="peft")
+    for name in (peft.CONFIG, peft.WEIGHTS):
+        assert (second / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_whole_network_is_exported_with_its_adapters_merged(base, adapted, tmp_path):
+    folder = converted(adapted[0], tmp_path / "whole")
+    network = merged(transformer_of(base[1]), adapted[1])
+    found = dict(transformer_of(folder / "transformer").named_parameters())
+    for name, tensor in network.named_parameters():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "message"),
+    [
+        (["transformer_blocks.0.norm1.linear"], {"use_dora": True}, "use_dora=true is not"),
+        (["transformer_blocks.0.norm1.linear"], {"bias": "all"}, 'bias="all" is not supported'),
+        (["transformer_blocks.0.norm1.linear"], {"r": 5}, "r=5, but the adapters have rank"),
+        (["transformer_blocks.0.norm1.linear"], {"lora_alpha": None}, "lacks a number"),
+    ],
+)
+def test_what_lora_does_not_have_is_refused(base, tmp_path, names, config, message):
+    run, transformer = base
+    folder = write_adapter(tmp_path / "given", transformer_of(transformer), names, **config)
+    with pytest.raises(UserError, match=message):
+        converted(folder, tmp_path / "to", base=str(run))
+
+
+def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
+    run, transformer = base
+    network = transformer_of(transformer)
+    given = write_adapter(tmp_path / "given", network, modules_of(network)[:1])
+    file = given / "adapter_model.safetensors"
+    with pytest.raises(UserError, match="Name the run of its weights with --base"):
+        converted(given, tmp_path / "to")
+    tensors = load_file(file)
+    key = f"{peft.PREFIX}transformer_blocks.0.attn1.to_q.lora_A.weight"
+    for changed, message in (
+        ({key.replace("to_q", "to_x"): tensors[key]}, "has .*to_x.*, but not"),
+        ({key: tensors[key][:, 1:]}, "do not fit transformer_blocks.0.attn1.to_q.weight"),
+        ({key.replace(".lora_A", ""): tensors[key]}, "is no part of an adapter"),
+    ):
+        save_file(tensors | {name: tensor.clone() for name, tensor in changed.items()}, file)
+        with pytest.raises(UserError, match=message):
+            converted(given, tmp_path / "to", base=str(run))
+    unknown = {name.replace("to_q", "to_x"): tensor for name, tensor in tensors.items()}
+    save_file(unknown, file)
+    with pytest.raises(UserError, match="this DiT has no transformer_blocks"):
+        converted(given, tmp_path / "to", base=str(run))
+    with pytest.raises(UserError, match=r"was not trained with \[lora\]"):
+        converted(run, tmp_path / "to", format="peft")
+    with pytest.raises(UserError, match="--format peft: --from"):
+        converted(file, tmp_path / "to", format="peft")
+
+
+def test_names_of_a_pipeline_and_rslora(base, tmp_path):
+    run, transformer = base
+    network = transformer_of(transformer)
+    names = modules_of(network)[:1]
+    plain = write_adapter(tmp_path / "plain", network, names)
+    given = {"prefix": "transformer.", "use_rslora": True, "lora_alpha": ALPHA / RANK**0.5}
+    other = write_adapter(tmp_path / "other", network, names, **given)
+    one, two = (
+        dict(load(converted(f, f.with_name(f"to_{f.name}"), base=str(run))).network.state_dict())
+        for f in (plain, other)
+    )
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_of_the_network_have_unique_names_of_adapters():
+    assert list(lora.pairs(["a.lora_A", "a.lora_B", "a.weight"])) == [
+        ("a.weight", "a.lora_A", "a.lora_B")
+    ]
