@@ -12,6 +12,8 @@ from test_docs import CONFIG
 from titan_dit.checkpoint import checkpoint
 from titan_dit.data.latents import write_shards
 from titan_dit.interop.original_dit import Original, positions
+from titan_dit.pictures.library import diffusers
+from titan_dit.trained_model import load
 
 FLAGS = {
     "--config digits.toml --job.name": "--training.steps 3 --checkpoint.every 3 --sampling.every 0",
@@ -32,6 +34,14 @@ def make_inputs(folder):
     torch.save(state, folder / "DiT-XL-2-256x256.pt")
     latents, labels = torch.randn(20, 4, 32, 32), torch.arange(20) % 5
     write_shards(folder / "data/flowers", latents, labels, num_classes=5, source="a test")
+    write_shards(folder / "data/imagenet_part", latents, labels, num_classes=1000, source="a test")
+    network = diffusers("the test").DiTTransformer2DModel(
+        num_attention_heads=6, attention_head_dim=64, num_layers=12, patch_size=8, out_channels=8
+    )
+    first, *others = network.transformer_blocks
+    for block in others:  # As in the released weights.
+        block.norm1.emb.load_state_dict(first.norm1.emb.state_dict())
+    network.save_pretrained(folder / "DiT-XL-2-256")
 
 
 def weights(path, *names):
@@ -47,14 +57,19 @@ def test_the_page_works_as_written(tmp_path):
     make_inputs(tmp_path)
     page = (ROOT / "docs" / "fine-tuning.md").read_text()
     blocks = re.findall(r"```(bash|python)\n(.*?)```", page, re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["bash", "python", "bash", "bash"]
+    assert [kind for kind, _ in blocks] == ["bash", "python", "bash", "bash", "bash", "bash"]
     output = ""
     for kind, block in blocks:
         commands = [block] if kind == "python" else block.splitlines(keepends=True)
         for command in commands:
             output += one(kind, command, tmp_path)
     assert "reinitialized: embed.label.table.weight" in output
-    assert (tmp_path / "turned.png").is_file()
+    assert "lora    rank 8, scale 1: 16 layers" in output
+    assert all((tmp_path / f"{name}.png").is_file() for name in ("turned", "adapted"))
+    whole, adapted = load(tmp_path / "outputs/tuned"), load(tmp_path / "weights/with_adapter")
+    expected = dict(whole.network.named_parameters())
+    for name, tensor in adapted.network.named_parameters():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
     tuned = tmp_path / "outputs/flowers/checkpoints/step-00000002"
     names = [n.removeprefix("model.") for n in checkpoint.contents(tuned)]
     [name, *_] = [n for n in names if n.startswith("embed.timestep.")]
