@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_dit.interop.original_dit import swap_leading
+from titan_dit.interop.tensor_layouts import swap_leading
 from titan_dit.models.gpt import GPTConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
