@@ -85,7 +85,7 @@ def alone(world, folder, ten, seven, plain):
     """The weights of ten classes, then a run of seven from them, and what does not fit."""
     old = trainer_of(world, folder / "old", ten, 10)
     randomize(old.parameters)
-    old.ema.restart(except_for=())
+    old.ema.restart()
     train(old, 2)
     source = str(folder / "old")
     new = begun(world, folder / "new", seven, {}, source)

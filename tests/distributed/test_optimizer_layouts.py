@@ -51,7 +51,7 @@ def trained(world, parallel, pipeline, optimizer):
     )
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
-    trainer.ema.restart(except_for=())
+    trainer.ema.restart()
     batches = trainer.batches()
     before = {name: whole(p) for name, p in trainer.parameters.items()}
     for trainer.step in range(1, STEPS + 1):

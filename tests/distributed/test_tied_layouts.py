@@ -37,7 +37,7 @@ def trainer_in(world, folder, parallel, pipeline, optimizer):
     )
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
-    trainer.ema.restart(except_for=())
+    trainer.ema.restart()
     return trainer
 
 

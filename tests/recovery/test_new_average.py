@@ -28,3 +28,24 @@ def test_an_average_that_a_checkpoint_lacks_begins_at_the_weights_that_it_holds(
     # The saved average is loaded; the new one starts at the loaded weights.
     assert ema.averages["0.9"]["w"].tolist() == [2.0] * 3
     assert ema.averages["0.99"]["w"].tolist() == [5.0] * 3
+
+
+def test_a_parameter_that_was_frozen_has_an_average_that_begins_at_it(tmp_path):
+    def averaged(value, *frozen):
+        weights = {name: torch.nn.Parameter(torch.full((3,), value)) for name in "wv"}
+        for name in frozen:
+            weights[name].requires_grad_(False)
+        found = {name: weight.detach() for name, weight in weights.items()}
+        return EMA(weights, EMAConfig(decays=(0.9,))), {"model": found}
+
+    ema, tensors = averaged(2.0, "v")
+    assert set(ema.averages["0.9"]) == {"w"}
+    for weight in tensors["model"].values():
+        weight.fill_(5.0)
+    folder = Checkpoints(tmp_path, CheckpointConfig(async_save=False))
+    record = {"step": 1, "config": {"ema": {"decays": [0.9]}}}
+    path = folder.save(1, {**tensors, "ema": ema.averages}, record)
+    ema, tensors = averaged(-1.0)
+    resume.load(path, record, tensors, ema)
+    assert ema.averages["0.9"]["w"].tolist() == [2.0] * 3
+    assert ema.averages["0.9"]["v"].tolist() == [5.0] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_dit.config.training import EMAConfig
 from titan_dit.optim.power_average import exponent
+
+EVERYTHING: Mapping[str, Collection[str]] = MappingProxyType({})
+"""No tensor of any average is kept."""
 
 
 class EMA:
@@ -67,11 +71,13 @@ class EMA:
         return exponential + [1 - kept ** (gamma + 1) for gamma in self._exponents]
 
     @torch.no_grad()
-    def restart(self, except_for: Collection[str]) -> None:
-        """Reset every average to the weights, except those under the keys `except_for`."""
+    def restart(self, except_for: Mapping[str, Collection[str]] = EVERYTHING) -> None:
+        """Reset the averages to the weights. `except_for`: names of tensors to keep, by key."""
         for key, average in self.averages.items():
-            if key not in except_for:
-                torch._foreach_copy_(local(average), local(self.parameters))
+            kept = except_for.get(key, ())
+            reset = {name: tensor for name, tensor in average.items() if name not in kept}
+            if reset:
+                torch._foreach_copy_(local(reset), local({n: self.parameters[n] for n in reset}))
 
     @torch.no_grad()
     def copy_first_to_all(self) -> None:

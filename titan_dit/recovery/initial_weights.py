@@ -70,7 +70,7 @@ def load(
         rows = load_fitting(saved, settings.reinitialize, identity, model)
     except Misfit as error:
         raise UserError(f"[checkpoint] init={path}: {error.what}") from None
-    ema.restart(except_for=())
+    ema.restart()
     what = f"weights of {path} ({saved.what}), step {record['step']}: a new run starts there"
     return [*start.messages(), what, *rows, *warnings(record, identity)]
 

@@ -208,11 +208,18 @@ def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
 
 
 def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
-    """Load a verified checkpoint in place; an average that it lacks starts at the weights."""
-    saved = averages_in(record)
-    kept = {key: average for key, average in ema.averages.items() if key in saved}
+    """Load a verified checkpoint in place; an average that it lacks starts at the weights.
+
+    It has none of parameters that were frozen.
+    """
+    saved = checkpoint.contents(path)
+    kept = {
+        key: {name: tensor for name, tensor in average.items() if f"ema.{key}.{name}" in saved}
+        for key, average in ema.averages.items()
+        if key in averages_in(record)
+    }
     checkpoint.load(path, {**tensors, "ema": kept}, verified=True)
-    ema.restart(except_for=saved)
+    ema.restart(except_for=kept)
 
 
 def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
@@ -236,7 +243,7 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
     if saved:
         ema.copy_first_to_all()
     else:
-        ema.restart(except_for=())
+        ema.restart()
 
 
 def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, list[str]]:
