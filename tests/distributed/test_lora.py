@@ -14,6 +14,7 @@ from tiny import (
     whole,
 )
 
+from titan_dit.config.section import UserError
 from titan_dit.models import lora
 from titan_dit.trained_model import load
 from titan_dit.trainer import Trainer
@@ -155,6 +156,21 @@ def test_a_new_run_starts_at_the_merged_weights(runs, tmp_path):
     merged = dict(load(folder / "tp").network.named_parameters())
     assert found.keys() == merged.keys()
     assert all(torch.equal(found[name].float(), p) for name, p in merged.items())
+
+
+def resumed_without(world, folder, source):
+    table = {"init": "", "resume": str(source), "allow_changes": True}
+    trainer = run_of(world, folder, {}, table)
+    with pytest.raises(UserError) as raised:
+        trainer.resume()
+    return str(raised.value)
+
+
+def test_adapters_are_never_left_out_silently(runs, tmp_path):
+    folder, *_ = runs
+    [message] = on_ranks(1, resumed_without, tmp_path / "new", folder / "tp")
+    assert "has adapters that [lora] does not: blocks.0." in message
+    assert "--checkpoint.init" in message
 
 
 def started(world, folder, source):

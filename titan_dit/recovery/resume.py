@@ -22,9 +22,11 @@ from titan_dit.config.config_file import (
 )
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig
+from titan_dit.config.parameter_groups import listed
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import is_restarted
 from titan_dit.launcher.ranks import Ranks
+from titan_dit.models import lora
 from titan_dit.optim.ema import EMA
 
 
@@ -205,6 +207,18 @@ def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
         why = "damaged" if path in start.damaged else "set-aside"
         names = (f"{path.name}.{why}-{i}" for i in itertools.count(1))
         store.rename(path, next(name for name in names if name not in taken))
+
+
+def check_adapters(path: Location, model: Mapping[str, Tensor]) -> None:
+    """Refuse to leave out adapters of a checkpoint. `model`: this rank's parameters. Collective."""
+    saved = {n.removeprefix("model.") for n in checkpoint.contents(path) if lora.is_adapter(n)}
+    saved = {name for name in saved if not name.startswith("ema.")}
+    own = {name for names in Ranks().gather([*model]) for name in names if lora.is_adapter(name)}
+    if left := sorted(saved - own):
+        raise UserError(
+            f"[checkpoint] {path} has adapters that [lora] does not: {listed(left)}. Set its rank "
+            "and targets, or start a new run at the merged weights with --checkpoint.init."
+        )
 
 
 def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
