@@ -77,8 +77,8 @@ def read_directory(source: Path, target: Path, base: str) -> None:
     given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
     imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record_of(run, given))
     console.say(
-        f"wrote   {target}: {run.path} ({run.weights}) with adapters of {len(layers)} layers. Draw "
-        f"from it with sample --run {target}"
+        f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank} of "
+        f"{len(layers)} layers. Draw from it with sample --run {target}"
     )
 
 
