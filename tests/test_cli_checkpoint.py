@@ -99,7 +99,7 @@ def test_a_run_its_checkpoints_folder_and_a_checkpoint_are_taken_alike(run, monk
         (("checkpoint", "list", f"--run={RUN}"), f"no flag here: checkpoint list {RUN}."),
         (("runs", "--run"), "--run: the path has no flag here: runs."),
         (("data", "show", "--path", "photos"), "no flag here: data show photos."),
-        (("convert", "--from", RUN, "--model.hidden", 3), "`convert` has --from, --to, --heads"),
+        (("convert", "--from", RUN, "--model.hidden", 3), "`convert` has --from, --to, --format"),
         (
             ("replay", "--run", "outputs", "--step", 3),
             "no config.toml found. It holds runs (digits",

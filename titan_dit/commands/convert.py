@@ -32,7 +32,7 @@ def main(options: Options) -> None:
     source, target = location(options.source), Path(options.to)
     kind, flags = kind_of(source)
     writes = kind is RUN
-    use = "an export" if writes else "its import"
+    use = "an export" if writes else "an import" if kind is FILE else "its import"
     check_flags(options, flags, f"{use} (--from {source} is a {kind})")
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")

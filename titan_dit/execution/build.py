@@ -113,8 +113,8 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
             plan.precision,
             plan.remat,
             plan.compile,
-            plan.lora,
             tokens=plan.microbatch_size * plan.tokens_per_rank,
+            adapters=plan.lora,
         )
         parts[stage] = model
     return parts, count, flops

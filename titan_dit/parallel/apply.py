@@ -32,8 +32,8 @@ def parallelize(
     precision: PrecisionConfig,
     recompute: RematConfig,
     compilation: CompileConfig,
-    adapters: LoRAConfig = NONE,
     tokens: int = 0,
+    adapters: LoRAConfig = NONE,
 ) -> None:
     """Apply float8, TP, LoRA, attention, CP, remat, compile, FSDP2; `tokens`: see `float8.apply`.
 

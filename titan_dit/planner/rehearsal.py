@@ -107,11 +107,10 @@ class FakeParts:
         with torch.device("meta"):
             self.model: Model = plan.spec.build()
         self.model.cut(range(1), is_first=True, is_last=True)
-        model = self.model
-        own = plan.parallel, plan.precision, plan.remat, plan.compile, plan.lora
+        model, own = self.model, (plan.parallel, plan.precision, plan.remat, plan.compile)
         with without_fsdp():
             tokens = plan.microbatch_size * plan.tokens_per_rank
-            parallelize(model, mesh, plan.tensor_plan, *own, tokens=tokens)
+            parallelize(model, mesh, plan.tensor_plan, *own, tokens=tokens, adapters=plan.lora)
         self.objective = self.sections.objective()
         self.memory = MemoryLog()
         self.log = OperatorLog(mesh, self.memory)
