@@ -1,4 +1,7 @@
 import dataclasses
+import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from refusals import refused
 
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.images import center_crop, read_image
+from titan_dit.data.packing.images import center_crop, decode_image, read_image
 
 
 def test_pictures_become_pixels(tmp_path):
@@ -54,6 +57,19 @@ def test_bad_pictures_are_left_out(tmp_path):
         "I;16 image with more than 8 bits; convert it to 8",
         "shape [3, 4, 4], not [3, 10, 10] like the other files",
     ]
+
+
+def test_16_bit_colours_are_read_by_their_upper_bits():
+    pixels = np.random.default_rng(0).integers(0, 2**16, (4, 5, 3)).astype(">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    parts = {b"IHDR": struct.pack(">IIBBBBB", 5, 4, 16, 2, 0, 0, 0), b"IDAT": zlib.compress(rows)}
+    file = io.BytesIO(b"\x89PNG\r\n\x1a\n")
+    file.seek(0, io.SEEK_END)
+    for kind, data in (parts | {b"IEND": b""}).items():
+        file.write(struct.pack(">I", len(data)) + kind + data)
+        file.write(struct.pack(">I", zlib.crc32(kind + data)))
+    found = decode_image(file.getvalue(), None, (3, 4, 5)).permute(1, 2, 0)
+    assert np.array_equal(found.numpy(), pixels >> 8)
 
 
 @pytest.mark.parametrize("sizes", [((10, 10), (12, 12)), ((10, 12), (10, 12))])

@@ -11,6 +11,7 @@ import pytest
 from encoded_sets import LABELS, save_pictures
 from refusals import refused
 
+from titan_dit.data.files import BadFileError
 from titan_dit.pictures import library
 from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
@@ -78,11 +79,11 @@ def test_labels_may_be_numbered_by_a_list_and_be_missing(root):
     assert (found.num_classes, found.class_names[3]) == (4, "yak")
 
 
-def metadata(root, tmp_path, *lines):
+def metadata(root, tmp_path, *lines, num_classes=2):
     folder = tmp_path / "in"
     shutil.copytree(root / "folder", folder, dirs_exist_ok=True)
     (folder / "metadata.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    return refused(lambda: open_input(folder, Asked(num_classes=2)))
+    return refused(lambda: open_input(folder, Asked(num_classes=num_classes)))
 
 
 def test_wrong_metadata_is_one_line(root, tmp_path):
@@ -93,6 +94,55 @@ def test_wrong_metadata_is_one_line(root, tmp_path):
     line = {"file_name": name, "label": 2}
     assert "has the label 2, outside 0 to 1" in metadata(root, tmp_path, line)
     assert "has the label -1" in metadata(root, tmp_path, line | {"label": -1})
+    large = [{**line, "label": 2**63}, {**line, "file_name": "owl/0.png"}]
+    said = metadata(root, tmp_path, *large, num_classes=2**64)
+    assert "cat/0.png has the label 9223372036854775808, outside 0 to 2147483647" in said
+    three = [{"file_name": f"{name}/0.png", "label": name} for name in LABELS]
+    said = metadata(root, tmp_path, *three)
+    assert "--num-classes 2, but there are 3 names of classes" in said
+    for wrong in ("a\0b.png", "\ud800.png"):
+        said = metadata(root, tmp_path, {"file_name": wrong})
+        assert f"file_name {ascii(wrong)} is no name of a file" in said
+
+
+def test_captions_may_hold_any_line_separator(root, tmp_path):
+    shutil.copytree(root / "folder", tmp_path, dirs_exist_ok=True)
+    text = "a\u2028b\x85c\x0bd"
+    line = json.dumps({"file_name": "cat/0.png", "text": text}, ensure_ascii=False)
+    (tmp_path / "metadata.jsonl").write_text(line, encoding="utf-8")
+    assert list(open_input(tmp_path, Asked()).texts) == [text]
+    (tmp_path / "metadata.jsonl").unlink()
+    table = tmp_path / "metadata.csv"
+    table.write_text(f"file_name,text\ncat/0.png,{text}\n", encoding="utf-8")
+    found = open_input(tmp_path, Asked())
+    assert (list(found.names), list(found.texts)) == (["cat/0.png"], [text])
+    table.write_text("file_name,text\ncat/0.png," + "x" * 200_000)
+    assert "line 1: no CSV (field larger" in refused(lambda: open_input(tmp_path, Asked()))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tars"])
+def test_splits_may_be_folders_with_files_of_equal_names(root, tmp_path, kind):
+    first = sorted((root / kind).iterdir())[0]
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        shutil.copy(first, tmp_path / split / f"0{first.suffix}")
+    said = refused(lambda: open_input(tmp_path, Asked()))
+    assert said.endswith("holds the splits test, train. Choose one: --split train.")
+    asked = Asked(classes=LABELS, num_classes=3, split="test")
+    assert open_input(tmp_path, asked).names[0].startswith(f"test/0{first.suffix}:")
+    for old, new in (("train", "1"), ("test", "2")):
+        (tmp_path / old).rename(tmp_path / new)
+    assert len(open_input(tmp_path, Asked(classes=LABELS, num_classes=3))) == 12
+
+
+def test_a_damaged_row_group_of_parquet_is_dropped(root, tmp_path):
+    data = bytearray((root / "parquet" / "train-00000-of-00002.parquet").read_bytes())
+    data[4:60] = bytes(56)  # The first row group's pictures begin behind the magic number.
+    (tmp_path / "0.parquet").write_bytes(data)
+    found = open_input(tmp_path, Asked(num_classes=3))
+    with pytest.raises(BadFileError, match="in a damaged row group"):
+        found.read(0)
+    assert found.read(4)
 
 
 def test_parquet_without_its_library_is_one_line(root, monkeypatch):

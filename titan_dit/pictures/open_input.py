@@ -14,6 +14,7 @@ from titan_dit.pictures.read_metadata import FILES, open_metadata
 from titan_dit.pictures.read_parquet import open_parquet
 from titan_dit.pictures.read_tars import open_tars
 
+SPLITS = ("train", "test", "val")
 READERS = {".parquet": open_parquet, ".tar": open_tars}
 
 
@@ -53,11 +54,12 @@ def open_listed(folder: Path, asked: Asked) -> PictureSet | None:
 def of_split(folder: Path, files: Sequence[Path], asked: Asked) -> list[Path]:
     """The files of a split; UserError if there are several and none is named."""
     if split := asked.split:
-        found = [file for file in files if file.name.startswith(split)]
+        found = [file for file in files if is_of(split, file, folder)]
         if not found:
-            raise UserError(f"[data encode] split={split}: {folder} holds {few(names_of(files))}.")
+            names = few([str(file.relative_to(folder)) for file in files])
+            raise UserError(f"[data encode] split={split}: {folder} holds {names}.")
         return found
-    known = {name for name in ("train", "test", "val") for f in files if f.name.startswith(name)}
+    known = {name for name in SPLITS for file in files if is_of(name, file, folder)}
     if len(known) > 1:
         fix = "Give a folder of one of them." if asked.gaps else "Choose one: --split train."
         splits = ", ".join(sorted(known))
@@ -65,6 +67,6 @@ def of_split(folder: Path, files: Sequence[Path], asked: Asked) -> list[Path]:
     return list(files)
 
 
-def names_of(files: Sequence[Path]) -> list[str]:
-    """File names."""
-    return [file.name for file in files]
+def is_of(split: str, file: Path, folder: Path) -> bool:
+    """True if the name of the file, or of a folder between, begins with the split's."""
+    return any(part.startswith(split) for part in file.relative_to(folder).parts)

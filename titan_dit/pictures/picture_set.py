@@ -12,7 +12,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.class_labels import few
+from titan_dit.data.class_labels import few, missing_below
+from titan_dit.data.files import LABEL_LIMIT
 from titan_dit.data.listing import Names
 
 Label = str | int | None
@@ -30,7 +31,7 @@ class Asked:
     num_classes: int | None = None
     """Set: classes may be missing."""
     split: str | None = None
-    """Of parquet or tar files: only those whose name begins with it."""
+    """Of parquet or tar files: only those whose name, or a folder's below the input, begins so."""
     gaps: bool = False
     """Pictures to score, not to train on: class numbers may have gaps, and labels may be missing.
     The command has no flags to say so."""
@@ -94,23 +95,27 @@ def make_set(
     lowest = min([label for label in given if isinstance(label, int)], default=0)
     highest = max(numbers)
     most = num_classes or len(found_names) or highest + 1
-    if (lowest < 0 and not asked.gaps) or highest >= most:
-        bad = highest if highest >= most else lowest
-        name = names[list(labels).index(bad) if given else 0]
-        fix = "Correct it." if asked.gaps else "Correct it, or raise --num-classes."
-        raise UserError(f"{where}: {name} has the label {bad}, outside 0 to {most - 1}. {fix}")
     if found_names and len(found_names) != most:
         raise UserError(
             f"{where}: --num-classes {most}, but there are {len(found_names)} names of classes. "
             "List all of them in label order: --classes FILE."
         )
-    had = set(numbers)
+    if (lowest < 0 and not asked.gaps) or highest >= min(most, LABEL_LIMIT):
+        bad = lowest if lowest < 0 and not asked.gaps else highest
+        name = names[list(labels).index(bad)]
+        fix = "Correct it." if asked.gaps else "Correct it, or raise --num-classes."
+        last = min(most, LABEL_LIMIT) - 1
+        raise UserError(f"{where}: {name} has the label {bad}, outside 0 to {last}. {fix}")
     may_lack = asked.gaps or num_classes is not None
-    if not may_lack and (empty := [i for i in range(most) if i not in had]):
-        shown = [found_names[i] if found_names else i for i in empty]
+    lacks, empty = missing_below([number for number in numbers if number >= 0] or [0])
+    if found_names:
+        had = set(numbers)
+        unused = [name for i, name in enumerate(found_names) if i not in had]
+        lacks, empty = len(unused), unused
+    if not may_lack and lacks:
         raise UserError(
-            f"{where}: no pictures of {len(empty):,} classes: {few(shown)}. Add some. If they are "
-            f"missing on purpose: --num-classes {most}."
+            f"{where}: no pictures of {lacks:,} classes: {few(empty, total=lacks)}. Add some. If "
+            f"they are missing on purpose: --num-classes {most}."
         )
     kept = list(texts) if any(texts) else []
     return PictureSet(

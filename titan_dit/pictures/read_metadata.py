@@ -7,6 +7,7 @@ A row has `file_name`, relative to the folder, and perhaps `label` (or `class`) 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -37,6 +38,8 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
         name = row.get(NAME)
         if not isinstance(name, str) or not name:
             raise UserError(f"{where}, row {number}: {NAME} is missing.")
+        if "\0" in name or not is_utf8(name):
+            raise UserError(f"{where}, row {number}: {NAME} {ascii(name)} is no name of a file.")
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise UserError(
                 f"{where}, row {number}: {NAME} {name} is outside {root}. Name files "
@@ -60,7 +63,8 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
 def of_jsonl(file: Path, where: str) -> list[Mapping[str, Any]]:
     """The rows of a file with a JSON object in each line."""
     rows: list[Mapping[str, Any]] = []
-    for number, line in enumerate(text_of(file, where).splitlines(), 1):
+    # Not splitlines: a caption may hold other line separators, such as U+2028.
+    for number, line in enumerate(text_of(file, where).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -75,7 +79,11 @@ def of_jsonl(file: Path, where: str) -> list[Mapping[str, Any]]:
 
 def of_csv(file: Path, where: str) -> list[Mapping[str, Any]]:
     """The rows of a CSV file, whose first line names the columns."""
-    return list(csv.DictReader(text_of(file, where).splitlines(keepends=True)))
+    reader = csv.DictReader(io.StringIO(text_of(file, where), newline=""))
+    try:
+        return list(reader)
+    except csv.Error as error:
+        raise UserError(f"{where}, line {reader.line_num}: no CSV ({error}).") from None
 
 
 def of_parquet(file: Path, where: str) -> list[Mapping[str, Any]]:
@@ -88,6 +96,15 @@ def of_parquet(file: Path, where: str) -> list[Mapping[str, Any]]:
     except (OSError, ValueError) as error:
         raise UserError(f"{where} is not a readable parquet file: {error}") from None
     return rows
+
+
+def is_utf8(text: str) -> bool:
+    """False for half a surrogate pair, which JSON can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def text_of(file: Path, where: str) -> str:

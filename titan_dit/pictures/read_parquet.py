@@ -33,21 +33,23 @@ def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     for file in files:
         try:
             opened = library.ParquetFile(file)
+            columns = opened.schema_arrow.names
+            label, text = (
+                next((k for k in keys if k in columns), None) for keys in (LABELS, TEXTS)
+            )
+            wanted = [name for name in (label, text) if name]
+            table = opened.read(columns=wanted).to_pydict() if wanted else {}
         except (OSError, ValueError) as error:
-            raise UserError(f"{asked.where}{file} is not readable parquet: {error}") from None
-        columns = opened.schema_arrow.names
+            reason = " ".join(str(error).split())
+            raise UserError(f"{asked.where}{file} is not readable parquet: {reason}") from None
         image = next((name for name in IMAGES if name in columns), None)
         if image is None:
             raise UserError(
                 f"{asked.where}{file} has the columns {', '.join(columns)}, but none of "
                 f"{', '.join(IMAGES)} with pictures."
             )
-        label = next((name for name in LABELS if name in columns), None)
-        text = next((name for name in TEXTS if name in columns), None)
-        wanted = [name for name in (label, text) if name]
-        table = opened.read(columns=wanted).to_pydict() if wanted else {}
         count = opened.metadata.num_rows
-        names += [f"{file.name}:{row}" for row in range(count)]
+        names += [f"{file.relative_to(root)}:{row}" for row in range(count)]
         labels += [label_of(value) for value in table.get(label, [None] * count)]
         texts += [value or "" for value in table.get(text, [""] * count)]
         groups += [
@@ -66,7 +68,12 @@ def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     def read(row: int) -> bytes:
         number = bisect_right(ends, row)
         with lock:  # A file is read by one thread at a time.
-            column = group(number)
+            try:
+                column = group(number)
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno:
+                    raise  # Of the disk, not of what the file holds.
+                raise BadFileError("in a damaged row group") from None
         value = column[row - (ends[number] - groups[number][3])].as_py()
         data = value.get("bytes") if isinstance(value, Mapping) else value
         if not isinstance(data, bytes) or not data:

@@ -41,12 +41,13 @@ def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     """List the samples of tar files, one after another. Reads headers and texts, not pictures."""
     samples: dict[str, dict[str, Any]] = {}
     progress = ProgressLine(len(files), "tar files", what="listed")
+    where = f"{asked.where}{root}/"
     for number, file in enumerate(files):
         try:
             with tarfile.open(file, "r:") as archive:
                 for member in archive:
                     if member.isfile():
-                        add(samples, archive, member, number, file, asked.where)
+                        add(samples, archive, member, number, file.relative_to(root), where)
         except (OSError, tarfile.TarError) as error:
             raise UserError(
                 f"{asked.where}{file} is not a readable tar file ({error}). Compressed ones must "
@@ -83,7 +84,7 @@ def add(
     folder, _, name = member.name.rpartition("/")
     stem, dot, rest = name.partition(".")
     suffix = f"{dot}{rest}".lower()
-    key = f"{path.name}:{folder}/{stem}" if folder else f"{path.name}:{stem}"
+    key = f"{path}:{folder}/{stem}" if folder else f"{path}:{stem}"
     if suffix in IMAGE_SUFFIXES:
         sample = samples.setdefault(key, {})
         if "picture" in sample:

@@ -39,7 +39,7 @@ class Options(Section):
     num_classes: PositiveInt | None = None
     """Number of classes, if the input lacks some. Default: as found."""
     split: str | None = None
-    """Of parquet or tar files: only those whose name begins with it, such as train."""
+    """Of parquet or tar files: only those whose name, or folder's, begins with it: train."""
     shard_size: PositiveInt | None = None
     """Pictures per shard. Default: 128 MiB, or less if that is below 64 shards."""
     workers: PositiveInt | None = None
