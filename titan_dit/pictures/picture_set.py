@@ -107,11 +107,13 @@ def make_set(
         last = min(most, LABEL_LIMIT) - 1
         raise UserError(f"{where}: {name} has the label {bad}, outside 0 to {last}. {fix}")
     may_lack = asked.gaps or num_classes is not None
-    lacks, empty = missing_below([number for number in numbers if number >= 0] or [0])
+    had, empty = set(numbers), list[object]()
     if found_names:
-        had = set(numbers)
-        unused = [name for i, name in enumerate(found_names) if i not in had]
-        lacks, empty = len(unused), unused
+        empty += [name for i, name in enumerate(found_names) if i not in had]
+        lacks = len(empty)
+    else:
+        lacks, missing = missing_below([number for number in numbers if number >= 0] or [0])
+        empty += missing
     if not may_lack and lacks:
         raise UserError(
             f"{where}: no pictures of {lacks:,} classes: {few(empty, total=lacks)}. Add some. If "
