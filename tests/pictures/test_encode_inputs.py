@@ -102,7 +102,7 @@ def test_wrong_metadata_is_one_line(root, tmp_path):
     assert "--num-classes 2, but there are 3 names of classes" in said
     for wrong in ("a\0b.png", "\ud800.png"):
         said = metadata(root, tmp_path, {"file_name": wrong})
-        assert f"file_name {ascii(wrong)} is no name of a file" in said
+        assert f"file_name {wrong!a} is no name of a file" in said
 
 
 def test_captions_may_hold_any_line_separator(root, tmp_path):

@@ -39,7 +39,7 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
         if not isinstance(name, str) or not name:
             raise UserError(f"{where}, row {number}: {NAME} is missing.")
         if "\0" in name or not is_utf8(name):
-            raise UserError(f"{where}, row {number}: {NAME} {ascii(name)} is no name of a file.")
+            raise UserError(f"{where}, row {number}: {NAME} {name!a} is no name of a file.")
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise UserError(
                 f"{where}, row {number}: {NAME} {name} is outside {root}. Name files "
