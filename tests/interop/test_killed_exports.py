@@ -17,7 +17,13 @@ from titan_dit.checkpoint import checkpoint, grouped
 from titan_dit.commands import convert
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError
-from titan_dit.interop import imported, new_output, tensor_reader, tensor_writer
+from titan_dit.interop import (
+    imported,
+    new_output,
+    tensor_reader,
+    tensor_writer,
+    write_progress,
+)
 
 GPT2 = Path(__file__).resolve().parent.parent / "fixtures" / "hugging_face" / "gpt2"
 
@@ -165,3 +171,19 @@ def counted(calls, function):
         return function()
 
     return call
+
+
+def test_progress_outlives_a_folder_that_is_renamed(tmp_path, monkeypatch):
+    for name in ("new.1.partial", "new.1.partial/new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"12345")
+    assert write_progress.bytes_aside(tmp_path / "new") == 10
+    scandir = os.scandir
+
+    def renamed(path="."):
+        if str(path).endswith("partial/new"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", renamed)
+    assert write_progress.bytes_aside(tmp_path / "new") == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -25,7 +26,9 @@ def bytes_aside(target: Path) -> int:
     """Bytes of the temporary file or folder that becomes `target`."""
     size = 0
     for aside in target.parent.glob(f"{glob.escape(target.name)}*{PARTIAL}"):
-        for path in (aside, *aside.rglob("*")):
-            with suppress(OSError):  # Renamed in between.
+        # os.walk passes over folders that are renamed in between; Path.rglob raises.
+        inside = (Path(folder, name) for folder, _, names in os.walk(aside) for name in names)
+        for path in (aside, *inside):
+            with suppress(OSError):
                 size += path.stat().st_size if path.is_file() else 0
     return size
