@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
-
 import torch
 from torch import nn
 
 from titan_dit.config.job import JobConfig
-from titan_dit.config.parameter_groups import listed
+from titan_dit.config.parameter_groups import check_matched
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import LoRAConfig
 from titan_dit.plan import RunPlan
@@ -35,16 +32,6 @@ def check_lora(config: JobConfig, plan: RunPlan) -> None:
     with torch.device("meta"):
         model = plan.spec.build()
     linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    check_patterns("targets", own.targets, linear, "linear layers")
+    check_matched("[lora] targets", own.targets, linear, f"{len(linear)} linear layers")
     names = [name for name, _ in model.named_parameters()]
-    check_patterns("trained", own.trained, names, "parameters")
-
-
-def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str], what: str) -> None:
-    """Raise UserError if a pattern matches nothing."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"[lora] {key}: {show(pattern)} matches none of the {len(names)} {what}, such as "
-                f"{listed(names)}."
-            )
+    check_matched("[lora] trained", own.trained, names, f"{len(names)} parameters")

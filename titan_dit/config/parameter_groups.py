@@ -87,6 +87,20 @@ def check_groups(names: Sequence[str], groups: Sequence[GroupConfig]) -> None:
                 )
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_matched(where: str, patterns: Iterable[str], names: Sequence[str], what: str) -> None:
+    """Raise UserError if a pattern matches none of the names. `where`: "[section] key"."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"{where}: {show(pattern)} matches none of the {what}, such as {listed(names)}."
+            )
+
+
 def listed(names: Sequence[str]) -> str:
     """The first names, and how many more."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

@@ -5,13 +5,13 @@ W + alpha / rank * B A, with A [rank, inputs] and B [outputs, rank]. B starts at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from titan_dit.config.parameter_groups import matches
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models.initializers import Independent, Initializer, zeros
 
@@ -24,11 +24,6 @@ UNIFORM = Independent("uniform", lambda shape: shape[1] ** -0.5)
 def is_adapter(name: str) -> bool:
     """Whether a parameter is an A or a B."""
     return name.rpartition(".")[2] in (A, B)
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches one of the patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
@@ -56,7 +51,7 @@ def initializers(model: nn.Module) -> dict[str, Initializer]:
     return {name: UNIFORM if name.endswith(A) else zeros for name in names}
 
 
-def pairs(names: Mapping[str, object] | Sequence[str]) -> Iterator[tuple[str, str, str]]:
+def pairs(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Yield (weight, A, B) of every adapted layer, by the names of parameters."""
     for name in names:
         if name.endswith(f".{A}"):

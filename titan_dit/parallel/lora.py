@@ -23,6 +23,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from titan_dit.config.parameter_groups import matches
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models import lora
 
@@ -32,7 +33,7 @@ def apply(model: nn.Module, config: LoRAConfig) -> None:
     if not config.rank:
         return
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(lora.matches(name, config.trained))
+        parameter.requires_grad_(matches(name, config.trained))
     for layer in lora.adapted_layers(model, config.targets).values():
         add(layer, config.rank, config.scale)
 

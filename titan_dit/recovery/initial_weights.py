@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog
 from titan_dit.config.operation import CheckpointConfig
-from titan_dit.config.parameter_groups import listed
+from titan_dit.config.parameter_groups import check_matched, listed, matches
 from titan_dit.config.section import UserError, show
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.models import lora
@@ -86,7 +85,8 @@ def load_fitting(
     everywhere = {
         n: shape for part in Ranks().gather(shapes_of(model)) for n, shape in part.items()
     }
-    check_patterns(reinitialize, [*everywhere, *saved.names])
+    names = sorted({*everywhere, *saved.names})
+    check_matched("[checkpoint] reinitialize", reinitialize, names, "parameters")
     wanted = {n: s for n, s in everywhere.items() if not matches(n, reinitialize)}
     rows: list[int | None] | None = None
     lines = [] if len(wanted) == len(everywhere) else [fresh(everywhere.keys() - wanted.keys())]
@@ -159,21 +159,6 @@ def shapes_of(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     """The network's parameters on this rank; an objective's own modules and adapters are new."""
     own = resume.of_the_model(model)
     return {name: tensor.shape for name, tensor in own.items() if not lora.is_adapter(name)}
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a parameter keeps its initial draw."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise UserError if a pattern of [checkpoint] reinitialize matches no parameter."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"[checkpoint] reinitialize: {show(pattern)} matches none of the parameters, such "
-                f"as {listed(sorted(names))}."
-            )
 
 
 def check_fit(
