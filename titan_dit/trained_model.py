@@ -177,17 +177,29 @@ class Known:
 class SavedWeights:
     """Trained weights that stay in their checkpoint, and are read one tensor at a time."""
 
-    path: Location
-    step: int
     model_config: ModelConfig
     objective: Objective
-    record: Mapping[str, Any]
     weights: str
     """As in `TrainedModel`."""
     tensors: OnDemand
     """The parameters, by name; adapters are merged."""
     saved: Weights
     """What they are read from."""
+
+    @property
+    def path(self) -> Location:
+        """The checkpoint."""
+        return self.saved.path
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """Of the checkpoint."""
+        return self.saved.record
+
+    @property
+    def step(self) -> int:
+        """Of the checkpoint."""
+        return int(self.record["step"])
 
     def diffusion(self, command: str) -> Diffusion:
         """As `TrainedModel.diffusion`."""
@@ -213,8 +225,7 @@ def open_weights(path: Location, weights: str, decay: float | None) -> SavedWeig
 
     bound, label = known.bound(), known.label(saved.what)
     found = OnDemand(parameters, get)
-    step = known.record["step"]
-    return SavedWeights(path, step, known.model, bound, known.record, label, found, saved)
+    return SavedWeights(known.model, bound, label, found, saved)
 
 
 def as_diffusion(objective: Objective, path: Location, command: str) -> Diffusion:

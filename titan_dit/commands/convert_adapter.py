@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -75,7 +74,9 @@ def read_directory(source: Path, target: Path, base: str) -> None:
     ends = f".{lora.A}"
     layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
     given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
-    imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record_of(run, given))
+    table = asdict(given) | {"targets": list(given.targets), "trained": []}
+    record = imported.record_made_of(run.record, lora=table)
+    imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record)
     console.say(
         f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank} of "
         f"{len(layers)} layers. Draw from it with sample --run {target}"
@@ -90,19 +91,3 @@ def with_adapters(run: SavedWeights, adapters: Mapping[str, Tensor]) -> OnDemand
         return adapters[name] if name in adapters else weights[name]
 
     return OnDemand({**weights.outline, **adapters}, get)
-
-
-def record_of(run: SavedWeights, given: LoRAConfig) -> dict[str, Any]:
-    """The checkpoint's record: like imported weights it belongs to no run, and has no average."""
-    config = dict(run.record["config"])
-    config["ema"] = {**config["ema"], "decays": [], "power": [], "warmup": False}
-    config["lora"] = asdict(given) | {"targets": list(given.targets), "trained": []}
-    kept = ("config_format", "data", "versions")
-    return {
-        "step": 0,
-        "cursor": 0,
-        "nan_steps": 0,
-        "imported": True,
-        "config": config,
-        **{key: run.record[key] for key in kept},
-    }

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from titan_dit import __version__
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.combined import Shapes, Term, shapes_of, write_sum
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
@@ -18,6 +15,7 @@ from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.commands.flags.ema import Options
 from titan_dit.config.section import UserError
 from titan_dit.config.training import power_name
+from titan_dit.interop import imported
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.optim.power_average import Fit, Profile, clock, expressible, fit
@@ -190,21 +188,12 @@ def lines(
 
 def record_of(options: Options, newest: Snapshot, terms: Sequence[Term]) -> dict[str, Any]:
     """The checkpoint's record: like imported weights it belongs to no run, and has no average."""
-    config = dict(newest.record["config"])
-    config["ema"] = {**config["ema"], "decays": [], "power": [], "warmup": False}
     return {
-        "step": 0,
-        "cursor": 0,
-        "nan_steps": 0,
-        "imported": True,
+        **imported.record_made_of(newest.record),
         "averaged": {
             "run": str(options.run),
             "step": newest.record["step"],
             "sigma_rel": options.sigma_rel,
             "weights": [[step_of(term.path), dict(term.weights)] for term in terms],
         },
-        "config": config,
-        "config_format": newest.record["config_format"],
-        "data": newest.record["data"],
-        "versions": {"titan_dit": __version__, "torch": torch.__version__},
     }

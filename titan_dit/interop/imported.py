@@ -41,13 +41,31 @@ def record_of(tables: config_file.Tables, facts: DataFacts) -> dict[str, Any]:
     whole = config_file.build(filled, catalog.variant)
     whole = replace(whole, job=whole.job.settled())
     return {
+        **new_record(),
+        "config": config_file.to_tables(whole),
+        "config_format": config_file.FORMAT,
+        "data": facts.as_json(),
+    }
+
+
+def record_made_of(record: Mapping[str, Any], **tables: Any) -> dict[str, Any]:
+    """The record of weights that were made of a run's, without averages; `tables` are replaced."""
+    averages = {**record["config"]["ema"], "decays": [], "power": [], "warmup": False}
+    return {
+        **new_record(),
+        "config": {**record["config"], "ema": averages, **tables},
+        "config_format": record["config_format"],
+        "data": record["data"],
+    }
+
+
+def new_record() -> dict[str, Any]:
+    """What the records of all weights that belong to no run have in common."""
+    return {
         "step": 0,
         "cursor": 0,
         "nan_steps": 0,
         "imported": True,
-        "config": config_file.to_tables(whole),
-        "config_format": config_file.FORMAT,
-        "data": facts.as_json(),
         "versions": {"titan_dit": __version__, "torch": torch.__version__},
     }
 
