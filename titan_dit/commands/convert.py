@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
@@ -20,26 +21,41 @@ from titan_dit.trained_model import open_weights
 
 READING = ("heads", "scale", "prediction", "noise_schedule", "format")
 WRITING = ("weights", "decay", "step", "vae", "as_is", "format")
-FLAGS = tuple(dict.fromkeys((*READING, *WRITING, "base")))
-RUN, FILE, PEFT = "folder", "file", "folder of peft"
-DIFFUSERS, TRANSFORMERS = "folder of diffusers", "folder of transformers"
 OF_RUNS = ("weights", "decay", "step")
 """Flags of every export."""
+
+
+class Kind(NamedTuple):
+    """What --from can be."""
+
+    name: str
+    use: str
+    """What `convert` does with it."""
+    flags: tuple[str, ...] = ()
+
+
+RUN = Kind("folder", "an export", WRITING)
+FILE = Kind("file", "an import", READING)
+PEFT = Kind("folder of peft", "its import", ("base",))
+DIFFUSERS = Kind("folder of diffusers", "its import", ("scale",))
+TRANSFORMERS = Kind("folder of transformers", "its import")
+FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, PEFT, DIFFUSERS) for flag in kind.flags)
 
 
 def main(options: Options) -> None:
     """Import if --from is a file, or a folder of another library; export a run or a checkpoint."""
     source, target = location(options.source), Path(options.to)
-    kind, flags = kind_of(source)
+    kind = kind_of(source)
     writes = kind is RUN
-    use = "an export" if writes else "an import" if kind is FILE else "its import"
-    check_flags(options, flags, f"{use} (--from {source} is a {kind})")
+    check_flags(options, kind.flags, f"{kind.use} (--from {source} is a {kind.name})")
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
     if not writes and target.suffix in weight_file.SUFFIXES:
         raise UserError(f"--to {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
     if not writes and options.format == "peft":
-        raise UserError(f"--format peft: --from {source} is a {kind}, not a run with adapters.")
+        raise UserError(
+            f"--format peft: --from {source} is a {kind.name}, not a run with adapters."
+        )
     if isinstance(source, URL) or writes:
         export(source, target, options)
     elif kind is PEFT:
@@ -52,17 +68,17 @@ def main(options: Options) -> None:
         convert_original.read_file(source, target, options)
 
 
-def kind_of(source: Location) -> tuple[str, tuple[str, ...]]:
-    """What --from is, and the flags that it takes."""
+def kind_of(source: Location) -> Kind:
+    """What --from is."""
     if isinstance(source, URL):
-        return RUN, WRITING
+        return RUN
     if peft.is_directory(source):
-        return PEFT, ("base",)
+        return PEFT
     if convert_diffusers.is_directory(source):
-        return DIFFUSERS, ("scale",)
+        return DIFFUSERS
     if hf_directory.is_directory(source):
-        return TRANSFORMERS, ()
-    return (RUN, WRITING) if source.is_dir() else (FILE, READING)
+        return TRANSFORMERS
+    return RUN if source.is_dir() else FILE
 
 
 def check_flags(options: Options, flags: tuple[str, ...], use: str) -> None:
