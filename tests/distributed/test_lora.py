@@ -14,6 +14,7 @@ from tiny import (
     whole,
 )
 
+from titan_dit.config.parameter_groups import matches
 from titan_dit.config.section import UserError
 from titan_dit.models import lora
 from titan_dit.trained_model import load
@@ -131,7 +132,7 @@ def test_only_adapters_move_and_a_resumed_run_has_the_same_bits(runs):
         assert before.keys() == after.keys()
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
         moved = {name for name, w in weights.items() if not torch.equal(before[name].float(), w)}
-        assert moved == {n for n in weights if lora.matches(n[6:], WIDE["trained"])}
+        assert moved == {n for n in weights if matches(n[6:], WIDE["trained"])}
         kept = [name for name in before if name.startswith(("optimizer.", "ema."))]
         for name in kept:
             assert "lora_" in name or "embed.label." in name or "head.modulation.bias" in name
@@ -158,9 +159,9 @@ def test_a_new_run_starts_at_the_merged_weights(runs, tmp_path):
     assert all(torch.equal(found[name].float(), p) for name, p in merged.items())
 
 
-def resumed_without(world, folder, source):
-    table = {"init": "", "resume": str(source), "allow_changes": True}
-    trainer = run_of(world, folder, {}, table)
+def refused(world, folder, table, source):
+    changes = {"init": "", "resume": str(source), "allow_changes": True}
+    trainer = run_of(world, folder, table, changes)
     with pytest.raises(UserError) as raised:
         trainer.resume()
     return str(raised.value)
@@ -168,8 +169,11 @@ def resumed_without(world, folder, source):
 
 def test_adapters_are_never_left_out_silently(runs, tmp_path):
     folder, *_ = runs
-    [message] = on_ranks(1, resumed_without, tmp_path / "new", folder / "tp")
+    [message] = on_ranks(1, refused, tmp_path / "new", {}, folder / "tp")
     assert "has adapters that [lora] does not: blocks.0." in message
+    assert "--checkpoint.init" in message
+    [message] = on_ranks(1, refused, tmp_path / "new", NARROW, folder / "base")
+    assert "does not have all adapters of [lora]: blocks.0." in message
     assert "--checkpoint.init" in message
 
 
@@ -202,7 +206,7 @@ def by_theory(world, table):
         for name, a, b in pairs:
             plain.parameters[name].add_(scale * weights[b] @ weights[a])
     loss, whole_gradients = gradients(plain)
-    trained = {n for n in whole_gradients if lora.matches(n, table.get("trained", ()))}
+    trained = {n for n in whole_gradients if matches(n, table.get("trained", ()))}
     found = {name: whole_gradients[name] for name in trained}
     for name, a, b in pairs:
         found[a] = scale * weights[b].T @ whole_gradients[name]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.saved_weights import OWN
 from titan_dit.checkpoint.store import Location
 from titan_dit.config.section import show
 from titan_dit.launcher.ranks import Ranks
@@ -30,7 +31,7 @@ def fits(path: Location, model: Mapping[str, Tensor]) -> bool:
     """Return True if a checkpoint has the parameters of all ranks, in their shapes. Collective."""
     saved = {name: size for name, (size, _) in checkpoint.contents(path).items()}
     # An objective's own modules are in no weight file.
-    ours = {name: t.shape for name, t in model.items() if not name.startswith("objective.")}
+    ours = {name: t.shape for name, t in model.items() if not name.startswith(OWN)}
     return all(Ranks().gather(all(saved.get(f"model.{name}") == ours[name] for name in ours)))
 
 

@@ -60,7 +60,7 @@ def resumed(
     if not settings.allow_changes:
         ways_out = partial(mismatch.ways_out, path, tensors["model"], own=own)
         run_identity.check_same_mathematics(path, record, identity, ways_out)
-    resume.check_adapters(path, tensors["model"])
+    resume.check_adapters(path, record, tensors["model"])
     has_moments = record.get("imported") and checkpoint.holds(path, "optimizer")
     if settings.allow_changes or has_moments:
         # Of another optimizer, or of parameters that were frozen.

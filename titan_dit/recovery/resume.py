@@ -14,6 +14,7 @@ from torch import Tensor
 from titan_dit.checkpoint import checkpoint, run_path
 from titan_dit.checkpoint.checkpoint import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
+from titan_dit.checkpoint.saved_weights import OWN
 from titan_dit.checkpoint.snapshots import averages_in
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
@@ -209,29 +210,33 @@ def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
         store.rename(path, next(name for name in names if name not in taken))
 
 
-def check_adapters(path: Location, model: Mapping[str, Tensor]) -> None:
-    """Refuse to leave out adapters of a checkpoint. `model`: this rank's parameters. Collective."""
-    saved = {n.removeprefix("model.") for n in checkpoint.contents(path) if lora.is_adapter(n)}
-    saved = {name for name in saved if not name.startswith("ema.")}
-    own = {name for names in Ranks().gather([*model]) for name in names if lora.is_adapter(name)}
+def check_adapters(path: Location, record: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
+    """Raise UserError if a checkpoint has other adapters than the model. Collective.
+
+    `model`: this rank's parameters, by name.
+    """
+    own = set().union(*Ranks().gather([name for name in model if lora.is_adapter(name)]))
+    if not own and not record["config"].get("lora", {}).get("rank"):
+        return
+    keys = (key for key in checkpoint.contents(path) if key.startswith("model."))
+    saved = {key.removeprefix("model.") for key in keys if lora.is_adapter(key)}
+    new_run = "start a new run at its weights with --checkpoint.init."
     if left := sorted(saved - own):
         raise UserError(
             f"[checkpoint] {path} has adapters that [lora] does not: {listed(left)}. Set its rank "
-            "and targets, or start a new run at the merged weights with --checkpoint.init."
+            f"and targets, or {new_run}"
+        )
+    if missing := sorted(own - saved):
+        raise UserError(
+            f"[checkpoint] {path} does not have all adapters of [lora]: {listed(missing)}. Set its "
+            f"rank and targets, or {new_run}"
         )
 
 
 def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
-    """Load a verified checkpoint in place; an average that it lacks starts at the weights.
-
-    It has none of parameters that were frozen.
-    """
-    saved = checkpoint.contents(path)
-    kept = {
-        key: {name: tensor for name, tensor in average.items() if f"ema.{key}.{name}" in saved}
-        for key, average in ema.averages.items()
-        if key in averages_in(record)
-    }
+    """Load a verified checkpoint in place; an average that it lacks starts at the weights."""
+    saved = averages_in(record)
+    kept = {key: found for key, found in tensors["ema"].items() if found and key in saved}
     checkpoint.load(path, {**tensors, "ema": kept}, verified=True)
     ema.restart(except_for=kept)
 
@@ -261,9 +266,10 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
 
 
 def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, list[str]]:
-    """Leave out the optimizer's tensors that a checkpoint lacks; console lines about them.
+    """Leave out moments and averages that a checkpoint lacks; console lines about the moments.
 
-    They are set to zero, as in a new run.
+    They are set to zero, as in a new run; `load` starts the averages at the weights. A checkpoint
+    has neither of parameters that were frozen.
     """
     saved, kept, missing = checkpoint.contents(path), dict[str, Any](), set[str]()
     for name, state in tensors["optimizer"].items():
@@ -275,9 +281,13 @@ def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, li
     lines = []
     if missing:
         lines = [f"{path} has no {', '.join(sorted(missing))} of some parameters: zero there"]
-    return {**tensors, "optimizer": kept}, lines
+    averages = {
+        key: {name: tensor for name, tensor in average.items() if f"ema.{key}.{name}" in saved}
+        for key, average in tensors["ema"].items()
+    }
+    return {**tensors, "optimizer": kept, "ema": averages}, lines
 
 
 def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop the parameters of an objective's own modules."""
-    return {name: t for name, t in tensors.items() if not name.startswith("objective.")}
+    return {name: t for name, t in tensors.items() if not name.startswith(OWN)}
