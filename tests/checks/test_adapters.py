@@ -56,3 +56,13 @@ def test_adapters_and_named_parameters_are_trained_and_counted():
     assert f"lora    rank 4, scale 1: 3 layers, {trained:,} trained parameters" in lines
     names = ["blocks.0.attn.out.lora_A", "blocks.0.attn.out.weight", "embed.label.table.weight"]
     assert plan.trained(names, ()) == {names[0], names[2]}
+
+
+def test_every_pipeline_rank_needs_an_adapter():
+    lora = {"rank": 4, "targets": ["blocks.0.*"]}
+    config = tiny_config(checkpoint=INIT, lora=lora, parallel={"pp": 2})
+    plan = resolve(config, 2)
+    facts = LatentFacts(shape=(1, 8, 8), count=9, num_classes=10)
+    objective = config.objective.build(config.model, facts)
+    with pytest.raises(UserError, match=r"\[lora\] targets: pipeline rank 1 would have frozen"):
+        check_optimizer(plan, objective, config.optimizer)

@@ -122,16 +122,17 @@ def test_the_whole_network_is_exported_with_its_adapters_merged(base, adapted, t
 
 
 @pytest.mark.parametrize(
-    ("names", "config", "message"),
+    ("config", "message"),
     [
-        (["transformer_blocks.0.norm1.linear"], {"use_dora": True}, "use_dora=true is not"),
-        (["transformer_blocks.0.norm1.linear"], {"bias": "all"}, 'bias="all" is not supported'),
-        (["transformer_blocks.0.norm1.linear"], {"r": 5}, "r=5, but the adapters have rank"),
-        (["transformer_blocks.0.norm1.linear"], {"lora_alpha": None}, "lacks a number"),
+        ({"use_dora": True}, "use_dora=true is not"),
+        ({"bias": "all"}, 'bias="all" is not supported'),
+        ({"r": 5}, "r=5, but the adapters have rank"),
+        ({"lora_alpha": None}, "lacks a number"),
     ],
 )
-def test_what_lora_does_not_have_is_refused(base, tmp_path, names, config, message):
+def test_what_lora_does_not_have_is_refused(base, tmp_path, config, message):
     run, transformer = base
+    names = ["transformer_blocks.0.norm1.linear"]
     folder = write_adapter(tmp_path / "given", transformer_of(transformer), names, **config)
     with pytest.raises(UserError, match=message):
         converted(folder, tmp_path / "to", base=str(run))
@@ -179,7 +180,7 @@ def test_names_of_a_pipeline_and_rslora(base, tmp_path):
         torch.testing.assert_close(two[name], tensor, rtol=1e-6, atol=1e-6)
 
 
-def test_layers_of_the_network_have_unique_names_of_adapters():
+def test_a_pair_is_named_with_its_weight():
     assert list(lora.pairs(["a.lora_A", "a.lora_B", "a.weight"])) == [
         ("a.weight", "a.lora_A", "a.lora_B")
     ]

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_dit.config.parameter_groups import (
-    check_groups,
-    group_lines,
-)
+from titan_dit.config.parameter_groups import check_groups, group_lines
 from titan_dit.config.section import UserError, show
 from titan_dit.models import lora
 from titan_dit.objectives.base import Objective
@@ -28,8 +25,9 @@ def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig
     stages = {stage_of(plan, name) for name in trained}
     for rank in range(plan.sizes.pp):
         if stages.isdisjoint(plan.stages_of(rank)):
+            where = "[lora] targets" if plan.lora.rank else "[optimizer] groups"
             raise UserError(
-                f"[optimizer] groups: pipeline rank {rank} would have frozen parameters only. "
+                f"{where}: pipeline rank {rank} would have frozen parameters only. "
                 "Choose another [pipeline] split, or a smaller [parallel] pp."
             )
     shards = plan.sizes.shards // plan.sizes.pp

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from titan_dit.config.training import EMAConfig
 from titan_dit.optim.power_average import exponent
 
-EVERYTHING: Mapping[str, Collection[str]] = MappingProxyType({})
-"""No tensor of any average is kept."""
+NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
+"""No tensor of any average."""
 
 
 class EMA:
@@ -71,7 +71,7 @@ class EMA:
         return exponential + [1 - kept ** (gamma + 1) for gamma in self._exponents]
 
     @torch.no_grad()
-    def restart(self, except_for: Mapping[str, Collection[str]] = EVERYTHING) -> None:
+    def restart(self, except_for: Mapping[str, Collection[str]] = NOTHING) -> None:
         """Reset the averages to the weights. `except_for`: names of tensors to keep, by key."""
         for key, average in self.averages.items():
             kept = except_for.get(key, ())
