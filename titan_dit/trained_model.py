@@ -21,6 +21,7 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
 from titan_dit.interop.on_demand import OnDemand
+from titan_dit.interop.tensor_reader import reading
 from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig, ModelSpec
 from titan_dit.objectives.base import Objective, ObjectiveConfig
@@ -220,7 +221,8 @@ def open_weights(path: Location, weights: str, decay: float | None) -> SavedWeig
 
     def get(name: str) -> Tensor:
         tensor = torch.empty_like(parameters[name], device="cpu")
-        saved.read({name: tensor})
+        with reading(path):
+            saved.read({name: tensor})
         return tensor
 
     bound, label = known.bound(), known.label(saved.what)

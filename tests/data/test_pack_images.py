@@ -11,6 +11,7 @@ from packed_folders import packed
 from PIL import Image
 from refusals import refused
 
+from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.packing import pack
 from titan_dit.data.packing.images import center_crop, decode_image, read_image
@@ -104,6 +105,15 @@ def test_the_crop_is_in_the_middle_of_the_height_too():
     cropped = np.asarray(center_crop(Image.fromarray(ramp), 16)).astype(float)
     assert cropped[7:9].mean() == pytest.approx(127.5, abs=6)
     assert cropped[0].mean() == pytest.approx(127.5 - 7.5 * 255 * 40 / 300 / 16, abs=6)
+
+
+def test_what_is_too_thin_is_not_enlarged():
+    """Once its shorter side is 256, a line of 60,000 pixels would need 12 GB."""
+    data = io.BytesIO()
+    Image.new("L", (60_000, 1)).save(data, "PNG")
+    with pytest.raises(BadFileError, match=r"^60000 x 1 pixels: too thin to be cropped"):
+        decode_image(data.getvalue(), 256)
+    assert decode_image(data.getvalue()).shape == (1, 1, 60_000)
 
 
 @pytest.mark.parametrize("size", [(90, 61), (32, 32), (40, 300), (17, 20)])

@@ -2,12 +2,15 @@ import argparse
 import contextlib
 import os
 import pickle
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from titan_dit.config.section import UserError
+from titan_dit.interop import tensor_reader
+from titan_dit.interop.new_output import new_output
 from titan_dit.interop.tensor_file import write_tensors
 from titan_dit.interop.weight_file import read
 
@@ -26,6 +29,22 @@ def refused(path):
         read(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, suffix, monkeypatch):
+    file = tmp_path / f"a{suffix}"
+    file.symlink_to("/proc/self/mem")  # A file whose first bytes are an error of the disk.
+    assert refused(file).endswith("Input/output error.") or "not a readable" in refused(file)
+    file.unlink()
+    write_tensors(file, A)
+    weights = read(file)
+    broken = OSError(5, "Input/output error")
+    monkeypatch.setattr(tensor_reader, "safe_open", MagicMock(side_effect=broken))
+    monkeypatch.setattr(torch.Tensor, "clone", MagicMock(side_effect=broken))
+    with pytest.raises(UserError) as caught, new_output(tmp_path / "out"):
+        weights.ema[next(iter(A))]
+    assert str(caught.value) == f"{file} cannot be read: Input/output error."
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])

@@ -86,6 +86,30 @@ def metadata(root, tmp_path, *lines, num_classes=2):
     return refused(lambda: open_input(folder, Asked(num_classes=num_classes)))
 
 
+def test_keys_of_equal_meaning_are_chosen_row_by_row(root, tmp_path):
+    expected = open_input(root / "jsonl", Asked())
+    labels = [LABELS[number] for number in expected.labels.tolist()]
+    lines = [
+        {"file_name": name, ("class", "label")[row % 2]: label, ("caption", "text")[row % 2]: text}
+        for row, (name, label, text) in enumerate(
+            zip(expected.names, labels, expected.texts, strict=True)
+        )
+    ]
+    shutil.copytree(root / "folder", tmp_path / "in")
+    columns = ("file_name", "label", "class", "text", "caption")
+    rows = [columns, *([line.get(name, "") for name in columns] for line in lines)]
+    files = {
+        "metadata.jsonl": "".join(json.dumps(line) + "\n" for line in lines),
+        "metadata.csv": "".join(",".join(f'"{cell}"' for cell in row) + "\n" for row in rows),
+    }
+    for name, text in files.items():
+        (tmp_path / "in" / name).write_text(text)
+        found = open_input(tmp_path / "in", Asked())
+        assert found.labels.tolist() == expected.labels.tolist(), name
+        assert list(found.texts) == list(expected.texts), name
+        (tmp_path / "in" / name).unlink()
+
+
 def test_wrong_metadata_is_one_line(root, tmp_path):
     name = "cat/0.png"
     assert "row 1: file_name is missing" in metadata(root, tmp_path, {"label": "cat"})

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,6 +103,29 @@ def test_a_stopped_command_goes_on_where_it_was(folder, monkeypatch, capsys):
     assert (folder / "c.npz").read_bytes() == (folder / "a.npz").read_bytes()
     with pytest.raises(UserError, match=r"--out a exists\. Choose another name, or delete it"):
         drawn("a")
+
+
+def test_a_newer_guide_does_not_go_on_with_parts_of_the_older(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    [checkpoint] = Path("checkpoints").glob("step-*")
+    shutil.copytree("checkpoints", "weak/checkpoints")
+    original = sample_pictures.drawn
+
+    def stops(job, rows, report):
+        if rows.start:
+            raise KeyboardInterrupt
+        return original(job, rows, report)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sample_pictures, "drawn", stops)
+        with pytest.raises(KeyboardInterrupt):
+            drawn("guided.safetensors", guide="weak", cfg_scale=2.0)
+    newer = Path("weak/checkpoints") / checkpoint.name.replace("2", "4")
+    shutil.copytree(checkpoint, newer)
+    with pytest.raises(UserError, match=r"parts holds parts of another command"):
+        drawn("guided.safetensors", guide="weak", cfg_scale=2.0)
+    shutil.rmtree(newer)
+    drawn("guided.safetensors", guide="weak", cfg_scale=2.0)
 
 
 def test_a_full_disk_is_one_line(folder, monkeypatch):

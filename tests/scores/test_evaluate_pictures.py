@@ -1,14 +1,17 @@
 """`evaluate --reference` and [evaluation]: the same scores from any number of ranks."""
 
 import dataclasses
+import hashlib
 import json
 import os
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from harness import on_ranks
+from PIL import Image
 from tiny import tiny_config
 
 from titan_dit.commands import evaluate, evaluate_pictures
@@ -17,11 +20,20 @@ from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
 from titan_dit.scores import metrics, pictures
 from titan_dit.scores.moments import Moments
+from titan_dit.system import files
 from titan_dit.trainer import Trainer
 
 NUM, REAL = 150, 200
 FEATURES = "tiny_features:project"
 EVERY = "fid,kid,is,prdc"
+LOSS = {
+    "checkpoint": "run/step-2",
+    "weights": "model",
+    "samples": 8,
+    "layout": "dp 1",
+    "device": "cpu",
+    "validation_loss": 0.5,
+}
 CODE = """
 import torch
 
@@ -84,6 +96,9 @@ def on_four(world, folder):
         if not world.is_main:
             patch.delattr(evaluate_pictures, "find_checkpoint")
         scored(out="four.json", save_samples="four.npz")
+        # The damaged picture is in the second rank's batch: the others must not wait for it.
+        with pytest.raises(UserError, match=r"broken/070\.png: not a readable image"):
+            scored(run="", samples="four.npz", reference="broken")
     Trainer(config("four", dp_shard=2, tp=2), world).fit()
 
 
@@ -93,6 +108,10 @@ def folder(tmp_path_factory):
     (folder / "tiny_features.py").write_text(CODE)
     real = np.random.default_rng(0).integers(0, 256, (REAL, 8, 8, 3), np.uint8)
     np.savez(folder / "real.npz", arr_0=real)
+    (folder / "broken").mkdir()
+    for number, pixels in enumerate(real[:100]):
+        Image.fromarray(pixels).save(folder / "broken" / f"{number:03}.png")
+    (folder / "broken" / "070.png").write_bytes(b"no picture")
     on_ranks(1, on_one, str(folder))
     on_ranks(4, on_four, str(folder))
     return folder
@@ -138,6 +157,51 @@ def test_samples_and_moments_of_files_are_scored_alike(folder, monkeypatch):
     scored(run="", samples="one.npz", reference="moments.npz", metrics="fid", out="files.json")
     found, expected = results(folder, "files.json"), results(folder, "one.json")
     assert found["frechet_distance"] == pytest.approx(expected["frechet_distance"], rel=1e-10)
+
+
+def test_a_file_of_pictures_and_moments_is_scored_by_both(folder, monkeypatch, tmp_path):
+    """FID by the moments, of all real pictures; the rest by the file's pictures, a part of them."""
+    monkeypatch.chdir(folder)
+    some = np.load("real.npz")["arr_0"][:60]
+    np.savez("adm.npz", arr_0=some, **np.load("moments.npz"))
+    out = {"run": "", "samples": "one.npz", "out": str(tmp_path / "x.json")}
+    scored(**out, reference="adm.npz", metrics="fid,prdc")
+    found, expected = results(tmp_path, "x.json"), results(folder, "one.json")
+    assert found["frechet_distance"] == pytest.approx(expected["frechet_distance"], rel=1e-10)
+    assert found["reference_moments"] == "the file's mu and sigma"
+    assert found["reference_count"] == 60
+    assert found["reference_digest"] == hashlib.sha256(Path("adm.npz").read_bytes()).hexdigest()
+    np.savez("some.npz", arr_0=some)
+    scored(**out, reference="some.npz", metrics="fid,prdc")
+    of_part = results(tmp_path, "x.json")
+    assert of_part["frechet_distance"] != pytest.approx(expected["frechet_distance"], rel=1e-3)
+    assert of_part["density"] == found["density"]
+    assert "reference_moments" not in of_part
+    with pytest.raises(UserError, match=r"--save-reference: --reference adm\.npz holds moments"):
+        scored(run="", samples="one.npz", reference="adm.npz", save_reference="again.npz")
+
+
+def test_results_and_moments_appear_whole_or_not_at_all(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(folder)
+    given = {"run": "", "samples": "one.npz", "metrics": "fid"}
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    for flag, name in (("out", "a.json"), ("save_reference", "a.npz")):
+        file = tmp_path / name
+        file.write_text("of before")
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, "fsync", full)
+            with pytest.raises(UserError) as caught:
+                scored(**given, **{flag: str(file)})
+        text = f"--{flag.replace('_', '-')} {file} cannot be written: No space left on device. "
+        assert str(caught.value).startswith(text)
+        assert file.read_text() == "of before"
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        file.unlink()
+    with pytest.raises(UserError, match=r"--out /dev/full/a\.json cannot be written: File exists"):
+        evaluate.report(LOSS, "/dev/full/a.json")
 
 
 def test_a_run_is_scored_as_it_trains_on_every_layout(folder):

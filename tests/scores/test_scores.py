@@ -4,13 +4,11 @@ import importlib
 import sys
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.scores import metrics, score
-from titan_dit.scores.features import Features
 from titan_dit.scores.moments import Moments, merge
 
 COUNT, WIDTH = 1200, 48
@@ -101,28 +99,6 @@ def test_moments_merge_exactly_from_uneven_parts(sets):
     assert merged.count == COUNT
     torch.testing.assert_close(merged.mean, rows.mean(0), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(merged.covariance, rows.T.cov(), rtol=1e-12, atol=1e-12)
-
-
-def network(name):
-    return Features(name, "0" * 64, lambda rows: (rows.float().flatten(1), None))
-
-
-def test_moments_are_kept_as_files(tmp_path, sets):
-    file, made_by = tmp_path / "real.npz", network("own:features")
-    score.save_moments(file, described(sets[0]), made_by)
-    found = score.reference(str(file), 8, made_by, ["fid"], "--reference")
-    assert found.moments.count == COUNT
-    torch.testing.assert_close(found.moments.covariance, described(sets[0]).moments.covariance)
-    with pytest.raises(UserError, match=r"but the features are other:features"):
-        score.reference(str(file), 8, network("other:features"), ["fid"], "--reference")
-    with pytest.raises(UserError, match="holds moments only, but kid, prdc needs pictures"):
-        score.reference(str(file), 8, made_by, ["prdc", "kid"], "--reference")
-    # As ADM writes them: no count, no name.
-    np.savez(file, mu=np.zeros(4), sigma=np.eye(4))
-    found = score.reference(str(file), 8, network("inception"), ["fid"], "--reference")
-    torch.testing.assert_close(found.moments.covariance, torch.eye(4).double())
-    with pytest.raises(UserError, match="does not say which features"):
-        score.reference(str(file), 8, made_by, ["fid"], "--reference")
 
 
 def test_wrong_metrics_are_one_line():

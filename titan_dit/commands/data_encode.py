@@ -125,14 +125,8 @@ def encode_share(
         progress(total - left + counts[0] * left // own, f"dropped {counts[1]:,}" * bool(counts[1]))
 
     progress(total - left)
-    failure = ""
-    try:
+    with ranks.failing_together(), progress:
         encode.encode_chunks(plan, vae, output, mine, threads, report)
-    except UserError as error:
-        failure = str(error)
-    progress.end()
-    if failures := [text for text in ranks.gather(failure) if text]:
-        raise UserError(failures[0])
 
 
 def report(

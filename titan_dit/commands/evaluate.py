@@ -12,7 +12,6 @@ Without NGPU one process runs per GPU, or a single one on a CPU. The ranks are l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks import validate
 from titan_dit.checks.device import replayable_precision, with_kernel
 from titan_dit.checks.parts import validate_parts
-from titan_dit.commands import evaluate_pictures, train
+from titan_dit.commands import evaluate_pictures, results_file, train
 from titan_dit.commands.flags.evaluate import Options
 from titan_dit.config import catalog, config_file, dotted_names, flags
 from titan_dit.config.job import JobConfig
@@ -170,11 +169,4 @@ def report(found: Mapping[str, Any], out: str | None) -> None:
         f"{found['layout']} on {found['device']}"
     )
     scores = {name: value for name, value in found.items() if name.startswith(PREFIX)}
-    width = max(map(len, scores))
-    for name, value in scores.items():
-        console.say(f"{name:{width}}  {value:.6g}")
-    if out:
-        file = Path(out)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found, indent=2) + "\n")
-        console.say(f"wrote {out}")
+    results_file.report(found, scores, out)

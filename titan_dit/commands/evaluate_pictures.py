@@ -7,7 +7,6 @@ in a folder beside the results until these are written: the same command goes on
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -19,9 +18,10 @@ import torch
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands import sample_pictures
+from titan_dit.commands import results_file, sample_pictures
 from titan_dit.commands.flags.evaluate import Options, ReferenceFlags
 from titan_dit.commands.flags.sample import DrawingFlags, PictureFlags
+from titan_dit.commands.results_file import new_file
 from titan_dit.commands.sample_pictures import Job, pictures_of
 from titan_dit.config.section import Section, UserError
 from titan_dit.data.class_labels import few
@@ -31,9 +31,10 @@ from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.pictures import output
 from titan_dit.pictures.parts import Parts
-from titan_dit.scores import features, pictures, score
+from titan_dit.scores import features, pictures, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
+from titan_dit.scores.reference import Reference
 from titan_dit.scores.score import Described
 from titan_dit.trained_model import load_trained
 
@@ -89,37 +90,36 @@ class Scoring:
         """Raise UserError unless the metrics are known and there are enough pictures."""
         score.check(self.names, count, real, f"--metrics {self.options.metrics}")
 
-    def reference(self, size: int) -> Pictures | Described:
+    def reference(self, size: int) -> Reference:
         """The pictures of --reference, cropped to `size`, or their moments."""
-        options = self.options
-        found = score.reference(options.reference, size, self.network, self.names, "--reference")
-        if options.save_reference and not isinstance(found, Pictures):
-            raise UserError(
-                f"--save-reference: --reference {options.reference} holds moments already."
-            )
+        path, keeps = self.options.reference, self.options.save_reference
+        found = reference.open_reference(path, size, self.network, self.names, "--reference")
+        if keeps and (not isinstance(found, Pictures) or found.moments is not None):
+            raise UserError(f"--save-reference: --reference {path} holds moments already.")
         return found
 
-    def scores(self, drawn: Pictures, real: Pictures | Described) -> dict[str, Any] | None:
+    def scores(self, drawn: Pictures, real: Reference) -> dict[str, Any] | None:
         """The metrics, on the first rank; None on the others. Collective."""
-        of_real = self.described(real) if isinstance(real, Pictures) else real
+        of_real = self.described(real)
         of_drawn = score.describe(self.network, drawn, self.names)
         if of_drawn is None or of_real is None:
             return None
         return score.score(of_drawn, of_real, self.names, self.network.name)
 
-    def described(self, real: Pictures) -> Described | None:
+    def described(self, real: Reference) -> Described | None:
         """The reference's features, and its moments as a file if they are to be kept."""
-        found = score.describe(self.network, real, self.names)
+        found = reference.describe_reference(self.network, real, self.names)
         file = self.options.save_reference
 
         def save() -> None:
             if file and found is not None:
-                score.save_moments(Path(file), found, self.network)
+                with new_file("--save-reference", Path(file)) as aside, aside.open("wb") as opened:
+                    reference.save_moments(opened, found, self.network)
 
         Ranks().run_on_first(save)
         return found
 
-    def about(self, drawn: Pictures, real: Pictures | Described) -> dict[str, Any]:
+    def about(self, drawn: Pictures, real: Reference) -> dict[str, Any]:
         """What the scores are of. Reads the pictures again for their digests."""
         options, network = self.options, self.network
         found = {
@@ -129,10 +129,17 @@ class Scoring:
             "features_digest": network.digest,
             "reference": options.reference,
         }
-        if isinstance(real, Pictures):
-            return {**found, "reference_count": real.count, "reference_digest": real.digest()}
-        digest = pictures.digest_of_file(Path(options.reference).expanduser())
-        return {**found, "reference_digest": digest}
+        if not isinstance(real, Pictures):
+            return {**found, "reference_digest": self.digest_of_file()}
+        found["reference_count"] = real.count
+        if real.moments is None:
+            return {**found, "reference_digest": real.digest()}
+        moments = "the file's mu and sigma"
+        return {**found, "reference_moments": moments, "reference_digest": self.digest_of_file()}
+
+    def digest_of_file(self) -> str:
+        """SHA-256 of a reference that is a file."""
+        return pictures.digest_of_file(Path(self.options.reference).expanduser())
 
 
 def main(options: Options, device: torch.device) -> None:
@@ -149,7 +156,7 @@ def main(options: Options, device: torch.device) -> None:
 def of_run(scoring: Scoring, job: Job) -> None:
     """Draw a run's pictures and score them. Collective."""
     ranks, num = Ranks(), len(job.labels)
-    scoring.check(num, score.UNKNOWN)
+    scoring.check(num, reference.UNKNOWN)
     real = scoring.reference(size_of(job))
     if isinstance(real, Pictures):
         scoring.check(num, real.count)
@@ -170,7 +177,7 @@ def of_samples(scoring: Scoring) -> None:
     """Score the pictures of --samples. Collective."""
     drawn = given_pictures(scoring.options)
     real = scoring.reference(int(drawn.read(range(1)).shape[1]))
-    scoring.check(drawn.count, real.count if isinstance(real, Pictures) else score.UNKNOWN)
+    scoring.check(drawn.count, real.count if isinstance(real, Pictures) else reference.UNKNOWN)
     scores = scoring.scores(drawn, real)
     if scores is not None:
         report({}, scoring.about(drawn, real), scores, scoring.options)
@@ -250,7 +257,7 @@ def given_pictures(options: Options) -> Pictures:
 def about_run(job: Job, labels: str) -> dict[str, Any]:
     """What the drawn pictures depend on."""
     record = checkpoint.read_record(job.run.path)
-    kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "guide", "eta")
+    kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "eta")
     return {
         "checkpoint": str(job.run.path),
         "step": record["step"],
@@ -258,6 +265,7 @@ def about_run(job: Job, labels: str) -> dict[str, Any]:
         "sampler": job.sampler.__name__,
         "sampling_steps": job.flags.steps,
         **{name: getattr(job.flags, name) for name in kept},
+        "guide": job.guide and str(job.guide.path),
         "labels": labels,
         "seed": job.flags.seed,
         "batch_size": job.flags.batch_size,
@@ -283,14 +291,4 @@ def report(
         f"{what}: {about['samples']:,} pictures against {about['reference']}, features of "
         f"{about['features']}"
     )
-    width = max(map(len, scores))
-    for name, value in scores.items():
-        console.say(f"{name:{width}}  {value:.6g}")
-    if options.out:
-        file = Path(options.out)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(run | about | scores, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"--out {file} cannot be written: {error.strerror}.") from None
-        console.say(f"wrote {options.out}")
+    results_file.report(run | about | scores, scores, options.out)

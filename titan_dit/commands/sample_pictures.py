@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_dit.checkpoint import checkpoint
 from titan_dit.commands.chosen_classes import chosen_classes
 from titan_dit.commands.flags.sample import CommonFlags, PictureFlags
-from titan_dit.commands.weak_network import weak_network
+from titan_dit.commands.weak_network import load_guide, weak_network
 from titan_dit.config import dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
@@ -70,6 +70,8 @@ class Job:
     flags: PictureFlags
     sampler: Sampler
     guidance: Guidance
+    guide: TrainedModel | None
+    """That of --guide."""
     labels: Int64[Tensor, " n"]
     noise: Float[Tensor, "n c h w"] | None
     vae: Autoencoder | None
@@ -93,12 +95,12 @@ class Job:
         """Everything that the bits of the samples depend on."""
         flags = self.flags
         keys = ("seed", "batch_size", "sampler", "steps", "eta", "cfg_scale", "cfg_channels")
-        files = checkpoint.read_record(self.run.path)["files"]
         return {
-            "checkpoint": [self.run.path.name, digest(repr(sorted(files.items())).encode())],
+            "checkpoint": identity(self.run),
             "weights": self.run.weights,
             "suffix": self.out.suffix,
-            **{key: getattr(flags, key) for key in (*keys, "cfg_rescale", "guide")},
+            **{key: getattr(flags, key) for key in (*keys, "cfg_rescale")},
+            "guide": self.guide and identity(self.guide),
             "cfg_interval": list(flags.cfg_interval),
             "labels": digest(self.labels.numpy().tobytes()),
             "noise": "" if self.noise is None else digest(self.noise.numpy().tobytes()),
@@ -135,13 +137,13 @@ def draw(job: Job, ranks: Ranks) -> Parts:
         console.say(f"{found} of {parts.count} batches are in {parts.folder}; drawing the others")
     progress = ProgressLine(sum(len(rows_of(job, number)) for number in missing), "samples")
     done = 0
-    for number in missing:
-        rows = rows_of(job, number)
-        parts.write(number, drawn(job, rows, partial(progressed, progress, done, len(rows), job)))
-        done += len(rows)
-        progress(done)
-    progress.end()
-    ranks.gather(None)
+    with ranks.failing_together(), progress:
+        for number in missing:
+            rows = rows_of(job, number)
+            report = partial(progressed, progress, done, len(rows), job)
+            parts.write(number, drawn(job, rows, report))
+            done += len(rows)
+            progress(done)
     return parts
 
 
@@ -154,10 +156,17 @@ def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
     noise = None
     if flags.noise is not None:
         noise, labels = read_noise(Path(flags.noise), diffusion.model)
-    weak = None if flags.guide is None else weak_network(flags.guide, run, diffusion)
+    guide = None if flags.guide is None else load_guide(flags.guide, run.device)
+    weak = None if guide is None else weak_network(guide, diffusion)
     guidance = drawing.guidance_of(flags, weak)
     vae = vae_of(diffusion, flags, run.device)
-    return Job(run, diffusion, flags, sampler, guidance, labels, noise, vae)
+    return Job(run, diffusion, flags, sampler, guidance, guide, labels, noise, vae)
+
+
+def identity(run: TrainedModel) -> list[str]:
+    """Name and digest of a network's checkpoint."""
+    files = checkpoint.read_record(run.path)["files"]
+    return [run.path.name, digest(repr(sorted(files.items())).encode())]
 
 
 def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> Autoencoder | None:
@@ -184,7 +193,7 @@ def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> A
 
 def described(job: Job) -> str:
     """The console line of what is drawn."""
-    guide = f" against {job.flags.guide}" if job.flags.guide else ""
+    guide = f" against {job.guide.path}" if job.guide else ""
     vae = f", decoded by {job.vae.facts} ({job.vae.source})" if job.vae else ""
     return (
         f"sampling {len(job.labels)} from {job.run.path} ({job.run.weights}): "

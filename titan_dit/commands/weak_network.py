@@ -22,17 +22,21 @@ MEANING = ("name", "prediction", "noise_schedule", "steps", "direction", "time_s
 """Keys of [objective] that say what a prediction means; the two networks must agree on them."""
 
 
-def weak_network(guide: str, run: TrainedModel, diffusion: Diffusion) -> Conditional:
-    """The prediction of --guide's network for the tokens of `run`. Collective.
+def load_guide(guide: str, device: torch.device) -> TrainedModel:
+    """The EMA weights of the newest checkpoint of --guide. Collective."""
+    path = Ranks().run_on_first(lambda: find_checkpoint(location(guide), None, "--guide"))
+    return load_trained(path, "ema", None, device)
+
+
+def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
+    """The prediction of --guide's network for the tokens of `diffusion`, that of --run.
 
     Raises UserError on a misfit. Its outputs beyond the latent's channels, such as a learned
     variance, are not used.
     """
-    path = Ranks().run_on_first(lambda: find_checkpoint(location(guide), None, "--guide"))
-    weak = load_trained(path, "ema", None, run.device)
     theirs = weak.diffusion("--guide")
-    check(guide, diffusion, theirs)
-    channels, static = diffusion.model.sample_shape[0], theirs.model.static(run.device)
+    check(f"{weak.path}", diffusion, theirs)
+    channels, static = diffusion.model.sample_shape[0], theirs.model.static(weak.device)
     outputs = diffusion.path.output_channels(channels)
 
     def predict(x: Tensor, timestep: Tensor, labels: Tensor) -> Tensor:

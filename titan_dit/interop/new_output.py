@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from titan_dit.config.section import UserError
-from titan_dit.system.files import PARTIAL, sync_folder
+from titan_dit.system.files import PARTIAL, reason_of, sync_folder
 
 
 @contextmanager
@@ -21,7 +19,8 @@ def new_output(target: Path) -> Iterator[Path]:
     """Yield a path to write; it is renamed to `target` at the end of the block.
 
     It lies in a folder beside the target, with room for other files. What a killed process left
-    there is deleted. Raises UserError if the target cannot be written.
+    there is deleted. Raises UserError if the target cannot be written; `tensor_reader.reading` is
+    for what the block reads.
     """
     final = target.with_name(target.resolve().name)
     aside = final.with_name(f"{final.name}.{os.getpid()}{PARTIAL}")
@@ -37,10 +36,8 @@ def new_output(target: Path) -> Iterator[Path]:
             sync_folder(aside / final.name)
         (aside / final.name).rename(final)
         sync_folder(final.resolve().parent)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        reason = reason or (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--to {target} cannot be written: {reason}.") from None
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter.
+        raise UserError(f"--to {target} cannot be written: {reason_of(error)}.") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         if lock >= 0:

@@ -6,16 +6,19 @@ import argparse
 import pickle
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from titan_dit.checkpoint.store import Location
 from titan_dit.config.section import UserError
 from titan_dit.interop.on_demand import OnDemand
+from titan_dit.system.files import reason_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -49,11 +52,20 @@ def open_safetensors(path: Path) -> tuple[OnDemand, dict[str, str]]:
 
     def get(name: str) -> Tensor:
         # Opened anew: the pages of a file that stays mapped count as this process's memory.
-        with safe_open(path, framework="pt") as file:
+        with reading(path), safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
     return OnDemand(outline, get), metadata
+
+
+@contextmanager
+def reading(path: Location) -> Iterator[None]:
+    """Turn an error of reading tensors into one line that names their file or checkpoint."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {reason_of(error)}.") from None
 
 
 class Pickled:
@@ -80,6 +92,8 @@ class Pickled:
                 f"{self.path}: not a file of plain weights: {why}. Loading it can execute code, so "
                 "it was not loaded. Save only the state dict: torch.save(model.state_dict(), FILE)."
             ) from None
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {reason_of(error)}.") from None
         except Exception as error:  # torch.load raises any exception on a damaged file.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
@@ -108,7 +122,8 @@ class Pickled:
         found: Any = self.whole()
         for key in keys:
             found = found[key]
-        tensor = torch.as_tensor(found).clone()
+        with reading(self.path):
+            tensor = torch.as_tensor(found).clone()
         self.read += tensor.nbytes
         del found
         if self.is_mapped and self.read > MAPPED:

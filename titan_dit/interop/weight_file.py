@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.interop.on_demand import OnDemand
 from titan_dit.interop.tensor_reader import Pickled, open_safetensors
+from titan_dit.system.files import reason_of
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -70,8 +71,9 @@ def open_file(path: Path) -> tuple[Mapping[str, Any], dict[str, str], Getter]:
         return file.whole(), {}, file.get
     try:
         tensors, metadata = open_safetensors(path)
-    except SafetensorError as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error}).") from None
+    except (SafetensorError, OSError) as error:
+        reason = reason_of(error)
+        raise UserError(f"{path}: not a readable safetensors file ({reason}).") from None
     content: dict[str, Any] = {}
     for name, tensor in tensors.outline.items():
         head, _, rest = name.partition(".")

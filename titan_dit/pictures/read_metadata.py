@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,10 +46,8 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
                 "relative to it."
             )
         names.append(name)
-    key = next((key for key in LABELS if any(key in row for row in rows)), LABELS[0])
-    labels: list[Label] = [label_of(row.get(key)) for row in rows]
-    text = next((key for key in TEXTS if any(key in row for row in rows)), TEXTS[0])
-    texts = [str(row.get(text) or "") for row in rows]
+    labels: list[Label] = [label_of(first_of(row, LABELS)) for row in rows]
+    texts = [str(first_of(row, TEXTS) or "") for row in rows]
 
     def read(row: int) -> bytes:
         path = root / names[row]
@@ -58,6 +56,11 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
         return bytes(read_whole(path))
 
     return make_set(root, file.name, names, numbers_if_decimal(labels), texts, read, asked)
+
+
+def first_of(row: Mapping[str, Any], keys: Sequence[str]) -> object:
+    """The first value among keys of equal meaning that a row has, or None."""
+    return next((row[key] for key in keys if row.get(key) not in (None, "")), None)
 
 
 def of_jsonl(file: Path, where: str) -> list[Mapping[str, Any]]:

@@ -24,6 +24,7 @@ from titan_dit.data.packing.images import decode_image
 from titan_dit.data.recognise import IMAGE_SUFFIXES
 from titan_dit.pictures.open_input import open_listed
 from titan_dit.pictures.picture_set import Asked, PictureSet
+from titan_dit.scores.moments import Moments
 
 PICTURES = "arr_0"
 """Of a .npz: uint8 [n, h, w, 3] (arXiv:2105.05233's evaluator)."""
@@ -42,6 +43,8 @@ class Pictures:
     about: str
     classes: Mapping[str, int] = field(default_factory=dict)
     """Pictures of each class, by its name or number; empty if they have no classes."""
+    moments: Moments | None = None
+    """Of a reference's file, for FID: ADM's are of a whole dataset, its pictures a part of it."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +156,25 @@ def of_npz(path: Path, where: str) -> Pictures:
     def read(rows: range) -> Tensor:
         return torch.from_numpy(np.array(array[rows.start : rows.stop]))
 
-    classes: dict[str, int] = {}
-    if LABELS in names_in(path, where):
-        labels = Counter(array_of(path, where, LABELS).tolist())
-        classes = {str(label): labels[label] for label in sorted(labels) if label >= 0}
     about = f"{len(array):,} pictures of {path}"
+    classes = counts_in(path, where, len(array))
     return Pictures(
         len(array), read, lambda: hashlib.sha256(array.data).hexdigest(), about, classes
     )
+
+
+def counts_in(path: Path, where: str, count: int) -> dict[str, int]:
+    """Pictures of each class in a .npz of `count` pictures; {} if it has no labels."""
+    if LABELS not in names_in(path, where):
+        return {}
+    labels = array_of(path, where, LABELS)
+    if labels.dtype.kind not in "iu" or labels.shape != (count,):
+        raise UserError(
+            f"{where} {path}: {LABELS} is {labels.dtype} {list(labels.shape)}, not the class "
+            f"numbers of {count} pictures, integers [{count}]. Correct it, or leave it out."
+        )
+    counts = Counter(labels.tolist())
+    return {str(label): counts[label] for label in sorted(counts) if label >= 0}
 
 
 def of_batches(batches: Sequence[UInt8[Tensor, "b h w 3"]], about: str) -> Pictures:
@@ -184,29 +198,38 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
     found = names_in(path, where)
     if name not in found:
         raise UserError(f"{where} {path} holds {', '.join(sorted(found))}, but no {name}.")
-    with zipfile.ZipFile(path) as archive:
-        entry = archive.getinfo(f"{name}.npy")
-        if entry.compress_type == zipfile.ZIP_STORED:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entry = archive.getinfo(f"{name}.npy")
+            if entry.compress_type == zipfile.ZIP_STORED:
+                return mapped(path, archive, entry)
             with archive.open(entry) as file:
-                version = np.lib.format.read_magic(file)
-                header = (
-                    np.lib.format.read_array_header_1_0(file)
-                    if version == (1, 0)
-                    else np.lib.format.read_array_header_2_0(file)
-                )
-                length = file.tell()
-            shape, fortran, dtype = header
-            with path.open("rb") as raw:
-                raw.seek(entry.header_offset + 26)
-                lengths = np.frombuffer(raw.read(4), "<u2")
-            first = entry.header_offset + 30 + int(lengths.sum()) + length
-            mapped: np.ndarray = np.memmap(
-                str(path), dtype, "r", first, shape, "F" if fortran else "C"
-            )
-            return mapped
-    with np.load(path) as arrays:
-        whole: np.ndarray = arrays[name]
-        return whole
+                whole: np.ndarray = np.lib.format.read_array(file)
+                return whole
+    except Exception as error:  # zipfile, zlib and numpy raise any exception on a damaged file.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{where} {path}: {name} cannot be read ({reason}).") from None
+
+
+def mapped(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    """An array that a .npz holds as it is, as a memory map."""
+    with archive.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        header = (
+            np.lib.format.read_array_header_1_0(file)
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0(file)
+        )
+        length = file.tell()
+    shape, fortran, dtype = header
+    if dtype.hasobject:  # Mapped, they would be read as addresses.
+        raise ValueError("it holds Python objects, not numbers")
+    with path.open("rb") as raw:
+        raw.seek(entry.header_offset + 26)
+        lengths = np.frombuffer(raw.read(4), "<u2")
+    first = entry.header_offset + 30 + int(lengths.sum()) + length
+    found: np.ndarray = np.memmap(str(path), dtype, "r", first, shape, "F" if fortran else "C")
+    return found
 
 
 def digest_of_file(path: Path) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import torch as safetensors
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.launcher.ranks import Ranks
-from titan_dit.scores import metrics, pictures
+from titan_dit.scores import metrics
 from titan_dit.scores.features import Features
 from titan_dit.scores.moments import Moments, merge
 from titan_dit.scores.pictures import Pictures
@@ -24,8 +22,6 @@ from titan_dit.system.progress import ProgressLine
 METRICS = ("fid", "kid", "is", "prdc")
 BATCH = 64
 """Pictures in a pass of the feature network, whatever the number of ranks: the same bits."""
-UNKNOWN = 2**31
-"""Count of moments that were stored without one: their covariance has full rank."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +38,7 @@ def described(features: Float[Tensor, "n d"], logits: Float[Tensor, "n k"] | Non
     return Described(merge(map(Moments.of, torch.split(features, BATCH))), features, logits)
 
 
-def describe(
-    network: Features,
-    chosen: Pictures,
-    names: Sequence[str],
-    alive: Callable[[], None] = lambda: None,
-    *,
-    shows: bool = True,
-) -> Described | None:
+def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Described | None:
     """Features of all pictures, on the first rank; None on the others. Collective.
 
     Rank r takes the batches r, r + ranks, ... Only what the metrics `names` need is kept.
@@ -57,24 +46,23 @@ def describe(
     ranks = Ranks()
     starts = range(0, chosen.count, BATCH)
     mine = starts[ranks.rank :: ranks.count]
-    progress = ProgressLine(len(mine), "batches", what=f"features of {chosen.about}")
     keeps_rows, keeps_logits = bool({"kid", "prdc"} & {*names}), "is" in names
     moments: list[Moments] = []
     parts: dict[str, Tensor] = {}
-    for first in mine:
-        features, logits = network(chosen.read(range(first, min(first + BATCH, chosen.count))))
-        if keeps_logits and logits is None:
-            raise UserError(f"the metric is needs class scores, which {network.name} does not give")
-        moments.append(Moments.of(features))
-        if keeps_rows:
-            parts[f"features.{first:012d}"] = features
-        if keeps_logits and logits is not None:
-            parts[f"logits.{first:012d}"] = logits
-        alive()
-        if shows:
+    progress = ProgressLine(len(mine), "batches", what=f"features of {chosen.about}")
+    with ranks.failing_together(), progress:
+        for first in mine:
+            features, logits = network(chosen.read(range(first, min(first + BATCH, chosen.count))))
+            if keeps_logits and logits is None:
+                raise UserError(
+                    f"the metric is needs class scores, which {network.name} does not give"
+                )
+            moments.append(Moments.of(features))
+            if keeps_rows:
+                parts[f"features.{first:012d}"] = features
+            if keeps_logits and logits is not None:
+                parts[f"logits.{first:012d}"] = logits
             progress.add(1)
-    if shows:
-        progress.end()
     return joined(ranks, moments, parts)
 
 
@@ -138,68 +126,3 @@ def check(names: Sequence[str], count: int, real: int, where: str) -> None:
             raise UserError(
                 f"{where}: {name} needs {least[name]} pictures, but there are {fewest}."
             )
-
-
-def reference(
-    path: str, size: int, network: Features, names: Sequence[str], where: str
-) -> Pictures | Described:
-    """A reference: pictures of a folder or a .npz, or the moments of a .npz.
-
-    Raises UserError if there is none, or if it cannot serve the metrics.
-    """
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return pictures.of_folder(place, size, where)
-    if not place.is_file() or place.suffix != ".npz":
-        raise UserError(
-            f"{where} {path}: no such folder of pictures, and no .npz file with "
-            f"{pictures.PICTURES}, or mu and sigma."
-        )
-    if pictures.PICTURES in pictures.names_in(place, where):
-        return pictures.of_npz(place, where)
-    return moments_of(place, network, names, where)
-
-
-def moments_of(path: Path, network: Features, names: Sequence[str], where: str) -> Described:
-    """Moments of a .npz: `mu` and `sigma`, as ADM's and pytorch-fid's, and perhaps their origin."""
-    mean, covariance = (
-        torch.from_numpy(np.array(pictures.array_of(path, where, name), dtype=np.float64))
-        for name in ("mu", "sigma")
-    )
-    if covariance.shape != (len(mean), len(mean)):
-        raise UserError(
-            f"{where} {path}: mu is {list(mean.shape)}, sigma {list(covariance.shape)}."
-        )
-    with np.load(path) as arrays:
-        count = int(arrays["count"]) if "count" in arrays else UNKNOWN
-        made_by = str(arrays["features"]) if "features" in arrays else ""
-    if made_by and made_by != f"{network.name} {network.digest}":
-        raise UserError(
-            f"{where} {path} holds moments of {made_by[:40]}..., but the features are "
-            f"{network.name} {network.digest[:12]}...."
-        )
-    if not made_by and network.name != "inception":
-        raise UserError(
-            f"{where} {path} does not say which features its moments are of; those of Inception "
-            f"are meant, not {network.name}. Give pictures."
-        )
-    if others := sorted({"kid", "prdc"} & {*names}):
-        raise UserError(
-            f"{where} {path} holds moments only, but {', '.join(others)} needs pictures."
-        )
-    return Described(Moments(count, mean, covariance * (count - 1)))
-
-
-def save_moments(path: Path, described: Described, network: Features) -> None:
-    """Write moments as ADM's `mu` and `sigma`, with their count and features."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}")
-    with aside.open("wb") as file:
-        np.savez(
-            file,
-            mu=described.moments.mean.numpy(),
-            sigma=described.moments.covariance.numpy(),
-            count=np.array(described.moments.count),
-            features=np.array(f"{network.name} {network.digest}"),
-        )
-    aside.replace(path)

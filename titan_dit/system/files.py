@@ -32,6 +32,12 @@ def write_whole(file: Path, data: bytes) -> None:
         aside.write_bytes(data)
 
 
+def reason_of(error: Exception) -> str:
+    """Why a file could not be read or written, as one line."""
+    text = error.strerror if isinstance(error, OSError) else None
+    return text or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def sync_folder(path: Path) -> None:
     """Fsync a folder, so that new names survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

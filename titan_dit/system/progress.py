@@ -108,6 +108,12 @@ class ProgressLine:
         """End the open line."""
         self.line.end()
 
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
 
 @contextmanager
 def following(size: Callable[[], int], progress: ProgressLine) -> Iterator[None]:

@@ -12,7 +12,7 @@ from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Forward, Objective
 from titan_dit.observe.console import SCORE
-from titan_dit.scores import features, score
+from titan_dit.scores import features, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
 from titan_dit.scores.score import Described
@@ -78,11 +78,10 @@ def open_evaluation(
     key = f"{WHERE} features"
     network = features.load(config.features, config.feature_weights, device, key)
     size, names = objective.picture_size(sampling), config.metrics
-    found = score.reference(config.reference, size, network, names, f"{WHERE} reference")
-    count = found.count if isinstance(found, Pictures) else score.UNKNOWN
+    where = f"{WHERE} reference"
+    found = reference.open_reference(config.reference, size, network, names, where)
+    count = found.count if isinstance(found, Pictures) else reference.UNKNOWN
     score.check(names, config.num, count, f"{WHERE} metrics")
-    real: Described | None = (
-        score.describe(network, found, names) if isinstance(found, Pictures) else found
-    )
+    real = reference.describe_reference(network, found, names)
     classes = found.classes if isinstance(found, Pictures) else {}
     return Evaluation(config, network, real, classes)

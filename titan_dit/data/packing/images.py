@@ -13,14 +13,17 @@ from torch import Tensor
 
 from titan_dit.data.files import BadFileError, read_whole
 
+THINNEST = 100
+"""Ratio of sides up to which a picture is cropped: before the crop its shorter side is resized."""
+
 
 def read_image(
     path: Path, size: int | None = None, shape: tuple[int, ...] | None = None
 ) -> UInt8[Tensor, "c h w"]:
     """Read an image file: one channel if grey, else RGB; transparency on white.
 
-    `size` crops to a square, see `center_crop`. If `shape` has three channels, grey becomes RGB;
-    any other difference from `shape` raises BadFileError.
+    `size` crops to a square, see `center_crop`. If `shape` has three channels, grey becomes RGB.
+    Raises BadFileError for any other difference from `shape`, and if it is too thin to be cropped.
     """
     return decode_image(read_whole(path), size, shape)
 
@@ -40,6 +43,10 @@ def decode_image(
         raise
     except Exception as error:  # Pillow raises any exception on a damaged file.
         raise BadFileError("not a readable image: damaged, or cut off") from error
+    if size is not None and max(picture.size) > THINNEST * min(picture.size):
+        raise BadFileError(
+            f"{picture.width} x {picture.height} pixels: too thin to be cropped to a square"
+        )
     pixels = np.asarray(picture if size is None else center_crop(picture, size))
     tensor = torch.from_numpy(pixels.copy()).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     if shape is not None and tuple(tensor.shape) != shape:

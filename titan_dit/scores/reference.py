@@ -1,0 +1,141 @@
+"""What drawn pictures are compared with: real pictures, their moments in a file, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TypeAlias
+
+import numpy as np
+import torch
+
+from titan_dit.config.section import UserError
+from titan_dit.scores import pictures, score
+from titan_dit.scores.features import Features
+from titan_dit.scores.moments import Moments
+from titan_dit.scores.pictures import Pictures
+from titan_dit.scores.score import Described
+
+UNKNOWN = 2**31
+"""Count of moments that were stored without one: their covariance has full rank."""
+MEAN, COVARIANCE, COUNT, MADE_BY = "mu", "sigma", "count", "features"
+"""Arrays of a .npz with moments: the first two are ADM's and pytorch-fid's."""
+
+Reference: TypeAlias = Pictures | Described
+
+
+def open_reference(
+    path: str, size: int, network: Features, names: Sequence[str], where: str
+) -> Reference:
+    """A reference: pictures of a folder or a .npz, or the moments of a .npz.
+
+    `size`: width and height of the drawn pictures; `names`: the metrics. Raises UserError if there
+    is no such reference, or if it cannot serve the metrics.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return pictures.of_folder(place, size, where)
+    if not place.is_file() or place.suffix != ".npz":
+        raise UserError(
+            f"{where} {path}: no such folder of pictures, and no .npz file with "
+            f"{pictures.PICTURES}, or {MEAN} and {COVARIANCE}."
+        )
+    held = pictures.names_in(place, where)
+    if pictures.PICTURES not in held:
+        if other := why_of_others(place, network, where):
+            raise UserError(other)
+        if lacking := sorted({"kid", "prdc"} & {*names}):
+            raise UserError(
+                f"{where} {path} holds moments only, but {', '.join(lacking)} needs pictures."
+            )
+        return Described(moments_of(place, size, network, where))
+    found = pictures.of_npz(place, where)
+    if {MEAN, COVARIANCE} <= held and not why_of_others(place, network, where):
+        return replace(found, moments=moments_of(place, size, network, where))
+    return found
+
+
+def why_of_others(path: Path, network: Features, where: str) -> str:
+    """Why the moments of a .npz are not those of a network's features; "" if they are."""
+    made_by = ""
+    if MADE_BY in pictures.names_in(path, where):
+        made_by = str(pictures.array_of(path, where, MADE_BY))
+    if made_by and made_by != f"{network.name} {network.digest}":
+        return (
+            f"{where} {path} holds moments of {made_by[:40]}..., but the features are "
+            f"{network.name} {network.digest[:12]}...."
+        )
+    if not made_by and network.name != "inception":
+        return (
+            f"{where} {path} does not say which features its moments are of; those of Inception "
+            f"are meant, not {network.name}. Give pictures."
+        )
+    return ""
+
+
+def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
+    """Moments of a .npz: `mu` and `sigma`, and perhaps their `count`.
+
+    Raises UserError unless they fit the features of pictures of `size`.
+    """
+    mu, sigma = (pictures.array_of(path, where, name) for name in (MEAN, COVARIANCE))
+    blank = torch.zeros(1, size, size, 3, dtype=torch.uint8)
+    width = network(blank)[0].shape[1]
+    if any(array.dtype.kind not in "fiu" for array in (mu, sigma)) or (
+        (mu.shape, sigma.shape) != ((width,), (width, width))
+    ):
+        raise UserError(
+            f"{where} {path}: {MEAN} is {mu.dtype} {list(mu.shape)} and {COVARIANCE} {sigma.dtype} "
+            f"{list(sigma.shape)}. Those of {network.name} are numbers [{width}] and "
+            f"[{width}, {width}]."
+        )
+    mean, covariance = (torch.from_numpy(np.array(a, dtype=np.float64)) for a in (mu, sigma))
+    if not (mean.isfinite().all() and covariance.isfinite().all()):
+        raise UserError(f"{where} {path}: {MEAN} or {COVARIANCE} is not finite.")
+    if (covariance - covariance.T).abs().max() > 1e-4 * covariance.abs().max():
+        raise UserError(f"{where} {path}: {COVARIANCE} is not symmetric, so it is no covariance.")
+    count = count_of(path, where)
+    return Moments(count, mean, covariance * (count - 1))
+
+
+def count_of(path: Path, where: str) -> int:
+    """How many pictures the moments of a .npz are of; UNKNOWN if it does not say."""
+    if COUNT not in pictures.names_in(path, where):
+        return UNKNOWN
+    count = pictures.array_of(path, where, COUNT)
+    if count.dtype.kind not in "iu" or count.shape or count < 2:
+        raise UserError(
+            f"{where} {path}: {COUNT} is {count.dtype} {list(count.shape)}, not an integer of at "
+            "least 2."
+        )
+    return int(count)
+
+
+def describe_reference(
+    network: Features, real: Reference, names: Sequence[str]
+) -> Described | None:
+    """What the metrics need of a reference, on the first rank; None on the others. Collective.
+
+    Moments of its file replace those of its pictures, which may be fewer.
+    """
+    if isinstance(real, Described):
+        return real
+    if real.moments is None:
+        return score.describe(network, real, names)
+    if not {"kid", "prdc"} & {*names}:
+        return Described(real.moments)
+    found = score.describe(network, real, names)
+    return found and replace(found, moments=real.moments)
+
+
+def save_moments(file: IO[bytes], described: Described, network: Features) -> None:
+    """Write moments as ADM's `mu` and `sigma`, with their count and features."""
+    moments = described.moments
+    np.savez(
+        file,
+        mu=moments.mean.numpy(),
+        sigma=moments.covariance.numpy(),
+        count=np.array(moments.count),
+        features=np.array(f"{network.name} {network.digest}"),
+    )
