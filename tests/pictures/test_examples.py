@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +42,17 @@ def test_an_installed_package_says_where_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(data_example, "SOURCE", tmp_path)
     with pytest.raises(UserError, match="without these pictures. Clone".replace(".", r"\.")):
         data_example.main(Options(name="pictures", out=str(tmp_path / "x")))
+
+
+def test_a_full_disk_leaves_no_part_of_the_pictures(tmp_path, monkeypatch):
+    def fills(self, file, *_):
+        Path(file).write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", fills)
+    with pytest.raises(UserError, match=r"x cannot be written: No space left on device\.$"):
+        data_example.main(Options(name="pictures", out=str(tmp_path / "x")))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long

@@ -133,6 +133,21 @@ def test_a_full_disk_is_one_line(folder, monkeypatch):
     with pytest.raises(UserError, match=r"--out: /dev/full/x\.npz\.parts.* cannot be written: "):
         drawn("/dev/full/x.npz")
 
+    def fills(self, file, *_):
+        Path(file).write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    there = {*Path().iterdir()}
+    for out in ("full", "full.png"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Image.Image, "save", fills)
+            with pytest.raises(UserError, match=f"^--out: {out} cannot be written: No space"):
+                drawn(out)
+        assert {*Path().iterdir()} - there == {Path(f"{out}.parts")}
+        drawn(out)
+        assert {*Path().iterdir()} - there == {Path(out)}
+        there.add(Path(out))
+
 
 def test_a_run_guides_another_one(folder, monkeypatch):
     """By itself: guidance is none, whatever its scale."""

@@ -11,7 +11,7 @@ from titan_dit.config.section import UserError
 from titan_dit.observe import console
 from titan_dit.pictures import sheets
 from titan_dit.pictures.output import METADATA
-from titan_dit.system.files import PARTIAL
+from titan_dit.system.files import reason_of, replacing_folder
 from titan_dit.system.progress import ProgressLine
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples"
@@ -27,22 +27,18 @@ def main(options: Options) -> None:
         )
     if out.exists():
         raise UserError(f"--out {out} exists. Choose another folder, or delete it.")
-    aside = out.with_name(f"{out.name}{PARTIAL}")
     lines = (source / sheets.CAPTIONS).read_text().splitlines()
-    progress = ProgressLine(len(lines), "pictures")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        for line, picture in sheets.read(source):
-            file = aside / line["file_name"]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(file)
-            progress.add(1)
-        (aside / METADATA).write_text("".join(f"{line}\n" for line in lines))
-        notice = source / "NOTICE"
-        shutil.copy(notice, aside / notice.name)
-        aside.rename(out)
+        with replacing_folder(out) as aside, ProgressLine(len(lines), "pictures") as progress:
+            for line, picture in sheets.read(source):
+                file = aside / line["file_name"]
+                file.parent.mkdir(exist_ok=True)
+                picture.save(file)
+                progress.add(1)
+            (aside / METADATA).write_text("".join(f"{line}\n" for line in lines))
+            notice = source / "NOTICE"
+            shutil.copy(notice, aside / notice.name)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}.") from None
-    progress.end()
+        raise UserError(f"--out {out} cannot be written: {reason_of(error)}.") from None
     classes = {json.loads(line)["label"] for line in lines}
     console.say(f"wrote {out}: {len(lines):,} pictures of {len(classes)} classes, {METADATA}")

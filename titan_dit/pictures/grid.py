@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+from titan_dit.system.files import replacing
 
 INK = "#222222"
 WIDEST = 200
@@ -65,7 +68,8 @@ def draw_grid(
             image = image.resize((cell_w - 2, cell_h - 2), Image.Resampling.BICUBIC)
             sheet.paste(image, (margin + x * cell_w + 1, y * cell_h + 1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+    with replacing(path, f".{os.getpid()}") as aside:
+        sheet.save(aside, "PNG")
 
 
 def caption(

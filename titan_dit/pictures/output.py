@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from jaxtyping import Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
-from titan_dit.system.files import PARTIAL, replacing, sync_folder
+from titan_dit.system.files import replacing, replacing_folder
 
 METADATA = "metadata.jsonl"
 DATE = (1980, 1, 1, 0, 0, 0)
@@ -32,25 +31,19 @@ def write_folder(
 
     The folder appears when it is whole. `data encode` reads it.
     """
-    aside = path.with_name(f"{path.name}{PARTIAL}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     lines, number = [], 0
-    for batch in batches:
-        for pixels in batch.numpy():
-            file = f"{number:06d}.png"
-            Image.fromarray(pixels).save(aside / file)
-            label = labels[number]
-            line = {"file_name": file, "label": label}
-            if 0 <= label < len(names):
-                line["class"] = names[label]
-            lines.append(json.dumps(line, ensure_ascii=False))
-            number += 1
-    (aside / METADATA).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if path.is_dir():  # Empty, or the command would have refused it.
-        path.rmdir()
-    aside.rename(path)
-    sync_folder(path.resolve().parent)
+    with replacing_folder(path) as aside:
+        for batch in batches:
+            for pixels in batch.numpy():
+                file = f"{number:06d}.png"
+                Image.fromarray(pixels).save(aside / file)
+                label = labels[number]
+                line = {"file_name": file, "label": label}
+                if 0 <= label < len(names):
+                    line["class"] = names[label]
+                lines.append(json.dumps(line, ensure_ascii=False))
+                number += 1
+        (aside / METADATA).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_npz(

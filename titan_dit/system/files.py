@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,26 @@ def replacing(file: Path, mark: str = "") -> Iterator[Path]:
         aside.unlink(missing_ok=True)
         raise
     sync_folder(file.parent)
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; rename it to `folder` if the block succeeds.
+
+    `folder` may be there, if it is empty. What a killed process left is deleted.
+    """
+    aside = folder.with_name(f"{folder.name}{PARTIAL}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        if folder.is_dir():
+            folder.rmdir()
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync_folder(folder.resolve().parent)
 
 
 def write_whole(file: Path, data: bytes) -> None:
