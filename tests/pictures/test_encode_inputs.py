@@ -77,6 +77,10 @@ def test_labels_may_be_numbered_by_a_list_and_be_missing(root):
     assert open_input(root / "tars", Asked(classes=given)).labels.tolist()[::4] == [1, 2, 0]
     found = open_input(root / "jsonl", Asked(classes=[*LABELS, "yak"], num_classes=4))
     assert (found.num_classes, found.class_names[3]) == (4, "yak")
+    said = refused(lambda: open_input(root / "parquet", Asked(classes=LABELS[:2])))
+    assert said.endswith(
+        "has the label 2, outside 0 to 1. Correct it, or list all classes: --classes FILE."
+    )
 
 
 def metadata(root, tmp_path, *lines, num_classes=2):

@@ -103,7 +103,8 @@ def make_set(
     if (lowest < 0 and not asked.gaps) or highest >= min(most, LABEL_LIMIT):
         bad = lowest if lowest < 0 and not asked.gaps else highest
         name = names[list(labels).index(bad)]
-        fix = "Correct it." if asked.gaps else "Correct it, or raise --num-classes."
+        raised = "list all classes: --classes FILE" if found_names else "raise --num-classes"
+        fix = "Correct it." if asked.gaps else f"Correct it, or {raised}."
         last = min(most, LABEL_LIMIT) - 1
         raise UserError(f"{where}: {name} has the label {bad}, outside 0 to {last}. {fix}")
     may_lack = asked.gaps or num_classes is not None
