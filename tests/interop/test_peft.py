@@ -126,6 +126,7 @@ def test_the_whole_network_is_exported_with_its_adapters_merged(base, adapted, t
     [
         ({"use_dora": True}, "use_dora=true is not"),
         ({"bias": "all"}, 'bias="all" is not supported'),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.* changes the base, too"),
         ({"r": 5}, "r=5, but the adapters have rank"),
         ({"lora_alpha": None}, "lacks a number"),
     ],

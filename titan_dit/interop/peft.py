@@ -30,6 +30,9 @@ PREFIXES = (PREFIX, "transformer.")
 KINDS = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
 UNSUPPORTED = {"use_dora": False, "bias": "none", "peft_type": "LORA", "alpha_pattern": {}}
 """Keys of the config, and the values that [lora] has."""
+INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the adapted weights as they are; pissa and others add to
+them, so that their adapters do not fit the base."""
 
 Pair = tuple[Tensor, Tensor]
 """An A and a B."""
@@ -88,6 +91,12 @@ def read(folder: Path, found: DiffusersDiT) -> Adapters:
     for key, value in UNSUPPORTED.items():
         if (given := config.get(key, value)) != value:
             raise UserError(f"{CONFIG}: {key}={json.dumps(given)} is not supported.")
+    if (initial := config.get("init_lora_weights")) not in INITIAL:
+        raise UserError(
+            f"{CONFIG}: init_lora_weights={json.dumps(initial)} changes the base, too: not "
+            "supported. Save the adapters as plain ones, see path_initial_model_for_weight_"
+            "conversion of peft's save_pretrained."
+        )
     tensors = hf_directory.read_weights(folder, (WEIGHTS,))
     pairs = dict(pairs_of({name: tensors[name].float() for name in tensors}))
     sizes = {a.shape[0] for a, _ in pairs.values()}
