@@ -22,7 +22,7 @@ from titan_dit.config.layout import (
     PrecisionConfig,
     RematConfig,
 )
-from titan_dit.config.parameter_groups import GroupConfig, groups_of, matches
+from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models import lora
@@ -76,12 +76,7 @@ class RunPlan:
 
     def trained(self, names: Iterable[str], groups: Sequence[GroupConfig]) -> set[str]:
         """The parameters that neither [optimizer] `groups` nor [lora] freeze."""
-        names, own = list(names), self.lora
-        if own.rank:
-            beside = (f"*.{lora.A}", f"*.{lora.B}", "objective.*", *own.trained)
-            names = [name for name in names if matches(name, beside)]
-        frozen = {name for name, group in groups_of(names, groups).items() if group.frozen}
-        return set(names) - frozen
+        return lora.trained(names, self.lora, groups)
 
     @property
     def tokens_per_rank(self) -> int:

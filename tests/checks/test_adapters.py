@@ -4,6 +4,7 @@ import re
 
 import pytest
 from tiny import tiny_config
+from tiny_gpt import gpt_config
 
 from titan_dit.checks.adapters import check_lora
 from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
@@ -14,8 +15,8 @@ from titan_dit.plan import resolve
 INIT = {"init": "outputs/base"}
 
 
-def checked(checkpoint=INIT, resuming=False, **sections):
-    config = tiny_config(checkpoint=checkpoint, **sections)
+def checked(checkpoint=INIT, resuming=False, made=tiny_config, **sections):
+    config = made(checkpoint=checkpoint, **sections)
     plan = resolve(config, 1, resuming)
     check_lora(config, plan)
     return config, plan
@@ -31,6 +32,18 @@ def checked(checkpoint=INIT, resuming=False, **sections):
         (
             {"lora": {"rank": 4}, "precision": {"float8": "rowwise"}},
             'with [precision] float8="rowwise"',
+        ),
+        ({"lora": {"rank": 4, "targets": []}}, "[lora] targets=[] adapts nothing"),
+        (
+            {"lora": {"rank": 4, "targets": ["head.*"]}, "made": gpt_config},
+            "[lora] targets: head.out shares its weight with embed.token.weight",
+        ),
+        (
+            {
+                "lora": {"rank": 4, "trained": ["embed.*"]},
+                "training": {"frozen": ["embed.label.*"]},
+            },
+            "[lora] trained: embed.label.table.weight would be frozen",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from harness import on_ranks
 from test_grid import DP, PP, TP
 from tiny import randomize, tiny_config, whole
 
+from titan_dit.config import config_file
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
 from titan_dit.models.layers import CLASS_TABLE
@@ -101,7 +102,13 @@ def alone(world, folder, ten, seven, plain):
     wide = replace(nameless.config.checkpoint, reinitialize=("nose.*",))
     with pytest.raises(UserError) as typo:
         initial_weights.load(wide, nameless.identity, nameless.tensors()["model"], nameless.ema)
-    messages = str(raised.value), str(typo.value)
+    new_classes = trainer_of(world, folder / "adapted", seven, 7, init=source)
+    config = {**new_classes.identity.config, "lora": {"rank": 2}}
+    frozen = replace(new_classes.identity, config=config)
+    given = new_classes.config.checkpoint, frozen, new_classes.tensors()["model"], new_classes.ema
+    with pytest.raises(UserError) as untrained:
+        initial_weights.load(*given)
+    messages = [str(error.value) for error in (raised, typo, untrained)]
     return tensors_of(old), new, tensors_of(last), drawn, tensors_of(fresh), messages
 
 
@@ -183,10 +190,27 @@ def test_reinitialized_parameters_keep_their_draws(runs):
 
 
 def test_what_does_not_fit_is_one_line(runs):
-    (*_, (nameless, typo)), _ = runs
+    (*_, (nameless, typo, untrained)), _ = runs
     assert "it has 10 classes, [data] 7" in nameless
     assert f'reinitialize = ["{CLASS_TABLE}"]' in nameless
     assert '"nose.*" matches none of the parameters' in typo
+    assert f"{CLASS_TABLE} would begin anew and never be trained: [lora] freezes it" in untrained
+
+
+def test_what_begins_anew_must_be_trained():
+    def check(**sections):
+        config = tiny_config(checkpoint={"init": "a"}, **sections)
+        identity = Identity(config_file.to_tables(config), {}, 0)
+        initial_weights.check_trained({CLASS_TABLE}, [CLASS_TABLE, "head.out.weight"], identity)
+
+    with pytest.raises(initial_weights.Misfit) as raised:
+        check(lora={"rank": 2})
+    assert raised.value.what.endswith(f'[lora] freezes it. Set [lora] trained = ["{CLASS_TABLE}"].')
+    with pytest.raises(initial_weights.Misfit) as raised:
+        check(training={"frozen": ["embed.*"]})
+    assert "[training] frozen or [optimizer] groups freeze it" in raised.value.what
+    check()
+    check(lora={"rank": 2, "trained": ["embed.label.*"]})
 
 
 def test_classes_match_by_name_else_by_number():

@@ -62,6 +62,26 @@ def run(world, layout, schedule, mode, *, compiled=False):
     return (*result, num_graphs() - before) if compiled else result
 
 
+def frozen_beginning(world):
+    """Loss and gradients of the last block and the head, compiled, by mode."""
+    found = {}
+    for mode in ("none", *MODES):
+        torch._dynamo.reset()
+        with graphs_alone():
+            config = tiny_config(
+                model={"layers": 2},
+                training={"microbatch_size": 8, "frozen": ["embed.*", "blocks.0.*"]},
+                remat={"mode": mode},
+                compile={"enabled": True, "objective": False},
+            )
+            trainer = Trainer(config, world)
+            randomize(trainer.parameters)
+            for name in [n for n, p in trainer.parameters.items() if not p.requires_grad]:
+                del trainer.parameters[name]
+            found[mode] = gradients(trainer)
+    return found
+
+
 def one_process(world):
     """By number of layers."""
     return {2: run(world, {}, "1f1b", "none"), 4: run(world, {}, V_SHAPED[0], "none")}
@@ -132,6 +152,16 @@ def test_every_layout_gives_the_loss_and_gradients_of_one_process(cases, referen
 
 def of_as_many_layers(reference, case):
     return reference[4 if json.loads(case)[1] in V_SHAPED else 2]
+
+
+def test_blocks_before_the_first_gradient_are_not_recomputed():
+    """torch's compiler fails on a block that is to be recomputed and has no backward."""
+    [found] = on_ranks(1, frozen_beginning)
+    loss, expected = found.pop("none")
+    assert {name.partition(".")[0] for name in expected} == {"blocks", "head"}
+    for mode, (again, gradients_found) in found.items():
+        assert again == pytest.approx(loss, rel=1e-6), mode
+        assert_same_gradients(gradients_found, expected)
 
 
 def test_what_a_split_backward_cannot_do_is_refused_and_partial_sums_are_foreseen():

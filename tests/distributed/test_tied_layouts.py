@@ -13,27 +13,30 @@ from titan_dit.trainer import Trainer
 pytestmark = pytest.mark.timeout(900)
 
 ADAMW = {}
-MUON = {"name": "muon", "lr": 1e-3, "ns_dtype": "fp32"}
-FROZEN = {"groups": [{"pattern": "embed.token.weight", "frozen": True}]}
+MUON = {"optimizer": {"name": "muon", "lr": 1e-3, "ns_dtype": "fp32"}}
+FROZEN = {"optimizer": {"groups": [{"pattern": "embed.token.weight", "frozen": True}]}}
+ADAPTED = {"lora": {"rank": 2, "trained": ["embed.token.*"]}}
+"""The table is trained beside adapters; its copy on the last stage has another name."""
 ZERO_BUBBLE, FOLDED = schedule("zbv_zero_bubble"), schedule("interleaved_1f1b", 2)
 CASES = {
     "adamw": [(PP, schedule("1f1b"), ADAMW), (TP, {}, ADAMW)],
     "muon": [(PP, FOLDED, MUON)],
     "frozen": [(PP, ZERO_BUBBLE, FROZEN), (TP, {}, FROZEN)],
+    "adapted": [(PP, schedule("1f1b"), ADAPTED)],
 }
 LOADS = [(PP, ZERO_BUBBLE), (TP, {}), (CP, {})]
 
 
-def trainer_in(world, folder, parallel, pipeline, optimizer):
+def trainer_in(world, folder, parallel, pipeline, sections):
     config = gpt_config(
         model={"layers": 4},
         parallel=parallel,
         pipeline=pipeline,
-        optimizer=optimizer,
         job={"dir": str(folder)},
         training={"microbatch_size": 2},
         validation={"every": 2, "samples": 6},
-        checkpoint={"every": 2},
+        checkpoint={"every": 2, "init": "not loaded" if "lora" in sections else ""},
+        **sections,
     )
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
@@ -41,16 +44,16 @@ def trainer_in(world, folder, parallel, pipeline, optimizer):
     return trainer
 
 
-def trained(world, folder, parallel, pipeline, optimizer):
+def trained(world, folder, parallel, pipeline, sections):
     """Two steps; validation losses between and after them, of weights and average; a checkpoint."""
-    trainer = trainer_in(world, folder, parallel, pipeline, optimizer)
+    trainer = trainer_in(world, folder, parallel, pipeline, sections)
     trainer.open_run_directory()
     batches, losses = trainer.batches(), []
     for trainer.step in (1, 2):
         trainer.train_step(next(batches))
         losses.append(trainer.validate())
     for copy in trainer.built.copies.values():
-        assert copy.requires_grad == (optimizer != FROZEN)
+        assert copy.requires_grad == (sections != FROZEN)
     trainer.save()
     trainer.checkpoints.finish()
     return tensors_of(trainer), losses

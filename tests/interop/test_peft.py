@@ -1,12 +1,14 @@
 """Adapters in peft's format: what they add in diffusers, they add here, both ways."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from exports import converted, save_run, save_vae
 from safetensors.torch import load_file, save_file
 
+from titan_dit.checkpoint import checkpoint
 from titan_dit.config.section import UserError
 from titan_dit.interop import peft
 from titan_dit.models import lora
@@ -128,15 +130,22 @@ def test_the_whole_network_is_exported_with_its_adapters_merged(base, adapted, t
         ({"bias": "all"}, 'bias="all" is not supported'),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.* changes the base, too"),
         ({"r": 5}, "r=5, but the adapters have rank"),
-        ({"lora_alpha": None}, "lacks a number"),
+        ({"r": 0}, "r=0, lora_alpha=6.0: r must be a whole number and both above 0"),
+        ({"r": 3.5}, "r=3.5"),
+        ({"lora_alpha": None}, "lora_alpha=null: r must be"),
+        ({"lora_alpha": -4}, "lora_alpha=-4"),
+        ({"rank_pattern": {"to_q": 2}}, 'rank_pattern={"to_q": 2} is not supported'),
+        ({"modules_to_save": ["proj_out"]}, "modules_to_save=.* is not supported"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication=.* is not supported"),
     ],
 )
 def test_what_lora_does_not_have_is_refused(base, tmp_path, config, message):
     run, transformer = base
     names = ["transformer_blocks.0.norm1.linear"]
     folder = write_adapter(tmp_path / "given", transformer_of(transformer), names, **config)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as raised:
         converted(folder, tmp_path / "to", base=str(run))
+    assert str(raised.value).startswith(f"--from {folder}: adapter_config.json")
 
 
 def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
@@ -164,6 +173,56 @@ def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
         converted(run, tmp_path / "to", format="peft")
     with pytest.raises(UserError, match="--format peft: --from"):
         converted(file, tmp_path / "to", format="peft")
+
+
+def test_the_weights_under_an_adapter_are_those_that_are_named(base, adapted, tmp_path, capsys):
+    run, given = base[0], adapted[1]
+    last = converted(given, tmp_path / "last", base=str(run), weights="model")
+    rank, alpha = 2 * RANK, 2 * ALPHA  # See the export.
+    assert f"with adapters of rank {rank}, alpha {alpha:g}, of " in capsys.readouterr().out
+    for whole, kind in ((last, "model"), (adapted[0], "ema")):
+        found = dict(load(whole).network.named_parameters())
+        for name, tensor in load(run, weights=kind).network.named_parameters():
+            if "embed." in name or "head." in name:
+                assert torch.equal(found[name], tensor), name
+    folder = converted(last, tmp_path / "adapter", format="peft")
+    assert f"They belong to the weights of {run} (model)." in capsys.readouterr().out
+    assert json.loads((folder / peft.CONFIG).read_text())["base_model_name_or_path"] == str(run)
+
+
+def with_record(source, target, section, **values):
+    """A copy of a checkpoint with another record."""
+    shutil.copytree(source, target)
+    manifest = target / "manifest.json"
+    record = json.loads(manifest.read_text())
+    del record["digest"]
+    (record["data"] if section == "data" else record["config"][section]).update(values)
+    manifest.write_text(json.dumps(record | {"digest": checkpoint.digest_of(record)}))
+    return target
+
+
+def test_adapters_that_fit_no_base_are_not_exported(adapted, tmp_path, capsys):
+    ours = adapted[0]
+    drawn = with_record(ours, tmp_path / "drawn", "checkpoint", reinitialize=["embed.label.*"])
+    with pytest.raises(UserError, match="its adapters fit no other weights"):
+        converted(drawn, tmp_path / "to", format="peft")
+    other = with_record(ours, tmp_path / "other", "data", class_names=["yak", *"abcdef"])
+    with pytest.raises(UserError, match=r"has other classes than .*, where it began"):
+        converted(other, tmp_path / "to", format="peft")
+    away = with_record(ours, tmp_path / "away", "checkpoint", init="gone")
+    converted(away, tmp_path / "to", format="peft")
+    assert "not checked: the classes of gone, where the run began" in capsys.readouterr().out
+
+
+def test_weights_of_old_versions_of_peft(base, adapted, tmp_path):
+    folder = tmp_path / "old"
+    shutil.copytree(adapted[1], folder)
+    torch.save(load_file(folder / peft.WEIGHTS), folder / "adapter_model.bin")
+    (folder / peft.WEIGHTS).unlink()
+    found = converted(folder, tmp_path / "to", base=str(base[0]))
+    expected = dict(load(adapted[0]).network.named_parameters())
+    for name, tensor in load(found).network.named_parameters():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_names_of_a_pipeline_and_rslora(base, tmp_path):

@@ -130,6 +130,8 @@ def test_float8_needs_a_device_that_has_it_and_bf16():
     assert recipes == {"off"}
     able = easy(peak_tflops=FLOAT8)
     assert {one.float8 for one in Space(tiny(), 2, able)} == {"off", "tensorwise"}
+    adapted = tiny(lora={"rank": 2}, checkpoint={"init": "a run"})
+    assert {one.float8 for one in Space(adapted, 2, able)} == {"off"}
     fp32 = tiny(precision={"dtype": "fp32"})
     assert {one.float8 for one in Space(fp32, 2, easy(peak_tflops=FLOAT8))} == {"off"}
 

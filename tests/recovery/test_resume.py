@@ -276,6 +276,23 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
     assert lines[3:] == ["the ways out"]
 
 
+def test_imported_adapters_keep_their_scale(tmp_path):
+    saved = changed(lora__rank=4, lora__alpha=32.0)
+    record = {"config": saved, "config_format": config_file.FORMAT, "data": {}, "imported": True}
+
+    def check_lora(**lora):
+        tables = changed(**{f"lora__{key}": value for key, value in lora.items()})
+        check_same_mathematics(tmp_path, record, Identity(tables, {}, 0), str)
+
+    for alpha in (None, 4.0):
+        with pytest.raises(UserError) as caught:
+            check_lora(rank=4, alpha=alpha)
+        line = "  [lora] alpha / rank: 8 -> 1. Set rank = 4, alpha = 32."
+        assert str(caught.value).splitlines()[1] == line
+    check_lora(rank=4, alpha=32.0, targets=["blocks.*"])
+    check_lora(rank=8, alpha=64.0)
+
+
 def test_a_record_without_the_keys_means_sort_and_generator(tmp_path):
     """Formats below 4 had neither key of [job], and a user's own tables may lack a default."""
     tables = copy.deepcopy(TABLES)

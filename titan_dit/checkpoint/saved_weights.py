@@ -64,13 +64,18 @@ class Weights:
     @cached_property
     def adapters(self) -> dict[str, tuple[str, str]]:
         """Weight -> its A and B."""
-        return {weight: (a, b) for weight, a, b in lora.pairs(self.keys)}
+        found = {weight: (a, b) for weight, a, b in lora.pairs(self.keys)}
+        if lost := [weight for weight in found if weight not in self.keys]:
+            raise UserError(
+                f"{self.path} has an adapter of {lost[0]}, which is no weight of its own: it "
+                "cannot be merged."
+            )
+        return found
 
     @property
     def scale(self) -> float:
         """Of the adapters."""
-        table = self.record["config"].get("lora", {})
-        return LoRAConfig(**{key: table[key] for key in ("rank", "alpha") if key in table}).scale
+        return LoRAConfig.of_table(self.record["config"].get("lora", {})).scale
 
     def shape(self, name: str) -> torch.Size:
         """The saved shape of a parameter."""

@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 RUN = Kind("folder", "an export", WRITING)
 FILE = Kind("file", "an import", READING)
-PEFT = Kind("folder of peft", "its import", ("base",))
+PEFT = Kind("folder of peft", "its import", ("base", *OF_RUNS))
 DIFFUSERS = Kind("folder of diffusers", "its import", ("scale",))
 TRANSFORMERS = Kind("folder of transformers", "its import")
 FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, PEFT, DIFFUSERS) for flag in kind.flags)
@@ -59,7 +59,7 @@ def main(options: Options) -> None:
     if isinstance(source, URL) or writes:
         export(source, target, options)
     elif kind is PEFT:
-        convert_adapter.read_directory(source, target, options.base)
+        convert_adapter.read_directory(source, target, options)
     elif kind is DIFFUSERS:
         convert_diffusers.read_directory(source, target, options.scale)
     elif kind is TRANSFORMERS:

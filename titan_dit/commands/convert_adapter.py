@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
+from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import LoRAConfig
 from titan_dit.interop import diffusers_dit, imported, peft, tensor_writer
@@ -46,6 +49,8 @@ def write_run(source: str, target: Path, run: SavedWeights, as_is: bool) -> None
             f"[lora] trained={show(tuple(trained))}: these parameters belong to no adapter. Export "
             "the whole network, without --format peft."
         )
+    base = run.record["config"]["checkpoint"]
+    check_base(source, run, base)
     pairs = {
         name: (saved.whole(saved.adapters[name][0]), saved.whole(saved.adapters[name][1]))
         for name in found.layouts()
@@ -53,33 +58,64 @@ def write_run(source: str, target: Path, run: SavedWeights, as_is: bool) -> None
     }
     theirs = dict(peft.to_theirs(found, pairs))
     rank = given["rank"]
-    config = peft.config_json(theirs, rank, saved.scale * rank)
+    config = peft.config_json(theirs, rank, saved.scale * rank, base.get("init", ""))
     with writing(target, theirs.values()), new_output(target) as place:
         place.mkdir()
         (place / peft.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         tensor_writer.write(place, peft.WEIGHTS, theirs, theirs.items())
     console.say(f"wrote   {target}: adapters of {len(config['target_modules'])} layers for peft")
     console.say(f"        from {run.path}, step {run.step} ({run.weights})")
+    if base.get("init"):
+        kind = base.get("init_weights", "ema")
+        console.say(f"        They belong to the weights of {base['init']} ({kind}).")
 
 
-def read_directory(source: Path, target: Path, base: str) -> None:
+def check_base(source: str, run: SavedWeights, given: Mapping[str, Any]) -> None:
+    """Refuse adapters of a run whose other weights are not those of `given`, its [checkpoint]."""
+    whole = "Export the whole network, without --format peft."
+    if changed := given.get("reinitialize"):
+        raise UserError(
+            f"--from {source} began with [checkpoint] reinitialize={show(tuple(changed))}: its "
+            f"adapters fit no other weights. {whole}"
+        )
+    if not given.get("init"):
+        return
+    try:
+        base = checkpoint.read_record(find_checkpoint(location(given["init"]), None, "--from"))
+    except UserError:
+        console.say(f"not checked: the classes of {given['init']}, where the run began; not found")
+        return
+    before, now = (facts["data"].get("class_names") or [] for facts in (base, run.record))
+    if before and now and list(before) != list(now):
+        raise UserError(
+            f"--from {source} has other classes than {given['init']}, where it began: its adapters "
+            f"do not fit that table of classes. {whole}"
+        )
+
+
+def read_directory(source: Path, target: Path, options: Options) -> None:
     """Write a checkpoint of a base's weights with the adapters of a folder."""
+    base = options.base
     if not base:
         raise UserError(f"--from {source} is an adapter. Name the run of its weights with --base.")
-    run = open_weights(find_checkpoint(location(base), None, "--base"), "ema", None)
+    path = find_checkpoint(location(base), options.step, "--base")
+    run = open_weights(path, options.weights or "ema", options.decay)
+    network = counterpart(run, f"--base {base}")
+    ends = f".{lora.A}"
     try:
-        adapters = peft.read(source, counterpart(run, f"--base {base}"))
+        adapters = peft.read(source, network)
+        layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
+        given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
-    ends = f".{lora.A}"
-    layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
-    given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
     table = asdict(given) | {"targets": list(given.targets), "trained": []}
-    record = imported.record_made_of(run.record, lora=table)
+    origin = {"init": base, "init_weights": options.weights or "ema", "reinitialize": []}
+    start = run.record["config"]["checkpoint"] | origin
+    record = imported.record_made_of(run.record, lora=table, checkpoint=start)
     imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record)
     console.say(
-        f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank} of "
-        f"{len(layers)} layers. Draw from it with sample --run {target}"
+        f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank}, "
+        f"alpha {adapters.alpha:g}, of {len(layers)} layers. Draw from it: sample --run {target}"
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from titan_dit.config.catalog import LR_DECAYS
 from titan_dit.config.section import (
@@ -131,6 +132,11 @@ class LoRAConfig(Section):
     trained: tuple[str, ...] = ()
     """Patterns of parameters that are trained themselves, beside the adapters:
     "embed.label.*"."""
+
+    @staticmethod
+    def of_table(table: Mapping[str, Any]) -> LoRAConfig:
+        """The rank and alpha of a checkpoint's [lora]."""
+        return LoRAConfig(**{key: table[key] for key in ("rank", "alpha") if key in table})
 
     @property
     def scale(self) -> float:

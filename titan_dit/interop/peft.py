@@ -24,12 +24,19 @@ from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, 
 from titan_dit.models import lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
+"""Of an old version of peft, in place of WEIGHTS."""
 PREFIX = "base_model.model."
 PREFIXES = (PREFIX, "transformer.")
 """peft's, and that of a diffusers pipeline."""
 KINDS = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
-UNSUPPORTED = {"use_dora": False, "bias": "none", "peft_type": "LORA", "alpha_pattern": {}}
+REQUIRED = {"bias": "none", "peft_type": "LORA"}
 """Keys of the config, and the values that [lora] has."""
+UNSUPPORTED = (
+    *("use_dora", "use_qalora", "lora_bias", "alpha_pattern", "rank_pattern"),
+    *("layer_replication", "modules_to_save", "target_parameters"),
+)
+"""Keys that must be empty or false."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that leave the adapted weights as they are; pissa and others add to
 them, so that their adapters do not fit the base."""
@@ -56,11 +63,11 @@ def to_theirs(found: DiffusersDiT, pairs: Mapping[str, Pair]) -> Iterator[tuple[
             yield module + KINDS["B"], rows
 
 
-def config_json(names: Mapping[str, object], rank: int, alpha: float) -> dict[str, Any]:
-    """adapter_config.json. `names`: of the tensors."""
+def config_json(names: Mapping[str, object], rank: int, alpha: float, base: str) -> dict[str, Any]:
+    """adapter_config.json. `names`: of the tensors; `base`: where the weights are, if known."""
     modules = [name.removeprefix(PREFIX).removesuffix(KINDS["A"]) for name in names]
     return {
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -88,22 +95,25 @@ class Adapters:
 def read(folder: Path, found: DiffusersDiT) -> Adapters:
     """The adapters of a folder, fp32. UserError for what [lora] does not have."""
     config = hf_directory.read_json(folder / CONFIG)
-    for key, value in UNSUPPORTED.items():
-        if (given := config.get(key, value)) != value:
-            raise UserError(f"{CONFIG}: {key}={json.dumps(given)} is not supported.")
+    other = [key for key, value in REQUIRED.items() if config.get(key, value) != value]
+    other += [key for key in UNSUPPORTED if config.get(key)]
+    for key in other:
+        raise UserError(f"{CONFIG}: {key}={json.dumps(config[key])} is not supported.")
     if (initial := config.get("init_lora_weights")) not in INITIAL:
         raise UserError(
             f"{CONFIG}: init_lora_weights={json.dumps(initial)} changes the base, too: not "
             "supported. Save the adapters as plain ones, see path_initial_model_for_weight_"
             "conversion of peft's save_pretrained."
         )
-    tensors = hf_directory.read_weights(folder, (WEIGHTS,))
+    tensors = hf_directory.read_weights(folder, (WEIGHTS, PICKLED))
     pairs = dict(pairs_of({name: tensors[name].float() for name in tensors}))
     sizes = {a.shape[0] for a, _ in pairs.values()}
-    try:
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{CONFIG} lacks a number, or has a wrong one ({error}).") from None
+    rank, alpha = (config.get(key) for key in ("r", "lora_alpha"))
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not alpha > 0:
+        raise UserError(
+            f"{CONFIG}: r={json.dumps(rank)}, lora_alpha={json.dumps(alpha)}: r must be a whole "
+            "number and both above 0."
+        )
     if sizes != {rank}:
         raise UserError(f"{CONFIG}: r={rank}, but the adapters have rank {sorted(sizes)}.")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# The models draw no random numbers: there is no RNG state to save.
-recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+def recomputed(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """Call the function; what it saves for backward is computed again then.
+
+    Without a gradient, as in the first blocks if they are frozen, nothing is saved: torch's
+    compiler cannot recompute what has no backward. `options`: see torch's checkpoint.
+    """
+    if not any(learns(value) for value in reversed(given)):
+        return function(*given)
+    # The models draw no random numbers: there is no RNG state to save.
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def learns(given: Any) -> bool:
+    """True if a gradient is computed of a value: a tensor, a module, or a collection of these."""
+    if isinstance(given, Tensor):
+        return given.requires_grad
+    if isinstance(given, nn.Module):
+        return any(parameter.requires_grad for parameter in given.parameters())
+    if isinstance(given, Mapping):
+        given = given.values()
+    elif not isinstance(given, tuple | list):
+        return False
+    return any(learns(value) for value in given)

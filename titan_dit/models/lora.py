@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.config.parameter_groups import matches
+from titan_dit.config.parameter_groups import GroupConfig, groups_of, matches
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models.initializers import Independent, Initializer, zeros
 
@@ -24,6 +24,16 @@ UNIFORM = Independent("uniform", lambda shape: shape[1] ** -0.5)
 def is_adapter(name: str) -> bool:
     """Whether a parameter is an A or a B."""
     return name.rpartition(".")[2] in (A, B)
+
+
+def trained(names: Iterable[str], config: LoRAConfig, groups: Sequence[GroupConfig]) -> set[str]:
+    """The parameters that neither [optimizer] `groups` nor [lora] freeze."""
+    names = list(names)
+    if config.rank:
+        beside = (f"*.{A}", f"*.{B}", "objective.*", *config.trained)
+        names = [name for name in names if matches(name, beside)]
+    frozen = {name for name, group in groups_of(names, groups).items() if group.frozen}
+    return set(names) - frozen
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:

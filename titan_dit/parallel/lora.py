@@ -26,14 +26,16 @@ from torch.distributed.tensor import (
 from titan_dit.config.parameter_groups import matches
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models import lora
+from titan_dit.models.base import Model
 
 
-def apply(model: nn.Module, config: LoRAConfig) -> None:
+def apply(model: Model, config: LoRAConfig) -> None:
     """Freeze a model on the meta device, after tensor parallelism, and add the adapters."""
     if not config.rank:
         return
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(matches(name, config.trained))
+        # A copy of a tied weight on another stage is trained as its owner is.
+        parameter.requires_grad_(matches(model.tied.get(name, name), config.trained))
     for layer in lora.adapted_layers(model, config.targets).values():
         add(layer, config.rank, config.scale)
 

@@ -326,10 +326,10 @@ class Space:
 
     def _recipes(self) -> Collection[str]:
         """[precision] float8: off, the config's own, and one more if the device has float8."""
-        own = self.config.precision
+        own, adapts = self.config.precision, self.config.lora.rank > 0
         if "precision.float8" in self.fixed or own.float8_emulate:
             return (own.float8,)
-        has = "float8" in self.device.peak_tflops and own.dtype == "bf16"
+        has = "float8" in self.device.peak_tflops and own.dtype == "bf16" and not adapts
         return tuple(dict.fromkeys(("off", own.float8, RECIPE) if has else ("off",)))
 
     def _reshards(self, mesh: Candidate) -> Collection[str]:

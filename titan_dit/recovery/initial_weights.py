@@ -6,7 +6,7 @@ the weights. The rows of a table of classes are matched by the names of the clas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -17,8 +17,9 @@ from titan_dit.checkpoint import checkpoint, run_path
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog
+from titan_dit.config.config_file import build_sections
 from titan_dit.config.operation import CheckpointConfig
-from titan_dit.config.parameter_groups import check_matched, listed, matches
+from titan_dit.config.parameter_groups import check_matched, groups_of, listed, matches
 from titan_dit.config.section import UserError, show
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.models import lora
@@ -89,17 +90,20 @@ def load_fitting(
     check_matched("[checkpoint] reinitialize", reinitialize, names, "parameters")
     wanted = {n: s for n, s in everywhere.items() if not matches(n, reinitialize)}
     rows: list[int | None] | None = None
-    lines = [] if len(wanted) == len(everywhere) else [fresh(everywhere.keys() - wanted.keys())]
+    new = everywhere.keys() - wanted.keys()
+    lines = [fresh(new)] if new else []
     if CLASS_TABLE in wanted and CLASS_TABLE in saved.names:
         counts = saved.shape(CLASS_TABLE)[0] - 1, wanted[CLASS_TABLE][0] - 1
         rows = matched(counts, names_in(saved.record["data"]), names_in(identity.data))
         if rows is not None and rows != [*range(counts[0])]:
+            new |= {CLASS_TABLE} if None in rows else set()
             lines.append(line_of_classes(rows, counts[0], names_in(identity.data)))
             width = wanted[CLASS_TABLE][1:]
             wanted[CLASS_TABLE] = torch.Size([counts[0] + 1, *width])
         else:
             rows = None
     check_fit(saved, wanted, reinitialize)
+    check_trained(new, everywhere, identity)
     own = {name: model[name] for name in wanted if name in model}
     if rows is not None and CLASS_TABLE in own:
         target = own[CLASS_TABLE]
@@ -175,6 +179,23 @@ def check_fit(
         if saved.shape(name) != shape:
             sizes = f"{list(saved.shape(name))}, but the model's is {list(shape)}"
             raise Misfit(f"{name} is {sizes}. {fix}")
+
+
+def check_trained(
+    new: Collection[str], names: Collection[str], identity: run_identity.Identity
+) -> None:
+    """Raise Misfit if a parameter that does not begin at the weights is frozen."""
+    sections = build_sections(identity.config, catalog.variant, ("lora", "optimizer"))
+    groups = sections["optimizer"].groups
+    trained = lora.trained(names, sections["lora"], groups)
+    if lost := sorted(set(new) - trained):
+        by_groups = lost[0] in groups_of(lost, groups)
+        what = (
+            "[training] frozen or [optimizer] groups freeze it. Leave it out there"
+            if by_groups
+            else f'[lora] freezes it. Set [lora] trained = ["{lost[0]}"]'
+        )
+        raise Misfit(f"{listed(lost)} would begin anew and never be trained: {what}.")
 
 
 def warnings(record: Mapping[str, Any], identity: run_identity.Identity) -> Iterator[str]:

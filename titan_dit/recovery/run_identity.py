@@ -18,6 +18,7 @@ from titan_dit.config.config_file import (
     to_tables,
 )
 from titan_dit.config.section import UserError, show
+from titan_dit.config.training import LoRAConfig
 from titan_dit.recovery import mismatch
 
 WHAT_WEIGHTS_ARE = (
@@ -50,8 +51,8 @@ def check_same_mathematics(
 ) -> None:
     """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
 
-    Imported weights belong to no run: only [model] without `OF_TRAINING`, and `WHAT_WEIGHTS_ARE`,
-    must agree. `ways_out`: the end of the error, see `mismatch`.
+    Imported weights belong to no run: only [model] without `OF_TRAINING`, `WHAT_WEIGHTS_ARE`, and
+    the scale of adapters must agree. `ways_out`: the end of the error, see `mismatch`.
     """
     # Built again: keys that did not exist then get their defaults, as they do now.
     before = build(of_record(record), catalog.variant)
@@ -62,6 +63,12 @@ def check_same_mathematics(
     if record.get("imported", False):
         kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
         changed = [x for x in changed if x.startswith(kept) and not x.startswith(OF_TRAINING)]
+        now = LoRAConfig.of_table(identity.config["lora"])
+        if before.lora.rank and now.rank and before.lora.scale != now.scale:
+            changed.append(
+                f"[lora] alpha / rank: {before.lora.scale:g} -> {now.scale:g}. Set rank = "
+                f"{before.lora.rank}, alpha = {before.lora.scale * before.lora.rank:g}."
+            )
     else:
         if record["data"]["digest"] != identity.data["digest"]:
             changed.append("[data]: the contents differ from those the checkpoint was trained on")

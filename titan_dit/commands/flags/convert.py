@@ -35,9 +35,9 @@ class Options(Section):
     noise_schedule: Literal["linear", "cosine"] | None = None
     """Import: the noise schedule. Unset: linear, as the original."""
     weights: Literal["ema", "model"] | None = None
-    """Export: EMA or model (non-averaged) weights. Unset: EMA."""
+    """Of a run, or of --base: EMA or model (non-averaged) weights. Unset: EMA."""
     decay: float | None = None
-    """Export: EMA decay, if the run has several. Unset: the first."""
+    """Of the same: EMA decay, if the run has several. Unset: the first."""
     vae: FilePath = ""
     """Export to diffusers: folder of the autoencoder, for a whole DiTPipeline. Unset: the one that
     made the run's latents, if it is a folder."""
@@ -46,4 +46,4 @@ class Options(Section):
     base: FilePath = ""
     """Import of a folder of peft: the run whose weights the adapters belong to."""
     step: int | None = None
-    """Export: step of the run's checkpoint. Unset: the newest."""
+    """Of the same: step of the checkpoint. Unset: the newest."""
