@@ -80,3 +80,11 @@ def test_names_stand_on_the_left_in_the_room_that_they_need(tmp_path):
     assert 44 <= widths[0] < 60 < widths[1] < widths[2] <= WIDEST + 17
     assert texts[0][0] == texts[1][0] == texts[2][0] > 0, "none, in the first row"
     assert texts[0][2] < texts[1][2] < texts[2][2]
+
+
+def test_the_suffix_chooses_the_format(tmp_path):
+    for suffix, kind in ((".jpg", "JPEG"), (".webp", "WEBP"), (".png", "PNG"), ("", "PNG")):
+        file = tmp_path / f"grid{suffix}"
+        draw_grid(file, torch.rand(2, 3, 8, 8), [0, 1], (0.0, 1.0))
+        with Image.open(file) as image:
+            assert image.format == kind

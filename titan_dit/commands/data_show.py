@@ -10,7 +10,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from titan_dit.commands.flags.data_show import Options
-from titan_dit.commands.results_file import new_file
+from titan_dit.commands.results_file import writing
 from titan_dit.commands.token_report import prefix_of, show_tokens
 from titan_dit.config.section import UserError
 from titan_dit.data.class_labels import few
@@ -69,8 +69,8 @@ def show_latents(path: Path, options: Options) -> None:
         values = latents[:, channel]
         console.say(f"  channel {channel}: mean {values.mean():+.3f}, std {values.std():.3f}")
     shown = samples["latent"][:, :channels].float()
-    with new_file("--out", out) as aside:
-        draw_grid(aside, shown, samples["label"].tolist(), facts.value_range, facts.class_names)
+    with writing("--out", out):
+        draw_grid(out, shown, samples["label"].tolist(), facts.value_range, facts.class_names)
     console.say(f"drew {out}")
 
 

@@ -16,14 +16,17 @@ from titan_dit.system.files import reason_of, replacing
 
 @contextmanager
 def new_file(flag: str, file: Path) -> Iterator[Path]:
-    """Yield a path to write; it becomes `file` if the block succeeds.
+    """Yield a path to write; it becomes `file` if the block succeeds. Errors as of `writing`."""
+    with writing(flag, file), replacing(file, f".{os.getpid()}") as aside:
+        yield aside
 
-    Raises UserError, which names the flag, if it cannot be written.
-    """
+
+@contextmanager
+def writing(flag: str, file: Path) -> Iterator[None]:
+    """Make the folder of a file that the block writes; an OSError is one line with the flag."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file, f".{os.getpid()}") as aside:
-            yield aside
+        yield
     except OSError as error:
         raise UserError(
             f"{flag} {file} cannot be written: {reason_of(error)}. Free space, or name another "

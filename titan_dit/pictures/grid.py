@@ -69,7 +69,7 @@ def draw_grid(
             sheet.paste(image, (margin + x * cell_w + 1, y * cell_h + 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, f".{os.getpid()}") as aside:
-        sheet.save(aside, "PNG")
+        sheet.save(aside, Image.registered_extensions().get(path.suffix.lower(), "PNG"))
 
 
 def caption(
