@@ -14,6 +14,7 @@ from exports import converted, save_run, save_vae
 from safetensors.torch import load_file
 
 from titan_dit.checkpoint import checkpoint, grouped
+from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.commands import convert
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError
@@ -24,6 +25,7 @@ from titan_dit.interop import (
     tensor_writer,
     write_progress,
 )
+from titan_dit.trained_model import open_weights
 
 GPT2 = Path(__file__).resolve().parent.parent / "fixtures" / "hugging_face" / "gpt2"
 
@@ -146,6 +148,18 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, monkeypatch)
             converted(runs / source, tmp_path / name)
         expected = f"--to {tmp_path / name} cannot be written: No space left on device."
         assert str(caught.value) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_reading_names_the_source(runs, tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    run = open_weights(runs / "dit", "ema", None)
+    monkeypatch.setattr(Weights, "read", broken)
+    with pytest.raises(UserError) as caught, new_output.new_output(tmp_path / "a"):
+        run.tensors[next(iter(run.tensors))]
+    assert str(caught.value) == f"{runs / 'dit'} cannot be read: Input/output error."
     assert list(tmp_path.iterdir()) == []
 
 

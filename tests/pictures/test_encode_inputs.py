@@ -90,6 +90,10 @@ def metadata(root, tmp_path, *lines, num_classes=2):
     return refused(lambda: open_input(folder, Asked(num_classes=num_classes)))
 
 
+def json_line(values):
+    return json.dumps(values) + "\n"
+
+
 def test_keys_of_equal_meaning_are_chosen_row_by_row(root, tmp_path):
     expected = open_input(root / "jsonl", Asked())
     labels = [LABELS[number] for number in expected.labels.tolist()]
@@ -112,6 +116,16 @@ def test_keys_of_equal_meaning_are_chosen_row_by_row(root, tmp_path):
         assert found.labels.tolist() == expected.labels.tolist(), name
         assert list(found.texts) == list(expected.texts), name
         (tmp_path / "in" / name).unlink()
+    # As `sample` writes them: a number, and the name beside it. One is missing.
+    numbers = [{**line, "label": row, "class": f"n{row}"} for row, line in enumerate(lines)]
+    del numbers[7]["label"]
+    (tmp_path / "in" / "metadata.jsonl").write_text("".join(map(json_line, numbers)))
+    said = refused(lambda: open_input(tmp_path / "in", Asked()))
+    assert "metadata.jsonl, row 8: class n7 without a label, which is a number in other" in said
+    del numbers[7]["class"]
+    (tmp_path / "in" / "metadata.jsonl").write_text("".join(map(json_line, numbers)))
+    found = open_input(tmp_path / "in", Asked(num_classes=12))
+    assert found.labels.tolist() == [*range(7), -1, *range(8, 12)]
 
 
 def test_wrong_metadata_is_one_line(root, tmp_path):

@@ -1,7 +1,14 @@
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
+from titan_dit.commands import data_show
+from titan_dit.commands.flags.data_show import Options
+from titan_dit.config.section import UserError
+from titan_dit.data.latents import write_shards
 from titan_dit.pictures.grid import WIDEST, draw_grid, to_pixels
 
 CELL, MARGIN = 50, 44  # 48 pixels and a border of one; room for the label
@@ -88,3 +95,18 @@ def test_the_suffix_chooses_the_format(tmp_path):
         draw_grid(file, torch.rand(2, 3, 8, 8), [0, 1], (0.0, 1.0))
         with Image.open(file) as image:
             assert image.format == kind
+
+
+def test_data_show_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def fills(self, file, *_):
+        Path(file).write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    source = tmp_path / "set"
+    write_shards(source, torch.randn(4, 1, 8, 8), torch.arange(4) % 2, num_classes=2, source="a")
+    monkeypatch.setattr(Image.Image, "save", fills)
+    out = tmp_path / "out" / "x.png"
+    message = f"^--out {out} cannot be written: No space left on device. "
+    with pytest.raises(UserError, match=message):
+        data_show.main(Options(path=str(source), out=str(out)))
+    assert not list(out.parent.iterdir())

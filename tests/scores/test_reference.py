@@ -103,7 +103,8 @@ WRONG = {
     "no covariance": ({"sigma": np.arange(9.0).reshape(3, 3)}, "sigma is not symmetric"),
     "objects": ({"mu": np.array([1, None, 3])}, "mu cannot be read (it holds Python objects"),
     "count": ({"count": np.array([3, 4])}, "count is int64 [2], not an integer of at least 2"),
-    "few": ({"count": np.array(1)}, "count is int64 [], not an integer of at least 2"),
+    "few": ({"count": np.array(1)}, "count is 1, not an integer of at least 2"),
+    "negative": ({"sigma": np.diag([3, 4, -1.0])}, "sigma has a negative eigenvalue"),
 }
 
 
@@ -130,6 +131,11 @@ def test_wrong_labels_and_damaged_files_are_one_line(tmp_path):
     file = save(tmp_path / "a.npz", arr_0=rows, arr_1=np.array([3, 1, 3, -1, 3]))
     assert opened(file).classes == {"1": 1, "3": 3}
     for write in (np.savez, np.savez_compressed):
+        write(file, arr_0=rows)
+        plain = opened(file).digest()
+        write(file, arr_0=np.asfortranarray(rows))
+        assert opened(file).digest() == plain
+        assert torch.equal(opened(file).read(range(2, 4)), torch.from_numpy(rows[2:4]))
         write(file, arr_0=rows)
         data = bytearray(file.read_bytes())
         at = data.index(b"arr_0.npy") + 9

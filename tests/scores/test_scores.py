@@ -103,8 +103,8 @@ def test_moments_merge_exactly_from_uneven_parts(sets):
 
 def test_wrong_metrics_are_one_line():
     with pytest.raises(UserError, match=r"--metrics has sfid. Valid: fid, kid, is, prdc."):
-        score.check(["fid", "sfid"], 100, 100, "--metrics")
+        score.check(["fid", "sfid"], 100, {}, "--metrics")
     with pytest.raises(UserError, match="is needs 10 pictures, but there are 9"):
-        score.check(["is"], 9, 100, "--metrics")
+        score.check(["is"], 9, {}, "--metrics")
     with pytest.raises(UserError, match="prdc needs 6 pictures, but there are 5"):
-        score.check(["prdc"], 100, 5, "--metrics")
+        score.check(["prdc"], 100, {"fid": 9, "prdc": 5}, "--metrics")

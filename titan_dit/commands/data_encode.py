@@ -31,6 +31,7 @@ from titan_dit.pictures import autoencoder, encode
 from titan_dit.pictures.encode_plan import EncodePlan, make_plan
 from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
+from titan_dit.system.files import reason_of
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
 
@@ -98,7 +99,7 @@ def begin(plan: EncodePlan, output: Path, stack: ExitStack) -> list[int] | None:
         stack.enter_context(claimed(output, plan.digest(), plan.command))
         return encode.todo_of(plan, output)
     except OSError as error:
-        raise UserError(f"[data encode] output={output}: {error.strerror}.") from None
+        raise UserError(f"[data encode] output={output}: {reason_of(error)}.") from None
 
 
 def encode_share(
@@ -125,8 +126,14 @@ def encode_share(
         progress(total - left + counts[0] * left // own, f"dropped {counts[1]:,}" * bool(counts[1]))
 
     progress(total - left)
-    with ranks.failing_together(), progress:
-        encode.encode_chunks(plan, vae, output, mine, threads, report)
+    failure = ""
+    try:
+        with progress:
+            encode.encode_chunks(plan, vae, output, mine, threads, report)
+    except UserError as error:
+        failure = str(error)
+    if failures := [text for text in ranks.gather(failure) if text]:
+        raise UserError(failures[0])
 
 
 def report(

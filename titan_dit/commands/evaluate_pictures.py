@@ -63,13 +63,25 @@ def check(options: Options, keys: Sequence[str]) -> bool:
             f"{keys[0]} is a key of the config, which --reference does not take: each rank draws "
             "with the whole network."
         )
-    for name in ("save_samples", "save_reference"):
-        value = getattr(options, name)
-        if value and Path(value).suffix != ".npz":
-            raise UserError(f"--{name.replace('_', '-')} {value}: name a .npz file.")
+    check_outputs(options)
     if options.samples and options.save_samples:
         raise UserError("--save-samples: --samples are saved already. Leave it out.")
     return True
+
+
+def check_outputs(options: Options) -> None:
+    """Refuse names of results before anything is drawn."""
+    for name in ("out", "save_samples", "save_reference"):
+        value = getattr(options, name)
+        if not value:
+            continue
+        file, flag = Path(value), f"--{name.replace('_', '-')} {value}"
+        if name != "out" and file.suffix != ".npz":
+            raise UserError(f"{flag}: name a .npz file.")
+        if file.is_dir():
+            raise UserError(f"{flag} is a folder. Name a file.")
+        if file.resolve() == Path(options.reference).expanduser().resolve():
+            raise UserError(f"{flag} is --reference itself. Name another file.")
 
 
 def changed(options: Options, kind: type[Section]) -> list[str]:
@@ -86,9 +98,10 @@ class Scoring:
     names: Sequence[str]
     """The metrics."""
 
-    def check(self, count: int, real: int) -> None:
+    def check(self, count: int, real: Reference | None = None) -> None:
         """Raise UserError unless the metrics are known and there are enough pictures."""
-        score.check(self.names, count, real, f"--metrics {self.options.metrics}")
+        numbers = reference.counts(real) if real else {}
+        score.check(self.names, count, numbers, f"--metrics {self.options.metrics}")
 
     def reference(self, size: int) -> Reference:
         """The pictures of --reference, cropped to `size`, or their moments."""
@@ -134,7 +147,9 @@ class Scoring:
         found["reference_count"] = real.count
         if real.moments is None:
             return {**found, "reference_digest": real.digest()}
-        moments = "the file's mu and sigma"
+        moments = "mu and sigma of the file"
+        if real.moments.count != reference.UNKNOWN:
+            moments += f", of {real.moments.count} pictures"
         return {**found, "reference_moments": moments, "reference_digest": self.digest_of_file()}
 
     def digest_of_file(self) -> str:
@@ -156,10 +171,10 @@ def main(options: Options, device: torch.device) -> None:
 def of_run(scoring: Scoring, job: Job) -> None:
     """Draw a run's pictures and score them. Collective."""
     ranks, num = Ranks(), len(job.labels)
-    scoring.check(num, reference.UNKNOWN)
+    scoring.check(num)
     real = scoring.reference(size_of(job))
+    scoring.check(num, real)
     if isinstance(real, Pictures):
-        scoring.check(num, real.count)
         job, labels = like_reference(job, real)
     else:
         labels = job.flags.labels
@@ -177,7 +192,7 @@ def of_samples(scoring: Scoring) -> None:
     """Score the pictures of --samples. Collective."""
     drawn = given_pictures(scoring.options)
     real = scoring.reference(int(drawn.read(range(1)).shape[1]))
-    scoring.check(drawn.count, real.count if isinstance(real, Pictures) else reference.UNKNOWN)
+    scoring.check(drawn.count, real)
     scores = scoring.scores(drawn, real)
     if scores is not None:
         report({}, scoring.about(drawn, real), scores, scoring.options)
@@ -250,7 +265,7 @@ def given_pictures(options: Options) -> Pictures:
     """The pictures of --samples; those of a folder keep their size, which all share."""
     path = Path(options.samples).expanduser()
     if not path.is_dir():
-        return pictures.of_npz(path, "--samples")
+        return pictures.of_npz(path, "--samples", labelled=False)
     return pictures.of_folder(path, None, "--samples")
 
 
@@ -287,8 +302,9 @@ def report(
 ) -> None:
     """Print the scores, and write all results as JSON."""
     what = run.get("checkpoint") or options.samples
+    of_moments = f" (FID: {about['reference_moments']})" if "reference_moments" in about else ""
     console.say(
-        f"{what}: {about['samples']:,} pictures against {about['reference']}, features of "
-        f"{about['features']}"
+        f"{what}: {about['samples']:,} pictures against {about['reference']}{of_moments}, features "
+        f"of {about['features']}"
     )
     results_file.report(run | about | scores, scores, options.out)

@@ -17,7 +17,8 @@ from titan_dit.system.files import reason_of, replacing
 @contextmanager
 def new_file(flag: str, file: Path) -> Iterator[Path]:
     """Yield a path to write; it becomes `file` if the block succeeds. Errors as of `writing`."""
-    with writing(flag, file), replacing(file, f".{os.getpid()}") as aside:
+    # A link stays one.
+    with writing(flag, file), replacing(file.resolve(), f".{os.getpid()}") as aside:
         yield aside
 
 

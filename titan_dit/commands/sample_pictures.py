@@ -137,13 +137,14 @@ def draw(job: Job, ranks: Ranks) -> Parts:
         console.say(f"{found} of {parts.count} batches are in {parts.folder}; drawing the others")
     progress = ProgressLine(sum(len(rows_of(job, number)) for number in missing), "samples")
     done = 0
-    with ranks.failing_together(), progress:
+    with progress:
         for number in missing:
             rows = rows_of(job, number)
             report = partial(progressed, progress, done, len(rows), job)
             parts.write(number, drawn(job, rows, report))
             done += len(rows)
             progress(done)
+    ranks.gather(None)
     return parts
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.system.files import replacing
+from titan_dit.system.files import reason_of, replacing
 
 
 def read_tensors(path: Path, flag: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -45,8 +45,7 @@ def write_tensors(
                 torch.save(dict(tensors), aside)
             aside.chmod(mode)
     except (OSError, RuntimeError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise UserError(f"{path} cannot be written: {reason}.") from None
+        raise UserError(f"{path} cannot be written: {reason_of(error)}.") from None
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -111,17 +110,6 @@ class Ranks:
             raise UserError(failure)
         found: T = result
         return found
-
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """A block of each rank's own work; a UserError of one is raised on all. Collective."""
-        failure = ""
-        try:
-            yield
-        except UserError as error:
-            failure = str(error)
-        if failures := [text for text in self.gather(failure) if text]:
-            raise UserError(failures[0])
 
     def describe(self, error: BaseException) -> str:
         """An error as one line, prefixed with the rank if there are several."""

@@ -20,9 +20,15 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.system.files import write_whole
+from titan_dit.system.files import reason_of, write_whole
 
 PLAN = "plan.json"
+
+
+def shown(value: object) -> str:
+    """A value of a plan; of a name and its digest the name."""
+    names = isinstance(value, list) and value and isinstance(value[0], str)
+    return str(value[0] if names else value)  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -45,12 +51,19 @@ class Parts:
         """Make the folder, or check that it is of the same plan. On one rank, before the others."""
         file = self.folder / PLAN
         if file.is_file():
-            with suppress(ValueError, AttributeError):
-                if json.loads(file.read_text()).get("digest") == self.digest:
-                    return
+            before: dict[str, Any] = {}
+            with suppress(ValueError):
+                before = dict(json.loads(file.read_text()))
+            if before.get("digest") == self.digest:
+                return
+            changes = [
+                f"{key}: {shown(before.get(key))} -> {shown(value)}"
+                for key, value in self.plan.items()
+                if json.dumps(value) != json.dumps(before.get(key))
+            ]
             raise UserError(
-                f"{self.flag}: {self.folder} holds parts of another command. Repeat that command "
-                "to finish it, or delete the folder."
+                f"{self.flag}: {self.folder} holds parts of another command "
+                f"({', '.join(changes)}). Repeat that command to finish it, or delete the folder."
             )
         with self.writing(file):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,6 +110,6 @@ class Parts:
             yield
         except OSError as error:
             raise UserError(
-                f"{self.flag}: {file} cannot be written: {error.strerror}. Free space or fix the "
+                f"{self.flag}: {file} cannot be written: {reason_of(error)}. Free space or fix the "
                 "disk, and repeat the command: it goes on."
             ) from None

@@ -46,8 +46,8 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
                 "relative to it."
             )
         names.append(name)
-    labels: list[Label] = [label_of(first_of(row, LABELS)) for row in rows]
-    texts = [str(first_of(row, TEXTS) or "") for row in rows]
+    labels = labels_of(rows, where)
+    texts = [str(row.get(TEXTS[0]) or row.get(TEXTS[1]) or "") for row in rows]
 
     def read(row: int) -> bytes:
         path = root / names[row]
@@ -58,9 +58,26 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
     return make_set(root, file.name, names, numbers_if_decimal(labels), texts, read, asked)
 
 
-def first_of(row: Mapping[str, Any], keys: Sequence[str]) -> object:
-    """The first value among keys of equal meaning that a row has, or None."""
-    return next((row[key] for key in keys if row.get(key) not in (None, "")), None)
+def labels_of(rows: Sequence[Mapping[str, Any]], where: str) -> list[Label]:
+    """The `label` of each row, or its `class` if it has none.
+
+    Raises UserError if some rows have a number as label and others a name as class.
+    """
+    columns = [[label_of(row.get(key)) for row in rows] for key in LABELS]
+    found = [a if a is not None else b for a, b in zip(*columns, strict=True)]
+    filled = [a is not None for a in columns[0]]
+    kinds = {
+        (is_first, str(label).removeprefix("-").isdecimal())
+        for is_first, label in zip(filled, found, strict=True)
+        if label is not None
+    }
+    if {(True, True), (False, False)} <= kinds:
+        row = next(i for i, x in enumerate(found) if not filled[i] and x is not None)
+        raise UserError(
+            f"{where}, row {row + 1}: {LABELS[1]} {found[row]} without a {LABELS[0]}, which is a "
+            f"number in other rows. Give it one, or leave its {LABELS[1]} out."
+        )
+    return found
 
 
 def of_jsonl(file: Path, where: str) -> list[Mapping[str, Any]]:

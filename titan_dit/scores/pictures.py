@@ -144,8 +144,11 @@ def below(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def of_npz(path: Path, where: str) -> Pictures:
-    """The pictures of a .npz. One that is not compressed is not read into memory."""
+def of_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:
+    """The pictures of a .npz. One that is not compressed is not read into memory.
+
+    `labelled`: read and check its classes, if it has some.
+    """
     array = array_of(path, where)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3 or not len(array):
         raise UserError(
@@ -157,10 +160,15 @@ def of_npz(path: Path, where: str) -> Pictures:
         return torch.from_numpy(np.array(array[rows.start : rows.stop]))
 
     about = f"{len(array):,} pictures of {path}"
-    classes = counts_in(path, where, len(array))
-    return Pictures(
-        len(array), read, lambda: hashlib.sha256(array.data).hexdigest(), about, classes
-    )
+    classes = counts_in(path, where, len(array)) if labelled else {}
+
+    def digest() -> str:
+        sha = hashlib.sha256()
+        for row in array:  # It may be in Fortran's order.
+            sha.update(np.ascontiguousarray(row).data)
+        return sha.hexdigest()
+
+    return Pictures(len(array), read, digest, about, classes)
 
 
 def counts_in(path: Path, where: str, count: int) -> dict[str, int]:

@@ -43,7 +43,7 @@ def open_reference(
         )
     held = pictures.names_in(place, where)
     if pictures.PICTURES not in held:
-        if other := why_of_others(place, network, where):
+        if other := misfit_of_moments(place, network, where):
             raise UserError(other)
         if lacking := sorted({"kid", "prdc"} & {*names}):
             raise UserError(
@@ -51,12 +51,13 @@ def open_reference(
             )
         return Described(moments_of(place, size, network, where))
     found = pictures.of_npz(place, where)
-    if {MEAN, COVARIANCE} <= held and not why_of_others(place, network, where):
+    serves = "fid" in names and {MEAN, COVARIANCE} <= held
+    if serves and not misfit_of_moments(place, network, where):
         return replace(found, moments=moments_of(place, size, network, where))
     return found
 
 
-def why_of_others(path: Path, network: Features, where: str) -> str:
+def misfit_of_moments(path: Path, network: Features, where: str) -> str:
     """Why the moments of a .npz are not those of a network's features; "" if they are."""
     made_by = ""
     if MADE_BY in pictures.names_in(path, where):
@@ -93,8 +94,13 @@ def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
     mean, covariance = (torch.from_numpy(np.array(a, dtype=np.float64)) for a in (mu, sigma))
     if not (mean.isfinite().all() and covariance.isfinite().all()):
         raise UserError(f"{where} {path}: {MEAN} or {COVARIANCE} is not finite.")
-    if (covariance - covariance.T).abs().max() > 1e-4 * covariance.abs().max():
+    allowed = 1e-4 * covariance.abs().max()  # Of fp32.
+    if (covariance - covariance.T).abs().max() > allowed:
         raise UserError(f"{where} {path}: {COVARIANCE} is not symmetric, so it is no covariance.")
+    if torch.linalg.eigvalsh(covariance)[0] < -allowed:
+        raise UserError(
+            f"{where} {path}: {COVARIANCE} has a negative eigenvalue, so it is no covariance."
+        )
     count = count_of(path, where)
     return Moments(count, mean, covariance * (count - 1))
 
@@ -105,11 +111,17 @@ def count_of(path: Path, where: str) -> int:
         return UNKNOWN
     count = pictures.array_of(path, where, COUNT)
     if count.dtype.kind not in "iu" or count.shape or count < 2:
-        raise UserError(
-            f"{where} {path}: {COUNT} is {count.dtype} {list(count.shape)}, not an integer of at "
-            "least 2."
-        )
+        given = f"{count.dtype} {list(count.shape)}" if count.shape else str(count)
+        raise UserError(f"{where} {path}: {COUNT} is {given}, not an integer of at least 2.")
     return int(count)
+
+
+def counts(real: Reference) -> dict[str, int]:
+    """How many pictures of a reference each metric compares with."""
+    if isinstance(real, Described):
+        return {"fid": real.moments.count}
+    of_fid = real.count if real.moments is None else real.moments.count
+    return {"fid": of_fid, "kid": real.count, "prdc": real.count}
 
 
 def describe_reference(

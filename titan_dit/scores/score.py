@@ -50,7 +50,7 @@ def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Descr
     moments: list[Moments] = []
     parts: dict[str, Tensor] = {}
     progress = ProgressLine(len(mine), "batches", what=f"features of {chosen.about}")
-    with ranks.failing_together(), progress:
+    with progress:  # An error ends all ranks: the launcher stops those that wait below.
         for first in mine:
             features, logits = network(chosen.read(range(first, min(first + BATCH, chosen.count))))
             if keeps_logits and logits is None:
@@ -115,13 +115,16 @@ def score(drawn: Described, real: Described, names: Sequence[str], network: str)
     return found
 
 
-def check(names: Sequence[str], count: int, real: int, where: str) -> None:
-    """Raise UserError unless the metrics are known and there are enough pictures."""
+def check(names: Sequence[str], count: int, real: Mapping[str, int], where: str) -> None:
+    """Raise UserError unless the metrics are known and there are enough pictures.
+
+    `count`: of drawn ones; `real`: of those that a metric compares them with, if it does.
+    """
     if unknown := [name for name in names if name not in METRICS] or ([] if names else ["nothing"]):
         raise UserError(f"{where} has {', '.join(unknown)}. Valid: {', '.join(METRICS)}.")
     least = {"fid": 2, "kid": 2, "is": metrics.IS_SPLITS, "prdc": metrics.NEIGHBOURS + 1}
     for name in names:
-        fewest = count if name == "is" else min(count, real)
+        fewest = min(count, real.get(name, count))
         if fewest < least[name]:
             raise UserError(
                 f"{where}: {name} needs {least[name]} pictures, but there are {fewest}."

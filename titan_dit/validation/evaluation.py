@@ -80,8 +80,7 @@ def open_evaluation(
     size, names = objective.picture_size(sampling), config.metrics
     where = f"{WHERE} reference"
     found = reference.open_reference(config.reference, size, network, names, where)
-    count = found.count if isinstance(found, Pictures) else reference.UNKNOWN
-    score.check(names, config.num, count, f"{WHERE} metrics")
+    score.check(names, config.num, reference.counts(found), f"{WHERE} metrics")
     real = reference.describe_reference(network, found, names)
     classes = found.classes if isinstance(found, Pictures) else {}
     return Evaluation(config, network, real, classes)
