@@ -179,7 +179,7 @@ def test_the_weights_under_an_adapter_are_those_that_are_named(base, adapted, tm
     run, given = base[0], adapted[1]
     last = converted(given, tmp_path / "last", base=str(run), weights="model")
     rank, alpha = 2 * RANK, 2 * ALPHA  # See the export.
-    assert f"with adapters of rank {rank}, alpha {alpha:g}, of " in capsys.readouterr().out
+    assert f"with adapters of rank {rank}, alpha {alpha}, of " in capsys.readouterr().out
     for whole, kind in ((last, "model"), (adapted[0], "ema")):
         found = dict(load(whole).network.named_parameters())
         for name, tensor in load(run, weights=kind).network.named_parameters():

@@ -287,7 +287,7 @@ def test_imported_adapters_keep_their_scale(tmp_path):
     for alpha in (None, 4.0):
         with pytest.raises(UserError) as caught:
             check_lora(rank=4, alpha=alpha)
-        line = "  [lora] alpha / rank: 8 -> 1. Set rank = 4, alpha = 32."
+        line = "  [lora] alpha / rank: 8 -> 1. Set rank = 4, alpha = 32.0."
         assert str(caught.value).splitlines()[1] == line
     check_lora(rank=4, alpha=32.0, targets=["blocks.*"])
     check_lora(rank=8, alpha=64.0)

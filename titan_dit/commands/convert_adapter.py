@@ -115,7 +115,7 @@ def read_directory(source: Path, target: Path, options: Options) -> None:
     imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record)
     console.say(
         f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank}, "
-        f"alpha {adapters.alpha:g}, of {len(layers)} layers. Draw from it: sample --run {target}"
+        f"alpha {adapters.alpha}, of {len(layers)} layers. Draw from it: sample --run {target}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,11 +64,11 @@ def check_same_mathematics(
     if record.get("imported", False):
         kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
         changed = [x for x in changed if x.startswith(kept) and not x.startswith(OF_TRAINING)]
-        now = LoRAConfig.of_table(identity.config["lora"])
-        if before.lora.rank and now.rank and before.lora.scale != now.scale:
+        was, now = before.lora, LoRAConfig.of_table(identity.config["lora"])
+        if was.rank and now.rank and not math.isclose(was.scale, now.scale):
             changed.append(
-                f"[lora] alpha / rank: {before.lora.scale:g} -> {now.scale:g}. Set rank = "
-                f"{before.lora.rank}, alpha = {before.lora.scale * before.lora.rank:g}."
+                f"[lora] alpha / rank: {was.scale:g} -> {now.scale:g}. Set rank = {was.rank}, "
+                f"alpha = {was.alpha or was.rank}."
             )
     else:
         if record["data"]["digest"] != identity.data["digest"]:
