@@ -7,10 +7,11 @@ import torch
 from harness import on_ranks
 from tiny import randomize, tiny_config, whole
 
-from titan_dit.launcher.stop_request import HostCopy, Reason, StopRequest
+from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.models import initializers
 from titan_dit.recovery.replicas import digest
 from titan_dit.rng import SampleRNG
+from titan_dit.system.host_copy import HostCopy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +44,15 @@ def test_a_stop_is_heard_a_step_later_and_nothing_waits_for_the_device_before():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert stop.reason == Reason.STOP
+
+
+def test_a_copy_to_the_host_does_not_wait_for_work_that_is_queued_later():
+    values = torch.arange(1000, device="cuda") * 2
+    HostCopy(values).read()  # Pinned memory: to allocate it waits for the device.
+    copy = HostCopy(values)
+    torch.cuda._sleep(10**8)
+    assert torch.equal(copy.read(), torch.arange(1000) * 2)
+    assert not torch.cuda.current_stream().query()
 
 
 def test_initial_weights_are_those_of_the_cpu_to_the_bit():

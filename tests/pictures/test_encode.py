@@ -1,5 +1,6 @@
 """What `data encode` stores, law by law, and what it refuses."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -100,6 +101,24 @@ def test_bytes_do_not_depend_on_which_process_encodes_a_chunk_or_on_a_stop(root)
     assert files_in(output) == files_in(root / "set")
     assert (output / "set-00001.safetensors").stat().st_mtime_ns == before
     assert encoded(root / "in", output, str(root / "vae"), **how) is None
+
+
+def test_the_autoencoder_has_batches_queued_while_the_host_takes_the_rows_of_one(root):
+    plan, vae = plan_of(root / "in", root / "ahead", str(root / "vae"), batch_size=1)
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Noting(autoencoder.Autoencoder):
+        def encode(self, pictures):
+            seen.append("start")
+            return super().encode(pictures)
+
+    noting = Noting(**{f.name: getattr(vae, f.name) for f in dataclasses.fields(vae)})
+    batches = encode.decoded(plan, noting, [0, 1], threads=1)
+    for _ in encode.encoded(plan, noting, batches):
+        seen.append("rows")
+    ahead = encode.AHEAD
+    assert seen == ["start"] * ahead + ["start", "rows"] * (6 - ahead) + ["rows"] * ahead
 
 
 def test_another_autoencoder_is_not_mixed_in_and_is_named(root):

@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_dit.launcher.failure import INTERRUPTED, LEFT, is_launched
 from titan_dit.launcher.signals import Listener
 from titan_dit.system import stdio
+from titan_dit.system.host_copy import HostCopy
 
 PATIENCE_S = 5.0
 """A rank blocked in a collective with a dead rank leaves after this long, or after twice the last
@@ -128,7 +129,7 @@ class StopRequest:
             self.copies.append(HostCopy(self.summed))
             self.summed = None
         if len(self.copies) > self.lag:
-            self.reason = reason_of(self.copies.popleft().read())
+            self.reason = reason_of(float(self.copies.popleft().read()))
         return bool(self.reason)
 
     def hear(self, number: signal.Signals) -> None:
@@ -160,26 +161,6 @@ class StopRequest:
         is_order = signal.SIGUSR1 in self.heard
         if not is_order and self.boundaries == before and not self.reason:
             os._exit(LEFT)
-
-
-class HostCopy:
-    """A device scalar on its way to the host, which continues meanwhile."""
-
-    def __init__(self, scalar: Tensor) -> None:
-        self.copied: torch.cuda.Event | None = None
-        if scalar.device.type != "cuda":
-            self.value = scalar
-            return
-        self.value = torch.empty_like(scalar, device="cpu", pin_memory=True)
-        self.value.copy_(scalar, non_blocking=True)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.copied.record()
-
-    def read(self) -> float:
-        """The value; waits until it is there."""
-        if self.copied:
-            self.copied.synchronize()
-        return float(self.value)
 
 
 def reason_of(total: float) -> Reason:

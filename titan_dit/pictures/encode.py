@@ -31,9 +31,12 @@ from titan_dit.data.packing.shard_job import ChunkRecord, write_chunk, writing
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.encode_plan import EncodePlan
 from titan_dit.system.files import write_whole
+from titan_dit.system.host_copy import HostCopy
 
 Drops = list[tuple[int, str]]
 Reading = Future[tuple[UInt8[Tensor, "3 s s"], bytes]]
+AHEAD = 2
+"""Batches that are queued on the device behind the one that the host waits for."""
 
 
 @dataclass(frozen=True)
@@ -151,22 +154,24 @@ def encoded(
 ) -> Iterator[tuple[Batch, Tensor | None]]:
     """Rows of every batch, on the CPU: [pictures, copies, c, h, w].
 
-    A batch is started before the one before is waited for, so the device has always work.
+    AHEAD batches are queued behind the one that is waited for: a GPU works on them while the host
+    adds rows, writes shards and joins the next batch.
     """
-    before: tuple[Batch, Tensor | None] | None = None
+    queued: deque[tuple[Batch, HostCopy | None]] = deque()
     for batch in batches:
-        started = batch, None if batch.pictures is None else latents_of(plan, vae, batch.pictures)
-        if before:
-            yield on_cpu(before)
-        before = started
-    if before:
-        yield on_cpu(before)
+        started = None
+        if batch.pictures is not None:
+            started = HostCopy(latents_of(plan, vae, batch.pictures))
+        queued.append((batch, started))
+        if len(queued) > AHEAD:
+            yield rows_of(*queued.popleft())
+    while queued:
+        yield rows_of(*queued.popleft())
 
 
-def on_cpu(started: tuple[Batch, Tensor | None]) -> tuple[Batch, Tensor | None]:
+def rows_of(batch: Batch, stored: HostCopy | None) -> tuple[Batch, Tensor | None]:
     """Wait for the rows of a batch."""
-    batch, stored = started
-    return batch, None if stored is None else stored.cpu()
+    return batch, None if stored is None else stored.read()
 
 
 def latents_of(

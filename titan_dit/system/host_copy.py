@@ -1,0 +1,29 @@
+"""A tensor of a GPU on its way to the host, which continues meanwhile."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """The copy of a tensor on the host; on a CPU the tensor itself.
+
+    The copy is queued when this is made. It does not wait for work that is queued later.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.copied: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self.value = tensor
+            return
+        self.value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.value.copy_(tensor, non_blocking=True)
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied.record()
+
+    def read(self) -> Tensor:
+        """The values; waits until they are there."""
+        if self.copied:
+            self.copied.synchronize()
+        return self.value
