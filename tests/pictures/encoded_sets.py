@@ -36,9 +36,9 @@ def save_pictures(root, each=4):
     return lines
 
 
-def plan_of(source, output, vae, classes=None, num_classes=None, **how):
+def plan_of(source, output, vae, classes=None, num_classes=None, device=CPU, **how):
     """The plan of an encoding, with its autoencoder."""
-    loaded = autoencoder.load(vae, CPU)
+    loaded = autoencoder.load(vae, device)
     pictures = open_input(source, Asked(classes=classes, num_classes=num_classes))
     how = {"image_size": 8, "batch_size": 4, "shard_size": 3} | how
     return make_plan(pictures, source, output, loaded, **how), loaded

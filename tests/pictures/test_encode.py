@@ -121,6 +121,20 @@ def test_the_autoencoder_has_batches_queued_while_the_host_takes_the_rows_of_one
     assert seen == ["start"] * ahead + ["start", "rows"] * (6 - ahead) + ["rows"] * ahead
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_stores_the_latents_of_the_cpu_and_the_same_bytes_again(root):
+    how = {"flip": True, "dtype": "float32", "device": torch.device("cuda")}
+    for name in ("one", "two"):
+        encoded(root / "in", root / name / "set", str(root / "vae"), **how)
+    assert files_in(root / "one" / "set") == files_in(root / "two" / "set")
+    found, expected = (LatentShards(root / name) for name in ("one/set", "set"))
+    rows = range(len(expected))
+    there, here = (source.read(rows)["latent"] for source in (found, expected))
+    # Convolutions are in TF32.
+    torch.testing.assert_close(there, here, rtol=1e-2, atol=1e-2)
+
+
 def test_another_autoencoder_is_not_mixed_in_and_is_named(root):
     other = save_vae(root / "other_vae", seed=1)
     how = {"flip": True, "dtype": "float32"}
