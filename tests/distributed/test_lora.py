@@ -232,13 +232,15 @@ def test_gradients_of_one_process_are_those_of_theory(expected):
 
 def check(num_ranks, cases, expected):
     by_rank = on_ranks(num_ranks, all_cases, cases)
-    for number, (table, parallel, *_) in enumerate(cases):
+    for number, (table, parallel, _, compiled) in enumerate(cases):
         (loss, wanted), _ = expected[[WIDE, NARROW].index(table)]
         found = {}
         for ranks in by_rank:
             assert ranks[number][0] == pytest.approx(loss, rel=1e-6), parallel
             found |= ranks[number][1]
-        assert_same_gradients(found, wanted, 1e-10)
+        # The graphs of torch 2.11 round to fp32, with and without adapters.
+        rounds = compiled and torch.__version__ < "2.12"
+        assert_same_gradients(found, wanted, 1e-6 if rounds else 1e-10)
 
 
 def test_every_layout_has_the_gradients_of_one_process(expected):
