@@ -99,6 +99,8 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         raise UserError(
             f"{where} {source}: no autoencoder can be loaded from it ({reason})."
         ) from None
+    # Not the file's, which may leave out a key of later releases: its default is scaling_factor.
+    config = module.config
     scale, shift = units_of(config)
     facts = VAEFacts(
         kind=kind.__name__,
