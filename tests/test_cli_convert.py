@@ -287,6 +287,8 @@ BAD = {
     "a text file": (("--from", "imported", "--to", "new.txt"), "name a .pt or .safetensors file"),
     "import flag": (("--from", "imported", "--to", "new.pt", "--heads", 4), "flag of an export"),
     "export flag": (("--from", "z.safetensors", "--to", "new", "--step", 4), "flag of an import"),
+    "an object store": (("--from", "imported", "--to", "s3://a/b.pt"), "--to s3://a/b.pt: give"),
+    "here": (("--from", "original.safetensors", "--to", "."), "--to .: give the path of a new"),
     "no DiT": (("--from", "z.safetensors", "--to", "new"), "is no DiT"),
 }
 
@@ -310,7 +312,7 @@ def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(case, converte
 def test_an_error_is_one_line_and_an_exit_code(converted):
     done = titan_dit("convert", "--from", "nothing.pt", "--to", "new", cwd=converted)
     assert done.returncode == 2
-    assert done.stderr == "error: nothing.pt: no such file.\n"
+    assert done.stderr == "error: --from nothing.pt: no such file.\n"
 
 
 BAD_INPUTS = {

@@ -127,6 +127,20 @@ def test_after_a_kill_the_same_command_makes_the_same_files(case, runs, tmp_path
     assert whole == digests(converted(flags["source"], tmp_path / "undisturbed" / name))
 
 
+def test_what_a_link_points_to_is_written(tmp_path):
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    (tmp_path / "a").symlink_to(tmp_path / "disk" / "empty")
+    (tmp_path / "b").symlink_to(tmp_path / "disk" / "nothing")
+    with new_output.new_output(tmp_path / "a") as place:
+        place.mkdir()
+        (place / "file").write_text("whole")
+    with new_output.new_output(tmp_path / "b") as place:
+        place.write_text("whole")
+    assert (tmp_path / "disk" / "empty" / "file").read_text() == "whole"
+    assert (tmp_path / "disk" / "nothing").read_text() == "whole"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "disk"]
+
+
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
     living, dead, other = (tmp_path / f"a.{n}.partial" for n in ("1", "2", "x"))
     for folder in (living, dead, other):

@@ -88,12 +88,16 @@ def test_whatever_does_not_fit_is_named():
     state["t_embedder.mlp.0.weight"] = torch.ones(48, 255)
     state["final_layer.linear.bias"] = torch.cat((torch.ones(31), torch.tensor([float("nan")])))
     state["x_embedder.proj.bias"] = torch.ones(48, dtype=torch.int32)
+    # Kinds that become fp32; of the first one that is infinity.
+    state["t_embedder.mlp.2.bias"] = torch.full((48,), 1e300, dtype=torch.float64)
+    state["t_embedder.mlp.0.bias"] = torch.ones(48).to(torch.float8_e4m3fn)
     message = refused(state)
     for line in (
         "missing: blocks.1.mlp.fc2.bias",
         "unexpected: blocks.0.attn.extra",
         "wrong shape: t_embedder.mlp.0.weight is [48, 255], not [48, 256]",
         "NaN or infinity in final_layer.linear.bias",
+        "NaN or infinity in t_embedder.mlp.2.bias",
         "not floating point: x_embedder.proj.bias is torch.int32",
     ):
         assert line in message

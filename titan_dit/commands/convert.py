@@ -45,6 +45,8 @@ FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, PEFT, DIFFUSERS) for flag in 
 def main(options: Options) -> None:
     """Import if --from is a file, or a folder of another library; export a run or a checkpoint."""
     source, target = location(options.source), Path(options.to)
+    if isinstance(location(options.to), URL) or not target.name:
+        raise UserError(f"--to {options.to}: give the path of a new file or folder on a disk.")
     kind = kind_of(source)
     writes = kind is RUN
     check_flags(options, kind.flags, f"{kind.use} (--from {source} is a {kind.name})")

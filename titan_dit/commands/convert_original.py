@@ -37,7 +37,10 @@ ORIGINAL = {"noise_schedule": "linear", "prediction": "eps"}
 
 def read_file(source: Path, target: Path, options: Options) -> None:
     """Import a file as a checkpoint."""
-    weights = weight_file.read(source)
+    try:
+        weights = weight_file.read(source)
+    except UserError as error:
+        raise UserError(f"--from {error}") from None
     try:
         original = original_dit.infer(weights.ema, options.heads or known_heads(weights))
         objective = objective_of(weights, original, options)

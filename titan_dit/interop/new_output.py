@@ -22,7 +22,7 @@ def new_output(target: Path) -> Iterator[Path]:
     there is deleted. Raises UserError if the target cannot be written; `tensor_reader.reading` is
     for what the block reads.
     """
-    final = target.with_name(target.resolve().name)
+    final = target.resolve()  # Of a link: where it leads.
     aside = final.with_name(f"{final.name}.{os.getpid()}{PARTIAL}")
     lock = -1
     try:
@@ -35,7 +35,7 @@ def new_output(target: Path) -> Iterator[Path]:
         if (aside / final.name).is_dir():
             sync_folder(aside / final.name)
         (aside / final.name).rename(final)
-        sync_folder(final.resolve().parent)
+        sync_folder(final.parent)
     except (OSError, RuntimeError) as error:  # torch.save raises the latter.
         raise UserError(f"--to {target} cannot be written: {reason_of(error)}.") from None
     finally:

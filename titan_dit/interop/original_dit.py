@@ -242,7 +242,7 @@ def check(
             problems.append(f"wrong shape: {name} is {list(tensor.shape)}, not {list(shape)}")
         elif not tensor.is_floating_point():
             problems.append(f"not floating point: {name} is {tensor.dtype}")
-        elif not tensor.isfinite().all():
+        elif not tensor.float().isfinite().all():  # As it will be: fp32.
             problems.append(f"NaN or infinity in {name}")
     if problems:
         raise UserError(f"{what} not match a DiT:\n  " + "\n  ".join(first(problems, 12)))

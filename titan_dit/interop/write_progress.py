@@ -19,7 +19,7 @@ def writing(target: Path, tensors: Iterable[Tensor]) -> AbstractContextManager[N
     """Show how much of `target`, a file or a folder of these tensors, has been written."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     progress = ProgressLine(total, "B", what=f"writing {target.name}", form=count)
-    return following(partial(bytes_aside, target), progress)
+    return following(partial(bytes_aside, target.resolve()), progress)
 
 
 def bytes_aside(target: Path) -> int:
