@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from exports import CLASSES, CPU, converted, save_run, save_vae
+from exports import CLASSES, CPU, SIZES, converted, save_run, save_vae
 from safetensors.torch import load_file
 
 from titan_dit.checkpoint import checkpoint
@@ -12,6 +12,7 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.interop import diffusers_dit, hf_directory
+from titan_dit.models.dit import DiTConfig
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load_trained
 
@@ -80,6 +81,12 @@ def test_the_exported_pipeline_draws_what_sample_draws(library, vae, tmp_path, o
     assert pipeline.get_label_ids(["kind 5"]) == [5]
 
 
+def edit(file, **changes):
+    """Change keys of a JSON file; None removes one."""
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
 def forward_of(run):
     from titan_dit.execution.base import first_of
 
@@ -100,7 +107,11 @@ def test_weights_come_back_bit_for_bit(library, vae, tmp_path):
     assert facts["scale"] == 0.7
 
 
-def test_folders_that_diffusers_wrote_are_read(library, tmp_path):
+@pytest.mark.parametrize(
+    ("classes", "kind"), [(1000, "DiTTransformer2DModel"), (10, "Transformer2DModel")]
+)
+def test_folders_that_diffusers_wrote_are_read(library, tmp_path, classes, kind):
+    """Also under the class of older releases, which the published weights name."""
     torch.manual_seed(2)
     theirs = library.DiTTransformer2DModel(
         num_attention_heads=4,
@@ -109,12 +120,15 @@ def test_folders_that_diffusers_wrote_are_read(library, tmp_path):
         out_channels=8,
         num_layers=1,
         sample_size=8,
-        num_embeds_ada_norm=1000,
+        num_embeds_ada_norm=classes,
     ).eval()
     theirs.save_pretrained(tmp_path / "theirs")
+    edit(tmp_path / "theirs" / "config.json", _class_name=kind)
     run = load_trained(converted(tmp_path / "theirs", tmp_path / "run"), "ema", None, CPU)
     model = run.diffusion("test").model
-    x, t, labels = torch.randn(2, 4, 8, 8), torch.tensor([10.0, 900.0]), torch.tensor([3, 999])
+    assert model.num_classes == classes
+    x, t = torch.randn(2, 4, 8, 8), torch.tensor([10.0, 900.0])
+    labels = torch.tensor([3, classes - 1])
     with torch.no_grad():
         expected = theirs(x, t, class_labels=labels).sample
         inputs = {"tokens": model.tokenize(x), "timestep": t, "labels": labels}
@@ -232,3 +246,75 @@ def test_what_one_embedder_cannot_hold_is_refused(library, vae, tmp_path):
     save_file(tensors | changed, file)
     with pytest.raises(UserError, match="there are more classes than its id2label names"):
         converted(folder, tmp_path / "x")
+
+
+def test_the_units_of_a_pipeline_are_those_that_it_draws_in(library, vae, tmp_path):
+    plain = save_run(tmp_path / "run", vae, "ddpm")
+    folder = converted(plain, tmp_path / "pipeline")
+    # Of an autoencoder of before this key it is the default of its class.
+    edit(folder / "vae" / "config.json", scaling_factor=None)
+    facts = checkpoint.read_record(converted(folder, tmp_path / "old"))["data"]
+    assert facts["scale"] == loaded(library, folder).vae.config.scaling_factor == 0.18215
+    edit(folder / "vae" / "config.json", shift_factor=0.3)
+    words = "of its vae have scale 0.18215 and shift 0.3, but DiTPipeline has one scale"
+    with pytest.raises(UserError, match=words):
+        converted(folder, tmp_path / "x")
+    # An autoencoder in another file is copied, too.
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes((vae / "config.json").read_bytes())
+    torch.save(load_file(vae / diffusers_dit.WEIGHTS), other / "diffusion_pytorch_model.bin")
+    whole = loaded(library, converted(plain, tmp_path / "whole", vae=str(other)))
+    expected = load_file(vae / diffusers_dit.WEIGHTS)
+    assert all(torch.equal(t, expected[n]) for n, t in whole.vae.state_dict().items())
+
+
+FLOW = {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True}
+DDIM = {"_class_name": "DDIMScheduler", "beta_schedule": "linear"}
+FOREIGN = {
+    "noise of a flow": (FLOW | {"prediction_type": "epsilon"}, "With use_flow_sigmas there is"),
+    "zero SNR": (DDIM | {"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr=true"),
+    "inverse": ({"_class_name": "FlowMatchX", "invert_sigmas": True}, "invert_sigmas=true"),
+    "no betas": ({"_class_name": "EDMEulerScheduler"}, "EDMEulerScheduler with prediction_type"),
+    "steps": (DDIM | {"num_train_timesteps": "x"}, "has a wrong number"),
+    "betas": (DDIM | {"trained_betas": 0.3}, "has a wrong number"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_scheduler_of_other_noise_is_refused_by_name(case):
+    scheduler, words = FOREIGN[case]
+    with pytest.raises(UserError, match=words):
+        diffusers_dit.objective_of(scheduler, False)
+
+
+def test_the_time_of_a_flow_is_in_its_schedulers_steps():
+    scheduler = FLOW | {"prediction_type": "flow_prediction", "num_train_timesteps": 500}
+    assert diffusers_dit.objective_of(scheduler, False)["time_scale"] == 500.0
+
+
+LABELS = {
+    "gap": ({"0": "a", "5": "b"}, "without a gap"),
+    "word": ({"a": "0"}, "without a gap"),
+    "list": (["a", "b"], "without a gap"),
+    "many": ({str(n): "a" for n in range(1001)}, "=1000, but id2label names 1001"),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_names_that_do_not_fit_the_table_are_refused(case, vae, tmp_path):
+    folder = tmp_path / "pipeline"
+    config = diffusers_dit.DiffusersDiT(DiTConfig(**SIZES, num_classes=CLASSES), 8).config_json()
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    labels, words = LABELS[case]
+    index = {"_class_name": "DiTPipeline", "transformer": [], "id2label": labels}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=words):
+        converted(folder, tmp_path / "x")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "Other", "unet": []}))
+    with pytest.raises(UserError, match="is of Other, not of DiTPipeline"):
+        converted(folder, tmp_path / "x")
+    edit(folder / "transformer" / "config.json", norm_eps=0.01)
+    with pytest.raises(UserError, match=r"norm_eps=0\.01 is above 1e-05"):
+        converted(folder / "transformer", tmp_path / "x")

@@ -32,7 +32,7 @@ def is_directory(path: Path) -> bool:
         config = hf_directory.read_json(path / diffusers_dit.CONFIG)
     except UserError:
         return False
-    return config.get("_class_name") == diffusers_dit.KIND
+    return diffusers_dit.is_dit(config)
 
 
 def read_directory(source: Path, target: Path, scale: float | None) -> None:
@@ -41,6 +41,9 @@ def read_directory(source: Path, target: Path, scale: float | None) -> None:
         pipeline = source / diffusers_dit.INDEX
         whole = hf_directory.read_json(pipeline) if pipeline.is_file() else {}
         folder = source / diffusers_dit.TRANSFORMER if whole else source
+        if whole and diffusers_dit.TRANSFORMER not in whole:
+            kind = whole.get("_class_name")
+            raise UserError(f"{pipeline.name} is of {kind}, not of {diffusers_dit.PIPELINE}.")
         names = class_names(whole.get("id2label") or {})
         found = diffusers_dit.config_of(
             hf_directory.read_json(folder / diffusers_dit.CONFIG), len(names) or None
@@ -48,19 +51,24 @@ def read_directory(source: Path, target: Path, scale: float | None) -> None:
         ours = found.to_ours(hf_directory.read_weights(folder, FILES))
         objective = objective_of(bool(whole), source, found)
         facts = facts_of(source if whole else None, found.config, names, scale)
+        record = imported.record_of_dit(found.config, objective, facts)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
     config = found.config
     console.say(f"read    {source}: {numel(ours):,} parameters, {config.num_classes} classes")
     console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
     tensors = {"model": ours, "ema": {imported.EMA_DECAY: ours}}
-    imported.save(target, tensors, imported.record_of_dit(config, objective, facts))
+    imported.save(target, tensors, record)
     console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
 
-def class_names(labels: dict[str, str]) -> tuple[str, ...]:
+def class_names(labels: Any) -> tuple[str, ...]:
     """The names in label order; () if there is none."""
-    return tuple(str(labels[key]) for key in sorted(labels, key=int))
+    if not isinstance(labels, dict) or labels.keys() != {str(i) for i in range(len(labels))}:
+        raise UserError(
+            f"{diffusers_dit.INDEX}: id2label must name the classes from 0 on, without a gap."
+        )
+    return tuple(str(labels[str(number)]) for number in range(len(labels)))
 
 
 def objective_of(whole: bool, source: Path, found: DiffusersDiT) -> dict[str, Any]:
@@ -86,10 +94,15 @@ def facts_of(
     if pipeline is None or not (pipeline / diffusers_dit.VAE).is_dir():
         return facts
     vae = autoencoder.load(str(pipeline), torch.device("cpu"), "vae")
+    if isinstance(vae.scale, tuple) or vae.shift != 0.0:
+        raise UserError(
+            f"the latents of its vae have scale {shown(vae.scale)} and shift {shown(vae.shift)}, "
+            "but DiTPipeline has one scale for all channels and no shift. Import "
+            f"{diffusers_dit.TRANSFORMER}/ alone, with --scale."
+        )
     return replace(
         facts,
         scale=scale or vae.scale,
-        shift=vae.shift,
         vae=vae.facts,
         vae_source=str(pipeline),
     )

@@ -9,6 +9,7 @@ Its timestep frequencies divide by 127, the original's by 128.
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, 
 from titan_dit.models.dit import DiTConfig
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
+OLD_KIND = "Transformer2DModel"
+"""The class of a DiT in older releases and in the published weights; of other networks, too."""
 CONFIG, INDEX, SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"
 TRANSFORMER, VAE = "transformer", "vae"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -62,6 +65,8 @@ class DiffusersDiT:
 
     config: DiTConfig
     output_channels: int
+    rows: int = ROWS
+    """Of the label table."""
 
     def block(self, layer: int) -> str:
         """Prefix of a block's names."""
@@ -87,7 +92,7 @@ class DiffusersDiT:
         found: dict[str, Same] = {PATCH: Kernel((f"{THEIR_PATCH}.weight",), patch)}
         found["embed.patch.bias"] = Same((f"{THEIR_PATCH}.bias",))
         tables = tuple(self.table(layer) for layer in range(layers))
-        found[TABLE] = FilledTable(tables, self.config.num_classes, ROWS)
+        found[TABLE] = FilledTable(tables, self.config.num_classes, self.rows)
         for kind in KINDS:
             found |= {f"{k}.{kind}": Same((f"{v}.{kind}",)) for k, v in OUTER.items()}
             for k, v in EMBEDDERS.items():
@@ -153,7 +158,7 @@ class DiffusersDiT:
             "norm_eps": EPS,
             "norm_num_groups": 32,
             "num_attention_heads": heads,
-            "num_embeds_ada_norm": ROWS - 1,
+            "num_embeds_ada_norm": self.rows - 1,
             "num_layers": layers,
             "out_channels": self.output_channels,
             "patch_size": patch,
@@ -164,6 +169,7 @@ class DiffusersDiT:
 
 EPS = 1e-6
 """Of the layer norms, as ours. Released weights have 1e-5, which hardly changes predictions."""
+LARGEST_EPS = 1e-5
 
 
 def check_expressible(config: DiTConfig, as_is: bool) -> None:
@@ -182,15 +188,22 @@ def check_expressible(config: DiTConfig, as_is: bool) -> None:
         )
 
 
+def is_dit(values: Mapping[str, Any]) -> bool:
+    """True if a config.json is of a DiT."""
+    kind = values.get("_class_name")
+    return kind == KIND or (kind == OLD_KIND and values.get("norm_type") == FIXED["norm_type"])
+
+
 def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDiT:
     """Our config of a transformer's config.json. UserError for what we do not have."""
-    if values.get("_class_name") != KIND:
+    if not is_dit(values):
         raise UserError(f"{CONFIG} is of {values.get('_class_name')}, not of {KIND}.")
     for key, value in FIXED.items():
         if values.get(key, value) != value:
             raise UserError(f"{CONFIG}: {key}={values[key]!r}; our DiT has {value!r}.")
     try:
         heads, channels = int(values["num_attention_heads"]), int(values["in_channels"])
+        classes, eps = int(values["num_embeds_ada_norm"]), float(values.get("norm_eps", 1e-5))
         config = DiTConfig(
             hidden=heads * int(values["attention_head_dim"]),
             layers=int(values["num_layers"]),
@@ -198,7 +211,7 @@ def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDi
             patch=int(values["patch_size"]),
             latent_size=int(values["sample_size"]),
             channels=channels,
-            num_classes=num_classes or int(values["num_embeds_ada_norm"]),
+            num_classes=num_classes or classes,
             timestep_frequencies="diffusers",
         )
         outputs = int(values.get("out_channels") or channels)
@@ -209,7 +222,13 @@ def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDi
             f"{CONFIG}: out_channels={outputs}; our DiT has in_channels={channels}, or twice as "
             "many."
         )
-    return DiffusersDiT(config, outputs)
+    if eps > LARGEST_EPS:
+        raise UserError(f"{CONFIG}: norm_eps={eps:g} is above {LARGEST_EPS:g}; ours is {EPS:g}.")
+    if config.num_classes > classes:
+        raise UserError(
+            f"{CONFIG}: num_embeds_ada_norm={classes}, but id2label names {num_classes} classes."
+        )
+    return DiffusersDiT(config, outputs, classes + 1)
 
 
 def scheduler_json(objective: Any) -> dict[str, Any]:
@@ -242,18 +261,31 @@ def scheduler_json(objective: Any) -> dict[str, Any]:
 
 def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, Any]:
     """The [objective] table of a pipeline's scheduler. UserError for noise that we do not have."""
-    kinds = {value: key for key, value in PREDICTIONS.items()}
+    for key in ("rescale_betas_zero_snr", "invert_sigmas"):
+        if scheduler.get(key):
+            raise UserError(f"{SCHEDULER}: {key}=true: we have no such noise levels.")
     prediction = scheduler.get("prediction_type", "epsilon")
     name = str(scheduler.get("_class_name"))
-    if scheduler.get("use_flow_sigmas") or name.startswith("FlowMatch"):
-        return {"name": "rectified_flow", "learn_sigma": learn_sigma}
-    steps = int(scheduler.get("num_train_timesteps", 1000))
-    schedule = noise_of(scheduler, steps)
-    if prediction not in kinds or schedule is None:
+    try:
+        steps = int(scheduler.get("num_train_timesteps", 1000))
+        schedule = noise_of(scheduler, steps)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{SCHEDULER} has a wrong number ({error}).") from None
+    is_flow = scheduler.get("use_flow_sigmas") and prediction == "flow_prediction"
+    if is_flow or name.startswith("FlowMatch"):
+        # Its timesteps are the times, times the steps.
+        return {
+            "name": "rectified_flow",
+            "time_scale": float(steps),
+            "learn_sigma": learn_sigma,
+        }
+    kinds = {value: key for key, value in PREDICTIONS.items()}
+    if prediction not in kinds or schedule is None or scheduler.get("use_flow_sigmas"):
         raise UserError(
-            f"{SCHEDULER}: prediction_type={prediction!r} with "
+            f"{SCHEDULER}: {name} with prediction_type={prediction!r}, "
             f"beta_schedule={scheduler.get('beta_schedule')!r} and its betas; there are "
-            f"{', '.join(kinds)}, and the linear and the cosine schedule."
+            f"{', '.join(kinds)}, and the linear and the cosine schedule. With use_flow_sigmas "
+            "there is flow_prediction."
         )
     return {
         "name": "ddpm",
@@ -265,18 +297,18 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
 
 
 def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
-    """The name of a scheduler's noise schedule; None if it is not one of ours."""
+    """The name of a scheduler's noise schedule; None if it is not one of ours, or has no betas."""
     given = scheduler.get("trained_betas")
     if given is None:
         cosine = scheduler.get("beta_schedule") == "squaredcos_cap_v2"
-        if cosine or scheduler.get("beta_schedule", "linear") == "linear":
+        if cosine or scheduler.get("beta_schedule") == "linear":
             first, last = (scheduler.get(f"beta_{end}") for end in ("start", "end"))
             known = cosine or (first in (None, 1e-4) and last in (None, 0.02) and steps == 1000)
             return ("cosine" if cosine else "linear") if known else None
         return None
     for name in ("linear", "cosine"):
         own = betas(named(name, steps))
-        if len(own) == len(given) and max(map(abs, map(float.__sub__, own, given))) < 1e-6:
+        if len(own) == len(given) and max(map(abs, map(operator.sub, own, given))) < 1e-6:
             return name
     return None
 
@@ -289,7 +321,7 @@ def write_pipeline_parts(
     (folder / "scheduler" / SCHEDULER).write_text(json.dumps(scheduler, indent=2) + "\n")
     (folder / VAE).mkdir()
     for file in sorted(vae.iterdir()):
-        if file.suffix in (".json", ".safetensors"):
+        if file.suffix in (".json", ".safetensors", ".bin"):
             shutil.copyfile(file, folder / VAE / file.name)
     kind = json.loads((vae / CONFIG).read_text())["_class_name"]
     index = {
