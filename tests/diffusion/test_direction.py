@@ -1,5 +1,7 @@
 """A flow that is written in the other direction, or in another unit of time, is the same flow."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from titan_dit.commands import weak_network
 from titan_dit.config import catalog
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
-from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.drawing import generate, sampler_of
 from titan_dit.diffusion.guidance import Guidance
@@ -204,3 +206,32 @@ def test_a_network_of_the_other_direction_cannot_guide():
     with pytest.raises(UserError, match=r"time_scale=1.0, but --run with 1000.0"):
         weak_network.check("weak", ours, built(flow(time_scale=1.0)))
     weak_network.check("weak", ours, built(flow(learn_sigma=True)))
+
+
+OTHER_DATA = {
+    "scale": (
+        {"scale": 0.5},
+        r"0 with scale 0\.5 and shift 0, but --run on latents .* scale 1 and",
+    ),
+    "shift": (
+        {"shift": (0.0, 1.0)},
+        "shift 0, 1, but --run on latents .* with scale 1 and shift 0",
+    ),
+    "autoencoder": ({"vae": VAEFacts(kind="B", digest="0" * 64, factor=2)}, "of B 0{12} with"),
+    "classes": ({"class_names": ("b", "a")}, 'calls class 0 "b", but --run calls it "a"'),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_DATA)
+def test_a_network_of_other_data_cannot_guide(case):
+    changed, words = OTHER_DATA[case]
+    ours = built(flow())
+    known = replace(
+        ours.data, vae=VAEFacts(kind="A", digest="0" * 64, factor=2), class_names=("a", "b")
+    )
+    ours = replace(ours, data=known)
+    with pytest.raises(UserError, match=words):
+        weak_network.check("weak", ours, replace(ours, data=replace(known, **changed)))
+    # Of imported weights neither is known, and a dataset may store scaled latents.
+    imported = replace(known, vae=None, class_names=(), scale=0.5)
+    weak_network.check("weak", ours, replace(ours, data=imported))

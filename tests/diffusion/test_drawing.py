@@ -176,6 +176,35 @@ def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
             "Valid: auto, ddim, ddpm, dpmpp_2m.",
         ),
         (RectifiedFlow(), {"steps": 5000}, None),
+        # Schedulers of diffusers that go to the data, and that do not.
+        (DDPM(prediction="v"), {"sampler": "diffusers:PNDMScheduler"}, None),
+        (RectifiedFlow(), {"sampler": "diffusers:DPMSolverMultistepScheduler"}, None),
+        (
+            RectifiedFlow(),
+            {"sampler": "diffusers:DEISMultistepScheduler"},
+            '[sampling] sampler="diffusers:DEISMultistepScheduler" does not end at the data in 25 '
+            "steps: it misses them by 0.098.",
+        ),
+        (
+            DDPM(),
+            {"sampler": "diffusers:DDIMInverseScheduler"},
+            '[sampling] sampler="diffusers:DDIMInverseScheduler" does not end at the data',
+        ),
+        (
+            DDPM(),
+            {"sampler": "diffusers:IPNDMScheduler"},
+            '[sampling] sampler="diffusers:IPNDMScheduler" does not end at the data',
+        ),
+        (
+            DDPM(),
+            {"sampler": "diffusers:PNDMScheduler", "steps": 2},
+            '[sampling] sampler="diffusers:PNDMScheduler" cannot draw in 2 steps (operands',
+        ),
+        (
+            DDPM(prediction="v"),
+            {"sampler": "diffusers:IPNDMScheduler"},
+            '[sampling] sampler="diffusers:IPNDMScheduler" predicts the noise only.',
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_it_is_tried(path, keys, words):

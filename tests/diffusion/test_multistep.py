@@ -134,7 +134,13 @@ def test_twice_the_steps_quarter_the_error():
 
 
 @pytest.mark.parametrize(
-    "name", ["EulerDiscreteScheduler", "HeunDiscreteScheduler", "UniPCMultistepScheduler"]
+    "name",
+    [
+        "EulerDiscreteScheduler",
+        "HeunDiscreteScheduler",
+        "UniPCMultistepScheduler",
+        "CogVideoXDDIMScheduler",  # Has other noise levels, unless told.
+    ],
 )
 def test_other_schedulers_end_at_the_data(name):
     """Of the optimal network: the exact end of the path of each noise."""

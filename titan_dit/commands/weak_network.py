@@ -12,6 +12,7 @@ from torch import Tensor
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.config.section import Named, UserError, show
+from titan_dit.data.latent_facts import shown
 from titan_dit.diffusion.guidance import Conditional
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
@@ -61,6 +62,19 @@ def check(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
             f"--guide {guide} draws samples of {list(shapes[1])} with {theirs.model.num_classes} "
             f"classes, but --run of {list(shapes[0])} with {ours.model.num_classes}."
         )
+    # Of other latents what is stored is not known: some are stored scaled.
+    if ours.data.vae and theirs.data.vae and latents_of(ours) != latents_of(theirs):
+        raise UserError(
+            f"--guide {guide} was trained on {latents_of(theirs)}, but --run on "
+            f"{latents_of(ours)}: their predictions cannot be compared."
+        )
+    names = tuple(of.data.class_names for of in (ours, theirs))
+    if all(names) and names[0] != names[1]:
+        number = next(i for i, pair in enumerate(zip(*names, strict=True)) if pair[0] != pair[1])
+        raise UserError(
+            f"--guide {guide} calls class {number} {show(names[1][number])}, but --run calls it "
+            f"{show(names[0][number])}: its labels mean something else."
+        )
     a, b = keys_of(ours.path), keys_of(theirs.path)
     for key in MEANING:
         if a.get(key) != b.get(key):
@@ -68,6 +82,12 @@ def check(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
                 f"--guide {guide} was trained with [objective] {key}={show(b.get(key))}, but "
                 f"--run with {show(a.get(key))}: their predictions cannot be compared."
             )
+
+
+def latents_of(diffusion: Diffusion) -> str:
+    """What a network was trained on, in words."""
+    data = diffusion.data
+    return f"latents of {data.vae} with scale {shown(data.scale)} and shift {shown(data.shift)}"
 
 
 def keys_of(path: object) -> Mapping[str, Any]:

@@ -111,13 +111,17 @@ def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
 
 def check(path: ProbabilityPath, model: LatentModel, drawing: Drawing, where: str) -> None:
     """Raise UserError on settings that cannot work; `where` formats a key, "[sampling] {}"."""
-    sampler_of(path, drawing.sampler, where.format("sampler"))
+    sampler = sampler_of(path, drawing.sampler, where.format("sampler"))
     most, channels = path.most_sampling_steps, model.sample_shape[0]
     if most is not None and drawing.steps > most:
         raise UserError(
             f"{where.format('steps')}={drawing.steps}: the network is trained with {most} steps. "
             f"Set at most {most}."
         )
+    if drawing.sampler.startswith(from_diffusers.PREFIX):
+        what = f"{where.format('sampler')}={show(drawing.sampler)}"
+        process = path.process(lambda x, timestep: x, channels)
+        from_diffusers.check(sampler, process, drawing.steps, what)
     if drawing.cfg_channels is not None and drawing.cfg_channels > channels:
         key = where.format("cfg_channels" if "[" in where else "cfg-channels")
         raise UserError(
