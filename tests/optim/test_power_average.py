@@ -144,6 +144,8 @@ def test_expressible_widths_are_around_the_kept_ones_and_grow_with_the_snapshots
     [(low, high)] = expressible(kept_profiles(range(4, STEPS + 1, 4)), STEPS, 0.01)
     assert low < 0.03
     assert high > 0.2
-    for sigma_rel in (low, high):
-        given = kept_profiles(range(4, STEPS + 1, 4))
-        assert fit(given, Profile(STEPS, sigma_rel)).error <= 0.01
+    for number in (8, 64):
+        given = kept_profiles(range(STEPS // number, STEPS + 1, STEPS // number))
+        for ends in expressible(given, STEPS, 0.01):
+            for sigma_rel in ends:  # As it is shown.
+                assert fit(given, Profile(STEPS, float(f"{sigma_rel:.3g}"))).error <= 0.01

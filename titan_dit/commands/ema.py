@@ -122,7 +122,7 @@ def not_expressible(
 ) -> str:
     """The error for a width that the snapshots cannot make."""
     ranges = expressible(profiles, profiles[-1].time, LARGEST_ERROR)
-    near = " or ".join(f"{a:.3g}" if a == b else f"{a:.3g} to {b:.3g}" for a, b in ranges)
+    near = " or ".join(f"{a:g}" if a == b else f"{a:g} to {b:g}" for a, b in ranges)
     newest = snapshots[-1].record["step"]
     return (
         f"--sigma-rel {options.sigma_rel}: the {len(snapshots)} snapshots of {options.run} up to "

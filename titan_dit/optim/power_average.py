@@ -96,7 +96,9 @@ def fits(given: Sequence[Profile], wanted: Sequence[Profile]) -> list[Fit]:
 
 def expressible(given: Sequence[Profile], time: float, error: float) -> list[tuple[float, float]]:
     """Ranges of sigma_rel that `given` fit at `time` within `error`, on a grid of 3%."""
-    grid = sorted({*map(float, np.geomspace(0.001, 0.28, 200)), *(p.sigma_rel for p in given)})
+    # Of three digits, as they are shown: a bound that was rounded may lie outside.
+    steps = (float(f"{sigma_rel:.3g}") for sigma_rel in np.geomspace(0.001, 0.28, 200))
+    grid = sorted({*steps, *(p.sigma_rel for p in given)})
     ranges: list[tuple[float, float]] = []
     is_open = False
     for sigma_rel, found in zip(grid, fits(given, [Profile(time, s) for s in grid]), strict=True):
