@@ -118,9 +118,16 @@ def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
     convert.main(convert.Options(source=source, to=str(converted / "v"), **flags))
     assert "the original's sample.py expects" not in capsys.readouterr().out
     objective = converted_again(converted, "v")
-    assert "trained for ddpm cosine v: the original's sample.py expects" in capsys.readouterr().out
+    words = "trained for ddpm cosine v in 1000 steps: the original's sample.py expects ddpm linear"
+    assert words in capsys.readouterr().out
     assert (objective.prediction, objective.noise_schedule) == ("v", "cosine")
     assert converted_again(converted, "v_back", prediction="x").prediction == "x"
+    metadata = {"titan_dit.objective": json.dumps({"name": "ddpm", "steps": 500})}
+    save_file(STATE, converted / "few.safetensors", metadata)
+    source, target = str(converted / "few.safetensors"), str(converted / "few")
+    convert.main(convert.Options(source=source, to=target, heads=4))
+    convert.main(convert.Options(source=target, to=f"{target}.pt"))
+    assert "trained for ddpm linear eps in 500 steps" in capsys.readouterr().out
 
 
 def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):

@@ -190,6 +190,12 @@ def test_what_wrote_a_file_is_known_without_a_flag(files, tmp_path, capsys):
         again.diffusion("test").path
         == load_trained(files / "trained", "ema", None, CPU).diffusion("test").path
     )
+    with pytest.raises(UserError, match="--format dit, but it is a file of SiT"):
+        converted(tmp_path / "a.safetensors", tmp_path / "x", format="dit")
+    converted(files / "trained", tmp_path / "b.safetensors", format="dit")
+    said = capsys.readouterr().out
+    assert "a file of the original DiT" in said
+    assert "trained for rectified_flow: the original's sample.py expects ddpm linear" in said
     # Without a flag a plain file is the original DiT's.
     plain = converted(files / "plain.safetensors", tmp_path / "dit", heads=HEADS)
     assert checkpoint.read_record(plain)["config"]["objective"]["name"] == "ddpm"
@@ -204,7 +210,7 @@ def test_a_network_without_the_second_half_is_read(tmp_path):
 BAD = {
     "path": ({"path_type": "GVP"}, {}, "SiT's --path-type GVP: titan_dit has path-type Linear"),
     "score": ({"prediction": "score"}, {}, "SiT's --prediction score"),
-    "format": ({}, {"format": "dit"}, "--format dit, but SiT's train.py wrote it"),
+    "format": ({}, {"format": "dit"}, "--format dit, but it is a file of SiT"),
     "eps": ({}, {"prediction": "eps"}, "--prediction eps: weights of rectified_flow have no pre"),
     "noise": ({}, {"noise_schedule": "cosine"}, "--noise-schedule cosine: weights of rect"),
 }

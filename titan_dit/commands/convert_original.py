@@ -33,6 +33,8 @@ OBJECTIVE = "titan_dit.objective"
 """Metadata key of a .safetensors file for the training objective."""
 ORIGINAL = {"noise_schedule": "linear", "prediction": "eps"}
 """The keys of [objective] that the original DiT's weights were trained with."""
+EXPECTED = "ddpm linear eps in 1000 steps"
+"""`meaning` of the original's [objective]."""
 
 
 def read_file(source: Path, target: Path, options: Options) -> None:
@@ -91,8 +93,8 @@ def objective_of(
 ) -> dict[str, Any]:
     """Return the [objective] table: from the flags, else from the file, else the original's."""
     stored = stored_objective(weights)
-    if options.format == "dit" and sit.wrote(weights.arguments):
-        raise UserError("--format dit, but SiT's train.py wrote it: give --format sit, or none.")
+    if options.format == "dit" and (sit.wrote(weights.arguments) or (stored and sit.fits(stored))):
+        raise UserError("--format dit, but it is a file of SiT: give --format sit, or none.")
     if options.format == "sit" or (not stored and sit.wrote(weights.arguments)):
         sit.check_arguments(weights.arguments)
         stored = stored or dict(sit.OBJECTIVE)
@@ -142,14 +144,18 @@ def write_file(target: Path, run: SavedWeights, config: DiTConfig, form: str | N
         else:
             pickled.write(place, file, outline)
     console.say(f"read    {run.path}, step {run.step} ({run.weights})")
-    name = "SiT" if sit.fits(table) else "the original DiT"
+    is_sit = sit.fits(table) and form != "dit"
+    name = "SiT" if is_sit else "the original DiT"
     console.say(f"wrote   {target}, a file of {name}: {describe(original, run.tensors)}")
-    trained_for = (objective.name, *map(table.get, ORIGINAL))
-    if not sit.fits(table) and trained_for != ("ddpm", "linear", "eps"):
-        words = " ".join(str(part) for part in trained_for if part)
-        console.say(
-            f"note    trained for {words}: the original's sample.py expects ddpm linear eps"
-        )
+    if not is_sit and (words := meaning(table)) != EXPECTED:
+        console.say(f"note    trained for {words}: the original's sample.py expects {EXPECTED}")
+
+
+def meaning(objective: Mapping[str, Any]) -> str:
+    """What an [objective] trains a network for, in a few words."""
+    words = [objective[key] for key in ("name", *ORIGINAL) if objective.get(key)]
+    steps = objective.get("steps")
+    return " ".join(words) + (f" in {steps} steps" if steps else "")
 
 
 def metadata_of(original: Original, objective: Mapping[str, Any]) -> dict[str, str]:
