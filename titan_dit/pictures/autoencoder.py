@@ -99,7 +99,7 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         raise UserError(
             f"{where} {source}: no autoencoder can be loaded from it ({reason})."
         ) from None
-    # Not the file's, which may leave out a key of later releases: its default is scaling_factor.
+    # With its class's defaults: older releases wrote no scaling_factor.
     config = module.config
     scale, shift = units_of(config)
     facts = VAEFacts(
