@@ -99,6 +99,17 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+def test_a_term_that_cannot_be_read_is_named_and_nothing_is_left(tmp_path):
+    path, _ = written(tmp_path, 0)
+    terms = [Term(path, {"ema.a.": 1.0})]
+    shapes = shapes_of(terms)
+    [file] = path.glob("*.distcp")
+    file.unlink()
+    with pytest.raises(UserError, match=r"one-0 cannot be read: No such file or directory\.$"):
+        write_sum(tmp_path / "sum", "model", [(shapes, terms)], {})
+    assert [left.name for left in tmp_path.iterdir()] == ["one-0"]
+
+
 def python(code, cwd):
     return subprocess.Popen(
         [sys.executable, "-c", code],

@@ -13,8 +13,7 @@ import torch
 from exports import converted, save_run, save_vae
 from safetensors.torch import load_file
 
-from titan_dit.checkpoint import checkpoint, grouped
-from titan_dit.checkpoint.saved_weights import Weights
+from titan_dit.checkpoint import checkpoint, grouped, torch_files
 from titan_dit.commands import convert
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError
@@ -170,7 +169,7 @@ def test_an_error_of_reading_names_the_source(runs, tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     run = open_weights(runs / "dit", "ema", None)
-    monkeypatch.setattr(Weights, "read", broken)
+    monkeypatch.setattr(torch_files.Reader, "read_data", broken)
     with pytest.raises(UserError) as caught, new_output.new_output(tmp_path / "a"):
         run.tensors[next(iter(run.tensors))]
     assert str(caught.value) == f"{runs / 'dit'} cannot be read: Input/output error."

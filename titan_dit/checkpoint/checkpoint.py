@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_dit.checkpoint.plans import Digests, Plans
@@ -191,12 +191,20 @@ def check_fits(path: Location, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -> None:
-    """`load` without its checks: names and shapes are known to fit, and files to be whole."""
+    """`load` without its checks: names and shapes are known to fit, and files to be whole.
+
+    Raises what the first rank that failed has raised, such as OSError.
+    """
     ranks = ranks or Ranks()
+    alone = ranks.count == 1
     with warnings.catch_warnings():
         # A single process loading without a process group is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
-        state_dict_loader.load(dict(tensors), storage_reader=Reader(path), no_dist=ranks.count == 1)
+        try:
+            state_dict_loader.load(dict(tensors), storage_reader=Reader(path), no_dist=alone)
+        except CheckpointException as error:  # It is no Exception: no caller would catch it.
+            cause, _ = next(iter(error.failures.values()))
+            raise cause from None
 
 
 def contents(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:

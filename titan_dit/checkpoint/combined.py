@@ -19,6 +19,7 @@ from titan_dit.checkpoint.checkpoint import contents, ignore, read_into
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import Location
 from titan_dit.config.section import UserError
+from titan_dit.system.files import reason_of
 
 Shapes: TypeAlias = dict[str, tuple[torch.Size, torch.dtype]]
 GROUP = 1 << 22
@@ -65,7 +66,8 @@ def write_sum(
     """Write the checkpoint `final`: under `part`, each name of `sums` is the sum of its terms.
 
     The sums are added in fp64. `read` gets the bytes read. The terms' files have been verified.
-    Raises OSError, and leaves nothing, if `final` cannot be written.
+    Leaves nothing on an error. Raises OSError if `final` cannot be written, UserError if a term
+    cannot be read.
     """
     jobs = [(group, terms) for shapes, terms in sums for group in groups(shapes)]
 
@@ -110,7 +112,10 @@ def summed(shapes: Shapes, terms: Sequence[Term], read: Callable[[int], None]) -
         wanted = {
             f"{prefix}{name}": (name, w) for prefix, w in term.weights.items() for name in shapes
         }
-        read_into({name: buffers[name] for name in wanted}, term.path)
+        try:
+            read_into({name: buffers[name] for name in wanted}, term.path)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{term.path} cannot be read: {reason_of(error)}.") from None
         for key, (name, weight) in wanted.items():
             add(sums[name], buffers[key], weight)
             read(buffers[key].nbytes)
