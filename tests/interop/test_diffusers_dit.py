@@ -8,6 +8,7 @@ from exports import CLASSES, CPU, SIZES, converted, save_run, save_vae
 from safetensors.torch import load_file
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
@@ -251,6 +252,10 @@ def test_what_one_embedder_cannot_hold_is_refused(library, vae, tmp_path):
 def test_the_units_of_a_pipeline_are_those_that_it_draws_in(library, vae, tmp_path):
     plain = save_run(tmp_path / "run", vae, "ddpm")
     folder = converted(plain, tmp_path / "pipeline")
+    with pytest.raises(
+        UserError, match=r"--run .* Import weights first: python -m titan_dit convert"
+    ):
+        find_checkpoint(folder, None, "--run")
     # Of an autoencoder of before this key it is the default of its class.
     edit(folder / "vae" / "config.json", scaling_factor=None)
     facts = checkpoint.read_record(converted(folder, tmp_path / "old"))["data"]

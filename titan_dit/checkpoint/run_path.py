@@ -14,6 +14,8 @@ from titan_dit.config import config_file
 from titan_dit.config.section import UserError
 
 CONFIG = "config.toml"
+OF_LIBRARIES = ("config.json", "model_index.json")
+"""Files of a folder of transformers or diffusers."""
 WANTED = "Give a run directory such as outputs/digits, its checkpoints folder, or one checkpoint."
 
 
@@ -37,7 +39,7 @@ class RunPath:
         """The error for a path; `flag` is the option or key that holds it, `what` is wrong."""
         store = store_of(self.given)
         runs = [name for name in store.names(self.given) if store.has(self.given / name / CONFIG)]
-        if store.has(self.given / "config.json"):
+        if any(store.has(self.given / name) for name in OF_LIBRARIES):
             hint = (
                 f"Import weights first: python -m titan_dit convert --from {self.given} --to DIR."
             )
