@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, state_dict_loader
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_dit.checkpoint.plans import Digests, Plans

@@ -100,7 +100,7 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
             f"{where} {source}: no autoencoder can be loaded from it ({reason})."
         ) from None
     # With its class's defaults: older releases wrote no scaling_factor.
-    config = module.config
+    config = dict(module.config)  # type: ignore[arg-type]
     scale, shift = units_of(config)
     facts = VAEFacts(
         kind=kind.__name__,
