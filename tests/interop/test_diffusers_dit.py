@@ -163,6 +163,8 @@ def test_a_pipeline_has_no_scheduler_for_sits_time_and_direction(library, vae, t
     with pytest.raises(UserError, match=words):
         converted(run_path, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+    alone = converted(run_path, tmp_path / "alone", vae="none")
+    assert sorted(file.name for file in alone.iterdir()) == ["config.json", diffusers_dit.WEIGHTS]
     flow = save_run(tmp_path / "flow", vae, "flow with learn_sigma")
     back = converted(converted(flow, tmp_path / "pipeline"), tmp_path / "back")
     found = checkpoint.read_record(back)["config"]["objective"]

@@ -22,6 +22,8 @@ from titan_dit.pictures import autoencoder
 from titan_dit.trained_model import SavedWeights
 
 FILES = (diffusers_dit.WEIGHTS, "diffusion_pytorch_model.bin")
+NO_VAE = "none"
+"""--vae of an export of the transformer alone."""
 
 
 def is_directory(path: Path) -> bool:
@@ -114,11 +116,11 @@ def write_run(target: Path, run: SavedWeights, config: DiTConfig, given: str, as
     diffusion = run.diffusion("convert")
     found = DiffusersDiT(config, diffusion.path.output_channels(config.channels))
     recorded = diffusion.data.vae_source
-    vae = given or (recorded if Path(recorded or "-").expanduser().is_dir() else "")
+    vae = given or (recorded if Path(recorded or "-").expanduser().is_dir() else NO_VAE)
     outline = found.outline()
     theirs = found.to_theirs(run.tensors)
     parts = found.config_json(), outline, theirs, diffusers_dit.WEIGHTS
-    if not vae:
+    if vae == NO_VAE:
         with writing(target, outline.values()), new_output(target) as place:
             hf_directory.write(place, *parts)
         console.say(
@@ -147,7 +149,8 @@ def check_autoencoder(vae: Path, facts: LatentFacts) -> None:
     if isinstance(facts.scale, tuple) or facts.shift != 0.0 or loaded.shift != 0.0:
         raise UserError(
             f"--vae {vae}: the latents have scale {shown(facts.scale)} and shift "
-            f"{shown(facts.shift)}, but DiTPipeline has one scale for all channels and no shift."
+            f"{shown(facts.shift)}, but DiTPipeline has one scale for all channels and no shift. "
+            f"Give --vae {NO_VAE} for the transformer alone."
         )
     if loaded.scale != facts.scale:
         raise UserError(

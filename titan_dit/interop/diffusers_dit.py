@@ -242,7 +242,8 @@ def scheduler_json(objective: Any) -> dict[str, Any]:
                 f"[objective] direction={show(objective.direction)}, "
                 f"time_scale={objective.time_scale:g}: the schedulers of DiTPipeline give the "
                 "network 1000 times the share of noise, and follow its prediction towards noise. "
-                'Only direction = "to_noise", time_scale = 1000 can be exported as a pipeline.'
+                'Only direction = "to_noise", time_scale = 1000 can be exported as a pipeline. '
+                "Give --vae none for the transformer alone."
             )
         name = "DPMSolverMultistepScheduler"
         flow = config_of_flow(name, ("use_flow_sigmas",))

@@ -39,8 +39,8 @@ class Options(Section):
     decay: float | None = None
     """Of the same: EMA decay, if the run has several. Unset: the first."""
     vae: FilePath = ""
-    """Export to diffusers: folder of the autoencoder, for a whole DiTPipeline. Unset: the one that
-    made the run's latents, if it is a folder."""
+    """Export to diffusers: folder of the autoencoder, for a whole DiTPipeline; "none" writes the
+    transformer alone. Unset: the one that made the run's latents, if it is a folder."""
     as_is: bool = False
     """Export to diffusers: also where it computes other timestep frequencies."""
     base: FilePath = ""
