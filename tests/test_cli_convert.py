@@ -128,6 +128,11 @@ def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
     convert.main(convert.Options(source=source, to=target, heads=4))
     convert.main(convert.Options(source=target, to=f"{target}.pt"))
     assert "trained for ddpm linear eps in 500 steps" in capsys.readouterr().out
+    save_file(STATE, source, {"titan_dit.objective": json.dumps({"name": "ddpm", "steps": 5})})
+    with pytest.raises(
+        UserError, match=r"^--from .*few\.safetensors: \[objective\] steps=5 must be"
+    ):
+        convert.main(convert.Options(source=source, to=f"{target}_5", heads=4))
 
 
 def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):

@@ -49,6 +49,13 @@ def read_file(source: Path, target: Path, options: Options) -> None:
         ema = original.to_ours(weights.ema)
         # Most files hold one state dict: check it once.
         model = ema if weights.model is weights.ema else original.to_ours(weights.model)
+        facts = LatentFacts(
+            shape=original.config.sample_shape,
+            count=0,
+            num_classes=original.config.num_classes,
+            scale=options.scale or original_dit.SCALE,
+        )
+        record = imported.record_of_dit(original.config, objective, facts)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
     tensors: dict[str, Any] = {"model": model, "ema": {imported.EMA_DECAY: ema}}
@@ -57,14 +64,7 @@ def read_file(source: Path, target: Path, options: Options) -> None:
     if wide := dtypes(weights.ema) - {"float32"}:
         console.say(f"        {', '.join(sorted(wide))} converted to float32")
     add_moments(tensors, weights, original)
-    config = original.config
-    facts = LatentFacts(
-        shape=config.sample_shape,
-        count=0,
-        num_classes=config.num_classes,
-        scale=options.scale or original_dit.SCALE,
-    )
-    imported.save(target, tensors, imported.record_of_dit(config, objective, facts))
+    imported.save(target, tensors, record)
     console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
 
