@@ -94,6 +94,9 @@ def test_rescaled_guidance_has_the_std_of_the_prediction_with_the_label():
         # Only its length changes.
         ratio = found / plain
         torch.testing.assert_close(ratio, ratio[:, :1, :1].expand_as(ratio))
+    # An untrained network predicts 0.
+    nothing = guided(lambda x, *_: x, labels, every(3.0), Guidance(3.0, rescale=1.0))(x, t)
+    assert torch.equal(nothing, x)
 
 
 def test_a_worse_network_guides_with_the_same_labels():

@@ -93,5 +93,6 @@ def rescaled(
         return found
     wanted = conditional[..., is_guided].flatten(1).std(1)
     has = found[..., is_guided].flatten(1).std(1)
-    factor = 1 + share * (wanted / has - 1)
+    # Of a network that still predicts 0, as at the start of training, both are 0.
+    factor = 1 + share * (torch.where(has > 0, wanted / has, 1.0) - 1)
     return torch.where(is_guided, found * factor[:, None, None], found)
