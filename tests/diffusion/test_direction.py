@@ -218,7 +218,7 @@ OTHER_DATA = {
         "shift 0, 1, but --run on latents .* with scale 1 and shift 0",
     ),
     "autoencoder": ({"vae": VAEFacts(kind="B", digest="0" * 64, factor=2)}, "of B 0{12} with"),
-    "classes": ({"class_names": ("b", "a")}, 'calls class 0 "b", but --run calls it "a"'),
+    "classes": ({"class_names": ("b", "a")}, 'has "b" as class 0, but --run as class 1'),
 }
 
 
@@ -233,5 +233,6 @@ def test_a_network_of_other_data_cannot_guide(case):
     with pytest.raises(UserError, match=words):
         weak_network.check("weak", ours, replace(ours, data=replace(known, **changed)))
     # Of imported weights neither is known, and a dataset may store scaled latents.
-    imported = replace(known, vae=None, class_names=(), scale=0.5)
-    weak_network.check("weak", ours, replace(ours, data=imported))
+    for names in ((), ("A", "B")):
+        imported = replace(known, vae=None, class_names=names, scale=0.5)
+        weak_network.check("weak", ours, replace(ours, data=imported))

@@ -68,13 +68,14 @@ def check(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
             f"--guide {guide} was trained on {latents_of(theirs)}, but --run on "
             f"{latents_of(ours)}: their predictions cannot be compared."
         )
-    names = tuple(of.data.class_names for of in (ours, theirs))
-    if all(names) and names[0] != names[1]:
-        number = next(i for i, pair in enumerate(zip(*names, strict=True)) if pair[0] != pair[1])
-        raise UserError(
-            f"--guide {guide} calls class {number} {show(names[1][number])}, but --run calls it "
-            f"{show(names[0][number])}: its labels mean something else."
-        )
+    names = ours.data.class_names
+    for number, (own, name) in enumerate(zip(names, theirs.data.class_names, strict=False)):
+        # Other words may mean the same class; the same word at another number does not.
+        if name != own and name in names:
+            raise UserError(
+                f"--guide {guide} has {show(name)} as class {number}, but --run as class "
+                f"{names.index(name)}: its labels mean something else."
+            )
     a, b = keys_of(ours.path), keys_of(theirs.path)
     for key in MEANING:
         if a.get(key) != b.get(key):
