@@ -85,10 +85,10 @@ def check_target(target: Location) -> None:
 
 def found(named: RunPath, step: int | None) -> list[Location]:
     """The snapshots up to `step`, oldest first."""
-    if not named.folders() and not store_of(named.given).names(named.given):
-        raise named.none_found("--run")
     folder = named.checkpoints.folder / FOLDER
     paths = Checkpoints(folder).complete()
+    if not paths and not named.folders():
+        raise named.none_found("--run", "no snapshots found")
     if not paths:
         raise UserError(
             f"--run {named.given}: no snapshots in {folder}. A run takes them if it has [ema] "
