@@ -1,6 +1,7 @@
 """DiTs of diffusers, its own classes as the oracle: predictions, samples, bits both ways."""
 
 import json
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from safetensors.torch import load_file
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.commands import convert
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.interop import diffusers_dit, hf_directory
 from titan_dit.models.dit import DiTConfig
 from titan_dit.pictures.library import diffusers
-from titan_dit.trained_model import load_trained
+from titan_dit.trained_model import load_trained, open_weights
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +233,25 @@ def test_what_the_format_cannot_hold_is_refused_by_name(library, vae, tmp_path):
     with pytest.raises(UserError, match=r"scaling_factor is 0.5, but .* scale 0.7"):
         converted(run_path, tmp_path / "x", vae=str(other))
     assert not (tmp_path / "x").exists()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(DiTConfig):
+    """A model of one's own, whose network may be another one."""
+
+    name = "own:Own"
+
+
+def test_a_model_that_derives_from_a_dit_is_not_exported_as_one(vae, tmp_path, monkeypatch):
+    run = open_weights(save_run(tmp_path / "run", vae, "ddpm"), "ema", None)
+    own = replace(run, model_config=Own(**SIZES, num_classes=CLASSES))
+    monkeypatch.setattr(convert, "open_weights", lambda *_: own)
+    for name in ("x.pt", "x"):
+        with pytest.raises(UserError, match="model own:Own: only dit, gpt, bert can be exported"):
+            converted(tmp_path / "run", tmp_path / name)
+    with pytest.raises(UserError, match="is a own:Own model: peft's names"):
+        converted(tmp_path / "run", tmp_path / "x", format="peft")
+    assert not list(tmp_path.glob("x*"))
 
 
 def test_what_one_embedder_cannot_hold_is_refused(library, vae, tmp_path):

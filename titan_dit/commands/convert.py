@@ -98,7 +98,7 @@ def export(source: Location, target: Path, options: Options) -> None:
     if options.format == "peft":
         check_flags(options, (*OF_RUNS, "as_is", "format"), "an export of adapters (--format peft)")
         convert_adapter.write_run(options.source, target, run, options.as_is)
-    elif not isinstance(config, DiTConfig):
+    elif type(config) is not DiTConfig:  # A class derived from it may have other parameters.
         use = f"the export of a {config.name} model (--from {source})"
         check_flags(options, OF_RUNS, use)
         convert_language_model.write_directory(source, target, run)
@@ -107,7 +107,8 @@ def export(source: Location, target: Path, options: Options) -> None:
         convert_original.write_file(target, run, config, options.format)
     elif target.suffix:
         raise UserError(
-            f"--to {target}: name a .pt or .safetensors file, or a folder for diffusers."
+            f"--to {target}: name a .pt or .safetensors file, or for diffusers a folder without a "
+            "suffix."
         )
     else:
         use = f"an export to diffusers (--to {target} has no suffix)"

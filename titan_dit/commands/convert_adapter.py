@@ -30,7 +30,7 @@ from titan_dit.trained_model import SavedWeights, open_weights
 def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
     """The network in diffusers; UserError unless it is a DiT."""
     config = run.model_config
-    if not isinstance(config, DiTConfig):
+    if type(config) is not DiTConfig:
         raise UserError(f"{where} is a {config.name} model: peft's names are known for a DiT only.")
     path = run.diffusion("convert").path
     return DiffusersDiT(config, path.output_channels(config.channels))

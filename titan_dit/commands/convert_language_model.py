@@ -67,8 +67,6 @@ def read_directory(source: Path, target: Path) -> None:
 
 def write_directory(source: Location, target: Path, run: SavedWeights) -> None:
     """Export a checkpoint of a language model as a folder of transformers."""
-    if target.suffix in (".pt", ".pth", ".safetensors", ".bin"):
-        raise UserError(f"--to {target}: model {run.model_config.name} is written as a folder.")
     record = run.record
     objective = config_file.build_sections(
         config_file.of_record(record), catalog.variant, ("objective",)
@@ -78,6 +76,8 @@ def write_directory(source: Location, target: Path, run: SavedWeights) -> None:
         config = family.config(run.model_config, objective)
     except UserError as error:
         raise UserError(f"--from {source}: {error}") from None
+    if target.suffix in (".pt", ".pth", ".safetensors", ".bin"):
+        raise UserError(f"--to {target}: model {run.model_config.name} is written as a folder.")
     ours = run.tensors
     layouts = hugging_face.layouts_of(family, run.model_config, ours.outline)
     outline = dict(tensor_layouts.to_theirs(layouts, ours.outline))
