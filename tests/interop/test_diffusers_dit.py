@@ -14,6 +14,7 @@ from titan_dit.commands import convert
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.interop import diffusers_dit, hf_directory
 from titan_dit.models.dit import DiTConfig
 from titan_dit.pictures.library import diffusers
@@ -314,6 +315,15 @@ def test_a_scheduler_of_other_noise_is_refused_by_name(case):
     scheduler, words = FOREIGN[case]
     with pytest.raises(UserError, match=words):
         diffusers_dit.objective_of(scheduler, False)
+
+
+def test_an_objective_of_ones_own_has_no_scheduler():
+    @dataclass(frozen=True, kw_only=True)
+    class Own(RectifiedFlow):
+        name = "own:Own"
+
+    with pytest.raises(UserError, match=r'\[objective\] name="own:Own": a pipeline has schedulers'):
+        diffusers_dit.scheduler_json(Own())
 
 
 def test_the_time_of_a_flow_is_in_its_schedulers_steps():

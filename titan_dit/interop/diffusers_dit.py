@@ -249,6 +249,11 @@ def scheduler_json(objective: Any) -> dict[str, Any]:
         flow = config_of_flow(name, ("use_flow_sigmas",))
         assert flow is not None
         return {"_class_name": name, "_diffusers_version": VERSION, **flow}
+    if objective.name != "ddpm":
+        raise UserError(
+            f"[objective] name={show(objective.name)}: a pipeline has schedulers for ddpm and "
+            "rectified_flow only. Give --vae none for the transformer alone."
+        )
     schedule = named(objective.noise_schedule, objective.steps)
     return {
         "_class_name": "DDIMScheduler",
