@@ -19,6 +19,10 @@ from titan_dit.pictures.library import diffusers
 PREFIX = "diffusers:"
 PREDICTIONS = {"eps": "epsilon", "v": "v_prediction", "x": "sample"}
 """[objective] prediction -> diffusers' prediction_type."""
+POINT = 0.5
+"""The value of all data in `check`."""
+LARGEST_MISS = 0.035
+"""In `check`, where the noise is 2 at most: some schedulers leave 1% of it on purpose."""
 
 
 @runtime_checkable
@@ -104,11 +108,6 @@ def check(draw: Sampler, process: Any, steps: int, what: str) -> None:
             f"{what} does not end at the data in {steps} steps: it misses them by {missed:.2g}. "
             "Choose another scheduler, or more or fewer steps."
         )
-
-
-POINT = 0.5
-LARGEST_MISS = 0.035
-"""Of elements whose noise is 2 or less: some schedulers leave 1% of it on purpose."""
 
 
 def point_velocity(x: Float[Tensor, "b n d"], t: Float[Tensor, " b"]) -> Tensor:
