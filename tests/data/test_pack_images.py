@@ -8,7 +8,7 @@ import pytest
 import torch
 from folders_of_files import pictures
 from packed_folders import packed
-from PIL import Image
+from PIL import Image, ImageOps
 from refusals import refused
 
 from titan_dit.data.files import BadFileError
@@ -98,6 +98,22 @@ def test_what_is_transparent_is_laid_on_white(tmp_path, mode):
     pixels = read_image(tmp_path / "0.png")
     assert pixels.shape[0] == (1 if mode == "LA" else 3)
     assert pixels[:, 0].unique(dim=0).tolist() == [[255, 40]]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_pictures_are_turned_as_their_exif_says(kind):
+    whole = np.zeros((16, 32, 3), np.uint8)
+    whole[:8, :16], whole[:8, 16:], whole[8:, :16] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+    for orientation in range(10):
+        exif, file = Image.Exif(), io.BytesIO()
+        exif[0x0112] = orientation
+        Image.fromarray(whole).save(file, kind, exif=exif, quality=95, lossless=True)
+        with Image.open(io.BytesIO(file.getvalue())) as image:
+            expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        assert np.array_equal(decode_image(file.getvalue()).permute(1, 2, 0).numpy(), expected)
+    damaged = io.BytesIO()
+    Image.fromarray(whole).save(damaged, kind, exif=b"Exif\0\0no header")
+    assert decode_image(damaged.getvalue(), 4).shape == (3, 4, 4)
 
 
 def test_the_crop_is_in_the_middle_of_the_height_too():
