@@ -113,6 +113,16 @@ def test_another_autoencoder_is_not_mixed_in_and_is_named(root):
     assert str(root / "vae") in message
 
 
+def test_an_autoencoder_without_mean_and_std_is_one_line(tmp_path):
+    width = {"encoder_block_out_channels": (4,) * 4, "decoder_block_out_channels": (4,) * 4}
+    library.diffusers("the tests").AutoencoderTiny(**width).save_pretrained(tmp_path / "vae")
+    said = refused(lambda: autoencoder.load(str(tmp_path / "vae"), CPU))
+    assert said.startswith(f"--vae {tmp_path}/vae is AutoencoderTiny, which gives no mean and std")
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "UNet2DModel"}')
+    said = refused(lambda: autoencoder.load(str(tmp_path / "vae"), CPU))
+    assert said.startswith(f'--vae {tmp_path}/vae is "UNet2DModel", not an autoencoder')
+
+
 def test_bad_files_are_rows_of_dropped_json(root, tmp_path):
     source = tmp_path / "in"
     lines = save_pictures(source)
