@@ -1,6 +1,8 @@
 """What `data encode` stores, law by law, and what it refuses."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from PIL import Image
 from refusals import refused
 from tiny_vae import save_vae
 
+from titan_dit.commands.sample_pictures import hint_of_units
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import Latents, LatentShards
 from titan_dit.data.packing import pack
@@ -111,6 +114,19 @@ def test_another_autoencoder_is_not_mixed_in_and_is_named(root):
     message = refused(lambda: vae.check_fits(LatentShards(root / "set").facts, "--vae"))
     assert vae.facts.digest[:12] in message
     assert str(root / "vae") in message
+
+
+def test_latents_that_may_have_been_scaled_before_are_reported(root):
+    """Decoded as they are stored, those of fast-DiT would be grey."""
+    vae, recorded = autoencoder.load(str(root / "vae"), CPU), LatentShards(root / "set").facts
+    unknown = dataclasses.replace(recorded, vae=None)
+
+    def hint(facts):
+        return hint_of_units(SimpleNamespace(diffusion=SimpleNamespace(data=facts), vae=vae))
+
+    said = hint(dataclasses.replace(unknown, scale=1.0, shift=0.0))
+    assert f"have scale 1, but those of {root}/vae 0.5: if they were scaled before" in said
+    assert hint(unknown) is hint(recorded) is None
 
 
 def test_an_autoencoder_without_mean_and_std_is_one_line(tmp_path):

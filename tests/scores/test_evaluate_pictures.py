@@ -259,5 +259,7 @@ def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
     with pytest.raises(UserError, match=r"^\[evaluation\] metrics: is needs class scores"):
         open_evaluation(asked, SamplingConfig(), drawing, torch.device("cpu"))
     assert not (folder / "evaluation-samples.npz.parts").exists(), "before anything is drawn"
+    with pytest.raises(UserError, match=r"^--save-samples: /dev/full/x\.npz\.parts.* cannot be"):
+        scored(save_samples="/dev/full/x.npz")
     with pytest.raises(UserError, match="has nothing to compare with"):
         config("x", reference="").evaluation.check()

@@ -227,7 +227,9 @@ def job_of(options: Options, device: torch.device) -> Job:
         batch_size=options.batch_size or BATCH,
         **given,
     )
-    return sample_pictures.job_of(run, run.objective, flags)
+    job = sample_pictures.job_of(run, run.objective, flags)
+    flag = "--save-samples" if options.save_samples else "--out"
+    return dataclasses.replace(job, flag=flag)
 
 
 def like_reference(job: Job, real: Pictures) -> tuple[Job, str]:
