@@ -123,6 +123,14 @@ def test_the_crop_is_in_the_middle_of_the_height_too():
     assert cropped[0].mean() == pytest.approx(127.5 - 7.5 * 255 * 40 / 300 / 16, abs=6)
 
 
+def test_a_picture_that_pillow_does_not_open_has_its_reason(monkeypatch):
+    file = io.BytesIO()
+    Image.new("L", (20, 20)).save(file, "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadFileError, match="so large that it is not opened"):
+        decode_image(file.getvalue())
+
+
 def test_what_is_too_thin_is_not_enlarged():
     """Once its shorter side is 256, a line of 60,000 pixels would need 12 GB."""
     data = io.BytesIO()

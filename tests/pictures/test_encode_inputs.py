@@ -260,6 +260,19 @@ def test_pictures_that_a_tar_file_would_hide_are_named(tmp_path):
     )
 
 
+def test_a_link_to_a_picture_is_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes(b"x")
+    (tmp_path / "in" / "b.png").hardlink_to(tmp_path / "in" / "a.png")
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for name in ("a.png", "b.png"):
+            archive.add(tmp_path / "in" / name, name)
+    (tmp_path / "in" / "a.png").unlink()
+    (tmp_path / "in" / "b.png").unlink()
+    said = refused(lambda: open_input(tmp_path, Asked()))
+    assert f"{tmp_path}/0.tar: b.png is a link. Make the tar file with --dereference" in said
+
+
 def test_a_tar_file_beside_class_folders_is_not_taken_for_the_dataset(root, tmp_path):
     shutil.copytree(root / "folder", tmp_path, dirs_exist_ok=True)
     tar_of(tmp_path / "all.tar", **{"a.png": b"x"})

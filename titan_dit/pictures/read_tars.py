@@ -50,9 +50,9 @@ def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
         try:
             with tarfile.open(file, "r:") as archive:
                 for member in archive:
-                    if member.isfile():
+                    if member.isfile() or member.issym() or member.islnk():
                         add(samples, archive, member, number, file.relative_to(root), where)
-        except (OSError, tarfile.TarError) as error:
+        except (OSError, tarfile.TarError, KeyError) as error:  # KeyError: of a link to nothing.
             raise UserError(
                 f"{asked.where}{file} is not a readable tar file ({error}). Compressed ones must "
                 "be unpacked: gunzip."
@@ -94,6 +94,11 @@ def add(
         sample = samples.setdefault(key, {})
         if "picture" in sample:
             raise UserError(f"{where}{path}: {member.name} is the second picture of {stem}.")
+        if not member.isfile():
+            raise UserError(
+                f"{where}{path}: {member.name} is a link. Make the tar file with --dereference "
+                "--hard-dereference."
+            )
         sample["picture"] = Member(number, member.offset_data, member.size)
     elif suffix in (LABEL, TEXT, BOTH):
         opened = archive.extractfile(member)

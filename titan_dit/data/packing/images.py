@@ -56,6 +56,8 @@ def decode_image(
             picture = upright(on_white(image).convert(mode), image)
     except BadFileError:
         raise
+    except Image.DecompressionBombError:
+        raise BadFileError("so large that it is not opened; make it smaller") from None
     except Exception as error:  # Pillow raises any exception on a damaged file.
         raise BadFileError("not a readable image: damaged, or cut off") from error
     if size is not None and max(picture.size) > THINNEST * min(picture.size):
