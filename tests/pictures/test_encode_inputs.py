@@ -161,6 +161,8 @@ def test_labels_in_text_are_numbers_or_names(tmp_path):
     found = listed(tmp_path, "metadata.csv", f"{head}0.png, dog, a\n1.png, cat, b\n")
     assert (found.class_names, found.labels.tolist()) == (("cat", "dog"), [1, 0])
     assert list(found.texts) == ["a", "b"]
+    with pytest.raises(BadFileError, match=r"^no such file: write / between folders$"):
+        listed(tmp_path, "metadata.csv", f"{head}dog\\0.png, dog, a\n").read(0)
     numbers = "file_name,label\n0.png,10\n1.png,2\n2.png,-1\n"
     said = refused(lambda: listed(tmp_path, "metadata.csv", numbers, num_classes=11))
     assert said.endswith(

@@ -53,7 +53,8 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
     def read(row: int) -> bytes:
         path = root / names[row]
         if not path.is_file():
-            raise BadFileError("no such file")
+            backslash = ": write / between folders" if "\\" in names[row] else ""
+            raise BadFileError(f"no such file{backslash}")
         return bytes(read_whole(path))
 
     return make_set(root, file.name, names, numbers_if_decimal(labels), texts, read, asked)
