@@ -8,7 +8,7 @@ import pytest
 import torch
 from folders_of_files import pictures
 from packed_folders import packed
-from PIL import Image
+from PIL import Image, ImageOps
 from refusals import refused
 
 from titan_dit.data.files import BadFileError
@@ -100,11 +100,35 @@ def test_what_is_transparent_is_laid_on_white(tmp_path, mode):
     assert pixels[:, 0].unique(dim=0).tolist() == [[255, 40]]
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_pictures_are_turned_as_their_exif_says(kind):
+    whole = np.zeros((16, 32, 3), np.uint8)
+    whole[:8, :16], whole[:8, 16:], whole[8:, :16] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+    for orientation in range(10):
+        exif, file = Image.Exif(), io.BytesIO()
+        exif[0x0112] = orientation
+        Image.fromarray(whole).save(file, kind, exif=exif, quality=95, lossless=True)
+        with Image.open(io.BytesIO(file.getvalue())) as image:
+            expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        assert np.array_equal(decode_image(file.getvalue()).permute(1, 2, 0).numpy(), expected)
+    damaged = io.BytesIO()
+    Image.fromarray(whole).save(damaged, kind, exif=b"Exif\0\0no header")
+    assert decode_image(damaged.getvalue(), 4).shape == (3, 4, 4)
+
+
 def test_the_crop_is_in_the_middle_of_the_height_too():
     ramp = np.linspace(0, 255, 300)[:, None].repeat(40, 1).round().astype(np.uint8)
     cropped = np.asarray(center_crop(Image.fromarray(ramp), 16)).astype(float)
     assert cropped[7:9].mean() == pytest.approx(127.5, abs=6)
     assert cropped[0].mean() == pytest.approx(127.5 - 7.5 * 255 * 40 / 300 / 16, abs=6)
+
+
+def test_a_picture_that_pillow_does_not_open_has_its_reason(monkeypatch):
+    file = io.BytesIO()
+    Image.new("L", (20, 20)).save(file, "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadFileError, match="so large that it is not opened"):
+        decode_image(file.getvalue())
 
 
 def test_what_is_too_thin_is_not_enlarged():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from refusals import refused
 from tiny_vae import save_vae
 
+from titan_dit.commands.sample_pictures import hint_of_units
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import Latents, LatentShards
 from titan_dit.data.packing import pack
@@ -144,6 +146,29 @@ def test_another_autoencoder_is_not_mixed_in_and_is_named(root):
     message = refused(lambda: vae.check_fits(LatentShards(root / "set").facts, "--vae"))
     assert vae.facts.digest[:12] in message
     assert str(root / "vae") in message
+
+
+def test_latents_that_may_have_been_scaled_before_are_reported(root):
+    """Decoded as they are stored, those of fast-DiT would be grey."""
+    vae, recorded = autoencoder.load(str(root / "vae"), CPU), LatentShards(root / "set").facts
+    unknown = dataclasses.replace(recorded, vae=None)
+
+    def hint(facts):
+        return hint_of_units(SimpleNamespace(diffusion=SimpleNamespace(data=facts), vae=vae))
+
+    said = hint(dataclasses.replace(unknown, scale=1.0, shift=0.0))
+    assert f"have scale 1, but those of {root}/vae 0.5: if they were scaled before" in said
+    assert hint(unknown) is hint(recorded) is None
+
+
+def test_an_autoencoder_without_mean_and_std_is_one_line(tmp_path):
+    width = {"encoder_block_out_channels": (4,) * 4, "decoder_block_out_channels": (4,) * 4}
+    library.diffusers("the tests").AutoencoderTiny(**width).save_pretrained(tmp_path / "vae")
+    said = refused(lambda: autoencoder.load(str(tmp_path / "vae"), CPU))
+    assert said.startswith(f"--vae {tmp_path}/vae is AutoencoderTiny, which gives no mean and std")
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "UNet2DModel"}')
+    said = refused(lambda: autoencoder.load(str(tmp_path / "vae"), CPU))
+    assert said.startswith(f'--vae {tmp_path}/vae is "UNet2DModel", not an autoencoder')
 
 
 def test_bad_files_are_rows_of_dropped_json(root, tmp_path):

@@ -2,8 +2,10 @@
 
 import io
 import json
+import resource
 import shutil
 import tarfile
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -147,6 +149,37 @@ def test_wrong_metadata_is_one_line(root, tmp_path):
         assert f"file_name {wrong!a} is no name of a file" in said
 
 
+def listed(tmp_path, name, text, **asked):
+    (tmp_path / name).write_text(text)
+    found = open_input(tmp_path, Asked(**asked))
+    (tmp_path / name).unlink()
+    return found
+
+
+def test_labels_in_text_are_numbers_or_names(tmp_path):
+    head = "file_name, label, text\n"
+    found = listed(tmp_path, "metadata.csv", f"{head}0.png, dog, a\n1.png, cat, b\n")
+    assert (found.class_names, found.labels.tolist()) == (("cat", "dog"), [1, 0])
+    assert list(found.texts) == ["a", "b"]
+    with pytest.raises(BadFileError, match=r"^no such file: write / between folders$"):
+        listed(tmp_path, "metadata.csv", f"{head}dog\\0.png, dog, a\n").read(0)
+    numbers = "file_name,label\n0.png,10\n1.png,2\n2.png,-1\n"
+    said = refused(lambda: listed(tmp_path, "metadata.csv", numbers, num_classes=11))
+    assert said.endswith(
+        "2.png has the label -1, outside 0 to 10. Correct it, or raise --num-classes."
+    )
+    assert listed(tmp_path, "metadata.csv", numbers, gaps=True).labels.tolist() == [10, 2, -1]
+    mixed = [{"file_name": f"{i}.png", "label": label} for i, label in enumerate((10, "l2", 2))]
+    text = "".join(map(json_line, mixed))
+    said = refused(lambda: listed(tmp_path, "metadata.jsonl", text))
+    assert "0.png has the label 10, a number, and 1.png has l2, a name. Correct them, or" in said
+    found = listed(tmp_path, "metadata.jsonl", text, classes=["10", "2", "l2"])
+    assert found.labels.tolist() == [0, 2, 1]
+    said = refused(lambda: listed(tmp_path, "metadata.csv", numbers, split="train"))
+    assert said.startswith("[data encode] split=train: ")
+    assert said.endswith("metadata.csv lists the pictures. Leave --split out.")
+
+
 def test_captions_may_hold_any_line_separator(root, tmp_path):
     shutil.copytree(root / "folder", tmp_path, dirs_exist_ok=True)
     text = "a\u2028b\x85c\x0bd"
@@ -175,6 +208,95 @@ def test_splits_may_be_folders_with_files_of_equal_names(root, tmp_path, kind):
     for old, new in (("train", "1"), ("test", "2")):
         (tmp_path / old).rename(tmp_path / new)
     assert len(open_input(tmp_path, Asked(classes=LABELS, num_classes=3))) == 12
+
+
+def save_table(path, rows, names=()):
+    path.parent.mkdir(exist_ok=True)
+    info = {"info": {"features": {"label": {"names": names}}}}
+    table = pyarrow.Table.from_pylist(rows)
+    about = {b"huggingface": json.dumps(info).encode()} if names else {}
+    pyarrow.parquet.write_table(table.replace_schema_metadata(about), path)
+
+
+def test_labels_of_parquet_are_numbers_or_names_of_one_list(tmp_path):
+    rows = [{"image": b"x", "label": label, "text": b"a"} for label in (b"10", b"2")]
+    save_table(tmp_path / "0.parquet", rows)
+    found = open_input(tmp_path, Asked(num_classes=11))
+    assert (found.labels.tolist(), found.class_names, list(found.texts)) == ([10, 2], (), ["a"] * 2)
+    (tmp_path / "0.parquet").unlink()
+    for config, names in (("large", ["cat", "dog"]), ("small", ["dog", "cat"])):
+        rows = [{"image": b"x", "label": label} for label in range(2)]
+        save_table(tmp_path / config / "0.parquet", rows, names)
+    said = refused(lambda: open_input(tmp_path, Asked()))
+    assert "small/0.parquet names the classes dog, cat, but the files before it cat, dog" in said
+    assert open_input(tmp_path / "small", Asked()).class_names == ("dog", "cat")
+
+
+def tar_of(file, **members):
+    with tarfile.open(file, "w") as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def test_the_order_of_a_tar_file_does_not_matter(tmp_path):
+    parts = {
+        "0.cls": b"7",
+        "0.json": b'{"label": "cat", "text": "b"}',
+        "0.png": b"x",
+        "0.txt": b"a",
+    }
+    for order in (parts, reversed(parts)):
+        tar_of(tmp_path / "0.tar", **{name: parts[name] for name in order})
+        found = open_input(tmp_path, Asked(num_classes=8))
+        assert (found.labels.tolist(), list(found.texts)) == ([7], ["a"])
+
+
+def test_pictures_that_a_tar_file_would_hide_are_named(tmp_path):
+    tar_of(tmp_path / "0.tar", **{"a.png": b"x", "a.mask.png": b"y", "._b.png": b"z"})
+    assert list(open_input(tmp_path, Asked()).names) == ["0.tar:a"]
+    tar_of(tmp_path / "0.tar", **{"a.png": b"x", "b 1.5.png": b"y"})
+    assert "0.tar: b 1.5.png would not be read: in tar" in refused(
+        lambda: open_input(tmp_path, Asked())
+    )
+
+
+def test_a_link_to_a_picture_is_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes(b"x")
+    (tmp_path / "in" / "b.png").hardlink_to(tmp_path / "in" / "a.png")
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for name in ("a.png", "b.png"):
+            archive.add(tmp_path / "in" / name, name)
+    (tmp_path / "in" / "a.png").unlink()
+    (tmp_path / "in" / "b.png").unlink()
+    said = refused(lambda: open_input(tmp_path, Asked()))
+    assert f"{tmp_path}/0.tar: b.png is a link. Make the tar file with --dereference" in said
+
+
+def test_a_tar_file_beside_class_folders_is_not_taken_for_the_dataset(root, tmp_path):
+    shutil.copytree(root / "folder", tmp_path, dirs_exist_ok=True)
+    tar_of(tmp_path / "all.tar", **{"a.png": b"x"})
+    said = refused(lambda: open_input(tmp_path, Asked()))
+    assert "holds all.tar, cat, dog, owl: two datasets in one folder. Move each" in said
+    for name in LABELS:
+        shutil.rmtree(tmp_path / name)
+    save_table(tmp_path / "a.parquet", [{"image": b"x"}])
+    assert "holds a.parquet, all.tar: two" in refused(lambda: open_input(tmp_path, Asked()))
+
+
+def test_many_files_may_be_open(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(60):
+        tar_of(tmp_path / f"{number:02d}.tar", **{"a.png": b"x"})
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 30, hard)
+        )
+        assert len(open_input(tmp_path, Asked())) == 60
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_damaged_row_group_of_parquet_is_dropped(root, tmp_path):

@@ -107,6 +107,13 @@ def trained(world, root):
     wrong = {"every": 2, "steps": 2, "vae": other}
     sampling = config_of(root, root / "run2", sampling=wrong)
     assert "[sampling] vae" in refused(lambda: Trainer(sampling, world))
+    # The scores of [evaluation] are of the run's own autoencoder, with previews or without.
+    np.savez(root / "real.npz", arr_0=found)
+    scored = {"every": 2, "reference": str(root / "real.npz"), "features": "efficientnet:32"}
+    sampling = {"sampling": wrong | {"every": 0}, "evaluation": scored}
+    message = refused(lambda: Trainer(config_of(root, root / "run2", **sampling), world))
+    assert message.startswith("[sampling] vae ")
+    assert "but the latents were made by" in message
     encoded(root / "in", root / "other_set" / "set", other, flip=True)
     again = config_of(root, root / "run", training={"steps": 4}, sampling={"every": 0})
     again = dataclasses.replace(

@@ -16,6 +16,7 @@ from tiny import tiny_config
 from titan_dit.commands import sample, sample_pictures, weak_network
 from titan_dit.commands.flags.sample import Options
 from titan_dit.config.section import UserError
+from titan_dit.pictures import parts
 from titan_dit.trainer import Trainer
 
 NUM, BATCH = 11, 4
@@ -103,6 +104,21 @@ def test_a_stopped_command_goes_on_where_it_was(folder, monkeypatch, capsys):
     assert (folder / "c.npz").read_bytes() == (folder / "a.npz").read_bytes()
     with pytest.raises(UserError, match=r"--out a exists\. Choose another name, or delete it"):
         drawn("a")
+
+
+def test_a_deletion_that_is_cut_off_leaves_no_parts_without_their_plan(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+    def stops(_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.shutil, "rmtree", stops)
+        with pytest.raises(KeyboardInterrupt):
+            drawn("d.npz")
+    assert [file.name for file in Path("d.npz.parts").iterdir()] == ["plan.json"]
+    drawn("d.npz")
+    assert (folder / "d.npz").read_bytes() == (folder / "a.npz").read_bytes()
 
 
 def test_a_newer_guide_does_not_go_on_with_parts_of_the_older(folder, monkeypatch):

@@ -17,10 +17,12 @@ from titan_dit.commands import evaluate, evaluate_pictures
 from titan_dit.commands.flags.evaluate import Options
 from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
+from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.scores import metrics, pictures
 from titan_dit.scores.moments import Moments
 from titan_dit.system import files
 from titan_dit.trainer import Trainer
+from titan_dit.validation.evaluation import open_evaluation
 
 NUM, REAL = 150, 200
 FEATURES = "tiny_features:project"
@@ -240,5 +242,24 @@ def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
         evaluate.main(Options(), ())
     with pytest.raises(UserError, match=r"--metrics fidd? has fidd\. Valid"):
         scored(metrics="fidd")
+    np.savez("wide.npz", arr_0=np.zeros((2, 8, 12, 3), np.uint8))
+    with pytest.raises(
+        UserError, match=r"--samples wide\.npz: 12 x 8 pixels\. Crop them to squares"
+    ):
+        scored(run="", samples="wide.npz")
+    (folder / "plain_features.py").write_text("def mean(x): return x.float().mean((2, 3))")
+    plain, said = "plain_features:mean", r"fid.*: is needs class scores, which plain"
+    for given in ({"samples": "one.npz", "run": ""}, {}):
+        with pytest.raises(UserError, match=rf"^--metrics {said}"):
+            scored(metrics="fid,is", features=plain, **given)
+    asked = EvaluationConfig(reference="real.npz", features=plain, metrics=("fid", "is"))
+    tables = config("x")
+    facts = dataclasses.replace(tables.objective.example(tables.model)[0], value_range=(-1.0, 1.0))
+    drawing = tables.objective.build(tables.model, facts)
+    with pytest.raises(UserError, match=r"^\[evaluation\] metrics: is needs class scores"):
+        open_evaluation(asked, SamplingConfig(), drawing, torch.device("cpu"))
+    assert not (folder / "evaluation-samples.npz.parts").exists(), "before anything is drawn"
+    with pytest.raises(UserError, match=r"^--save-samples: /dev/full/x\.npz\.parts.* cannot be"):
+        scored(save_samples="/dev/full/x.npz")
     with pytest.raises(UserError, match="has nothing to compare with"):
         config("x", reference="").evaluation.check()

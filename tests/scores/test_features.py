@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from titan_dit.config.section import UserError
-from titan_dit.scores import features, metrics, pictures
+from titan_dit.scores import features, metrics, pictures, score
 
 CPU = torch.device("cpu")
 OWN = """
@@ -29,8 +29,24 @@ class Network(torch.nn.Module):
         found = x.float().mean((2, 3)) / 255
         return found, self.layer(found)
 
+def twice(x):
+    found = ratios(x)
+    return found, found
+
 def wrong(x):
     return x.float()
+
+def listed(x):
+    return [ratios(x)]
+
+def short(x):
+    return ratios(x), ratios(x)[:1]
+
+def three(x):
+    return ratios(x), ratios(x), ratios(x)
+
+def spoiled(x):
+    return ratios(x) / 0
 """
 
 
@@ -51,10 +67,30 @@ def test_functions_and_modules_of_the_user(own):
     network = features.load("own_features:Network", "", CPU)
     assert network(batch)[1].shape == (2, 4)
     assert len(network.digest) == 64
-    with pytest.raises(UserError, match=r"gave \[2, 3, 4, 4\] for 2 pictures"):
-        features.load("own_features:wrong", "", CPU)(batch)
+    wrong = {
+        "wrong": r"wrong gave \[2, 3, 4, 4\] for 2 pictures\. It must give a tensor \(2, d\)",
+        "listed": "listed gave list for 2",
+        "short": r"short gave \[2, 3\], \[1, 3\] for 2",
+        "three": r"three gave \[2, 3\], \[2, 3\], \[2, 3\] for 2",
+        "spoiled": "spoiled gave NaN or infinity for some of 2 pictures",
+    }
+    for name, message in wrong.items():
+        with pytest.raises(UserError, match=f"^--features own_features:{message}"):
+            features.load(f"own_features:{name}", "", CPU)(batch)
     with pytest.raises(UserError, match=r"no such features. Give inception, efficientnet"):
         features.load("resnet", "", CPU)
+
+
+def test_features_may_be_their_own_class_scores(own):
+    network = features.load("own_features:twice", "", CPU)
+    rows = torch.randint(0, 256, (70, 4, 4, 3), dtype=torch.uint8)
+    found = score.describe(network, pictures.of_batches([rows], "rows"), ["is", "kid"])
+    assert torch.equal(found.features, found.logits)
+    score.check_network(network, ["is"], 4, "--metrics is")
+    with pytest.raises(UserError, match=r"^--metrics is: is needs class scores, which own_fe.*not"):
+        score.check_network(
+            features.load("own_features:ratios", "", CPU), ["is"], 4, "--metrics is"
+        )
 
 
 def test_efficientnet_is_trained(tmp_path):

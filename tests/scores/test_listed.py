@@ -72,6 +72,7 @@ def test_classes_without_a_list_are_the_first_folders(tmp_path):
     assert classes_of(numbered) == {"0": 1, "7": 2}
     shutil.copytree(numbered / "007", tmp_path / "named" / "owl")
     (tmp_path / "named" / "dog").symlink_to(numbered / "000")
+    (tmp_path / "named" / "owl" / "deep" / "loop").symlink_to(tmp_path / "named" / "owl")
     assert classes_of(tmp_path / "named") == {"dog": 1, "owl": 2}
     assert classes_of(save(tmp_path / "named", "top.png")) == {}
     assert pictures.of_folder(tmp_path / "named", 6, "--samples").count == 4
@@ -91,6 +92,7 @@ def test_errors_begin_with_the_users_flag(root):
         (root / name).unlink()
     (root / "a.tar").write_text("no archive")
     assert said().startswith(f"--reference {root}/a.tar is not a readable tar file")
+    (root / "a.tar").unlink()
     (root / "test-0.parquet").write_text("no table")
     assert said().startswith(f"--reference {root}/test-0.parquet is not readable parquet")
     (root / "train-0.parquet").write_text("no table")

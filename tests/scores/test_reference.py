@@ -50,12 +50,14 @@ def save_as_adm(path, whole, **more):
 def test_moments_are_kept_as_files(tmp_path):
     file, made_by, real = tmp_path / "real.npz", network("own:features"), described(WHOLE, 0)
     with file.open("wb") as stream:
-        reference.save_moments(stream, real, made_by)
+        reference.save_moments(stream, real, made_by, SIZE)
     found = opened(file, made_by)
     assert found.moments.count == WHOLE
     torch.testing.assert_close(found.moments.covariance, real.moments.covariance)
     with pytest.raises(UserError, match=r"but the features are other:features"):
         opened(file, network("other:features"))
+    said = refused(lambda: reference.open_reference(str(file), 16, made_by, ["fid"], "--reference"))
+    assert said.startswith(f"--reference {file} is of pictures of 8 x 8 pixels, but the drawn")
     with pytest.raises(UserError, match="holds moments only, but kid, prdc needs pictures"):
         opened(file, made_by, ["prdc", "kid"])
     # As ADM writes them: no count, no name.
@@ -84,6 +86,12 @@ def test_moments_beside_a_references_pictures_are_those_of_fid(tmp_path):
         other = save_as_adm(tmp_path / "other.npz", whole, **more)
         real = reference.describe_reference(features, opened(other, features), ["fid"])
         torch.testing.assert_close(real.moments.mean, of_pictures.mean)
+
+
+def test_a_reference_of_another_size_is_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", arr_0=np.zeros((3, SIZE, SIZE + 1, 3), np.uint8))
+    said = refused(lambda: opened(tmp_path / "a.npz"))
+    assert "a.npz is of pictures of 9 x 8 pixels, but the drawn ones have 8 x 8. Give" in said
 
 
 def save(path, **arrays):

@@ -106,6 +106,7 @@ class Scoring:
     def reference(self, size: int) -> Reference:
         """The pictures of --reference, cropped to `size`, or their moments."""
         path, keeps = self.options.reference, self.options.save_reference
+        score.check_network(self.network, self.names, size, f"--metrics {self.options.metrics}")
         found = reference.open_reference(path, size, self.network, self.names, "--reference")
         if keeps and (not isinstance(found, Pictures) or found.moments is not None):
             raise UserError(f"--save-reference: --reference {path} holds moments already.")
@@ -126,8 +127,10 @@ class Scoring:
 
         def save() -> None:
             if file and found is not None:
+                assert isinstance(real, Pictures)
+                size = real.read(range(1)).shape[1]
                 with new_file("--save-reference", Path(file)) as aside, aside.open("wb") as opened:
-                    reference.save_moments(opened, found, self.network)
+                    reference.save_moments(opened, found, self.network, size)
 
         Ranks().run_on_first(save)
         return found
@@ -191,7 +194,12 @@ def of_run(scoring: Scoring, job: Job) -> None:
 def of_samples(scoring: Scoring) -> None:
     """Score the pictures of --samples. Collective."""
     drawn = given_pictures(scoring.options)
-    real = scoring.reference(int(drawn.read(range(1)).shape[1]))
+    _, height, width, _ = drawn.read(range(1)).shape
+    if height != width:
+        raise UserError(
+            f"--samples {scoring.options.samples}: {width} x {height} pixels. Crop them to squares."
+        )
+    real = scoring.reference(height)
     scoring.check(drawn.count, real)
     scores = scoring.scores(drawn, real)
     if scores is not None:
@@ -219,7 +227,9 @@ def job_of(options: Options, device: torch.device) -> Job:
         batch_size=options.batch_size or BATCH,
         **given,
     )
-    return sample_pictures.job_of(run, run.objective, flags)
+    job = sample_pictures.job_of(run, run.objective, flags)
+    flag = "--save-samples" if options.save_samples else "--out"
+    return dataclasses.replace(job, flag=flag)
 
 
 def like_reference(job: Job, real: Pictures) -> tuple[Job, str]:

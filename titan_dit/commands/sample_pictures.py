@@ -23,6 +23,7 @@ from titan_dit.commands.flags.sample import CommonFlags, PictureFlags
 from titan_dit.commands.weak_network import load_guide, weak_network
 from titan_dit.config import dotted_names
 from titan_dit.config.section import UserError
+from titan_dit.data.latent_facts import shown
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
@@ -75,6 +76,8 @@ class Job:
     labels: Int64[Tensor, " n"]
     noise: Float[Tensor, "n c h w"] | None
     vae: Autoencoder | None
+    flag: str = "--out"
+    """Names the output in errors."""
 
     @property
     def out(self) -> Path:
@@ -111,7 +114,7 @@ class Job:
     def parts(self) -> Parts:
         """The batches."""
         count = -(-len(self.labels) // self.flags.batch_size)
-        return Parts(self.out.with_name(self.out.name + PARTS), self.plan(), count)
+        return Parts(self.out.with_name(self.out.name + PARTS), self.plan(), count, self.flag)
 
 
 def main(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> None:
@@ -131,6 +134,8 @@ def draw(job: Job, ranks: Ranks) -> Parts:
         for line in dotted_names.origins({"sampler": job.sampler}):
             console.say(line)
         console.say(described(job))
+        if hint := hint_of_units(job):
+            console.say(hint)
     ranks.run_on_first(parts.open)
     missing = parts.missing(ranks.rank, ranks.count)
     if ranks.is_first and (found := parts.count - len(parts.missing())):
@@ -200,6 +205,23 @@ def described(job: Job) -> str:
         f"sampling {len(job.labels)} from {job.run.path} ({job.run.weights}): "
         f"{job.sampler.__name__}, {job.flags.steps} steps, cfg_scale {job.flags.cfg_scale:g}"
         f"{guide}, seed {job.flags.seed}{vae}"
+    )
+
+
+def hint_of_units(job: Job) -> str | None:
+    """A console warning if the latents may have been scaled before they were stored.
+
+    It decodes stored latents. Those of fast-DiT are scaled already, and no manifest says so.
+    """
+    data, vae = job.diffusion.data, job.vae
+    if vae is None or data.vae or (data.scale, data.shift) != (1.0, 0.0):
+        return None
+    if (vae.scale, vae.shift) == (1.0, 0.0):
+        return None
+    return (
+        f"hint    the run's latents have scale 1, but those of {vae.source} {shown(vae.scale)}: if "
+        "they were scaled before they were stored, as fast-DiT's are, the pictures are wrong. "
+        "Write a .safetensors file, and decode samples / scale + shift"
     )
 
 

@@ -91,7 +91,7 @@ def missing_error(root: Path, num: int, first: Sequence[object]) -> UserError:
     return UserError(
         f"[data] path={root}: no samples of {num:,} classes: {few(first, total=num)}. Add them. "
         "If they are missing on purpose, set the number of classes: "
-        f'"num_classes" in {MANIFEST}, or `data pack --num-classes`.'
+        f'"num_classes" in {MANIFEST}, or --num-classes of `data pack` or `data encode`.'
     )
 
 

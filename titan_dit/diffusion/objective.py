@@ -206,7 +206,8 @@ class Diffusion(Objective):
             return drawing.preview(forward, *given, vae)
 
     def picture_size(self, sampling: SamplingConfig) -> int:
-        """Height of a latent, times the autoencoder's factor."""
+        """Height of a latent, times the autoencoder's factor. Checks [sampling] vae."""
+        self.check_preview(sampling)
         height = self.model.sample_shape[1]
         if self.data.value_range is not None:
             return height

@@ -33,7 +33,7 @@ def read_tensors(path: Path, flag: str, names: Sequence[str]) -> dict[str, Tenso
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a .safetensors file with metadata, or a .pt file, as the suffix says; atomically."""
+    """Write --out, a .safetensors file with metadata, or a .pt file by its suffix; atomically."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, f".{os.getpid()}") as aside:
@@ -45,7 +45,10 @@ def write_tensors(
                 torch.save(dict(tensors), aside)
             aside.chmod(mode)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be written: {reason_of(error)}.") from None
+        raise UserError(
+            f"--out {path} cannot be written: {reason_of(error)}. Free space, or name another "
+            "file, and repeat the command."
+        ) from None
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:

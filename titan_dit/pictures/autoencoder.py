@@ -94,6 +94,8 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         config = library.AutoencoderKL.load_config(named)
         kind = class_of(library, config, f"{where} {source}")
         module: nn.Module = kind.from_pretrained(named, torch_dtype=torch.float32)
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
@@ -108,7 +110,9 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         factor=factor_of(module, config),
     )
     channels = int(config["latent_channels"])
-    module = module.to(device).eval().requires_grad_(False)
+    module = module.eval().requires_grad_(False)
+    check_posterior(module, facts, f"{where} {source}")
+    module = module.to(device)
     kept = str(folder.resolve()) if folder.is_dir() else source
     return Autoencoder(module, facts, kept, channels, scale, shift)
 
@@ -120,6 +124,21 @@ def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
     if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
         raise UserError(f"{where} is {show(name)}, not an autoencoder such as AutoencoderKL.")
     return kind
+
+
+def check_posterior(module: nn.Module, facts: VAEFacts, where: str) -> None:
+    """Raise UserError if a picture has no mean and std: of a tiny autoencoder, or one of videos."""
+    side = 2 * facts.factor
+    try:
+        posterior = module.encode(torch.zeros(1, 3, side, side)).latent_dist  # type: ignore[operator]
+        found = posterior.mean.shape == posterior.std.shape
+    except Exception:  # Of diffusers or torch.
+        found = False
+    if not found:
+        raise UserError(
+            f"{where} is {facts.kind}, which gives no mean and std of a picture. Give another one, "
+            "such as AutoencoderKL."
+        )
 
 
 def units_of(config: Mapping[str, Any]) -> tuple[Units, Units]:

@@ -23,7 +23,7 @@ from titan_dit.data.packing.shard_job import Chunks
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.picture_set import UNLABELLED, PictureSet
 
-CROP = "ADM: halve by a box filter, resize by a bicubic one, crop the center"
+CROP = "upright by EXIF; ADM: halve by a box filter, resize by a bicubic one, crop the center"
 FEWEST, MOST_CHUNKS = 256, 64
 """Pictures of a shard at least; chunks of a small dataset, so that many ranks have work."""
 

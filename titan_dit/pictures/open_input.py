@@ -7,7 +7,9 @@ from pathlib import Path
 
 from titan_dit.config.section import UserError
 from titan_dit.data.class_labels import few
+from titan_dit.data.listing import entries, holds_samples
 from titan_dit.data.recognise import check_path
+from titan_dit.launcher import open_files
 from titan_dit.pictures.picture_set import Asked, PictureSet
 from titan_dit.pictures.read_folder import open_folder
 from titan_dit.pictures.read_metadata import FILES, open_metadata
@@ -28,27 +30,49 @@ def open_input(path: Path, asked: Asked) -> PictureSet:
         reader = READERS.get(path.suffix)
         if reader is None:
             raise UserError(f"{asked.where}{path}: give a folder, a .parquet or a .tar file.")
+        refuse_split(asked, f"{path} is one file")
         return reader(path.parent, [path], asked)
     check_path(path)
     if (found := open_listed(path, asked)) is not None:
         return found
-    if asked.split:
-        raise UserError(f"[data encode] split={asked.split}: {path} holds no parquet or tar files.")
+    refuse_split(asked, f"{path} holds no parquet or tar files")
     return open_folder(path, asked)
 
 
+def refuse_split(asked: Asked, reason: str) -> None:
+    """Raise UserError if a split is chosen where there is none."""
+    if asked.split:
+        raise UserError(f"[data encode] split={asked.split}: {reason}. Leave --split out.")
+
+
 def open_listed(folder: Path, asked: Asked) -> PictureSet | None:
-    """The pictures that a folder's metadata, parquet or tar files list; None if it has none."""
+    """The pictures that a folder's metadata, parquet or tar files list; None if it has none.
+
+    Raises UserError for parquet or tar files beside class folders: it would leave one of them out.
+    """
     if listed := [folder / name for name in FILES if (folder / name).is_file()]:
         if len(listed) > 1:
             names = few([file.name for file in listed])
             raise UserError(f"{asked.where}{folder} holds {names}. Keep one of them.")
+        refuse_split(asked, f"{listed[0]} lists the pictures")
         return open_metadata(folder, listed[0], asked)
-    for suffix, reader in READERS.items():
-        files = sorted(file for file in folder.rglob(f"*{suffix}") if file.name[0] != ".")
-        if files:
-            return reader(folder, of_split(folder, files, asked), asked)
-    return None
+    found = {
+        suffix: sorted(file for file in folder.rglob(f"*{suffix}") if file.name[0] != ".")
+        for suffix in READERS
+    }
+    kinds = [suffix for suffix, files in found.items() if files]
+    if not kinds:
+        return None
+    classes = [name for name in entries(folder)[0] if holds_samples(folder / name)]
+    both = [*(found[suffix][0].relative_to(folder) for suffix in kinds), *classes]
+    if len(kinds) > 1 or classes:
+        raise UserError(
+            f"{asked.where}{folder} holds {few(both)}: two datasets in one folder. Move each "
+            "to its own folder."
+        )
+    files = of_split(folder, found[kinds[0]], asked)
+    open_files.raise_limit(open_files.OTHERS["cpu"] + len(files), f"{asked.where}{folder}")
+    return READERS[kinds[0]](folder, files, asked)
 
 
 def of_split(folder: Path, files: Sequence[Path], asked: Asked) -> list[Path]:

@@ -100,8 +100,14 @@ class Parts:
         return tensors
 
     def delete(self) -> None:
-        """Delete the folder; the output is whole."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete the folder; the output is whole.
+
+        The plan last: another command would take parts without it for its own.
+        """
+        with suppress(OSError):
+            for number in range(self.count):
+                self.file(number).unlink(missing_ok=True)
+            shutil.rmtree(self.folder)
 
     @contextmanager
     def writing(self, file: Path) -> Iterator[None]:

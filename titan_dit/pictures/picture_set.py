@@ -74,7 +74,8 @@ def make_set(
 ) -> PictureSet:
     """Number the classes. `class_names`: of labels that are numbers.
 
-    Raises UserError for a label outside the classes, and for two pictures of one name.
+    Raises UserError for a label outside the classes, for two pictures of one name, and if some
+    labels are numbers and others names, which a wrong one would turn all numbers into.
     """
     where, classes, num_classes = f"{asked.where}{root}", asked.classes, asked.num_classes
     if not names:
@@ -91,6 +92,7 @@ def make_set(
             numbers = [max(number, -1) for number in numbers]
         found_names = tuple(classes or class_names)
     else:
+        refuse_mixture(where, names, labels, asked)
         numbers, found_names = by_name(where, [as_name(label) for label in labels], classes)
     lowest = min([label for label in given if isinstance(label, int)], default=0)
     highest = max(numbers)
@@ -126,6 +128,27 @@ def make_set(
     )
 
 
+def refuse_mixture(where: str, names: Sequence[str], labels: Sequence[Label], asked: Asked) -> None:
+    """Raise UserError if some labels are numbers, or text of digits, and others are names."""
+    if asked.classes or asked.gaps:
+        return
+    first: dict[bool, int] = {}
+    for row, label in enumerate(labels):
+        if label is not None:
+            first.setdefault(is_number(label), row)
+    if len(first) > 1:
+        number, name = first[True], first[False]
+        raise UserError(
+            f"{where}: {names[number]} has the label {labels[number]}, a number, and {names[name]} "
+            f"has {labels[name]}, a name. Correct them, or list all names: --classes FILE."
+        )
+
+
+def is_number(label: Label) -> bool:
+    """True for an integer and for its text."""
+    return str(label).removeprefix("-").isdecimal()
+
+
 def as_name(label: Label) -> str | None:
     """A label as the name of a class."""
     return None if label is None else str(label)
@@ -158,8 +181,7 @@ def label_of(value: object) -> Label:
 
 
 def numbers_if_decimal(labels: Sequence[Label]) -> list[Label]:
-    """Labels of a text file: integers if all of them are decimal."""
-    given = [str(label) for label in labels if label is not None]
-    if not all(label.isdecimal() for label in given):
+    """Labels of a file: integers if all of them are text of digits."""
+    if not all(is_number(label) for label in labels if label is not None):
         return list(labels)
     return [None if label is None else int(label) for label in labels]

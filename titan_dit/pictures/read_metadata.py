@@ -20,6 +20,7 @@ from titan_dit.pictures.picture_set import (
     Asked,
     Label,
     PictureSet,
+    is_number,
     label_of,
     make_set,
     numbers_if_decimal,
@@ -52,7 +53,8 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
     def read(row: int) -> bytes:
         path = root / names[row]
         if not path.is_file():
-            raise BadFileError("no such file")
+            backslash = ": write / between folders" if "\\" in names[row] else ""
+            raise BadFileError(f"no such file{backslash}")
         return bytes(read_whole(path))
 
     return make_set(root, file.name, names, numbers_if_decimal(labels), texts, read, asked)
@@ -67,7 +69,7 @@ def labels_of(rows: Sequence[Mapping[str, Any]], where: str) -> list[Label]:
     found = [a if a is not None else b for a, b in zip(*columns, strict=True)]
     filled = [a is not None for a in columns[0]]
     kinds = {
-        (is_first, str(label).removeprefix("-").isdecimal())
+        (is_first, is_number(label))
         for is_first, label in zip(filled, found, strict=True)
         if label is not None
     }
@@ -99,8 +101,10 @@ def of_jsonl(file: Path, where: str) -> list[Mapping[str, Any]]:
 
 def of_csv(file: Path, where: str) -> list[Mapping[str, Any]]:
     """The rows of a CSV file, whose first line names the columns."""
-    reader = csv.DictReader(io.StringIO(text_of(file, where), newline=""))
+    text = io.StringIO(text_of(file, where), newline="")
+    reader = csv.DictReader(text, skipinitialspace=True)
     try:
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         return list(reader)
     except csv.Error as error:
         raise UserError(f"{where}, line {reader.line_num}: no CSV ({error}).") from None

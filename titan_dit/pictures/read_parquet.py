@@ -1,7 +1,7 @@
 """Pictures inside parquet files, as Hugging Face's datasets store them.
 
 The column `image` holds the file's bytes, or a struct with `bytes`; `label` a number, whose names
-are in the schema's metadata, or a name; `text` or `caption` a caption.
+are in the schema's metadata, or a name; `text` or `caption` a caption. Text may be stored as bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from threading import Lock
 from typing import Any
 
 from titan_dit.config.section import UserError
+from titan_dit.data.class_labels import few
 from titan_dit.data.files import BadFileError
 from titan_dit.pictures.library import parquet
-from titan_dit.pictures.picture_set import Asked, PictureSet, label_of, make_set
+from titan_dit.pictures.picture_set import (
+    Asked,
+    PictureSet,
+    label_of,
+    make_set,
+    numbers_if_decimal,
+)
 
 IMAGES, LABELS, TEXTS = ("image", "img", "png", "jpg"), ("label", "labels"), ("text", "caption")
 KEPT_GROUPS = 3
@@ -50,13 +57,19 @@ def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
             )
         count = opened.metadata.num_rows
         names += [f"{file.relative_to(root)}:{row}" for row in range(count)]
-        labels += [label_of(value) for value in table.get(label, [None] * count)]
-        texts += [value or "" for value in table.get(text, [""] * count)]
+        labels += [label_of(as_text(value)) for value in table.get(label, [None] * count)]
+        texts += [str(as_text(value) or "") for value in table.get(text, [""] * count)]
         groups += [
             (opened, image, number, opened.metadata.row_group(number).num_rows)
             for number in range(opened.num_row_groups)
         ]
-        class_names = class_names or names_of(opened.schema_arrow.metadata or {}, label)
+        more = names_of(opened.schema_arrow.metadata or {}, label)
+        if class_names and more and more != class_names:
+            raise UserError(
+                f"{asked.where}{file} names the classes {few(more)}, but the files before it "
+                f"{few(class_names)}: their numbers differ. Give the files of one of them."
+            )
+        class_names = class_names or more
     ends = list(accumulate(rows for *_, rows in groups))
     lock = Lock()
 
@@ -81,7 +94,13 @@ def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
         return data
 
     kind = f"{len(files)} parquet files"
-    return make_set(root, kind, names, labels, texts, read, asked, class_names)
+    numbered = numbers_if_decimal(labels)
+    return make_set(root, kind, names, numbered, texts, read, asked, class_names)
+
+
+def as_text(value: object) -> object:
+    """Bytes as text: some writers do not mark a column as UTF-8."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def names_of(metadata: Mapping[bytes, bytes], label: str | None) -> Sequence[str]:

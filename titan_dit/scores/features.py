@@ -153,16 +153,24 @@ def own(name: str, device: torch.device, where: str) -> Features:
         raise UserError(f"{where} {name} cannot be called. Give {FORMS}.")
 
     def extract(pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = function(pictures.to(device))
-        features, logits = found if isinstance(found, tuple) else (found, None)
-        if features.ndim != 2 or len(features) != len(pictures):
+        found, count = function(pictures.to(device)), len(pictures)
+        both = found if isinstance(found, tuple) else (found,)
+        if len(both) > 2 or not all(is_matrix(rows, count) for rows in both):
+            given = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in both]
             raise UserError(
-                f"{where} {name} gave {list(features.shape)} for {len(pictures)} pictures. It must "
-                f"give ({len(pictures)}, d)."
+                f"{where} {name} gave {', '.join(map(str, given))} for {count} pictures. It must "
+                f"give a tensor ({count}, d), or two: features and class scores."
             )
-        return features, logits
+        if not all(rows.isfinite().all() for rows in both):
+            raise UserError(f"{where} {name} gave NaN or infinity for some of {count} pictures.")
+        return both[0], both[1] if len(both) > 1 else None
 
     return Features(name, digest, extract)
+
+
+def is_matrix(rows: Any, count: int) -> bool:
+    """True for a tensor with `count` rows."""
+    return isinstance(rows, Tensor) and rows.ndim == 2 and len(rows) == count
 
 
 def weights_key(where: str) -> str:

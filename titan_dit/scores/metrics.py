@@ -1,6 +1,6 @@
 """Metrics of generated features against real ones. All in fp64, with numpy's random numbers.
 
-Their settings, seeds included, are those of torch-fidelity 0.4.
+Settings, seeds included, are those of torch-fidelity 0.4, but for the neighbours of prdc.
 """
 
 from __future__ import annotations

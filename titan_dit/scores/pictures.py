@@ -135,13 +135,19 @@ def below(folder: Path) -> list[str]:
     """All pictures below a folder, in the order of their names, without hidden ones."""
     found = []
     for root, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if name[0] != "."]
+        folders[:] = [name for name in folders if name[0] != "." and not is_loop(root, name)]
         found += [
             str((Path(root) / name).relative_to(folder))
             for name in names
             if name[0] != "." and name.lower().endswith(tuple(IMAGE_SUFFIXES))
         ]
     return sorted(found)
+
+
+def is_loop(folder: str, name: str) -> bool:
+    """True for a link to the folder that it is in, or to one above."""
+    link = Path(folder) / name
+    return link.is_symlink() and link.parent.resolve().is_relative_to(link.resolve())
 
 
 def of_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:

@@ -19,8 +19,8 @@ from titan_dit.scores.score import Described
 
 UNKNOWN = 2**31
 """Count of moments that were stored without one: their covariance has full rank."""
-MEAN, COVARIANCE, COUNT, MADE_BY = "mu", "sigma", "count", "features"
-"""Arrays of a .npz with moments: the first two are ADM's and pytorch-fid's."""
+MEAN, COVARIANCE, COUNT, MADE_BY, SIZE = "mu", "sigma", "count", "features", "size"
+"""Arrays of a .npz with moments: the first two are ADM's and pytorch-fid's. `size`: of pictures."""
 
 Reference: TypeAlias = Pictures | Described
 
@@ -51,6 +51,7 @@ def open_reference(
             )
         return Described(moments_of(place, size, network, where))
     found = pictures.of_npz(place, where)
+    check_size(found.read(range(1)).shape[1:3], size, f"{where} {path}")
     serves = "fid" in names and {MEAN, COVARIANCE} <= held
     if serves and not misfit_of_moments(place, network, where):
         return replace(found, moments=moments_of(place, size, network, where))
@@ -101,8 +102,21 @@ def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
         raise UserError(
             f"{where} {path}: {COVARIANCE} has a negative eigenvalue, so it is no covariance."
         )
+    if SIZE in pictures.names_in(path, where):
+        side = int(pictures.array_of(path, where, SIZE))
+        check_size((side, side), size, f"{where} {path}")
     count = count_of(path, where)
     return Moments(count, mean, covariance * (count - 1))
+
+
+def check_size(found: Sequence[int], size: int, where: str) -> None:
+    """Raise UserError unless height and width are those of the drawn pictures: features differ."""
+    height, width = found
+    if (height, width) != (size, size):
+        raise UserError(
+            f"{where} is of pictures of {width} x {height} pixels, but the drawn ones have {size} "
+            f"x {size}. Give those of that size, or a folder of pictures: they are cropped."
+        )
 
 
 def count_of(path: Path, where: str) -> int:
@@ -141,8 +155,8 @@ def describe_reference(
     return found and replace(found, moments=real.moments)
 
 
-def save_moments(file: IO[bytes], described: Described, network: Features) -> None:
-    """Write moments as ADM's `mu` and `sigma`, with their count and features."""
+def save_moments(file: IO[bytes], described: Described, network: Features, size: int) -> None:
+    """Write moments as ADM's `mu` and `sigma`, with their count, features and pictures' size."""
     moments = described.moments
     np.savez(
         file,
@@ -150,4 +164,5 @@ def save_moments(file: IO[bytes], described: Described, network: Features) -> No
         sigma=moments.covariance.numpy(),
         count=np.array(moments.count),
         features=np.array(f"{network.name} {network.digest}"),
+        size=np.array(size),
     )

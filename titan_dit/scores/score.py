@@ -53,15 +53,12 @@ def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Descr
     with progress:  # An error ends all ranks: the launcher stops those that wait below.
         for first in mine:
             features, logits = network(chosen.read(range(first, min(first + BATCH, chosen.count))))
-            if keeps_logits and logits is None:
-                raise UserError(
-                    f"the metric is needs class scores, which {network.name} does not give"
-                )
             moments.append(Moments.of(features))
             if keeps_rows:
                 parts[f"features.{first:012d}"] = features
             if keeps_logits and logits is not None:
-                parts[f"logits.{first:012d}"] = logits
+                # They may be the features themselves, and a file does not hold a tensor twice.
+                parts[f"logits.{first:012d}"] = logits.clone()
             progress.add(1)
     return joined(ranks, moments, parts)
 
@@ -113,6 +110,12 @@ def score(drawn: Described, real: Described, names: Sequence[str], network: str)
         assert real.features is not None
         found |= metrics.prdc(drawn.features, real.features)
     return found
+
+
+def check_network(network: Features, names: Sequence[str], size: int, where: str) -> None:
+    """Raise UserError unless the features of pictures of `size` serve the metrics."""
+    if "is" in names and network(torch.zeros(1, size, size, 3, dtype=torch.uint8))[1] is None:
+        raise UserError(f"{where}: is needs class scores, which {network.name} does not give.")
 
 
 def check(names: Sequence[str], count: int, real: Mapping[str, int], where: str) -> None:

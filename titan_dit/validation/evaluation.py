@@ -79,6 +79,7 @@ def open_evaluation(
     network = features.load(config.features, config.feature_weights, device, key)
     size, names = objective.picture_size(sampling), config.metrics
     where = f"{WHERE} reference"
+    score.check_network(network, names, size, f"{WHERE} metrics")
     found = reference.open_reference(config.reference, size, network, names, where)
     score.check(names, config.num, reference.counts(found), f"{WHERE} metrics")
     real = reference.describe_reference(network, found, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,26 @@ from titan_dit.data.files import BadFileError, read_whole
 
 THINNEST = 100
 """Ratio of sides up to which a picture is cropped: before the crop its shorter side is resized."""
+ORIENTATION = 0x0112
+"""Tag of EXIF: how a camera was held."""
+TURNS = dict(
+    zip(
+        range(2, 9),
+        (
+            *(Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.ROTATE_180),
+            *(Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE),
+            *(Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90),
+        ),
+        strict=True,
+    )
+)
+"""What makes a picture upright, by its orientation; 1 is upright."""
 
 
 def read_image(
     path: Path, size: int | None = None, shape: tuple[int, ...] | None = None
 ) -> UInt8[Tensor, "c h w"]:
-    """Read an image file: one channel if grey, else RGB; transparency on white.
+    """Read an image file: one channel if grey, else RGB; transparency on white, upright.
 
     `size` crops to a square, see `center_crop`. If `shape` has three channels, grey becomes RGB.
     Raises BadFileError for any other difference from `shape`, and if it is too thin to be cropped.
@@ -38,9 +53,11 @@ def decode_image(
             if image.mode.startswith(("I", "F")):
                 raise BadFileError(f"{image.mode} image with more than 8 bits; convert it to 8")
             mode = "L" if grey and (shape is None or shape[0] == 1) else "RGB"
-            picture = on_white(image).convert(mode)
+            picture = upright(on_white(image).convert(mode), image)
     except BadFileError:
         raise
+    except Image.DecompressionBombError:
+        raise BadFileError("so large that it is not opened; make it smaller") from None
     except Exception as error:  # Pillow raises any exception on a damaged file.
         raise BadFileError("not a readable image: damaged, or cut off") from error
     if size is not None and max(picture.size) > THINNEST * min(picture.size):
@@ -60,6 +77,14 @@ def on_white(image: Image.Image) -> Image.Image:
         return image
     layer = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+
+
+def upright(picture: Image.Image, file: Image.Image) -> Image.Image:
+    """Turn the picture of a file as the file's EXIF says, which every viewer of pictures does."""
+    turn = None
+    with suppress(Exception):  # Pillow raises any exception on damaged EXIF.
+        turn = TURNS.get(file.getexif().get(ORIENTATION, 1))
+    return picture if turn is None else picture.transpose(turn)
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
