@@ -179,7 +179,7 @@ def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> A
         needs = suffix in ("", ".npz") and data.value_range is None
     elif flags.vae or (data.vae is not None and suffix != ".safetensors"):
         vae = autoencoder.load(flags.vae or data.vae_source, device)
-        vae.check_fits(data, "--vae")
+        vae.check_fits(data, "--vae", diffusion.model.sample_shape[0])
         return vae
     else:
         needs = suffix in ("", ".npz")

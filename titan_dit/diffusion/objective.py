@@ -249,7 +249,8 @@ class Diffusion(Objective):
     def check_preview(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""
         if sampling.vae:
-            self.autoencoder(sampling).check_fits(self.data, "[sampling] vae")
+            channels = self.model.sample_shape[0]
+            self.autoencoder(sampling).check_fits(self.data, "[sampling] vae", channels)
 
     @contextmanager
     def decoder(

@@ -29,7 +29,7 @@ def open_input(path: Path, asked: Asked) -> PictureSet:
         if reader is None:
             raise UserError(f"{asked.where}{path}: give a folder, a .parquet or a .tar file.")
         return reader(path.parent, [path], asked)
-    check_path(path)
+    check_path(path, asked.where)
     if (found := open_listed(path, asked)) is not None:
         return found
     if asked.split:
