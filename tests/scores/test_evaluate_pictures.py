@@ -46,7 +46,7 @@ def project(x):
 
 def options(**flags):
     given = {"run": ".", "reference": "real.npz", "num": NUM, "features": FEATURES, "steps": 2}
-    given |= {"metrics": EVERY, "device": "cpu", "batch_size": 32}
+    given |= {"metrics": EVERY, "device": "cpu", "batch_size": 32, "sampler": "dpmpp_2m"}
     return Options(**(given | flags))
 
 
@@ -142,6 +142,7 @@ def test_the_scores_are_those_of_the_pictures(folder, monkeypatch):
     assert found["samples"] == NUM
     assert found["reference_count"] == REAL
     assert (found["step"], found["seed"], found["sampling_steps"]) == (2, 0, 2)
+    assert found["sampler"] == "dpmpp_2m"
 
 
 def test_samples_and_moments_of_files_are_scored_alike(folder, monkeypatch):

@@ -277,7 +277,7 @@ def about_run(job: Job, labels: str) -> dict[str, Any]:
         "checkpoint": str(job.run.path),
         "step": record["step"],
         "weights": job.run.weights,
-        "sampler": job.sampler.__name__,
+        "sampler": job.sampler_name,
         "sampling_steps": job.flags.steps,
         **{name: getattr(job.flags, name) for name in kept},
         "guide": job.guide and str(job.guide.path),

@@ -82,6 +82,11 @@ class Job:
         return Path(self.flags.out)
 
     @property
+    def sampler_name(self) -> str:
+        """As --sampler names it."""
+        return drawing.name_of_sampler(self.diffusion.path, self.flags.sampler)
+
+    @property
     def keeps_latents(self) -> bool:
         """True if the output holds samples in stored units."""
         return self.out.suffix == ".safetensors"
@@ -198,7 +203,7 @@ def described(job: Job) -> str:
     vae = f", decoded by {job.vae.facts} ({job.vae.source})" if job.vae else ""
     return (
         f"sampling {len(job.labels)} from {job.run.path} ({job.run.weights}): "
-        f"{job.sampler.__name__}, {job.flags.steps} steps, cfg_scale {job.flags.cfg_scale:g}"
+        f"{job.sampler_name}, {job.flags.steps} steps, cfg_scale {job.flags.cfg_scale:g}"
         f"{guide}, seed {job.flags.seed}{vae}"
     )
 
