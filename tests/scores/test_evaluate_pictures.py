@@ -13,14 +13,17 @@ import torch
 from harness import on_ranks
 from tiny import tiny_config
 
+from titan_dit import trained_model
 from titan_dit.commands import evaluate, evaluate_pictures
 from titan_dit.commands.flags.evaluate import Options
 from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
+from titan_dit.data.latent_facts import VAEFacts
 from titan_dit.scores import metrics, pictures
 from titan_dit.scores.moments import Moments
 from titan_dit.system import files
 from titan_dit.trainer import Trainer
+from titan_dit.validation.evaluation import open_evaluation
 
 NUM, REAL = 150, 200
 FEATURES = "tiny_features:project"
@@ -221,6 +224,39 @@ def test_a_run_is_scored_as_it_trains_on_every_layout(folder):
     # The pictures differ by rounding: a pixel of 150 is another.
     for key, value in rows["."].items():
         assert rows["four"][key] == pytest.approx(value, rel=1e-3), key
+
+
+def test_latents_without_their_autoencoder_are_one_line(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    run = trained_model.load(".", device="cpu")
+
+    def with_data(**facts):
+        data = dataclasses.replace(run.objective.data, value_range=None, **facts)
+        changed = dataclasses.replace(run, objective=dataclasses.replace(run.objective, data=data))
+        monkeypatch.setattr(evaluate_pictures, "load_trained", lambda *_: changed)
+
+    with_data()
+    with pytest.raises(UserError, match=r"the run draws latents: give --vae DIR"):
+        scored()
+    vae = VAEFacts(kind="AutoencoderKL", digest="1", factor=8)
+    with_data(vae=vae, vae_source="/moved/vae")
+    with pytest.raises(
+        UserError, match=r"no such folder\. It made the run's latents\. .*--vae DIR"
+    ):
+        scored()
+
+
+def test_a_reference_of_other_classes_is_reported(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    chosen = config(".")
+    objective = chosen.objective.build(chosen.model, chosen.data.open().facts)
+    np.savez("known.npz", arr_0=np.zeros((9, 8, 8, 3), np.uint8), arr_1=np.arange(9))
+    np.savez("other.npz", arr_0=np.zeros((9, 8, 8, 3), np.uint8), arr_1=np.arange(90, 99))
+    for reference in ("known.npz", "other.npz"):
+        section = dataclasses.replace(chosen.evaluation, reference=reference)
+        open_evaluation(section, chosen.sampling, objective, torch.device("cpu"))
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("[evaluation] reference has other classes than [data] (90, 91, ")
 
 
 def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):

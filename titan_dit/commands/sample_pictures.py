@@ -183,7 +183,14 @@ def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> A
             raise UserError(f"--vae {flags.vae}: the run was trained on pixels, not on latents.")
         needs = suffix in ("", ".npz") and data.value_range is None
     elif flags.vae or (data.vae is not None and suffix != ".safetensors"):
-        vae = autoencoder.load(flags.vae or data.vae_source, device)
+        try:
+            vae = autoencoder.load(flags.vae or data.vae_source, device)
+        except UserError as error:
+            if flags.vae:
+                raise
+            raise UserError(
+                f"{error} It made the run's latents. If it is somewhere else now: --vae DIR."
+            ) from None
         vae.check_fits(data, "--vae", diffusion.model.sample_shape[0])
         return vae
     else:

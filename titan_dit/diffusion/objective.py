@@ -217,6 +217,11 @@ class Diffusion(Objective):
             )
         return height * self.autoencoder(sampling).facts.factor
 
+    def knows_classes(self, like: Mapping[str, int]) -> bool:
+        """Whether all are classes of the data, by name or number."""
+        names = self.data.class_names
+        return drawing.labels_like(like, 1, self.model.num_classes, names) is not None
+
     def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
         """In the proportions of `like`; of all classes, evenly, if these are not known here."""
         classes = self.model.num_classes
