@@ -145,6 +145,7 @@ def test_another_autoencoder_is_not_mixed_in_and_is_named(root):
     vae = autoencoder.load(other, CPU)
     message = refused(lambda: vae.check_fits(LatentShards(root / "set").facts, "--vae"))
     assert vae.facts.digest[:12] in message
+    assert LatentShards(root / "set").facts.posterior == "both"
     own = autoencoder.load(str(root / "vae"), CPU)
     message = refused(lambda: own.check_fits(LatentShards(root / "set").facts, "--vae", 4))
     assert "has 2 latent channels, but the model draws samples with 4" in message
