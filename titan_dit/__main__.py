@@ -18,11 +18,11 @@ from titan_dit.launcher import failure, torch_range
 COMMANDS = {
     "train": "train a run on the ranks of this node",
     "sample": "draw samples from a trained run",
-    "evaluate": "score a trained run on its validation set",
+    "evaluate": "score a trained run: its validation loss, or the pictures it draws",
     "plan": "plan time, memory and the best layout of a run without a GPU",
     "runs": "compare runs: a table, and their loss curves as a picture",
     "ema": "make an average of any width from a run's snapshots",
-    "convert": "convert weights of DiT or transformers to a checkpoint, or back",
+    "convert": "import or export weights: DiT, SiT, diffusers, transformers, peft",
     "predict": "run the network on given inputs",
     "replay": "repeat a training step and list its samples",
     "data encode": "encode pictures by an autoencoder into shards",

@@ -43,6 +43,8 @@ FLAGS = {
     "--gradient_checkpointing": "Did you mean [remat] mode (--remat.mode)?",
     "--gradient_accumulation_steps 2": "set --training.microbatch_size",
     "--image-size 256": "Set --model.latent_size",
+    "--vae DIR": "`data encode` makes latents with an autoencoder (docs/encoding.md)",
+    "--finetune": "a new run starts at another one's weights by --checkpoint.init PATH",
     "--nproc_per_node=4": "NGPU=4 before the command",
     "--nnodes 2": "NNODES=2 before the command",
     "--standalone": "Leave it out: one node is the default.",

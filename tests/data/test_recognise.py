@@ -35,8 +35,8 @@ PATHS = {
         "a diffusers model",
     ),
     "a part of one": (files("config.json", "diffusion_pytorch_model.bin"), "a diffusers model"),
-    "webdataset": (files("00000.tar", "00001.tar"), "00000.tar is a tar archive (webdataset): not"),
-    "parquet": (files("train-00000.parquet"), "a table: not supported yet"),
+    "webdataset": (files("00000.tar", "00001.tar"), "of pictures `data encode` makes a dataset"),
+    "parquet": (files("train-00000.parquet"), "a table: not supported yet; of pictures `data enc"),
     "datasets": (files("dataset_info.json", "data.arrow"), "a table: not supported yet"),
     "MNIST with dots": (files("train-images.idx3-ubyte"), "an indexed binary file: not supported"),
     "a page and tables": (
@@ -132,7 +132,9 @@ def test_folders_of_splits_are_not_taken_for_classes(tmp_path, monkeypatch):
 
 def test_pictures_are_packed_before_training(tmp_path):
     pictures(tmp_path / "set")
-    with pytest.raises(UserError, match=r"holds images .*Pack them first: .*then give DIR"):
+    with pytest.raises(
+        UserError, match=r"holds images .*data encode --input.*data pack --input.*then give DIR"
+    ):
         Latents(path=str(tmp_path / "set")).open()
 
 

@@ -8,6 +8,7 @@ from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.drawing import (
     check,
     generate,
+    name_of_sampler,
     preview,
     preview_labels,
     sampler_of,
@@ -256,6 +257,7 @@ def test_samplers_are_found_by_name_and_objective():
     flow = [sampler_of(RectifiedFlow(), name) for name in ("euler", "heun", "auto")]
     assert flow == [euler, heun, heun]
     assert [sampler_of(DDPM(), name) for name in ("ddpm", "ddim", "auto")] == [ddpm, ddim, ddim]
+    assert name_of_sampler(RectifiedFlow(), "auto") == "heun"
     with pytest.raises(
         UserError, match=r"\[sampling\] sampler=.huen. is unknown. Did you mean heun"
     ):

@@ -2,6 +2,7 @@ import pytest
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts
+from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.latents import Digits
 from titan_dit.diffusion.fits import as_latent_model, check_data
 from titan_dit.models.dit import DiTConfig
@@ -36,6 +37,27 @@ def test_a_model_that_does_not_fit_the_data_is_told_what_would(shape, num_classe
     assert str(caught.value).startswith("[model] ")
     assert words in str(caught.value)
     assert check_data(facts, model_of((1, 8, 8), 10), "ddpm") is facts
+
+
+@pytest.mark.parametrize(
+    ("posterior", "stored", "refused", "fix"),
+    [
+        ("both", 8, 8, "holds mean and std of [4, 8, 8]. Set channels = 4, latent_size = 8."),
+        ("mean", 4, 2, "holds [4, 8, 8]. Set channels = 4, latent_size = 8."),
+        ("", 8, 3, "Set channels = 8, latent_size = 8, or channels = 4 if half of its channels"),
+    ],
+)
+def test_a_recorded_mean_and_std_are_never_read_as_twice_the_channels(
+    posterior, stored, refused, fix
+):
+    vae = VAEFacts(kind="AutoencoderKL", digest="1", factor=8)
+    facts = LatentFacts(shape=(stored, 8, 8), count=1, num_classes=10, posterior=posterior, vae=vae)
+    check_data(facts, model_of((4, 8, 8), 10), "ddpm")
+    with pytest.raises(UserError) as caught:
+        check_data(facts, model_of((refused, 8, 8), 10), "ddpm")
+    assert fix in str(caught.value)
+    with pytest.raises(UserError, match="data encode --num-classes 11"):
+        check_data(facts, model_of((4, 8, 8), 11), "ddpm")
 
 
 def test_data_that_say_nothing_of_latents_are_refused():

@@ -18,6 +18,8 @@ from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import Latents, LatentShards
 from titan_dit.data.packing import pack
 from titan_dit.pictures import autoencoder, encode, library
+from titan_dit.pictures.open_input import open_input
+from titan_dit.pictures.picture_set import Asked
 
 NUM = 12
 
@@ -145,6 +147,10 @@ def test_another_autoencoder_is_not_mixed_in_and_is_named(root):
     vae = autoencoder.load(other, CPU)
     message = refused(lambda: vae.check_fits(LatentShards(root / "set").facts, "--vae"))
     assert vae.facts.digest[:12] in message
+    assert LatentShards(root / "set").facts.posterior == "both"
+    own = autoencoder.load(str(root / "vae"), CPU)
+    message = refused(lambda: own.check_fits(LatentShards(root / "set").facts, "--vae", 4))
+    assert "has 2 latent channels, but the model draws samples with 4" in message
     assert str(root / "vae") in message
 
 
@@ -203,8 +209,28 @@ def test_bad_files_are_rows_of_dropped_json(root, tmp_path):
     assert pack.classes_without_samples(plan, [*dropped, *others]) == [1]
 
 
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_line(monkeypatch, capsys):
+    def offline(*_, **__):
+        try:
+            raise ConnectionError("Name or service not known")
+        except ConnectionError:
+            raise OSError("owner/vae does not appear to have a file named config.json") from None
+
+    monkeypatch.setattr(library.diffusers("the test").AutoencoderKL, "load_config", offline)
+    message = refused(lambda: autoencoder.load("owner/vae", CPU))
+    assert message == (
+        "--vae owner/vae: no such folder, and by this name on the hub no autoencoder can be loaded "
+        "from it (Name or service not known)."
+    )
+    assert capsys.readouterr().err == "there is no folder owner/vae: loading it from the hub\n"
+    # A name of the hub has one slash at most.
+    assert refused(lambda: autoencoder.load("my/vaes/a", CPU)) == "--vae my/vaes/a: no such folder."
+
+
 def test_what_cannot_be_encoded_is_one_line(root, tmp_path):
     vae, source = str(root / "vae"), root / "in"
+    message = refused(lambda: open_input(root / "none", Asked()))
+    assert message.startswith(f"[data encode] input={root / 'none'}: no such folder.")
 
     def said(**how):
         return refused(lambda: encoded(source, tmp_path / "set", vae, **how))

@@ -13,11 +13,13 @@ import torch
 from harness import on_ranks
 from tiny import tiny_config
 
+from titan_dit import trained_model
 from titan_dit.commands import evaluate, evaluate_pictures
 from titan_dit.commands.flags.evaluate import Options
 from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.data.latent_facts import VAEFacts
 from titan_dit.scores import metrics, pictures
 from titan_dit.scores.moments import Moments
 from titan_dit.system import files
@@ -48,7 +50,7 @@ def project(x):
 
 def options(**flags):
     given = {"run": ".", "reference": "real.npz", "num": NUM, "features": FEATURES, "steps": 2}
-    given |= {"metrics": EVERY, "device": "cpu", "batch_size": 32}
+    given |= {"metrics": EVERY, "device": "cpu", "batch_size": 32, "sampler": "dpmpp_2m"}
     return Options(**(given | flags))
 
 
@@ -144,6 +146,7 @@ def test_the_scores_are_those_of_the_pictures(folder, monkeypatch):
     assert found["samples"] == NUM
     assert found["reference_count"] == REAL
     assert (found["step"], found["seed"], found["sampling_steps"]) == (2, 0, 2)
+    assert found["sampler"] == "dpmpp_2m"
 
 
 def test_samples_and_moments_of_files_are_scored_alike(folder, monkeypatch):
@@ -222,6 +225,39 @@ def test_a_run_is_scored_as_it_trains_on_every_layout(folder):
     # The pictures differ by rounding: a pixel of 150 is another.
     for key, value in rows["."].items():
         assert rows["four"][key] == pytest.approx(value, rel=1e-3), key
+
+
+def test_latents_without_their_autoencoder_are_one_line(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    run = trained_model.load(".", device="cpu")
+
+    def with_data(**facts):
+        data = dataclasses.replace(run.objective.data, value_range=None, **facts)
+        changed = dataclasses.replace(run, objective=dataclasses.replace(run.objective, data=data))
+        monkeypatch.setattr(evaluate_pictures, "load_trained", lambda *_: changed)
+
+    with_data()
+    with pytest.raises(UserError, match=r"the run draws latents: give --vae DIR"):
+        scored()
+    vae = VAEFacts(kind="AutoencoderKL", digest="1", factor=8)
+    with_data(vae=vae, vae_source="/moved/vae")
+    with pytest.raises(
+        UserError, match=r"no such folder\. It made the run's latents\. .*--vae DIR"
+    ):
+        scored()
+
+
+def test_a_reference_of_other_classes_is_reported(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    chosen = config(".")
+    objective = chosen.objective.build(chosen.model, chosen.data.open().facts)
+    np.savez("known.npz", arr_0=np.zeros((9, 8, 8, 3), np.uint8), arr_1=np.arange(9))
+    np.savez("other.npz", arr_0=np.zeros((9, 8, 8, 3), np.uint8), arr_1=np.arange(90, 99))
+    for reference in ("known.npz", "other.npz"):
+        section = dataclasses.replace(chosen.evaluation, reference=reference)
+        open_evaluation(section, chosen.sampling, objective, torch.device("cpu"))
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("[evaluation] reference has other classes than [data] (90, 91, ")
 
 
 def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):

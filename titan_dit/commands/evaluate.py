@@ -148,7 +148,7 @@ def check_held_out(path: Location, record: Mapping[str, Any], num: int, source: 
     if not of_run:
         raise UserError(
             f"--run {path} has held out no samples of its [data] to score. Give another dataset: "
-            "--validation.path DIR."
+            "--validation.path DIR. Pictures that it draws are scored by --reference DIR."
         )
     if num != of_run:
         raise UserError(

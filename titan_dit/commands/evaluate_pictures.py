@@ -22,7 +22,7 @@ from titan_dit.commands import results_file, sample_pictures
 from titan_dit.commands.flags.evaluate import Options, ReferenceFlags
 from titan_dit.commands.flags.sample import DrawingFlags, PictureFlags
 from titan_dit.commands.results_file import new_file
-from titan_dit.commands.sample_pictures import Job, pictures_of
+from titan_dit.commands.sample_pictures import NO_VAE, Job, pictures_of
 from titan_dit.config.section import Section, UserError
 from titan_dit.data.class_labels import few
 from titan_dit.diffusion import drawing
@@ -217,6 +217,12 @@ def job_of(options: Options, device: torch.device) -> Job:
             f"--reference: {path} was trained with {type(run.objective).__name__} and draws no "
             "pictures. Leave it out for the validation loss."
         )
+    data = run.objective.data
+    if data.value_range is None and (options.vae or data.vae_source) in ("", NO_VAE):
+        raise UserError(
+            "--reference is compared with pictures, but the run draws latents: give --vae DIR, the "
+            "autoencoder that made them."
+        )
     base = Path(options.out or DRAWS)
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(DrawingFlags)}
     flags = PictureFlags(
@@ -287,7 +293,7 @@ def about_run(job: Job, labels: str) -> dict[str, Any]:
         "checkpoint": str(job.run.path),
         "step": record["step"],
         "weights": job.run.weights,
-        "sampler": job.sampler.__name__,
+        "sampler": job.sampler_name,
         "sampling_steps": job.flags.steps,
         **{name: getattr(job.flags, name) for name in kept},
         "guide": job.guide and str(job.guide.path),

@@ -85,6 +85,11 @@ class Job:
         return Path(self.flags.out)
 
     @property
+    def sampler_name(self) -> str:
+        """As --sampler names it."""
+        return drawing.name_of_sampler(self.diffusion.path, self.flags.sampler)
+
+    @property
     def keeps_latents(self) -> bool:
         """True if the output holds samples in stored units."""
         return self.out.suffix == ".safetensors"
@@ -183,8 +188,15 @@ def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> A
             raise UserError(f"--vae {flags.vae}: the run was trained on pixels, not on latents.")
         needs = suffix in ("", ".npz") and data.value_range is None
     elif flags.vae or (data.vae is not None and suffix != ".safetensors"):
-        vae = autoencoder.load(flags.vae or data.vae_source, device)
-        vae.check_fits(data, "--vae")
+        try:
+            vae = autoencoder.load(flags.vae or data.vae_source, device)
+        except UserError as error:
+            if flags.vae:
+                raise
+            raise UserError(
+                f"{error} It made the run's latents. If it is somewhere else now: --vae DIR."
+            ) from None
+        vae.check_fits(data, "--vae", diffusion.model.sample_shape[0])
         return vae
     else:
         needs = suffix in ("", ".npz")
@@ -203,7 +215,7 @@ def described(job: Job) -> str:
     vae = f", decoded by {job.vae.facts} ({job.vae.source})" if job.vae else ""
     return (
         f"sampling {len(job.labels)} from {job.run.path} ({job.run.weights}): "
-        f"{job.sampler.__name__}, {job.flags.steps} steps, cfg_scale {job.flags.cfg_scale:g}"
+        f"{job.sampler_name}, {job.flags.steps} steps, cfg_scale {job.flags.cfg_scale:g}"
         f"{guide}, seed {job.flags.seed}{vae}"
     )
 

@@ -140,7 +140,7 @@ SAID = {
     "use_ema": "[ema] is on by default; --ema.decays [] turns it off.",
     "model": 'The network\'s size is --model.size, such as "XL/2".',
     "image_size resolution": "Set --model.latent_size, of the autoencoder's latents: 32 for images "
-    "of 256 pixels.",
+    "of 256 pixels and Stable Diffusion's.",
     "dataset": "The data is --data.name latents --data.path FOLDER.",
     "optimizer": "It is --optimizer.name, adamw or muon.",
     "resume": "A run resumes by the same command; another checkpoint is --checkpoint.resume PATH.",
@@ -167,9 +167,10 @@ SAID = {
     "num_experts expert_model_parallel_size": "Leave it out: there are no experts.",
     "exit_duration_in_mins exit_signal_handler": "Leave it out: a run saves and exits at SIGTERM "
     "or SIGUSR1 (docs/launching.md).",
-    "finetune no_load_optim no_load_rng": "Leave it out: another run's weights start a run by "
-    "--checkpoint.resume PATH.",
-    "vae": "titan_dit trains on cached latents: the autoencoder is not part of it (docs/data.md).",
+    "finetune no_load_optim no_load_rng": "Leave it out: a new run starts at another one's weights "
+    "by --checkpoint.init PATH.",
+    "vae": "`data encode` makes latents with an autoencoder (docs/encoding.md). --sampling.vae is "
+    "the one that decodes previews.",
 }
 """Words -> a sentence, where no key is meant."""
 

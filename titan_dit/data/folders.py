@@ -49,9 +49,10 @@ class LatentFolder(Source):
         self.listing = list_folder(path) if listing is None else listing
         if self.listing.kind == "images":
             raise UserError(
-                f"[data] path={path} holds images ({self.listing.names[0]}). Pack them first: "
-                f"`python -m titan_dit data pack --input {path} --output DIR`, then give DIR. See "
-                "docs/data.md."
+                f"[data] path={path} holds images ({self.listing.names[0]}). Make latents of them "
+                f"first, `python -m titan_dit data encode --input {path} --output DIR --vae VAE "
+                "--image-size N`, or for a model of pixels `python -m titan_dit data pack --input "
+                f"{path} --output DIR`, then give DIR. See docs/data.md."
             )
         self.shape, self.dtype = self._probe()
         for key, value in units.items():

@@ -36,7 +36,11 @@ class VAEFacts:
 class LatentFacts(DataFacts):
     """Shape, units and classes; stored in checkpoints, so sampling does not open the dataset."""
 
-    differing: ClassVar[frozenset[str]] = DataFacts.differing | {"class_names", "vae_source"}
+    differing: ClassVar[frozenset[str]] = DataFacts.differing | {
+        "class_names",
+        "vae_source",
+        "posterior",
+    }
 
     shape: tuple[int, int, int]
     """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std."""
@@ -52,11 +56,22 @@ class LatentFacts(DataFacts):
     """None for pixels, and for latents of an autoencoder that is not recorded."""
     vae_source: str = ""
     """Folder or name of that autoencoder when the latents were made."""
+    posterior: str = ""
+    """What a sample holds of its posterior: "both" mean and std, or the "mean". "": not known."""
 
     @property
     def about(self) -> str:
         """Number of classes, for the console."""
         return f"{self.num_classes} classes"
+
+    @property
+    def latent_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """What a sample of the model may be: the stored shape, or that of a mean with its std."""
+        c, h, w = self.shape
+        whole, half = (c, h, w), (c // 2, h, w)
+        if self.posterior == "both":
+            return (half,)
+        return (whole,) if c % 2 or self.posterior == "mean" else (whole, half)
 
     def to_model_units(self, stored: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """Apply shift and scale."""

@@ -139,6 +139,7 @@ class LatentShards(Source):
             value_range=manifest["value_range"],
             vae=vae and VAEFacts(kind=vae["class"], digest=vae["digest"], factor=vae["factor"]),
             vae_source=vae["source"] if vae else "",
+            posterior=manifest.get("posterior") or "",
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
         self.fields = self.facts.fields(self.dtype)

@@ -27,6 +27,7 @@ MANIFEST_KEYS = {
     "classes": tuple[str, ...] | None,
     "value_range": tuple[Finite, ...] | None,
     "copies": PositiveInt | None,
+    "posterior": Literal["both", "mean"] | None,
 }
 UNITS = ("scale", "shift")
 """Keys that hold a number, or a list of one per channel."""
@@ -40,7 +41,7 @@ FOLDER_KEYS = {
     "scale": None,
     "shift": None,
 }
-OPTIONAL = {"value_range", "classes", "copies"}
+OPTIONAL = {"value_range", "classes", "copies", "posterior"}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,17 +22,22 @@ SUPPORTED = (
     f"of pictures ({', '.join(IMAGE_SUFFIXES)}); fast-DiT's features and labels; shards of "
     "`data pack`. See docs/data.md"
 )
+PLACE = "[data] path="
+"""Begins an error, before a path."""
 MOST = 1000
 """Entries of a folder that are looked at."""
 NO = "not supported yet"
+ENCODED = f"{NO}; of pictures `data encode` makes a dataset"
 CIFAR = r"(data|test)_batch(_\d)?|batches\.meta|meta"
 # Patterns of file names, the first match wins -> what it is, and what to do.
 KINDS = (
     (r"model_index\.json|diffusion_pytorch_model.*", "a diffusers model", "not a dataset"),
     (r"metrics\.jsonl|step-\d{8,}", "a run of titan_dit", "give the [data] path of its config"),
-    (r".*\.(tar|tar\.\w+|tgz)", "a tar archive (webdataset)", f"{NO}: unpack it"),
+    (r".*\.tar", "a tar archive (webdataset)", ENCODED),
+    (r".*\.(tar\.\w+|tgz)", "a tar archive (webdataset)", f"{NO}: unpack it"),
     (r".*\.(zip|7z|rar)", "a packed archive", f"{NO}: unpack it"),
-    (r".*\.(parquet|arrow|tfrecords?|lance|csv|tsv|jsonl?)|dataset_info\.json", "a table", NO),
+    (r".*\.parquet", "a table", ENCODED),
+    (r".*\.(arrow|tfrecords?|lance|csv|tsv|jsonl?)|dataset_info\.json", "a table", NO),
     (r".*\.(idx|bin)|.*[-.]idx\d-ubyte(\.gz)?", "an indexed binary file", NO),
     (r".*\.(h5|hdf5|mdb|lmdb|npz|mat|beton)", "an array file or database", NO),
     (rf".*\.(pkl|pickle|ckpt|pth)|{CIFAR}", "a pickle", f"{NO}, since opening it can run code"),
@@ -51,27 +56,30 @@ def kind_of(name: str) -> str | None:
     return None
 
 
-def check_path(root: Path) -> None:
-    """Raise UserError unless `root` is a folder that may be a dataset. One line."""
+def check_path(root: Path, where: str = PLACE) -> None:
+    """Raise UserError unless `root` is a folder that may be a dataset. One line.
+
+    `where` names the flag or key in errors.
+    """
     if not root.exists():
-        raise UserError(f"[data] path={root}: no such folder. Give the folder of a dataset.")
+        raise UserError(f"{where}{root}: no such folder. Give the folder of a dataset.")
     if not root.is_dir():
-        raise not_supported(root, f"it is {kind_of(root.name) or sample(root.name)}")
+        raise not_supported(root, f"it is {kind_of(root.name) or sample(root.name)}", where)
     with os.scandir(root) as found:
         entries = [(e.name, e.is_dir()) for e in islice(found, MOST) if e.name[0] != "."]
     names = sorted(name for name, _ in entries)
     if not names:
-        raise UserError(f"[data] path={root}: no dataset found: the folder is empty. {SUPPORTED}.")
+        raise UserError(f"{where}{root}: no dataset found: the folder is empty. {SUPPORTED}.")
     if any(re.fullmatch(KINDS[0][0], name) for name in names):
-        raise not_supported(root, f"it holds {kind_of('model_index.json')}")
+        raise not_supported(root, f"it holds {kind_of('model_index.json')}", where)
     is_run = "config.toml" in names and ("metrics.jsonl" in names or "checkpoints" in names)
     if is_run or any(re.match(r"step-\d{8,}", name) for name in (*names, root.resolve().name)):
-        raise not_supported(root, f"it is {kind_of('metrics.jsonl')}")
+        raise not_supported(root, f"it is {kind_of('metrics.jsonl')}", where)
     folders = sorted(name for name, is_dir in entries if is_dir)
     splits = [name for name in folders if name.lower() in SPLITS]
     if splits and splits == folders and any(path.is_dir() for path in (root / splits[0]).iterdir()):
         raise UserError(
-            f"[data] path={root} holds {', '.join(splits)}, not classes. Give one of them, such as "
+            f"{where}{root} holds {', '.join(splits)}, not classes. Give one of them, such as "
             f"{root / splits[0]}."
         )
 
@@ -108,6 +116,6 @@ def sample(name: str) -> str:
     return "a file, but a dataset is a folder"
 
 
-def not_supported(root: Path, what: str) -> UserError:
+def not_supported(root: Path, what: str, where: str = PLACE) -> UserError:
     """The error for what is recognised."""
-    return UserError(f"[data] path={root}: {what}. {SUPPORTED}.")
+    return UserError(f"{where}{root}: {what}. {SUPPORTED}.")

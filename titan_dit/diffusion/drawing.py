@@ -73,8 +73,13 @@ def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sample
             f'{where}="auto": [objective] name={show(path.name)} has no default sampler. Set one: '
             '"package.module:function".'
         )
-    found: Sampler = look_up(table, where, next(iter(table)) if name == "auto" else name)
+    found: Sampler = look_up(table, where, name_of_sampler(path, name))
     return found
+
+
+def name_of_sampler(path: ProbabilityPath, name: str) -> str:
+    """The name of a sampler that `sampler_of` finds; of "auto" that of the one it takes."""
+    return next(iter(catalog.SAMPLERS[path.name])) if name == "auto" else name
 
 
 def spread_labels(num: int, classes: list[int]) -> Int64[Tensor, " num"]:

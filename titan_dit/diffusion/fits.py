@@ -38,10 +38,21 @@ def missing_members(thing: object, protocol: type) -> str:
     return ", ".join(name for name in wanted if not hasattr(thing, name))
 
 
+def what_fits(facts: LatentFacts) -> str:
+    """Ending of the message about a shape: that of [data], and the keys of [model] that fit it."""
+    (c, h, w), *half = facts.latent_shapes
+    held = f"mean and std of {[c, h, w]}" if facts.posterior == "both" else f"{[c, h, w]}"
+    if h != w:
+        return f"{held}. Latents must be square."
+    other = f", or channels = {half[0][0]} if half of its channels are a std" if half else ""
+    return f"{held}. Set channels = {c}, latent_size = {h}{other}."
+
+
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
     """Raise UserError if samples or labels of a dataset do not fit the model.
 
-    Twice the model's channels are accepted: a mean and a std per channel.
+    Twice the model's channels are accepted: a mean and a std per channel, unless it is recorded
+    that they are not.
     """
     if not isinstance(facts, LatentFacts):
         raise UserError(
@@ -50,21 +61,20 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
             f"{type(facts).__name__}."
         )
     shape, num_classes = model.sample_shape, model.num_classes
-    if facts.shape not in (shape, (2 * shape[0], *shape[1:])):
-        c, h, w = facts.shape
-        fix = f"Set channels = {c}, latent_size = {h}." if h == w else "Latents must be square."
+    if shape not in facts.latent_shapes:
         raise UserError(
             f"[model] channels={shape[0]} and latent_size={shape[1]} make samples of "
-            f"{list(shape)}, but [data] holds {list(facts.shape)}. {fix}"
+            f"{list(shape)}, but [data] holds {what_fits(facts)}"
         )
     if facts.num_classes != num_classes:
         relation = "less" if num_classes < facts.num_classes else "more"
         fix = f"Set num_classes = {facts.num_classes}."
         if num_classes > facts.num_classes:
             names = " --classes FILE" if facts.class_names else ""
+            verb = "encode" if facts.vae else "pack"
             fix += (
-                " If the data is a subset of a larger dataset, pack it with "
-                f"`python -m titan_dit data pack --num-classes {num_classes}{names}`."
+                f" If the data is a subset of a larger dataset, {verb} it with "
+                f"`python -m titan_dit data {verb} --num-classes {num_classes}{names}`."
             )
         raise UserError(
             f"[model] num_classes={num_classes} is {relation} than the {facts.num_classes} classes "

@@ -218,6 +218,11 @@ class Diffusion(Objective):
             )
         return height * self.autoencoder(sampling).facts.factor
 
+    def knows_classes(self, like: Mapping[str, int]) -> bool:
+        """Whether all are classes of the data, by name or number."""
+        names = self.data.class_names
+        return drawing.labels_like(like, 1, self.model.num_classes, names) is not None
+
     def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
         """In the proportions of `like`; of all classes, evenly, if these are not known here."""
         classes = self.model.num_classes
@@ -250,7 +255,8 @@ class Diffusion(Objective):
     def check_preview(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""
         if sampling.vae:
-            self.autoencoder(sampling).check_fits(self.data, "[sampling] vae")
+            channels = self.model.sample_shape[0]
+            self.autoencoder(sampling).check_fits(self.data, "[sampling] vae", channels)
 
     @contextmanager
     def decoder(

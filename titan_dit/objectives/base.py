@@ -192,6 +192,10 @@ class Objective:
         """Width and height in pixels of what `pictures` draws. UserError if it cannot."""
         raise NotImplementedError
 
+    def knows_classes(self, like: Mapping[str, int]) -> bool:
+        """Whether `picture_labels` can follow the proportions of a set."""
+        raise NotImplementedError
+
     def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
         """Classes of `num` pictures, if possible in the proportions of a set: name -> count."""
         raise NotImplementedError

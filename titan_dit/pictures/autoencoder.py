@@ -7,6 +7,8 @@ model's input. Pictures are uint8 RGB, which the autoencoder sees in [-1, 1].
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from titan_dit.config.section import UserError, show
 from titan_dit.data.latent_facts import LatentFacts, Units, VAEFacts
 from titan_dit.pictures.library import diffusers
+from titan_dit.system import stdio
 
 CONFIG = "config.json"
 INSIDE = "vae"
@@ -61,8 +64,11 @@ class Autoencoder:
         """Where its weights are."""
         return next(self.module.parameters()).device
 
-    def check_fits(self, data: LatentFacts, where: str) -> None:
-        """Raise UserError if a dataset's latents are not those of this autoencoder."""
+    def check_fits(self, data: LatentFacts, where: str, channels: int | None = None) -> None:
+        """Raise UserError if a dataset's latents are not those of this autoencoder.
+
+        `channels`: of the model's samples, if they will be decoded.
+        """
         made_by = data.vae
         if data.value_range is not None:
             raise UserError(f"{where} {self.source}: the run was trained on pixels, not latents.")
@@ -76,6 +82,11 @@ class Autoencoder:
                 f"{where} {self.source} has {self.channels} latent channels, but a sample of the "
                 f"dataset has {data.shape[0]}."
             )
+        if channels not in (None, self.channels):
+            raise UserError(
+                f"{where} {self.source} has {self.channels} latent channels, but the model draws "
+                f"samples with {channels}. Train it with [model] channels = {self.channels}."
+            )
 
 
 def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder:
@@ -87,9 +98,12 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     folder = Path(source).expanduser()
     if folder.is_dir() and not (folder / CONFIG).is_file() and (folder / INSIDE).is_dir():
         folder = folder / INSIDE
-    if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
+    is_path = folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
+    if not folder.is_dir() and is_path:
         raise UserError(f"{where} {source}: no such folder.")
     named = str(folder) if folder.is_dir() else source
+    if not folder.is_dir() and os.environ.get("RANK", "0") == "0":
+        stdio.write(sys.stderr, f"there is no folder {source}: loading it from the hub\n")
     try:
         config = library.AutoencoderKL.load_config(named)
         kind = class_of(library, config, f"{where} {source}")
@@ -97,9 +111,11 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        told = error if folder.is_dir() else first_cause(error)
+        reason = " ".join(str(told).split())[:300]
+        nowhere = "" if folder.is_dir() else "no such folder, and by this name on the hub "
         raise UserError(
-            f"{where} {source}: no autoencoder can be loaded from it ({reason})."
+            f"{where} {source}: {nowhere}no autoencoder can be loaded from it ({reason})."
         ) from None
     # With its class's defaults: older releases wrote no scaling_factor.
     config = dict(module.config)  # type: ignore[arg-type]
@@ -115,6 +131,13 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     module = module.to(device)
     kept = str(folder.resolve()) if folder.is_dir() else source
     return Autoencoder(module, facts, kept, channels, scale, shift)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What an error began with: diffusers reports a missing network as a missing file."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
 
 
 def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:

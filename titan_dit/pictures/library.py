@@ -34,6 +34,9 @@ def diffusers(what: str) -> ModuleType:
             f"{what} needs the library diffusers, which cannot be imported ({error}). "
             + INSTALL.format("diffusers")
         ) from None
+    # Of the hub: a line for each try without a network, a warning of how diffusers calls it.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="huggingface_hub")
     return library
 
 

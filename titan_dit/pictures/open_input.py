@@ -32,7 +32,7 @@ def open_input(path: Path, asked: Asked) -> PictureSet:
             raise UserError(f"{asked.where}{path}: give a folder, a .parquet or a .tar file.")
         refuse_split(asked, f"{path} is one file")
         return reader(path.parent, [path], asked)
-    check_path(path)
+    check_path(path, asked.where)
     if (found := open_listed(path, asked)) is not None:
         return found
     refuse_split(asked, f"{path} holds no parquet or tar files")

@@ -29,7 +29,7 @@ INCEPTION_URL = (
 PIXELS = 224
 """Width and height that EfficientNet-Lite0 was trained at."""
 FORMS = "inception, efficientnet, efficientnet:PIXELS, or module:function"
-INSTALL = "Install it: pip install 'titan_dit[scores]'."
+INSTALL = "Install it: pip install 'titan_dit[scores]', or in a clone: pip install '.[scores]'."
 
 Extract = Callable[
     [UInt8[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b d"], Float[Tensor, "b k"] | None]

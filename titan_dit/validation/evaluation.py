@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.data.class_labels import few
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Forward, Objective
+from titan_dit.observe import console
 from titan_dit.observe.console import SCORE
 from titan_dit.scores import features, reference, score
 from titan_dit.scores.features import Features
@@ -84,4 +86,9 @@ def open_evaluation(
     score.check(names, config.num, reference.counts(found), f"{WHERE} metrics")
     real = reference.describe_reference(network, found, names)
     classes = found.classes if isinstance(found, Pictures) else {}
+    if classes and not objective.knows_classes(classes) and Ranks().is_first:
+        console.say(
+            f"{where} has other classes than [data] ({few(list(classes))}): all of the run's are "
+            "drawn, evenly"
+        )
     return Evaluation(config, network, real, classes)
