@@ -103,12 +103,15 @@ def alone(world, folder, ten, seven, plain):
     with pytest.raises(UserError) as typo:
         initial_weights.load(wide, nameless.identity, nameless.tensors()["model"], nameless.ema)
     new_classes = trainer_of(world, folder / "adapted", seven, 7, init=source)
-    config = {**new_classes.identity.config, "lora": {"rank": 2}}
-    frozen = replace(new_classes.identity, config=config)
-    given = new_classes.config.checkpoint, frozen, new_classes.tensors()["model"], new_classes.ema
+    given = new_classes.tensors()["model"], new_classes.ema
+    config = new_classes.identity.config
+    config = config | {"model": config["model"] | {"heads": 2}}
+    other = replace(new_classes.identity, config=config)
+    *_, warning = initial_weights.load(new_classes.config.checkpoint, other, *given)
+    frozen = replace(other, config=config | {"lora": {"rank": 2}})
     with pytest.raises(UserError) as untrained:
-        initial_weights.load(*given)
-    messages = [str(error.value) for error in (raised, typo, untrained)]
+        initial_weights.load(new_classes.config.checkpoint, frozen, *given)
+    messages = [*(str(error.value) for error in (raised, typo, untrained)), warning]
     return tensors_of(old), new, tensors_of(last), drawn, tensors_of(fresh), messages
 
 
@@ -190,11 +193,14 @@ def test_reinitialized_parameters_keep_their_draws(runs):
 
 
 def test_what_does_not_fit_is_one_line(runs):
-    (*_, (nameless, typo, untrained)), _ = runs
+    (*_, (nameless, typo, untrained, warning)), _ = runs
     assert "it has 10 classes, [data] 7" in nameless
     assert f'reinitialize = ["{CLASS_TABLE}"]' in nameless
     assert '"nose.*" matches none of the parameters' in typo
     assert f"{CLASS_TABLE} would begin anew and never be trained: [lora] freezes it" in untrained
+    others = "he weights were trained with others: [model] heads: 4 -> 2"
+    assert warning == f"warning: [checkpoint] init: t{others}"
+    assert untrained.endswith(f"T{others}.")
 
 
 def test_what_begins_anew_must_be_trained():
@@ -220,25 +226,54 @@ def test_classes_match_by_name_else_by_number():
     assert matched((2, 2), [], ["b", "a"]) is None
     with pytest.raises(initial_weights.Misfit, match="it has 3 classes"):
         matched((3, 2), ["a", "b", "c"], [])
+    # ImageNet's list has two cranes, a bird and a machine.
+    cranes = ["crane", "owl", "crane"]
+    assert matched((3, 3), cranes, cranes) is None
+    assert matched((3, 2), cranes, ["owl", "yak"]) == [1, None]
+    for before, now in ((cranes, ["crane", "owl"]), (["crane", "owl"], cranes)):
+        with pytest.raises(initial_weights.Misfit, match='have the name "crane"'):
+            matched((len(before), len(now)), before, now)
 
 
-def test_other_units_or_predictions_are_a_warning():
+def test_other_units_networks_or_predictions_are_named():
     vae = {"kind": "AutoencoderKL", "digest": "0" * 64, "factor": 8}
-    ours = {"objective": {"name": "ddpm", "prediction": "noise"}}
-    record = {"data": {"vae": vae, "scale": 0.5, "shift": 0.0, "count": 7}, "config": ours}
+    tables = config_file.to_tables(tiny_config(objective={"name": "ddpm"}))
+    record = {"data": {"vae": vae, "scale": 0.5, "shift": 0.0, "count": 7}, "config": tables}
     now = {"vae": vae, "scale": 0.5, "shift": 0.0, "count": 8}
-    assert list(initial_weights.warnings(record, Identity(ours, now, 0))) == []
-    theirs = {"objective": {"name": "rectified_flow"}}
-    [line] = initial_weights.warnings(record, Identity(theirs, now | {"scale": 0.25}, 0))
-    assert "[data] scale: 0.5 -> 0.25" in line
-    assert '[objective] name: "ddpm" -> "rectified_flow"' in line
-    assert "vae" not in line
-    # A run of before these keys existed.
-    record["config"] = theirs
-    sit = {"objective": theirs["objective"] | {"direction": "to_data", "time_scale": 1.0}}
-    [line] = initial_weights.warnings(record, Identity(sit, now, 0))
-    assert '[objective] direction: "to_noise" -> "to_data"' in line
-    assert "[objective] time_scale: 1000.0 -> 1.0" in line
+
+    def differences(facts=now, **sections):
+        config = tables | {name: tables[name] | table for name, table in sections.items()}
+        return initial_weights.differences(record, Identity(config, facts, 0))
+
+    assert differences(model={"num_classes": 3, "size": "S/2"}) == []
+    assert differences(now | {"scale": 0.25}) == ["[data] scale: 0.5 -> 0.25"]
+    # The shapes are the same.
+    assert differences(model={"heads": 2, "timestep_frequencies": "diffusers"}) == [
+        "[model] heads: 4 -> 2",
+        '[model] timestep_frequencies: "dit" -> "diffusers"',
+    ]
+    assert differences(objective={"learn_sigma": False, "label_dropout": 0.5}) == [
+        "[objective] learn_sigma: true -> false"
+    ]
+    other = config_file.to_tables(tiny_config())["objective"]
+    found = initial_weights.differences(record, Identity(tables | {"objective": other}, now, 0))
+    assert '[objective] name: "ddpm" -> "rectified_flow"' in found
+
+
+def test_a_key_that_an_old_run_lacks_or_names_otherwise_is_no_difference():
+    def differences(old, **objective):
+        now = config_file.to_tables(tiny_config(objective=objective))
+        record = {"data": {}, "config": {"model": now["model"], "objective": old}}
+        return initial_weights.differences(record, Identity(now, {}, 0))
+
+    flow = {"name": "rectified_flow"}
+    assert differences(flow, **flow) == []
+    assert differences(flow, **flow, direction="to_data", time_scale=1.0) == [
+        '[objective] direction: "to_noise" -> "to_data"',
+        "[objective] time_scale: 1000.0 -> 1.0",
+    ]
+    ddpm = {"name": "ddpm", "schedule": "cosine"}
+    assert differences(ddpm, name="ddpm", noise_schedule="cosine") == []
 
 
 class Weights:
