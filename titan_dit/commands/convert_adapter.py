@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -110,13 +110,29 @@ def read_directory(source: Path, target: Path, options: Options) -> None:
         raise UserError(f"--from {source}: {error}") from None
     table = asdict(given) | {"targets": list(given.targets), "trained": []}
     origin = {"init": base, "init_weights": options.weights or "ema", "reinitialize": []}
-    start = run.record["config"]["checkpoint"] | origin
+    start = run.record["config"]["checkpoint"] | origin | {"resume": "auto"}
     record = imported.record_made_of(run.record, lora=table, checkpoint=start)
     imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record)
     console.say(
         f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank}, "
         f"alpha {adapters.alpha}, of {len(layers)} layers. Draw from it: sample --run {target}"
     )
+    for line in warnings(base, run):
+        console.say(f"warning: --base {base} {line}")
+
+
+def warnings(base: str, run: SavedWeights) -> Iterator[str]:
+    """Why adapters of diffusers' DiT may not belong to a base."""
+    if run.saved.adapters:
+        began = run.record["config"]["checkpoint"].get("init")
+        hint = f" For those of the run itself, name where it began: --base {began}" if began else ""
+        yield f"has adapters, to which these were added.{hint}"
+    assert isinstance(run.model_config, DiTConfig)
+    if run.model_config.timestep_frequencies == "dit":
+        yield (
+            'has [model] timestep_frequencies="dit". diffusers has others: adapters that were '
+            "trained there are less exact here"
+        )
 
 
 def with_adapters(run: SavedWeights, adapters: Mapping[str, Tensor]) -> OnDemand:
