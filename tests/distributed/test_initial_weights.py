@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 from dataclasses import replace
 
 import pytest
@@ -233,6 +234,14 @@ def test_classes_match_by_name_else_by_number():
     for before, now in ((cranes, ["crane", "owl"]), (["crane", "owl"], cranes)):
         with pytest.raises(initial_weights.Misfit, match='have the name "crane"'):
             matched((len(before), len(now)), before, now)
+
+
+def test_names_match_in_both_forms_of_unicode():
+    [composed], [decomposed] = (
+        initial_weights.names_in({"class_names": [unicodedata.normalize(form, "Löwe")]})
+        for form in ("NFC", "NFD")
+    )
+    assert composed == decomposed == "Löwe"
 
 
 def test_other_units_networks_or_predictions_are_named():

@@ -24,6 +24,7 @@ from titan_dit.interop.write_progress import writing
 from titan_dit.models import lora
 from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
+from titan_dit.recovery.initial_weights import names_in
 from titan_dit.trained_model import SavedWeights, open_weights
 
 
@@ -85,8 +86,8 @@ def check_base(source: str, run: SavedWeights, given: Mapping[str, Any]) -> None
     except UserError:
         console.say(f"not checked: the classes of {given['init']}, where the run began; not found")
         return
-    before, now = (facts["data"].get("class_names") or [] for facts in (base, run.record))
-    if before and now and list(before) != list(now):
+    before, now = (names_in(record["data"]) for record in (base, run.record))
+    if before and now and before != now:
         raise UserError(
             f"--from {source} has other classes than {given['init']}, where it began: its adapters "
             f"do not fit that table of classes. {whole}"

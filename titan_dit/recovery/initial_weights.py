@@ -6,6 +6,7 @@ the weights. The rows of a table of classes are matched by the names of the clas
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -173,8 +174,11 @@ def fresh(names: set[str]) -> str:
 
 
 def names_in(facts: Mapping[str, Any]) -> Sequence[str]:
-    """Names of the classes of a dataset, by its facts as JSON."""
-    return [str(name) for name in facts.get("class_names") or ()]
+    """Names of the classes of a dataset, by its facts as JSON, in Unicode's composed form.
+
+    A Mac writes names of folders in the decomposed one.
+    """
+    return [unicodedata.normalize("NFC", str(name)) for name in facts.get("class_names") or ()]
 
 
 def shapes_of(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
