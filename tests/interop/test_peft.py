@@ -172,6 +172,8 @@ def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
         converted(given, tmp_path / "to", base=str(run))
     with pytest.raises(UserError, match=r"was not trained with \[lora\]"):
         converted(run, tmp_path / "to", format="peft")
+    with pytest.raises(UserError, match=r"a.safetensors: peft's format is a folder"):
+        converted(run, tmp_path / "a.safetensors", format="peft")
     with pytest.raises(UserError, match="--format peft: --from"):
         converted(file, tmp_path / "to", format="peft")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_dit.config.parameter_groups import check_groups, group_lines
+from titan_dit.config.parameter_groups import check_groups, group_lines, place_of
 from titan_dit.config.section import UserError, show
 from titan_dit.models import lora
 from titan_dit.objectives.base import Objective
@@ -20,11 +20,12 @@ def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig
     check_groups(list(shapes), config.groups)
     trained = trained_of(shapes, plan, config)
     if not trained:
-        raise UserError("[optimizer] groups: every parameter is frozen. Leave some to train.")
+        where = place_of(*config.groups)
+        raise UserError(f"{where}: every parameter is frozen. Leave some to train.")
     stages = {stage_of(plan, name) for name in trained}
     for rank in range(plan.sizes.pp):
         if stages.isdisjoint(plan.stages_of(rank)):
-            where = "[lora] targets" if plan.lora.rank else "[optimizer] groups"
+            where = "[lora] targets" if plan.lora.rank else place_of(*config.groups)
             raise UserError(
                 f"{where}: pipeline rank {rank} would have frozen parameters only. "
                 "Choose another [pipeline] split, or a smaller [parallel] pp."

@@ -16,7 +16,7 @@ from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import LoRAConfig
-from titan_dit.interop import diffusers_dit, imported, peft, tensor_writer
+from titan_dit.interop import diffusers_dit, imported, peft, tensor_writer, weight_file
 from titan_dit.interop.diffusers_dit import DiffusersDiT
 from titan_dit.interop.new_output import new_output
 from titan_dit.interop.on_demand import OnDemand
@@ -39,6 +39,8 @@ def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
 
 def write_run(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
     """Export the adapters of a run alone."""
+    if target.suffix in weight_file.SUFFIXES:
+        raise UserError(f"--to {target}: peft's format is a folder. Name one, such as adapter.")
     found = counterpart(run, f"--from {source}")
     assert isinstance(run.model_config, DiTConfig)
     diffusers_dit.check_expressible(run.model_config, as_is)
