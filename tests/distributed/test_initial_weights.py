@@ -123,13 +123,17 @@ def in_layouts(world, folder, seven):
     ]
 
 
+def in_both(world, folder, seven):
+    return begun(world, folder / "both", seven, DP | TP, str(folder / "old"))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("init")
     ten, seven = write_named(folder / "ten", TEN), write_named(folder / "seven", SEVEN)
     plain = write_named(folder / "plain", [""] * 7)
     [found] = on_ranks(1, alone, folder, ten, seven, plain)
-    return found, on_ranks(2, in_layouts, folder, seven)
+    return found, on_ranks(2, in_layouts, folder, seven), (folder, seven)
 
 
 def expected_of(old, part, name):
@@ -138,7 +142,7 @@ def expected_of(old, part, name):
 
 
 def test_known_classes_keep_their_rows_and_all_averages_start_at_the_weights(runs):
-    (old, (step, new, *_), last, *_), _ = runs
+    (old, (step, new, *_), last, *_), *_ = runs
     assert step == 0
     names = [key.removeprefix("model.") for key in new if key.startswith("model.")]
     assert CLASS_TABLE in names
@@ -154,7 +158,7 @@ def test_known_classes_keep_their_rows_and_all_averages_start_at_the_weights(run
 
 
 def test_every_layout_starts_at_the_same_weights_with_the_same_loss(runs):
-    (_, (_, alone, loss, _), *_), ranks = runs
+    (_, (_, alone, loss, _), *_), ranks, _ = runs
     for layout in range(3):
         found = {k: t for rank in ranks for k, t in rank[layout][1].items()}
         assert found.keys() == alone.keys()
@@ -164,12 +168,23 @@ def test_every_layout_starts_at_the_same_weights_with_the_same_loss(runs):
         assert [rank[layout][2] for rank in ranks] == pytest.approx([loss] * 2, rel=1e-6)
 
 
+@pytest.mark.long
+def test_dp_and_tp_together_start_and_freeze_as_one_process(runs):
+    (_, (_, alone, loss, _), *_), _, given = runs
+    for _, before, found, after in on_ranks(4, in_both, *given):
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert before.keys() == alone.keys()
+        for key, tensor in alone.items():
+            assert torch.equal(before[key], tensor), key
+            assert not is_frozen(key) or torch.equal(after[key], tensor), key
+
+
 def is_frozen(name):
     return "blocks.1." in name or "embed.timestep." in name
 
 
 def test_frozen_parameters_stay_the_same_bits_and_have_no_average_in_any_layout(runs):
-    (_, alone, *_), ranks = runs
+    (_, alone, *_), ranks, _ = runs
     checked = 0
     for _, before, _, after in (alone, *(found for rank in ranks for found in rank)):
         for key, tensor in before.items():
@@ -183,7 +198,7 @@ def test_frozen_parameters_stay_the_same_bits_and_have_no_average_in_any_layout(
 
 
 def test_reinitialized_parameters_keep_their_draws(runs):
-    (old, _, _, drawn, fresh, _), _ = runs
+    (old, _, _, drawn, fresh, _), *_ = runs
     for key, tensor in fresh.items():
         if key.startswith("model."):
             name = key.removeprefix("model.")
@@ -194,7 +209,7 @@ def test_reinitialized_parameters_keep_their_draws(runs):
 
 
 def test_what_does_not_fit_is_one_line(runs):
-    (*_, (nameless, typo, untrained, warning)), _ = runs
+    (*_, (nameless, typo, untrained, warning)), *_ = runs
     assert "it has 10 classes, [data] 7" in nameless
     assert f'reinitialize = ["{CLASS_TABLE}"]' in nameless
     assert '"nose.*" matches none of the parameters' in typo
