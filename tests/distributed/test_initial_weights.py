@@ -100,6 +100,9 @@ def alone(world, folder, ten, seven, plain):
     nameless = trainer_of(world, folder / "nameless", plain, 7, init=source)
     with pytest.raises(UserError) as raised:
         nameless.resume()
+    named = replace(nameless.config.checkpoint, init=str(folder / "new"))
+    weights = nameless.tensors()["model"], nameless.ema
+    _, by_number = initial_weights.load(named, nameless.identity, *weights)
     wide = replace(nameless.config.checkpoint, reinitialize=("nose.*",))
     with pytest.raises(UserError) as typo:
         initial_weights.load(wide, nameless.identity, nameless.tensors()["model"], nameless.ema)
@@ -112,7 +115,7 @@ def alone(world, folder, ten, seven, plain):
     frozen = replace(other, config=config | {"lora": {"rank": 2}})
     with pytest.raises(UserError) as untrained:
         initial_weights.load(new_classes.config.checkpoint, frozen, *given)
-    messages = [*(str(error.value) for error in (raised, typo, untrained)), warning]
+    messages = [*(str(error.value) for error in (raised, typo, untrained)), warning, by_number]
     return tensors_of(old), new, tensors_of(last), drawn, tensors_of(fresh), messages
 
 
@@ -209,12 +212,13 @@ def test_reinitialized_parameters_keep_their_draws(runs):
 
 
 def test_what_does_not_fit_is_one_line(runs):
-    (*_, (nameless, typo, untrained, warning)), *_ = runs
+    (*_, (nameless, typo, untrained, warning, by_number)), *_ = runs
     assert "it has 10 classes, [data] 7" in nameless
     assert f'reinitialize = ["{CLASS_TABLE}"]' in nameless
     assert '"nose.*" matches none of the parameters' in typo
     assert f"{CLASS_TABLE} would begin anew and never be trained: [lora] freezes it" in untrained
     others = "he weights were trained with others: [model] heads: 4 -> 2"
+    assert by_number == "classes: all 7 by number, because only one side has names"
     assert warning == f"warning: [checkpoint] init: t{others}"
     assert untrained.endswith(f"T{others}.")
 

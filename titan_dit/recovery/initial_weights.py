@@ -103,10 +103,13 @@ def load_fitting(
     lines = [fresh(new)] if new else []
     if CLASS_TABLE in wanted and CLASS_TABLE in saved.names:
         counts = saved.shape(CLASS_TABLE)[0] - 1, wanted[CLASS_TABLE][0] - 1
-        rows = matched(counts, names_in(saved.record["data"]), names_in(identity.data))
+        before, now = names_in(saved.record["data"]), names_in(identity.data)
+        rows = matched(counts, before, now)
+        if rows is None and before != now:
+            lines.append(f"classes: all {counts[1]} by number, because only one side has names")
         if rows is not None and rows != [*range(counts[0])]:
             new |= {CLASS_TABLE} if None in rows else set()
-            lines.append(line_of_classes(rows, counts[0], names_in(identity.data)))
+            lines.append(line_of_classes(rows, counts[0], now))
             width = wanted[CLASS_TABLE][1:]
             wanted[CLASS_TABLE] = torch.Size([counts[0] + 1, *width])
         else:
