@@ -108,7 +108,9 @@ def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float) -> DTensor:
     own_a = a.to_local(grad_placements=grads["a"])
     own_b = b.to_local(grad_placements=grads["b"])
     out = plain(own, own_a, own_b, scale)
-    # Said, because ranks may have shares of different sizes.
-    shape = torch.Size((*out.shape[:-1], b.shape[0]))
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(out.ndim))
-    return DTensor.from_local(out, mesh, found, run_check=False, shape=shape, stride=stride)
+    if found == [Shard(last)] and b.shape[0] % mesh.size():
+        # Ranks have shares of different sizes: torch would take all for this one's.
+        shape = torch.Size((*out.shape[:-1], b.shape[0]))
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(out.ndim))
+        return DTensor.from_local(out, mesh, found, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(out, mesh, found, run_check=False)
