@@ -217,7 +217,10 @@ def test_parameters_without_an_average_come_from_the_newest_checkpoint(cwd, tmp_
     own = {key: record[key] for key in ("step", "ledger", "config", "config_format", "data")}
     powers = {f"power_{s}": {"w": torch.full((5,), float(s))} for s in KEPT}
     folder = tmp_path / "outputs" / "digits" / "checkpoints"
+    own["config"] = own["config"] | {"lora": {"rank": 2}}
     checkpoint.write(folder / "averages" / "step-00000150", {"ema": powers}, own)
+    refused("has snapshots, but no checkpoint, which alone holds the frozen", made, tmp_path, 0.1)
+    assert not (tmp_path / "made").exists()
     model = {"w": torch.zeros(5), "frozen": torch.arange(3.0)}
     checkpoint.write(folder / "step-00000150", {"model": model, "ema": powers}, own)
     found = weights_of(made(tmp_path, 0.1))

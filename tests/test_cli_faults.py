@@ -121,6 +121,30 @@ def test_replay_of_a_good_step_gives_the_loss_of_its_metrics(finished, tmp_path)
     assert "--microbatch 5: 16 samples are 1 microbatches of 32" in bad.stderr
 
 
+def test_replay_begins_at_the_weights_at_which_the_run_did(finished, tmp_path, capsys):
+    """Those of [checkpoint] init or of another run; frozen parameters have no gradients."""
+    base, end = finished / "checkpoints" / "step-00000060", ("--checkpoint.every", 0)
+    begun = {
+        1: ("--checkpoint.init", base, "--training.frozen", "embed.*", "--training.steps", 1),
+        61: ("--checkpoint.resume", base, "--training.steps", 61),
+    }
+    for step, flags in begun.items():
+        cwd = tmp_path / str(step)
+        cwd.mkdir()
+        done = train(*SMALL, *LONG, *flags, *end, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        run = cwd / "outputs" / "run"
+        replay_command.main(replay_command.Options(run=str(run), step=step, show=0, device="cpu"))
+        said = capsys.readouterr().out
+        assert "those of the step" in said
+        (norm,) = re.findall(r"gradient norm (\S+)", said)
+        assert float(norm) == pytest.approx(metrics(run)[-1]["grad_norm"], rel=1e-4)
+    with pytest.raises(
+        UserError, match=r"--step 9: .* went on from .*step-00000060, after step 60"
+    ):
+        replay_command.main(replay_command.Options(run=str(run), step=9, device="cpu"))
+
+
 def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died_in(
     finished, tmp_path
 ):

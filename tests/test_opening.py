@@ -19,7 +19,27 @@ from titan_dit.plan import resolve
     ],
 )
 def test_a_run_begins_by_saying_what_will_be_done_on_what(held_out, about, data):
-    config = tiny_config(job={"dir": "run"})
+    software = f"titan_dit {VERSIONS['titan_dit']}, torch {VERSIONS['torch']}"
+    assert lines_of(tiny_config(job={"dir": "run"}), held_out, about) == [
+        f"{software}: dp_shard 2 on cpu, fp32, attention auto (flash)",
+        "model   dit: 1,234 parameters, 16 tokens, 5 GFLOP per sample and step",
+        f"data    digits: {data}",
+        "steps   3 of 4 done, 16 samples each",
+        "output  run",
+        "a hook",
+    ]
+
+
+def test_snapshots_have_the_size_of_what_is_trained():
+    training = {"frozen": ["embed.*", "blocks.*", "head.modulation.*"]}
+    averages = {"power": [0.1], "snapshots": 4}
+    config = tiny_config(training=training, ema=averages, checkpoint={"every": 2})
+    [line] = [line for line in lines_of(config) if line.startswith("averages: ")]
+    # 4 outputs of 32 inputs, and their biases.
+    assert f"4 snapshots of 1, {4 * 4 * 33 / 2**30:.3g} GiB each" in line
+
+
+def lines_of(config, held_out=0, about=""):
     opened = Opened(
         config,
         resolve(config, 2),
@@ -32,15 +52,7 @@ def test_a_run_begins_by_saying_what_will_be_done_on_what(held_out, about, data)
         identity=SimpleNamespace(num_held_out=held_out),
     )
     built = SimpleNamespace(num_parameters=1234, flops_per_sample=5 * 10**9)
-    software = f"titan_dit {VERSIONS['titan_dit']}, torch {VERSIONS['torch']}"
-    assert list(opened.lines(built, torch.device("cpu"), step=3)) == [
-        f"{software}: dp_shard 2 on cpu, fp32, attention auto (flash)",
-        "model   dit: 1,234 parameters, 16 tokens, 5 GFLOP per sample and step",
-        f"data    digits: {data}",
-        "steps   3 of 4 done, 16 samples each",
-        "output  run",
-        "a hook",
-    ]
+    return list(opened.lines(built, torch.device("cpu"), step=3))
 
 
 class Rows:

@@ -11,7 +11,7 @@ import torch
 from titan_dit import __version__
 from titan_dit.checks import validate
 from titan_dit.checks.device import attention_hint, attention_kernel, format_hint, with_kernel
-from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
+from titan_dit.checks.optimizer import check_optimizer, num_trained, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.checks.pipeline_order import check_same_file, order_hint
 from titan_dit.config import config_file
@@ -85,7 +85,9 @@ class Opened:
             )
         yield f"output  {resume.folder_of(config.job)}"
         saves = restore.saves_of(config.job, config.checkpoint, config.ema, steps)
-        yield from saves.snapshot_lines(built.num_parameters)
+        # Averages are of trained parameters.
+        averaged = num_trained(plan, self.objective, config.optimizer)
+        yield from saves.snapshot_lines(averaged)
         yield from origins(self.parts())
         yield from self.hooks.origins()
 

@@ -7,7 +7,7 @@ from tiny import tiny_config
 from tiny_gpt import gpt_config
 
 from titan_dit.checks.adapters import check_lora
-from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
+from titan_dit.checks.optimizer import check_optimizer, num_trained, optimizer_lines
 from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.plan import resolve
@@ -67,6 +67,7 @@ def test_adapters_and_named_parameters_are_trained_and_counted():
     trained = 3 * 4 * (32 + 32) + 11 * 32
     lines = list(optimizer_lines(plan, objective, config.optimizer))
     assert f"lora    rank 4, scale 1: 3 layers, {trained:,} trained parameters" in lines
+    assert num_trained(plan, objective, config.optimizer) == trained
     names = ["blocks.0.attn.out.lora_A", "blocks.0.attn.out.weight", "embed.label.table.weight"]
     assert plan.trained(names, ()) == {names[0], names[2]}
 

@@ -28,15 +28,18 @@ def frozen(*patterns):
     return {"groups": [{"pattern": pattern, "frozen": True} for pattern in patterns]}
 
 
+WHERE = "[training] frozen or [optimizer] groups"
+
+
 @pytest.mark.parametrize(
     ("world", "sections", "message"),
     [
-        (1, {"optimizer": frozen("*")}, "every parameter is frozen"),
-        (1, {"optimizer": frozen("nose.*")}, '"nose.*" matches none of the'),
+        (1, {"optimizer": frozen("*")}, f"{WHERE}: every parameter is frozen"),
+        (1, {"training": {"frozen": ["nose.*"]}}, f'{WHERE}: the pattern "nose.*" matches none'),
         (
             3,
             {"optimizer": frozen("embed.*", "blocks.0.*"), "parallel": {"pp": 3}},
-            "pipeline rank 0 would have frozen parameters only",
+            f"{WHERE}: pipeline rank 0 would have frozen parameters only",
         ),
         (
             1,

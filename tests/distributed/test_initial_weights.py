@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 from dataclasses import replace
 
 import pytest
@@ -99,16 +100,22 @@ def alone(world, folder, ten, seven, plain):
     nameless = trainer_of(world, folder / "nameless", plain, 7, init=source)
     with pytest.raises(UserError) as raised:
         nameless.resume()
+    named = replace(nameless.config.checkpoint, init=str(folder / "new"))
+    weights = nameless.tensors()["model"], nameless.ema
+    _, by_number = initial_weights.load(named, nameless.identity, *weights)
     wide = replace(nameless.config.checkpoint, reinitialize=("nose.*",))
     with pytest.raises(UserError) as typo:
         initial_weights.load(wide, nameless.identity, nameless.tensors()["model"], nameless.ema)
     new_classes = trainer_of(world, folder / "adapted", seven, 7, init=source)
-    config = {**new_classes.identity.config, "lora": {"rank": 2}}
-    frozen = replace(new_classes.identity, config=config)
-    given = new_classes.config.checkpoint, frozen, new_classes.tensors()["model"], new_classes.ema
+    given = new_classes.tensors()["model"], new_classes.ema
+    config = new_classes.identity.config
+    config = config | {"model": config["model"] | {"heads": 2}}
+    other = replace(new_classes.identity, config=config)
+    *_, warning = initial_weights.load(new_classes.config.checkpoint, other, *given)
+    frozen = replace(other, config=config | {"lora": {"rank": 2}})
     with pytest.raises(UserError) as untrained:
-        initial_weights.load(*given)
-    messages = [str(error.value) for error in (raised, typo, untrained)]
+        initial_weights.load(new_classes.config.checkpoint, frozen, *given)
+    messages = [*(str(error.value) for error in (raised, typo, untrained)), warning, by_number]
     return tensors_of(old), new, tensors_of(last), drawn, tensors_of(fresh), messages
 
 
@@ -119,13 +126,17 @@ def in_layouts(world, folder, seven):
     ]
 
 
+def in_both(world, folder, seven):
+    return begun(world, folder / "both", seven, DP | TP, str(folder / "old"))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("init")
     ten, seven = write_named(folder / "ten", TEN), write_named(folder / "seven", SEVEN)
     plain = write_named(folder / "plain", [""] * 7)
     [found] = on_ranks(1, alone, folder, ten, seven, plain)
-    return found, on_ranks(2, in_layouts, folder, seven)
+    return found, on_ranks(2, in_layouts, folder, seven), (folder, seven)
 
 
 def expected_of(old, part, name):
@@ -134,7 +145,7 @@ def expected_of(old, part, name):
 
 
 def test_known_classes_keep_their_rows_and_all_averages_start_at_the_weights(runs):
-    (old, (step, new, *_), last, *_), _ = runs
+    (old, (step, new, *_), last, *_), *_ = runs
     assert step == 0
     names = [key.removeprefix("model.") for key in new if key.startswith("model.")]
     assert CLASS_TABLE in names
@@ -150,7 +161,7 @@ def test_known_classes_keep_their_rows_and_all_averages_start_at_the_weights(run
 
 
 def test_every_layout_starts_at_the_same_weights_with_the_same_loss(runs):
-    (_, (_, alone, loss, _), *_), ranks = runs
+    (_, (_, alone, loss, _), *_), ranks, _ = runs
     for layout in range(3):
         found = {k: t for rank in ranks for k, t in rank[layout][1].items()}
         assert found.keys() == alone.keys()
@@ -160,12 +171,23 @@ def test_every_layout_starts_at_the_same_weights_with_the_same_loss(runs):
         assert [rank[layout][2] for rank in ranks] == pytest.approx([loss] * 2, rel=1e-6)
 
 
+@pytest.mark.long
+def test_dp_and_tp_together_start_and_freeze_as_one_process(runs):
+    (_, (_, alone, loss, _), *_), _, given = runs
+    for _, before, found, after in on_ranks(4, in_both, *given):
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert before.keys() == alone.keys()
+        for key, tensor in alone.items():
+            assert torch.equal(before[key], tensor), key
+            assert not is_frozen(key) or torch.equal(after[key], tensor), key
+
+
 def is_frozen(name):
     return "blocks.1." in name or "embed.timestep." in name
 
 
 def test_frozen_parameters_stay_the_same_bits_and_have_no_average_in_any_layout(runs):
-    (_, alone, *_), ranks = runs
+    (_, alone, *_), ranks, _ = runs
     checked = 0
     for _, before, _, after in (alone, *(found for rank in ranks for found in rank)):
         for key, tensor in before.items():
@@ -179,7 +201,7 @@ def test_frozen_parameters_stay_the_same_bits_and_have_no_average_in_any_layout(
 
 
 def test_reinitialized_parameters_keep_their_draws(runs):
-    (old, _, _, drawn, fresh, _), _ = runs
+    (old, _, _, drawn, fresh, _), *_ = runs
     for key, tensor in fresh.items():
         if key.startswith("model."):
             name = key.removeprefix("model.")
@@ -190,11 +212,15 @@ def test_reinitialized_parameters_keep_their_draws(runs):
 
 
 def test_what_does_not_fit_is_one_line(runs):
-    (*_, (nameless, typo, untrained)), _ = runs
+    (*_, (nameless, typo, untrained, warning, by_number)), *_ = runs
     assert "it has 10 classes, [data] 7" in nameless
     assert f'reinitialize = ["{CLASS_TABLE}"]' in nameless
     assert '"nose.*" matches none of the parameters' in typo
     assert f"{CLASS_TABLE} would begin anew and never be trained: [lora] freezes it" in untrained
+    others = "he weights were trained with others: [model] heads: 4 -> 2"
+    assert by_number == "classes: all 7 by number, because only one side has names"
+    assert warning == f"warning: [checkpoint] init: t{others}"
+    assert untrained.endswith(f"T{others}.")
 
 
 def test_what_begins_anew_must_be_trained():
@@ -220,25 +246,62 @@ def test_classes_match_by_name_else_by_number():
     assert matched((2, 2), [], ["b", "a"]) is None
     with pytest.raises(initial_weights.Misfit, match="it has 3 classes"):
         matched((3, 2), ["a", "b", "c"], [])
+    # ImageNet's list has two cranes, a bird and a machine.
+    cranes = ["crane", "owl", "crane"]
+    assert matched((3, 3), cranes, cranes) is None
+    assert matched((3, 2), cranes, ["owl", "yak"]) == [1, None]
+    for before, now in ((cranes, ["crane", "owl"]), (["crane", "owl"], cranes)):
+        with pytest.raises(initial_weights.Misfit, match='have the name "crane"'):
+            matched((len(before), len(now)), before, now)
 
 
-def test_other_units_or_predictions_are_a_warning():
+def test_names_match_in_both_forms_of_unicode():
+    [composed], [decomposed] = (
+        initial_weights.names_in({"class_names": [unicodedata.normalize(form, "Löwe")]})
+        for form in ("NFC", "NFD")
+    )
+    assert composed == decomposed == "Löwe"
+
+
+def test_other_units_networks_or_predictions_are_named():
     vae = {"kind": "AutoencoderKL", "digest": "0" * 64, "factor": 8}
-    ours = {"objective": {"name": "ddpm", "prediction": "noise"}}
-    record = {"data": {"vae": vae, "scale": 0.5, "shift": 0.0, "count": 7}, "config": ours}
+    tables = config_file.to_tables(tiny_config(objective={"name": "ddpm"}))
+    record = {"data": {"vae": vae, "scale": 0.5, "shift": 0.0, "count": 7}, "config": tables}
     now = {"vae": vae, "scale": 0.5, "shift": 0.0, "count": 8}
-    assert list(initial_weights.warnings(record, Identity(ours, now, 0))) == []
-    theirs = {"objective": {"name": "rectified_flow"}}
-    [line] = initial_weights.warnings(record, Identity(theirs, now | {"scale": 0.25}, 0))
-    assert "[data] scale: 0.5 -> 0.25" in line
-    assert '[objective] name: "ddpm" -> "rectified_flow"' in line
-    assert "vae" not in line
-    # A run of before these keys existed.
-    record["config"] = theirs
-    sit = {"objective": theirs["objective"] | {"direction": "to_data", "time_scale": 1.0}}
-    [line] = initial_weights.warnings(record, Identity(sit, now, 0))
-    assert '[objective] direction: "to_noise" -> "to_data"' in line
-    assert "[objective] time_scale: 1000.0 -> 1.0" in line
+
+    def differences(facts=now, **sections):
+        config = tables | {name: tables[name] | table for name, table in sections.items()}
+        return initial_weights.differences(record, Identity(config, facts, 0))
+
+    assert differences(model={"num_classes": 3, "size": "S/2"}) == []
+    assert differences(now | {"scale": 0.25}) == ["[data] scale: 0.5 -> 0.25"]
+    # The shapes are the same.
+    assert differences(model={"heads": 2, "timestep_frequencies": "diffusers"}) == [
+        "[model] heads: 4 -> 2",
+        '[model] timestep_frequencies: "dit" -> "diffusers"',
+    ]
+    assert differences(objective={"learn_sigma": False, "label_dropout": 0.5}) == [
+        "[objective] learn_sigma: true -> false"
+    ]
+    other = config_file.to_tables(tiny_config())["objective"]
+    found = initial_weights.differences(record, Identity(tables | {"objective": other}, now, 0))
+    assert '[objective] name: "ddpm" -> "rectified_flow"' in found
+
+
+def test_a_key_that_an_old_run_lacks_or_names_otherwise_is_no_difference():
+    def differences(old, **objective):
+        now = config_file.to_tables(tiny_config(objective=objective))
+        record = {"data": {}, "config": {"model": now["model"], "objective": old}}
+        return initial_weights.differences(record, Identity(now, {}, 0))
+
+    flow = {"name": "rectified_flow"}
+    assert differences(flow, **flow) == []
+    assert differences(flow, **flow, direction="to_data", time_scale=1.0) == [
+        '[objective] direction: "to_noise" -> "to_data"',
+        "[objective] time_scale: 1000.0 -> 1.0",
+    ]
+    ddpm = {"name": "ddpm", "schedule": "cosine"}
+    assert differences(ddpm, name="ddpm", noise_schedule="cosine") == []
 
 
 class Weights:

@@ -9,6 +9,7 @@ from exports import converted, save_run, save_vae
 from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
 from titan_dit.interop import peft
 from titan_dit.models import lora
@@ -171,6 +172,8 @@ def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
         converted(given, tmp_path / "to", base=str(run))
     with pytest.raises(UserError, match=r"was not trained with \[lora\]"):
         converted(run, tmp_path / "to", format="peft")
+    with pytest.raises(UserError, match=r"a.safetensors: peft's format is a folder"):
+        converted(run, tmp_path / "a.safetensors", format="peft")
     with pytest.raises(UserError, match="--format peft: --from"):
         converted(file, tmp_path / "to", format="peft")
 
@@ -212,6 +215,24 @@ def test_adapters_that_fit_no_base_are_not_exported(adapted, tmp_path, capsys):
     away = with_record(ours, tmp_path / "away", "checkpoint", init="gone")
     converted(away, tmp_path / "to", format="peft")
     assert "not checked: the classes of gone, where the run began" in capsys.readouterr().out
+
+
+def test_a_base_of_any_origin_and_what_makes_it_doubtful(base, adapted, tmp_path, capsys):
+    run, given = base[0], adapted[1]
+    resumed = with_record(run, tmp_path / "resumed", "checkpoint", resume="weights/other")
+    ours = converted(given, tmp_path / "ours", base=str(resumed))
+    record = checkpoint.read_record(ours)
+    start = config_file.build(config_file.of_record(record), catalog.variant).checkpoint
+    assert (start.init, start.resume) == (str(resumed), "auto")
+    assert "warning" not in capsys.readouterr().out
+    original = {"timestep_frequencies": "dit"}
+    other = with_record(adapted[0], tmp_path / "other", "model", **original)
+    converted(given, tmp_path / "twice", base=str(other))
+    *_, twice, frequencies = capsys.readouterr().out.splitlines()
+    own = f"warning: --base {other} has "
+    assert twice.startswith(f"{own}adapters, to which these were added")
+    assert twice.endswith(f"--base {run}")
+    assert frequencies.startswith(f'{own}[model] timestep_frequencies="dit"')
 
 
 def test_weights_of_old_versions_of_peft(base, adapted, tmp_path):

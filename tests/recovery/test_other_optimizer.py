@@ -48,6 +48,15 @@ def test_what_both_optimizers_have_is_kept_and_the_rest_is_named(tmp_path):
     assert len(same["optimizer"]) == 2
 
 
+def test_what_another_rank_lacks_is_named_too(tmp_path, monkeypatch):
+    """The last stage of a pipeline may be alone with what was frozen."""
+    path = location(tmp_path / "step-00000001")
+    checkpoint.write(path, trained(AdamWConfig()), {"step": 1})
+    monkeypatch.setattr(resume.Ranks, "gather", lambda _, mine: [mine, {"exp_avg"}])
+    _, lines = resume.without_missing(path, {**trained(AdamWConfig()), "ema": {}})
+    assert lines == [f"{path} has no exp_avg of some parameters: zero there"]
+
+
 def test_another_optimizer_is_one_line_of_the_changes():
     adamw = {"optimizer": {"name": "adamw", "lr": 1.0, "betas": [0.9, 0.99]}}
     muon = {"optimizer": {"name": "muon", "lr": 2.0, "betas": [0.9, 0.99], "ns_steps": 5}}

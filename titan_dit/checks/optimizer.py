@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_dit.config.parameter_groups import check_groups, group_lines
+from titan_dit.config.parameter_groups import check_groups, group_lines, place_of
 from titan_dit.config.section import UserError, show
 from titan_dit.models import lora
 from titan_dit.objectives.base import Objective
@@ -18,14 +18,14 @@ def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig
     """Raise UserError if groups match nothing or twice, or nothing is left to train on a rank."""
     shapes = shapes_of(plan, objective)
     check_groups(list(shapes), config.groups)
-    names = plan.trained(shapes, config.groups)
-    trained = {name: shape for name, shape in shapes.items() if name in names}
+    trained = trained_of(shapes, plan, config)
     if not trained:
-        raise UserError("[optimizer] groups: every parameter is frozen. Leave some to train.")
+        where = place_of(*config.groups)
+        raise UserError(f"{where}: every parameter is frozen. Leave some to train.")
     stages = {stage_of(plan, name) for name in trained}
     for rank in range(plan.sizes.pp):
         if stages.isdisjoint(plan.stages_of(rank)):
-            where = "[lora] targets" if plan.lora.rank else "[optimizer] groups"
+            where = "[lora] targets" if plan.lora.rank else place_of(*config.groups)
             raise UserError(
                 f"{where}: pipeline rank {rank} would have frozen parameters only. "
                 "Choose another [pipeline] split, or a smaller [parallel] pp."
@@ -61,14 +61,28 @@ def shapes_of(plan: RunPlan, objective: Objective) -> dict[str, torch.Size]:
     return found
 
 
+def trained_of(
+    shapes: dict[str, torch.Size], plan: RunPlan, config: OptimizerConfig
+) -> dict[str, torch.Size]:
+    """The shapes of the parameters that are trained, of all in `shapes`."""
+    names = plan.trained(shapes, config.groups)
+    return {name: shape for name, shape in shapes.items() if name in names}
+
+
+def num_trained(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> int:
+    """Elements of the whole model's trained parameters."""
+    trained = trained_of(shapes_of(plan, objective), plan, config)
+    return sum(shape.numel() for shape in trained.values())
+
+
 def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> Iterator[str]:
     """Console lines: what the optimizer trains, and what the groups of parameters have."""
     shapes = shapes_of(plan, objective)
-    trained = plan.trained(shapes, config.groups)
-    yield from config.lines({name: s for name, s in shapes.items() if name in trained})
+    trained = trained_of(shapes, plan, config)
+    yield from config.lines(trained)
     if plan.lora.rank:
         adapters = [name for name in shapes if lora.is_adapter(name)]
-        some = sum(shapes[name].numel() for name in trained)
+        some = sum(shape.numel() for shape in trained.values())
         yield (
             f"lora    rank {plan.lora.rank}, scale {plan.lora.scale:g}: {len(adapters) // 2} "
             f"layers, {some:,} trained parameters"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import LoRAConfig
-from titan_dit.interop import diffusers_dit, imported, peft, tensor_writer
+from titan_dit.interop import diffusers_dit, imported, peft, tensor_writer, weight_file
 from titan_dit.interop.diffusers_dit import DiffusersDiT
 from titan_dit.interop.new_output import new_output
 from titan_dit.interop.on_demand import OnDemand
@@ -24,6 +24,7 @@ from titan_dit.interop.write_progress import writing
 from titan_dit.models import lora
 from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
+from titan_dit.recovery.initial_weights import names_in
 from titan_dit.trained_model import SavedWeights, open_weights
 
 
@@ -38,6 +39,8 @@ def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
 
 def write_run(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
     """Export the adapters of a run alone."""
+    if target.suffix in weight_file.SUFFIXES:
+        raise UserError(f"--to {target}: peft's format is a folder. Name one, such as adapter.")
     found = counterpart(run, f"--from {source}")
     assert isinstance(run.model_config, DiTConfig)
     diffusers_dit.check_expressible(run.model_config, as_is)
@@ -85,8 +88,8 @@ def check_base(source: str, run: SavedWeights, given: Mapping[str, Any]) -> None
     except UserError:
         console.say(f"not checked: the classes of {given['init']}, where the run began; not found")
         return
-    before, now = (facts["data"].get("class_names") or [] for facts in (base, run.record))
-    if before and now and list(before) != list(now):
+    before, now = (names_in(record["data"]) for record in (base, run.record))
+    if before and now and before != now:
         raise UserError(
             f"--from {source} has other classes than {given['init']}, where it began: its adapters "
             f"do not fit that table of classes. {whole}"
@@ -110,13 +113,29 @@ def read_directory(source: Path, target: Path, options: Options) -> None:
         raise UserError(f"--from {source}: {error}") from None
     table = asdict(given) | {"targets": list(given.targets), "trained": []}
     origin = {"init": base, "init_weights": options.weights or "ema", "reinitialize": []}
-    start = run.record["config"]["checkpoint"] | origin
+    start = run.record["config"]["checkpoint"] | origin | {"resume": "auto"}
     record = imported.record_made_of(run.record, lora=table, checkpoint=start)
     imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record)
     console.say(
         f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank}, "
         f"alpha {adapters.alpha}, of {len(layers)} layers. Draw from it: sample --run {target}"
     )
+    for line in warnings(base, run):
+        console.say(f"warning: --base {base} {line}")
+
+
+def warnings(base: str, run: SavedWeights) -> Iterator[str]:
+    """Why adapters of diffusers' DiT may not belong to a base."""
+    if run.saved.adapters:
+        began = run.record["config"]["checkpoint"].get("init")
+        hint = f" For those of the run itself, name where it began: --base {began}" if began else ""
+        yield f"has adapters, to which these were added.{hint}"
+    assert isinstance(run.model_config, DiTConfig)
+    if run.model_config.timestep_frequencies == "dit":
+        yield (
+            'has [model] timestep_frequencies="dit". diffusers has others: adapters that were '
+            "trained there are less exact here"
+        )
 
 
 def with_adapters(run: SavedWeights, adapters: Mapping[str, Tensor]) -> OnDemand:

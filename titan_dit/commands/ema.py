@@ -57,7 +57,8 @@ def main(options: Options) -> None:
         raise UserError(not_expressible(options, snapshots, profiles))
     terms = list(terms_of(snapshots, fitted))
     console.say("\n".join(lines(options, snapshots, terms, fitted)))
-    sums = [(shapes_of(terms), terms), *not_averaged(named.checkpoints, terms)]
+    frozen = has_frozen(snapshots[-1].record["config"])
+    sums = [(shapes_of(terms), terms), *not_averaged(named.checkpoints, terms, frozen)]
     verify([term.path for _, parts in sums for term in parts])
     total = sum(size_of(shapes) * len(term.weights) for shapes, parts in sums for term in parts)
     progress = ProgressLine(total, "B", what="combined", form=count)
@@ -140,11 +141,22 @@ def terms_of(snapshots: Sequence[Snapshot], fitted: Fit) -> Iterator[Term]:
             yield Term(snapshot.path, used)
 
 
+def has_frozen(config: Mapping[str, Any]) -> bool:
+    """Whether parameters were not trained, and so have no averages; by a checkpoint's config."""
+    groups = config["optimizer"].get("groups", ())
+    return bool(config.get("lora", {}).get("rank")) or any(group.get("frozen") for group in groups)
+
+
 def not_averaged(
-    checkpoints: Checkpoints, terms: Sequence[Term]
+    checkpoints: Checkpoints, terms: Sequence[Term], frozen: bool
 ) -> Iterator[tuple[Shapes, list[Term]]]:
     """Yield parameters that are in a checkpoint of the run, but not averaged: they are frozen."""
     if (path := checkpoints.newest()) is None:
+        if frozen:
+            raise UserError(
+                f"--run: {checkpoints.folder} has snapshots, but no checkpoint, which alone holds "
+                "the frozen parameters. Let the run take one: it saves when it is stopped, too."
+            )
         return
     averaged, prefix = shapes_of(terms[-1:]), "model."
     saved = {n: entry for n, entry in checkpoint.contents(path).items() if n.startswith(prefix)}

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.run_checkpoints import step_of
-from titan_dit.checkpoint.run_path import CONFIG
+from titan_dit.checkpoint.run_path import CONFIG, find_checkpoint
 from titan_dit.checkpoint.run_path import resolve as named_by
-from titan_dit.checkpoint.store import Location
+from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks.device import replayable_precision
 from titan_dit.commands.flags.replay import Options
 from titan_dit.commands.replay_report import Replayed, report, shown
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
+from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import SampleOrder, Source
@@ -37,12 +38,21 @@ from titan_dit.execution.local import LocalExecutor
 from titan_dit.launcher import process_group
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
+from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
+from titan_dit.optim.optimizer import freeze
 from titan_dit.parallel import compile
 from titan_dit.parallel.compile_objective import compile_prepare, compiles
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import resolve
-from titan_dit.recovery import fault_log, resume, rollback, sample_log
+from titan_dit.recovery import (
+    fault_log,
+    initial_weights,
+    resume,
+    rollback,
+    run_identity,
+    sample_log,
+)
 from titan_dit.recovery.loss_scale import LossScale
 from titan_dit.recovery.progress import Progress
 from titan_dit.rng import SampleRNG
@@ -81,7 +91,7 @@ def main(options: Options) -> None:
     # A run of before the key `objective` compiled only its blocks.
     compiled = CompileConfig(**{"objective": False} | saved.get("compile", {}))
     config = replace(config, job=job_of(saved, config.job), compile=compiled)
-    origin = origin_of(run, options.step, config.training.global_batch_size)
+    origin = origin_of(run, options.step, config)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
     samples_shown = f"samples {shown(origin.numbers)} (from {origin.found_in})"
@@ -90,7 +100,8 @@ def main(options: Options) -> None:
         console.say(f"{run} has no record of the step: showing its planned samples")
     behind = options.step - 1 - origin.weights_step
     late = f", {behind} steps older than those of the step" if behind else ", those of the step"
-    console.say(f"weights {origin.weights or 'as initialized'}{late}")
+    first = "of [checkpoint] init" if config.checkpoint.init else "as initialized"
+    console.say(f"weights {origin.weights or first}{late}")
     own = ("model", "objective", "data")
     for line in dotted_names.origins({name: getattr(config, name) for name in own}):
         console.say(line)
@@ -115,7 +126,7 @@ def main(options: Options) -> None:
             objective,
             source,
             source.order(job.seed, held_out, job.data_order),
-            rebuilt(config, objective, origin, size, world.device),
+            rebuilt(config, objective, source, origin, size, world.device),
             len(origin.numbers),
             scaling.value.to(world.device) if scaling else None,
         )
@@ -178,13 +189,26 @@ def job_of(saved: config_file.Tables, written: RunConfig) -> RunConfig:
     return replace(written, **found).settled()
 
 
-def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
+def begun_at(run: RunConfig, settings: CheckpointConfig) -> Location | None:
+    """Return the checkpoint of another run, or of imported weights, that a run went on from."""
+    if settings.resume in ("auto", "never"):
+        return None
+    path = find_checkpoint(location(settings.resume), None, "[checkpoint] resume")
+    return None if resume.is_own(resume.checkpoints_of(run, settings), path) else path
+
+
+def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
     """Return a step's samples: from the fault log if it was bad, else from the batch plan."""
     before = [path for path in named_by(run).checkpoints.complete() if step_of(path) < step]
+    if not before and (begun := begun_at(config.job, config.checkpoint)):
+        before = [begun]
     record = checkpoint.read_record(before[-1]) if before else {}
     progress = Progress.of(record, rollback.read(run))
     weights, weights_step = (before[-1] if before else None), progress.step
-    digest = record["data"]["digest"] if before else None
+    if weights_step >= step:
+        raise UserError(f"--step {step}: {run} went on from {weights}, after step {weights_step}.")
+    has_data = before and not record.get("imported")
+    digest = record["data"]["digest"] if has_data else None
     scale = progress.guard.get("loss_scale", {}).get("value")
     lines = fault_log.read(run)
     # Ignore lines before the last rollback to before the step: the run repeated or skipped it.
@@ -195,7 +219,7 @@ def origin_of(run: Path, step: int, global_batch_size: int) -> Origin:
             found_in = f"{fault_log.FILE}: {line['kind']}"
             of_step = weights, weights_step, digest, line.get("loss_scale")
             return Origin(seen, found_in, *of_step)
-    plan = BatchPlan(global_batch_size, progress.ledger.skipped_ranges)
+    plan = BatchPlan(config.training.global_batch_size, progress.ledger.skipped_ranges)
     cursor = progress.cursor
     for _ in range(step - weights_step):
         numbers, cursor = plan(cursor)
@@ -216,7 +240,12 @@ def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequ
 
 
 def rebuilt(
-    config: JobConfig, objective: Objective, origin: Origin, size: int, device: torch.device
+    config: JobConfig,
+    objective: Objective,
+    source: Source,
+    origin: Origin,
+    size: int,
+    device: torch.device,
 ) -> Built:
     """Build the network with `origin`'s weights on one device, in a replayable precision.
 
@@ -237,9 +266,19 @@ def rebuilt(
             built = replace(built, prepare=compile_prepare(objective, config.compile, device))
         except UserError as error:
             console.say(f"inputs equal those of the run up to rounding only: {error}")
+    freeze(built.parameters, config.optimizer.groups)
+    weights = {name: p.detach() for name, p in built.parameters.items()}
     if origin.weights:
-        weights = {name: p.detach() for name, p in built.parameters.items()}
-        checkpoint.load(origin.weights, {"model": weights})
+        imported = checkpoint.read_record(origin.weights).get("imported")
+        # Weights of others have no modules of an objective.
+        own = resume.of_the_model(weights) if imported else weights
+        checkpoint.load(origin.weights, {"model": own})
+    elif config.checkpoint.init:
+        tables, facts = config_file.to_tables(config), source.facts.as_json()
+        identity = run_identity.Identity(tables, facts, 0)
+        ema = EMA({}, config.ema)
+        for line in initial_weights.load(config.checkpoint, identity, weights, ema):
+            console.say(line)
     return built
 
 

@@ -76,15 +76,21 @@ def check_groups(names: Sequence[str], groups: Sequence[GroupConfig]) -> None:
         matched = [name for name in names if fnmatchcase(name, group.pattern)]
         if not matched:
             raise UserError(
-                f"[optimizer] groups: the pattern {show(group.pattern)} matches none of the "
+                f"{place_of(group)}: the pattern {show(group.pattern)} matches none of the "
                 f"{len(names)} parameters, such as {listed(names[:: -(-len(names) // SHOWN)])}."
             )
         for other in groups[:number]:
             if twice := [name for name in matched if fnmatchcase(name, other.pattern)]:
                 raise UserError(
-                    f"[optimizer] groups: the patterns {show(other.pattern)} and "
+                    f"{place_of(group, other)}: the patterns {show(other.pattern)} and "
                     f"{show(group.pattern)} both match {listed(twice)}. Narrow one of them."
                 )
+
+
+def place_of(*groups: GroupConfig) -> str:
+    """The keys that may have set groups: [training] frozen is moved to [optimizer] groups."""
+    is_frozen = any(group.frozen for group in groups)
+    return "[training] frozen or [optimizer] groups" if is_frozen else "[optimizer] groups"
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

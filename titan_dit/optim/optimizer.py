@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titan_dit.config.parameter_groups import groups_of
+from titan_dit.config.parameter_groups import GroupConfig, groups_of
 from titan_dit.config.section import UserError
 from titan_dit.models.base import ModelSpec
 from titan_dit.optim.keys import OptimizerKeys
@@ -156,10 +156,15 @@ def build_optimizer(
     FSDP2 then learns which parameters are trained.
     """
     for some in (parameters, copies):
-        for name, group in groups_of(some, config.groups).items():
-            if group.frozen:
-                some[name].requires_grad_(False)
+        freeze(some, config.groups)
     return config.build({n: p for n, p in parameters.items() if p.requires_grad}, model_spec)
+
+
+def freeze(parameters: Parameters, groups: Sequence[GroupConfig]) -> None:
+    """Compute no gradients of the parameters of frozen groups."""
+    for name, group in groups_of(parameters, groups).items():
+        if group.frozen:
+            parameters[name].requires_grad_(False)
 
 
 def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor) -> None:

@@ -8,6 +8,7 @@ row-parallel one. The other matrix is whole on every rank, and its gradients are
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -106,4 +107,10 @@ def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float) -> DTensor:
     own = x.redistribute(placements=given).to_local(grad_placements=grads["x"])
     own_a = a.to_local(grad_placements=grads["a"])
     own_b = b.to_local(grad_placements=grads["b"])
-    return DTensor.from_local(plain(own, own_a, own_b, scale), mesh, found, run_check=False)
+    out = plain(own, own_a, own_b, scale)
+    if found == [Shard(last)] and b.shape[0] % mesh.size():
+        # Ranks have shares of different sizes: torch would take all for this one's.
+        shape = torch.Size((*out.shape[:-1], b.shape[0]))
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(out.ndim))
+        return DTensor.from_local(out, mesh, found, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(out, mesh, found, run_check=False)

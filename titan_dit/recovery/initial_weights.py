@@ -6,7 +6,9 @@ the weights. The rows of a table of classes are matched by the names of the clas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -17,10 +19,10 @@ from titan_dit.checkpoint import checkpoint, run_path
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog
-from titan_dit.config.config_file import build_sections
+from titan_dit.config.config_file import build_sections, changes, renamed_keys, without_none
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.parameter_groups import check_matched, groups_of, listed, matches
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import UserError, hints_of, show
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.models import lora
 from titan_dit.models.layers import CLASS_TABLE
@@ -30,6 +32,8 @@ from titan_dit.recovery import mismatch, resume, run_identity
 
 UNITS = ("vae", "scale", "shift", "value_range")
 """Facts of a dataset that say what the model's inputs mean."""
+FREE = ("[model] num_classes:", *run_identity.OF_TRAINING)
+"""Keys of [model] that a new run may change without a word."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,18 @@ def load(
     path, record = start.path, start.record
     assert path
     saved = Weights(path, record, settings.init_weights)
+    changed = "; ".join(differences(record, identity))
     try:
         rows = load_fitting(saved, settings.reinitialize, identity, model)
     except Misfit as error:
-        raise UserError(f"[checkpoint] init={path}: {error.what}") from None
+        why = f" The weights were trained with others: {changed}." if changed else ""
+        raise UserError(f"[checkpoint] init={path}: {error.what}{why}") from None
     ema.restart()
-    what = f"weights of {path} ({saved.what}), step {record['step']}: a new run starts there"
-    return [*start.messages(), what, *rows, *warnings(record, identity)]
+    lines = [f"weights of {path} ({saved.what}), step {record['step']}: a new run starts there"]
+    lines += rows
+    if changed:
+        lines.append(f"warning: [checkpoint] init: the weights were trained with others: {changed}")
+    return [*start.messages(), *lines]
 
 
 @torch.no_grad()
@@ -94,10 +103,13 @@ def load_fitting(
     lines = [fresh(new)] if new else []
     if CLASS_TABLE in wanted and CLASS_TABLE in saved.names:
         counts = saved.shape(CLASS_TABLE)[0] - 1, wanted[CLASS_TABLE][0] - 1
-        rows = matched(counts, names_in(saved.record["data"]), names_in(identity.data))
+        before, now = names_in(saved.record["data"]), names_in(identity.data)
+        rows = matched(counts, before, now)
+        if rows is None and before != now:
+            lines.append(f"classes: all {counts[1]} by number, because only one side has names")
         if rows is not None and rows != [*range(counts[0])]:
             new |= {CLASS_TABLE} if None in rows else set()
-            lines.append(line_of_classes(rows, counts[0], names_in(identity.data)))
+            lines.append(line_of_classes(rows, counts[0], now))
             width = wanted[CLASS_TABLE][1:]
             wanted[CLASS_TABLE] = torch.Size([counts[0] + 1, *width])
         else:
@@ -123,10 +135,19 @@ def matched(
 ) -> list[int | None] | None:
     """Each class's saved row, None for a new class. `counts`: classes before and now.
 
-    None in place of the list: by number. Raises Misfit if neither names nor numbers match.
+    None in place of the list: by number. Raises Misfit if neither names nor numbers match, or if a
+    name stands for two classes.
     """
+    if list(before) == list(now) and counts[0] == counts[1]:
+        return None
     if len(before) == counts[0] and len(now) == counts[1]:
-        row = {name: number for number, name in reversed([*enumerate(before)])}
+        found = Counter(before) & Counter(now), Counter(before) | Counter(now)
+        if twice := [name for name in found[0] if found[1][name] > 1]:
+            raise Misfit(
+                f"several classes, of it or of [data], have the name {show(twice[0])}. Give each a "
+                f'name of its own, or set reinitialize = ["{CLASS_TABLE}"].'
+            )
+        row = {name: number for number, name in enumerate(before)}
         return [row.get(name) for name in now]
     if counts[0] == counts[1]:
         return None
@@ -136,10 +157,11 @@ def matched(
     )
 
 
-def defaults(name: str) -> dict[str, Any]:
-    """The defaults of an [objective] section."""
-    kind = catalog.variant("objective", name)
-    return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+def filled(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved section under today's keys; those that did not exist yet have their defaults."""
+    kind = catalog.variant(section, table["name"])
+    known = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    return {**without_none(known), **renamed_keys(section, table, hints_of(kind))}
 
 
 def line_of_classes(rows: Sequence[int | None], count: int, now: Sequence[str]) -> str:
@@ -155,8 +177,11 @@ def fresh(names: set[str]) -> str:
 
 
 def names_in(facts: Mapping[str, Any]) -> Sequence[str]:
-    """Names of the classes of a dataset, by its facts as JSON."""
-    return [str(name) for name in facts.get("class_names") or ()]
+    """Names of the classes of a dataset, by its facts as JSON, in Unicode's composed form.
+
+    A Mac writes names of folders in the decomposed one.
+    """
+    return [unicodedata.normalize("NFC", str(name)) for name in facts.get("class_names") or ()]
 
 
 def shapes_of(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -198,20 +223,16 @@ def check_trained(
         raise Misfit(f"{listed(lost)} would begin anew and never be trained: {what}.")
 
 
-def warnings(record: Mapping[str, Any], identity: run_identity.Identity) -> Iterator[str]:
-    """Console lines: the inputs or the prediction mean something else than to the weights."""
+def differences(record: Mapping[str, Any], identity: run_identity.Identity) -> list[str]:
+    """What gives the inputs, the weights or the prediction another meaning than it had."""
     before, now = record["data"], identity.data
     facts = mismatch.changed_facts(before, {key: now[key] for key in UNITS if key in now})
-    was, objective = record["config"]["objective"], identity.config["objective"]
-    if was["name"] == objective["name"]:
-        # A key that did not exist yet had its default.
-        was = {**defaults(objective["name"]), **was}
-    keys = [key for key in run_identity.WHAT_WEIGHTS_ARE if key in was and key in objective]
-    facts += [
-        f"[objective] {key}: {show(was[key])} -> {show(objective[key])}"
-        for key in keys
-        if was[key] != objective[key]
-    ]
-    if facts:
-        changed = "; ".join(facts)
-        yield f"warning: [checkpoint] init: the weights were trained with others: {changed}"
+    was, own = (
+        {section: config[section] for section in ("model", "objective")}
+        for config in (record["config"], identity.config)
+    )
+    for section, table in was.items():
+        if table["name"] == own[section]["name"]:
+            was[section] = filled(section, table)
+    kept = ("[model] ", *(f"[objective] {key}:" for key in run_identity.WHAT_WEIGHTS_ARE))
+    return facts + [x for x in changes(was, own) if x.startswith(kept) and not x.startswith(FREE)]

@@ -269,7 +269,7 @@ def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, li
     """Leave out moments and averages that a checkpoint lacks; console lines about the moments.
 
     They are set to zero, as in a new run; `load` starts the averages at the weights. A checkpoint
-    has neither of parameters that were frozen.
+    has neither of parameters that were frozen. Collective: the lines are about all ranks.
     """
     saved, kept, missing = checkpoint.contents(path), dict[str, Any](), set[str]()
     for name, state in tensors["optimizer"].items():
@@ -278,6 +278,7 @@ def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, li
         for key in state.keys() - known.keys():
             state[key].detach().zero_()  # A rollback undoes steps that have changed it.
             missing.add(key)
+    missing = set().union(*Ranks().gather(missing))
     lines = []
     if missing:
         lines = [f"{path} has no {', '.join(sorted(missing))} of some parameters: zero there"]

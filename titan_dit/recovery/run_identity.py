@@ -53,7 +53,7 @@ def check_same_mathematics(
     """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
 
     Imported weights belong to no run: only [model] without `OF_TRAINING`, `WHAT_WEIGHTS_ARE`, and
-    the scale of adapters must agree. `ways_out`: the end of the error, see `mismatch`.
+    rank and scale of adapters must agree. `ways_out`: the end of the error, see `mismatch`.
     """
     # Built again: keys that did not exist then get their defaults, as they do now.
     before = build(of_record(record), catalog.variant)
@@ -65,11 +65,12 @@ def check_same_mathematics(
         kept = ("[model] ", *(f"[objective] {key}:" for key in WHAT_WEIGHTS_ARE))
         changed = [x for x in changed if x.startswith(kept) and not x.startswith(OF_TRAINING)]
         was, now = before.lora, LoRAConfig.of_table(identity.config["lora"])
-        if was.rank and now.rank and not math.isclose(was.scale, now.scale):
-            changed.append(
-                f"[lora] alpha / rank: {was.scale:g} -> {now.scale:g}. Set rank = {was.rank}, "
-                f"alpha = {was.alpha or was.rank}."
-            )
+        if was.rank and now.rank:
+            fix = f"Set rank = {was.rank}, alpha = {was.alpha or was.rank}."
+            if was.rank != now.rank:
+                changed.append(f"[lora] rank: {was.rank} -> {now.rank}. {fix}")
+            elif not math.isclose(was.scale, now.scale):
+                changed.append(f"[lora] alpha / rank: {was.scale:g} -> {now.scale:g}. {fix}")
     else:
         if record["data"]["digest"] != identity.data["digest"]:
             changed.append("[data]: the contents differ from those the checkpoint was trained on")
