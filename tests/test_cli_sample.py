@@ -110,6 +110,10 @@ BAD = {
     "words": (("--labels", "three"), "numbers such as 0,1,2; the run's dataset has no class names"),
     "sampler": (("--sampler", "rk4"), "euler, heun"),
     "decay": (("--decay", 0.7), "0.9, 0.5"),
+    "no average": (
+        ("--decay", 0.9, "--weights", "model"),
+        "--decay 0.9 names an average, but --weights is model.",
+    ),
     "suffix": (("--out", "x.gif"), "name a .safetensors, .png or .npz file, or a folder."),
     "folder": (("--out", "outputs"), "--out outputs exists."),
     "interval": (("--cfg-interval", 0.8), "give two noise levels from 0 (data) to 1"),
@@ -128,7 +132,9 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_flags_are_one_clear_error(case, trained):
     flags, wanted = BAD[case]
-    defaults = {"--run": RUN, "--out": "bad.safetensors"} | dict([flags])
+    defaults = {"--run": RUN, "--out": "bad.safetensors"} | dict(
+        zip(flags[::2], flags[1::2], strict=True)
+    )
     done = sample(*[word for pair in defaults.items() for word in pair], cwd=trained)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -196,8 +197,11 @@ def test_what_wrote_a_file_is_known_without_a_flag(files, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "a file of the original DiT" in said
     assert "trained for rectified_flow: the original's sample.py expects ddpm linear" in said
-    # Without a flag a plain file is the original DiT's.
-    plain = converted(files / "plain.safetensors", tmp_path / "dit", heads=HEADS)
+    # Without a flag a plain file is the original DiT's, whatever its name.
+    for name, doubts in (("site", False), ("SiT-XL-2", True), ("dit_sit", True)):
+        file = shutil.copy(files / "plain.safetensors", tmp_path / f"{name}.safetensors")
+        plain = converted(file, tmp_path / name, heads=HEADS)
+        assert ("warning: by its name the file is SiT's" in capsys.readouterr().out) == doubts
     assert checkpoint.read_record(plain)["config"]["objective"]["name"] == "ddpm"
 
 

@@ -149,6 +149,14 @@ def test_wrong_metadata_is_one_line(root, tmp_path):
         assert f"file_name {wrong!a} is no name of a file" in said
 
 
+def test_a_column_is_there_once(root):
+    file = root / "metadata.csv"
+    file.write_text("file_name,label, label\ncat/0.png,cat,dog\n")
+    said = refused(lambda: open_input(root, Asked()))
+    file.unlink()
+    assert "metadata.csv has several columns label. Keep one of them." in said
+
+
 def listed(tmp_path, name, text, **asked):
     (tmp_path / name).write_text(text)
     found = open_input(tmp_path, Asked(**asked))

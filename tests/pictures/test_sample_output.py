@@ -95,12 +95,14 @@ def test_a_stopped_command_goes_on_where_it_was(folder, monkeypatch, capsys):
     monkeypatch.setattr(sample_pictures, "drawn", stops)
     with pytest.raises(KeyboardInterrupt):
         drawn("c.npz")
+    said = capsys.readouterr().out
+    assert "stopped: 2 of 3 batches are in c.npz.parts. The same command goes on." in said
     assert not (folder / "c.npz").exists()
     with pytest.raises(UserError, match=r"c\.npz\.parts holds parts of another command"):
         drawn("c.npz", seed=1)
     drawn("c.npz")
     assert calls[2:] == [range(8, 11), range(8, 11)]
-    assert "2 of 3 batches are in c.npz.parts" in capsys.readouterr().out
+    assert "2 of 3 batches are in c.npz.parts; drawing the others" in capsys.readouterr().out
     assert (folder / "c.npz").read_bytes() == (folder / "a.npz").read_bytes()
     with pytest.raises(UserError, match=r"--out a exists\. Choose another name, or delete it"):
         drawn("a")

@@ -76,6 +76,9 @@ def test_classes_without_a_list_are_the_first_folders(tmp_path):
     assert classes_of(tmp_path / "named") == {"dog": 1, "owl": 2}
     assert classes_of(save(tmp_path / "named", "top.png")) == {}
     assert pictures.of_folder(tmp_path / "named", 6, "--samples").count == 4
+    (tmp_path / "named" / "owl" / "b.GIF").write_text("a picture that would be missing")
+    said = refused(lambda: classes_of(tmp_path / "named"))
+    assert "owl/b.GIF has a format that is not read. Convert it to one of .png" in said
 
 
 def test_errors_begin_with_the_users_flag(root):

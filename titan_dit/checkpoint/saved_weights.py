@@ -37,6 +37,8 @@ class Weights:
         """
         self.path, self.record = path, record
         names = averages_in(record)
+        if decay is not None and wanted != "ema":
+            raise UserError(f"--decay {decay} names an average, but --weights is {wanted}.")
         if decay is not None and str(decay) not in names:
             raise UserError(f"--decay {decay}: {path} has {', '.join(names) or 'no EMA'}.")
         self.contents = checkpoint.contents(path)

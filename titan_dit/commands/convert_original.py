@@ -99,6 +99,11 @@ def objective_of(
         sit.check_arguments(weights.arguments)
         stored = stored or dict(sit.OBJECTIVE)
         sit.check_expressible(stored)
+    if not stored and options.format is None and sit.is_named(options.source):
+        console.say(
+            "warning: by its name the file is SiT's, but it does not say so itself and is read as "
+            "the original DiT's. If it is SiT's, repeat with --format sit"
+        )
     table: dict[str, Any] = {"name": "ddpm", **ORIGINAL, **stored}
     is_ddpm = table["name"] == "ddpm"
     for name in ORIGINAL:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,7 +148,7 @@ def draw(job: Job, ranks: Ranks) -> Parts:
         console.say(f"{found} of {parts.count} batches are in {parts.folder}; drawing the others")
     progress = ProgressLine(sum(len(rows_of(job, number)) for number in missing), "samples")
     done = 0
-    with progress:
+    with told_how_to_go_on(parts), progress:
         for number in missing:
             rows = rows_of(job, number)
             report = partial(progressed, progress, done, len(rows), job)
@@ -156,6 +157,21 @@ def draw(job: Job, ranks: Ranks) -> Parts:
             progress(done)
     ranks.gather(None)
     return parts
+
+
+@contextmanager
+def told_how_to_go_on(parts: Parts) -> Iterator[None]:
+    """On Ctrl-C say what is drawn and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if Ranks().is_first:
+            done = parts.count - len(parts.missing())
+            console.say(
+                f"stopped: {done} of {parts.count} batches are in {parts.folder}. The same command "
+                "goes on."
+            )
+        raise
 
 
 def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:

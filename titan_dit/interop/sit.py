@@ -7,7 +7,9 @@ channels as a latent has; the second half is not used.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from titan_dit.config.section import UserError, show
@@ -24,6 +26,11 @@ ARGUMENTS: Mapping[str, Any] = {"path_type": "Linear", "prediction": "velocity"}
 def wrote(arguments: Mapping[str, Any]) -> bool:
     """True if the arguments in a file are those of SiT's train.py."""
     return "path_type" in arguments or str(arguments.get("model", "")).startswith("SiT-")
+
+
+def is_named(path: str) -> bool:
+    """True if the name of a file says that it is SiT's, such as SiT-XL-2-256.pt."""
+    return re.search(r"(?<![a-z])sit(?![a-z])", Path(path).name, re.IGNORECASE) is not None
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

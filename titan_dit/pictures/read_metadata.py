@@ -104,7 +104,10 @@ def of_csv(file: Path, where: str) -> list[Mapping[str, Any]]:
     text = io.StringIO(text_of(file, where), newline="")
     reader = csv.DictReader(text, skipinitialspace=True)
     try:
-        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        names = [name.strip() for name in reader.fieldnames or ()]
+        if twice := [name for name in (NAME, *LABELS, *TEXTS) if names.count(name) > 1]:
+            raise UserError(f"{where} has several columns {twice[0]}. Keep one of them.")
+        reader.fieldnames = names
         return list(reader)
     except csv.Error as error:
         raise UserError(f"{where}, line {reader.line_num}: no CSV ({error}).") from None

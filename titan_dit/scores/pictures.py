@@ -30,6 +30,8 @@ PICTURES = "arr_0"
 """Of a .npz: uint8 [n, h, w, 3] (arXiv:2105.05233's evaluator)."""
 LABELS = "arr_1"
 """Of the same, if it is there: the classes' numbers."""
+OTHERS = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")
+"""Suffixes of pictures that are not read."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def listed(folder: Path, where: str) -> Listed:
     by_list = open_listed(folder, Asked(gaps=True, where=f"{where} "))
     if by_list is not None:
         return Listed(by_list.names, by_list.read, counts_of(by_list))
-    names = Names(below(folder))
+    names = Names(below(folder, where))
     if not len(names):
         raise UserError(f"{where} {folder} holds no pictures ({', '.join(IMAGE_SUFFIXES)}).")
 
@@ -131,15 +133,24 @@ def counts_of_folders(names: Sequence[str]) -> dict[str, int]:
     return dict(counts)
 
 
-def below(folder: Path) -> list[str]:
-    """All pictures below a folder, in the order of their names, without hidden ones."""
+def below(folder: Path, where: str) -> list[str]:
+    """All pictures below a folder, in the order of their names, without hidden ones.
+
+    Raises UserError for a picture of another format, which would be missing from the scores.
+    """
     found = []
     for root, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if name[0] != "." and not is_loop(root, name)]
+        names = [name for name in names if name[0] != "."]
+        if others := sorted(name for name in names if Path(name).suffix.lower() in OTHERS):
+            raise UserError(
+                f"{where} {folder}: {Path(root) / others[0]} has a format that is not read. "
+                f"Convert it to one of {', '.join(IMAGE_SUFFIXES)}, or move it elsewhere."
+            )
         found += [
             str((Path(root) / name).relative_to(folder))
             for name in names
-            if name[0] != "." and name.lower().endswith(tuple(IMAGE_SUFFIXES))
+            if Path(name).suffix.lower() in IMAGE_SUFFIXES
         ]
     return sorted(found)
 
