@@ -36,6 +36,13 @@ def twice(x):
 def wrong(x):
     return x.float()
 
+def paired(x):
+    return ratios(x), None
+
+def unit(x):
+    found = ratios(x)
+    return found / found.norm(dim=1, keepdim=True), found
+
 def listed(x):
     return [ratios(x)]
 
@@ -64,6 +71,7 @@ def test_functions_and_modules_of_the_user(own):
     found, logits = features.load("own_features:ratios", "", CPU)(batch)
     assert found.tolist() == [[0, 0, 0], [255, 0, 0]]
     assert logits is None
+    assert features.load("own_features:paired", "", CPU)(batch)[1] is None
     network = features.load("own_features:Network", "", CPU)
     assert network(batch)[1].shape == (2, 4)
     assert len(network.digest) == 64
@@ -87,6 +95,8 @@ def test_features_may_be_their_own_class_scores(own):
     found = score.describe(network, pictures.of_batches([rows], "rows"), ["is", "kid"])
     assert torch.equal(found.features, found.logits)
     score.check_network(network, ["is"], 4, "--metrics is")
+    # Of a black picture these are NaN.
+    score.check_network(features.load("own_features:unit", "", CPU), ["is"], 4, "--metrics is")
     with pytest.raises(UserError, match=r"^--metrics is: is needs class scores, which own_fe.*not"):
         score.check_network(
             features.load("own_features:ratios", "", CPU), ["is"], 4, "--metrics is"

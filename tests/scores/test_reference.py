@@ -60,8 +60,8 @@ def test_moments_are_kept_as_files(tmp_path):
     assert said.startswith(f"--reference {file} is of pictures of 8 x 8 pixels, but the drawn")
     with pytest.raises(UserError, match="holds moments only, but kid, prdc needs pictures"):
         opened(file, made_by, ["prdc", "kid"])
-    # As ADM writes them: no count, no name.
-    np.savez(file, mu=np.zeros(WIDTH), sigma=np.eye(WIDTH))
+    # As ADM writes them: no count, no name; `size` is not of pictures there.
+    np.savez(file, mu=np.zeros(WIDTH), sigma=np.eye(WIDTH), size=np.array([9, 9]))
     found = opened(file)
     torch.testing.assert_close(found.moments.covariance, torch.eye(WIDTH).double())
     with pytest.raises(UserError, match="does not say which features"):

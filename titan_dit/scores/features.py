@@ -54,6 +54,14 @@ class Features:
         features, logits = self.extract(pictures.permute(0, 3, 1, 2).contiguous())
         return features.float().cpu(), None if logits is None else logits.float().cpu()
 
+    def probe(self, size: int) -> tuple[Float[Tensor, "1 d"], Float[Tensor, "1 k"] | None]:
+        """Features and logits of one picture of noise, whose widths are of interest.
+
+        Not of a black one: a function of the user may divide by the norm of its features.
+        """
+        rng = torch.Generator().manual_seed(0)
+        return self(torch.randint(256, (1, size, size, 3), generator=rng, dtype=torch.uint8))
+
 
 def load(name: str, weights: str, device: torch.device, where: str = "--features") -> Features:
     """The feature network `name`, with Inception's weights from the file `weights`.
@@ -155,6 +163,7 @@ def own(name: str, device: torch.device, where: str) -> Features:
     def extract(pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         found, count = function(pictures.to(device)), len(pictures)
         both = found if isinstance(found, tuple) else (found,)
+        both = both[:1] if len(both) == 2 and both[1] is None else both
         if len(both) > 2 or not all(is_matrix(rows, count) for rows in both):
             given = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in both]
             raise UserError(

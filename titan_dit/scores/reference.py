@@ -82,8 +82,7 @@ def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
     Raises UserError unless they fit the features of pictures of `size`.
     """
     mu, sigma = (pictures.array_of(path, where, name) for name in (MEAN, COVARIANCE))
-    blank = torch.zeros(1, size, size, 3, dtype=torch.uint8)
-    width = network(blank)[0].shape[1]
+    width = network.probe(size)[0].shape[1]
     if any(array.dtype.kind not in "fiu" for array in (mu, sigma)) or (
         (mu.shape, sigma.shape) != ((width,), (width, width))
     ):
@@ -102,7 +101,8 @@ def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
         raise UserError(
             f"{where} {path}: {COVARIANCE} has a negative eigenvalue, so it is no covariance."
         )
-    if SIZE in pictures.names_in(path, where):
+    # Without MADE_BY it is a file of others, whose `size` may be anything.
+    if {SIZE, MADE_BY} <= pictures.names_in(path, where):
         side = int(pictures.array_of(path, where, SIZE))
         check_size((side, side), size, f"{where} {path}")
     count = count_of(path, where)

@@ -114,7 +114,7 @@ def score(drawn: Described, real: Described, names: Sequence[str], network: str)
 
 def check_network(network: Features, names: Sequence[str], size: int, where: str) -> None:
     """Raise UserError unless the features of pictures of `size` serve the metrics."""
-    if "is" in names and network(torch.zeros(1, size, size, 3, dtype=torch.uint8))[1] is None:
+    if "is" in names and network.probe(size)[1] is None:
         raise UserError(f"{where}: is needs class scores, which {network.name} does not give.")
 
 
