@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,8 +22,9 @@ PREDICTIONS = {"eps": "epsilon", "v": "v_prediction", "x": "sample"}
 """[objective] prediction -> diffusers' prediction_type."""
 POINT = 0.5
 """The value of all data in `check`."""
-LARGEST_MISS = 0.035
-"""In `check`, where the noise is 2 at most: some schedulers leave 1% of it on purpose."""
+LARGEST_MISS, LEFT = 0.035, 3.5
+"""In `check`, where the noise is 2 at most. Some schedulers leave 1% of it on purpose, others that
+of the first step of training: in units of its sigma."""
 
 
 @runtime_checkable
@@ -93,6 +95,7 @@ def check(draw: Sampler, process: Any, steps: int, what: str) -> None:
     """
     is_discrete = isinstance(process, RawDenoiser)
     exact = PointDenoiser(process.prediction, process.schedule) if is_discrete else point_velocity
+    first = math.sqrt(1 - process.schedule.alpha_bar[0]) if is_discrete else 0.0
     noise = torch.linspace(-2, 2, 8)[None, None]
     settings = Settings(steps, keys=lambda: torch.zeros(1, dtype=torch.int64))
     try:
@@ -103,7 +106,7 @@ def check(draw: Sampler, process: Any, steps: int, what: str) -> None:
     except Exception as error:  # Of any kind: the library does not check what it is asked for.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{what} cannot draw in {steps} steps ({reason}).") from None
-    if not missed <= LARGEST_MISS:
+    if not missed <= max(LARGEST_MISS, LEFT * first):
         raise UserError(
             f"{what} does not end at the data in {steps} steps: it misses them by {missed:.2g}. "
             "Choose another scheduler, or more or fewer steps."
