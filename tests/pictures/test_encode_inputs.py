@@ -287,7 +287,7 @@ def test_a_tar_file_beside_class_folders_is_not_taken_for_the_dataset(root, tmp_
     shutil.copytree(root / "folder", tmp_path, dirs_exist_ok=True)
     tar_of(tmp_path / "all.tar", **{"a.png": b"x"})
     said = refused(lambda: open_input(tmp_path, Asked()))
-    assert "holds all.tar, cat, dog, owl: two datasets in one folder. Move each" in said
+    assert "holds all.tar, cat, dog, owl: two datasets in one folder. Give one" in said
     for name in LABELS:
         shutil.rmtree(tmp_path / name)
     save_table(tmp_path / "a.parquet", [{"image": b"x"}])

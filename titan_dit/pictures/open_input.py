@@ -67,8 +67,8 @@ def open_listed(folder: Path, asked: Asked) -> PictureSet | None:
     both = [*(found[suffix][0].relative_to(folder) for suffix in kinds), *classes]
     if len(kinds) > 1 or classes:
         raise UserError(
-            f"{asked.where}{folder} holds {few(both)}: two datasets in one folder. Move each "
-            "to its own folder."
+            f"{asked.where}{folder} holds {few(both)}: two datasets in one folder. Give one of "
+            "them, or move each to its own folder."
         )
     files = of_split(folder, found[kinds[0]], asked)
     open_files.raise_limit(open_files.OTHERS["cpu"] + len(files), f"{asked.where}{folder}")
