@@ -167,10 +167,12 @@ def test_latents_that_may_have_been_scaled_before_are_reported(root):
     assert hint(unknown) is hint(recorded) is None
 
 
-def test_an_autoencoder_without_mean_and_std_is_one_line(tmp_path):
+def test_an_autoencoder_without_mean_and_std_decodes_only(tmp_path):
     width = {"encoder_block_out_channels": (4,) * 4, "decoder_block_out_channels": (4,) * 4}
     library.diffusers("the tests").AutoencoderTiny(**width).save_pretrained(tmp_path / "vae")
-    said = refused(lambda: autoencoder.load(str(tmp_path / "vae"), CPU))
+    tiny = autoencoder.load(str(tmp_path / "vae"), CPU)
+    assert tiny.decode(torch.zeros(1, 4, 2, 2)).shape == (1, 3, 16, 16)
+    said = refused(lambda: tiny.check_encodes("--vae"))
     assert said.startswith(f"--vae {tmp_path}/vae is AutoencoderTiny, which gives no mean and std")
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "UNet2DModel"}')
     said = refused(lambda: autoencoder.load(str(tmp_path / "vae"), CPU))

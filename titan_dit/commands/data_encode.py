@@ -54,6 +54,7 @@ def run(options: Options, device: torch.device) -> None:
     asked = Asked(classes=classes, num_classes=options.num_classes, split=options.split)
     pictures = open_input(source, asked)
     vae = autoencoder.load(options.vae, device)
+    vae.check_encodes("--vae")
     plan = make_plan(
         pictures,
         source,

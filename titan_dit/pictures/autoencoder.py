@@ -64,6 +64,20 @@ class Autoencoder:
         """Where its weights are."""
         return next(self.module.parameters()).device
 
+    def check_encodes(self, where: str) -> None:
+        """Raise UserError if pictures have no mean and std: it is a tiny one, or of videos."""
+        side = 2 * self.facts.factor
+        try:
+            mean, std = self.encode(torch.zeros(1, 3, side, side, dtype=torch.uint8))
+            found = mean.shape == std.shape
+        except Exception:  # Of diffusers or torch.
+            found = False
+        if not found:
+            raise UserError(
+                f"{where} {self.source} is {self.facts.kind}, which gives no mean and std of a "
+                "picture. Give another one, such as AutoencoderKL."
+            )
+
     def check_fits(self, data: LatentFacts, where: str, channels: int | None = None) -> None:
         """Raise UserError if a dataset's latents are not those of this autoencoder.
 
@@ -126,9 +140,7 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         factor=factor_of(module, config),
     )
     channels = int(config["latent_channels"])
-    module = module.eval().requires_grad_(False)
-    check_posterior(module, facts, f"{where} {source}")
-    module = module.to(device)
+    module = module.to(device).eval().requires_grad_(False)
     kept = str(folder.resolve()) if folder.is_dir() else source
     return Autoencoder(module, facts, kept, channels, scale, shift)
 
@@ -141,27 +153,12 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
-    """The class that a config names; UserError unless it is an autoencoder with a posterior."""
+    """The class that a config names; UserError unless it is an autoencoder."""
     name = config.get("_class_name")
     kind = getattr(library, str(name), None)
     if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
         raise UserError(f"{where} is {show(name)}, not an autoencoder such as AutoencoderKL.")
     return kind
-
-
-def check_posterior(module: nn.Module, facts: VAEFacts, where: str) -> None:
-    """Raise UserError if a picture has no mean and std: of a tiny autoencoder, or one of videos."""
-    side = 2 * facts.factor
-    try:
-        posterior = module.encode(torch.zeros(1, 3, side, side)).latent_dist  # type: ignore[operator]
-        found = posterior.mean.shape == posterior.std.shape
-    except Exception:  # Of diffusers or torch.
-        found = False
-    if not found:
-        raise UserError(
-            f"{where} is {facts.kind}, which gives no mean and std of a picture. Give another one, "
-            "such as AutoencoderKL."
-        )
 
 
 def units_of(config: Mapping[str, Any]) -> tuple[Units, Units]:
