@@ -292,6 +292,8 @@ def test_a_tar_file_beside_class_folders_is_not_taken_for_the_dataset(root, tmp_
         shutil.rmtree(tmp_path / name)
     save_table(tmp_path / "a.parquet", [{"image": b"x"}])
     assert "holds a.parquet, all.tar: two" in refused(lambda: open_input(tmp_path, Asked()))
+    (tmp_path / "a.parquet").rename(tmp_path / "all.parquet")  # As img2dataset writes it.
+    assert list(open_input(tmp_path, Asked()).names) == ["all.tar:a"]
 
 
 def test_many_files_may_be_open(tmp_path):

@@ -60,6 +60,9 @@ def open_listed(folder: Path, asked: Asked) -> PictureSet | None:
         suffix: sorted(file for file in folder.rglob(f"*{suffix}") if file.name[0] != ".")
         for suffix in READERS
     }
+    # img2dataset writes a table of the same name beside each tar file.
+    if all(file.with_suffix(".tar") in found[".tar"] for file in found[".parquet"]):
+        found[".parquet"] = []
     kinds = [suffix for suffix, files in found.items() if files]
     if not kinds:
         return None
