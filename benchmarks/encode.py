@@ -141,7 +141,9 @@ def training_row(options: argparse.Namespace, root: Path) -> dict[str, object]:
     config, more = "emoji.toml", ["--metrics.every", "1", "--checkpoint.every", "0"]
     if options.sd:
         config = "dit_xl2_256.toml"
-        more += ["--model.num_classes", "10", "--training.global_batch_size", str(options.batch)]
+        sizes = {"global_batch_size": options.batch, "microbatch_size": min(options.batch, 32)}
+        more += ["--model.num_classes", "10"]
+        more += [word for key, size in sizes.items() for word in (f"--training.{key}", str(size))]
     flags = ["--config", config, "--data.path", str(root / "latents"), "--job.dir"]
     flags += [str(root / "run"), "--training.steps", str(options.steps), "--sampling.every", "0"]
     command = [sys.executable, "-m", "titan_dit", "train", *flags, *more]
