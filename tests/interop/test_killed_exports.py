@@ -11,6 +11,7 @@ import forked
 import pytest
 import torch
 from exports import converted, save_run, save_vae
+from kills import kill_self, killed_after
 from safetensors.torch import load_file
 
 from titan_dit.checkpoint import checkpoint, grouped, torch_files
@@ -27,23 +28,6 @@ from titan_dit.interop import (
 from titan_dit.trained_model import open_weights
 
 GPT2 = Path(__file__).resolve().parent.parent / "fixtures" / "hugging_face" / "gpt2"
-
-
-def kill_self(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed_after(count, function):
-    """The function, whose call number `count` is the end of the process."""
-    calls = []
-
-    def counted(*given, **named):
-        calls.append(1)
-        if len(calls) > count:
-            kill_self()
-        return function(*given, **named)
-
-    return counted
 
 
 def ended(source):

@@ -1,14 +1,18 @@
 """What `sample` writes: every format, by any number of ranks, also after a stop."""
 
+import hashlib
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
 from harness import on_ranks
+from kills import killed_after
 from PIL import Image
 from safetensors.torch import load_file
 from tiny import tiny_config
@@ -16,7 +20,8 @@ from tiny import tiny_config
 from titan_dit.commands import sample, sample_pictures, weak_network
 from titan_dit.commands.flags.sample import Options
 from titan_dit.config.section import UserError
-from titan_dit.pictures import parts
+from titan_dit.pictures import output, parts
+from titan_dit.system import files
 from titan_dit.trainer import Trainer
 
 NUM, BATCH = 11, 4
@@ -106,6 +111,45 @@ def test_a_stopped_command_goes_on_where_it_was(folder, monkeypatch, capsys):
     assert (folder / "c.npz").read_bytes() == (folder / "a.npz").read_bytes()
     with pytest.raises(UserError, match=r"--out a exists\. Choose another name, or delete it"):
         drawn("a")
+
+
+def draw_and_die(moment, folder, out):
+    os.chdir(folder)
+    if moment == "a batch":  # A file is fsynced before its folder: plan, batch 0, batch 1.
+        files.os.fsync = killed_after(4, os.fsync)
+    elif moment == "the pictures":
+        output.Image.fromarray = killed_after(5, Image.fromarray)
+    else:
+        output.write_header = killed_after(1, output.write_header)
+    drawn(out)
+
+
+KILLS = {"k.npz": ("a batch", "the labels"), "k": ("a batch", "the pictures")}
+
+
+@pytest.mark.parametrize("out", KILLS)
+def test_a_killed_command_goes_on_and_writes_the_same_bytes(out, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for moment in KILLS[out]:
+        process = forked.call(draw_and_die, moment, str(folder), out)
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL, moment
+        assert not Path(out).exists()
+        left = sorted(file.name for file in Path(f"{out}.parts").iterdir())
+        if moment == "a batch":
+            assert left == ["000000.safetensors", "000001.safetensors.partial", "plan.json"]
+        else:
+            assert left == [*(f"{i:06d}.safetensors" for i in range(3)), "plan.json"]
+            assert Path(f"{out}.partial").exists()
+    drawn(out)
+    assert not list(Path().glob("k*.part*"))
+    whole = Path(out.replace("k", "a"))
+    assert digests(Path(out)) == digests(whole)
+
+
+def digests(path):
+    found = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in found]
 
 
 def test_a_deletion_that_is_cut_off_leaves_no_parts_without_their_plan(folder, monkeypatch):

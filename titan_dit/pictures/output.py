@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -58,7 +57,7 @@ def write_npz(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        replacing(path, f".{os.getpid()}") as aside,
+        replacing(path) as aside,
         zipfile.ZipFile(aside, "w", allowZip64=True) as archive,
     ):
         with archive.open(entry("arr_0"), "w", force_zip64=True) as file:
