@@ -22,7 +22,8 @@ from titan_dit.commands import results_file, sample_pictures
 from titan_dit.commands.flags.evaluate import Options, ReferenceFlags
 from titan_dit.commands.flags.sample import DrawingFlags, PictureFlags
 from titan_dit.commands.results_file import new_file
-from titan_dit.commands.sample_pictures import NO_VAE, Job, pictures_of
+from titan_dit.commands.sample_inputs import NO_VAE
+from titan_dit.commands.sample_pictures import Job, pictures_of
 from titan_dit.config.section import Section, UserError
 from titan_dit.data.class_labels import few
 from titan_dit.diffusion import drawing
