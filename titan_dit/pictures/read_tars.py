@@ -1,8 +1,7 @@
 """Pictures in tar files, as webdataset stores them.
 
 The files of a sample share their name up to its first dot: `0001.jpg` with `0001.cls` (a number or
-a name), `0001.txt` (a caption) or `0001.json` (`label` and `text`, unless they
-have files).
+a name), `0001.txt` (a caption) or `0001.json` (`label` and `text`, unless these have files).
 """
 
 from __future__ import annotations

@@ -18,17 +18,15 @@ THINNEST = 100
 """Ratio of sides up to which a picture is cropped: before the crop its shorter side is resized."""
 ORIENTATION = 0x0112
 """Tag of EXIF: how a camera was held."""
-TURNS = dict(
-    zip(
-        range(2, 9),
-        (
-            *(Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.ROTATE_180),
-            *(Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE),
-            *(Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90),
-        ),
-        strict=True,
-    )
-)
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 """What makes a picture upright, by its orientation; 1 is upright."""
 
 
