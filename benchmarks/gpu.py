@@ -1,13 +1,13 @@
-"""Benchmark of one GPU: `python benchmarks/gpu.py [--out JSON]`, under 9 minutes on an H200.
+"""Benchmark of one GPU: `python benchmarks/gpu.py [--out JSON]`, under 9 minutes.
 
 first minute  does a step run (eager, compiled, float8, cuDNN attention, CUDA graphs), and does the
               device wait for the host
-levers        parts of a step, in two variants each
+steps         training steps of DiT-XL/2 at 1024 and 256 tokens and of the 7B shape (4 of 24 layers)
+              at 4096 tokens, with 141 GB more of them: ours against the original and a plain DiT,
+              eager and compiled, bf16 and float8
 ceilings      peak rates of bf16 products (8192 cubed, and those of the models), of a copy in device
               memory, of attention by torch's choice, flash and cuDNN, local and in a ring
-steps         training steps of DiT-XL/2 at 1024 and 256 tokens, of the 7B shape (8 of 24 layers) at
-              4096 and 16384 tokens and of the 3B shape: ours against a plain DiT, eager and
-              compiled, bf16 and float8
+levers        parts of a step, in two variants each
 max_tokens    most tokens that one sample of DiT-XL/2 can have, with and without recomputation
 verdicts      an answer to each open question, with its figure and threshold
 
@@ -20,15 +20,21 @@ only. Explained in docs/gpu.md. `--tiny` is a smoke test on any device; its figu
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import wheelhouse
+
+if TYPE_CHECKING:
+    from gpu_contenders import Cell
 
 PARTS = ("steps", "levers", "ceilings", "max_tokens")
 
@@ -54,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens-s", type=float, default=110, help="limit of a max_tokens row")
     parser.add_argument("--budget-s", type=float, help="limit of all (520); skips the rest")
     parser.add_argument("--limit-s", type=float, help="least limit of a row (60), see gpu_queue.py")
+    parser.add_argument("--original", type=Path, help="a clone of facebookresearch/DiT")
     parser.add_argument("--tiny", action="store_true", help="smoke test: a tiny model, any device")
     parser.add_argument("--wheels", type=Path, default=wheelhouse.FOLDER, help="see wheelhouse.py")
     parser.add_argument("--out", help="JSON file, rewritten after every measurement")
@@ -61,11 +68,10 @@ def parse() -> argparse.Namespace:
 
 
 def settle(options: argparse.Namespace) -> argparse.Namespace:
-    """Fill in the defaults that need imports."""
-    from gpu_plan import CELLS, TINY
-
+    """Fill in defaults; those of --cells follow from the device, see `gpu_plan.cells_for`."""
     options.size = options.size or ("toy" if options.tiny else "XL/2")
-    options.cells = options.cells or ([TINY] if options.tiny else CELLS)
+    clones = (wheelhouse.FOLDER / "DiT", wheelhouse.ROOT.parent / "DiT")
+    options.original = options.original or next(filter(Path.is_dir, clones), clones[0])
     # A smoke test on a busy machine is slow, not hanging.
     options.budget_s = options.budget_s or (7200 if options.tiny else 520)
     options.limit_s = options.limit_s or (1800 if options.tiny else 60)
@@ -87,7 +93,7 @@ def serve(pipe: Connection, options: argparse.Namespace) -> None:
     """The process that measures: see `gpu_worker.Serve`."""
     import torch
     from gpu_contenders import Place
-    from gpu_plan import jobs_of
+    from gpu_plan import cells_for, jobs_of
     from gpu_queue import Clock, attempt
     from meter import meter_of
     from report import place as described
@@ -100,9 +106,12 @@ def serve(pipe: Connection, options: argparse.Namespace) -> None:
     clock = Clock(options.budget_s, time.monotonic())
     with process_group.start(device_type) as world, compiler_for(device_type):
         meter = meter_of(world.device)
-        place = Place(world.device, Mesh(AxisSizes(), device_type), meter)
+        place = Place(world.device, Mesh(AxisSizes(), device_type), meter, options.original)
+        memory_gib = meter.memory_gib()
+        options.cells = cells_for(options, memory_gib)
         jobs = {str(job): job for job in jobs_of(options, place, clock)}
         facts = {"place": described(), "peak_tflops": peak_tflops(world.device, "bf16")}
+        facts |= {"memory_gib": memory_gib, "cells": options.cells}
         pipe.send((facts, [job.task for job in jobs.values()]))
         while True:
             name, left_s = pipe.recv()
@@ -117,16 +126,19 @@ def run(options: argparse.Namespace, began: float) -> None:
     from gpu_report import Findings
     from gpu_worker import Worker
 
-    cells = cells_of(options)
-    pairs = summary_pairs(options, cells)
     worker, clock = Worker(serve, options), Clock(options.budget_s, began)
     try:
         facts, tasks = worker.start(clock.left_s)
+        options.cells = facts["cells"]
+        cells = cells_of(options)
+        pairs = summary_pairs(options, cells)
         found = Findings(options.objective, cells, pairs, options.out, facts)
         found.starts_s = worker.starts_s
         found.save()
+        predictions = predicted(dict.fromkeys(cell for cell, _ in pairs))
         try:
             for task, row in work_off(tasks, worker.measure, clock, say, options.limit_s):
+                found.predicted_gib |= predictions()
                 found.add(task, row)
         finally:
             found.show()
@@ -134,6 +146,28 @@ def run(options: argparse.Namespace, began: float) -> None:
         worker.stop()
     if failed := [str(task) for task in tasks if found.has_failed(task)]:
         raise RuntimeError(f"failed (tracebacks above): {'; '.join(failed)}")
+
+
+def predicted(cells: Iterable[Cell]) -> Callable[[], dict[Cell, float]]:
+    """Start the dry runs of cells; returns what takes the peaks in GiB that are there by then."""
+    from gpu_configs import predict
+    from gpu_worker import variables
+
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    with variables({"CUDA_VISIBLE_DEVICES": ""}):
+        context.Process(target=predict, args=(theirs, list(cells)), daemon=True).start()
+    theirs.close()
+
+    def take() -> dict[Cell, float]:
+        found = {}
+        with suppress(EOFError):
+            while mine.poll():
+                cell, gib = mine.recv()
+                found[cell] = gib
+        return found
+
+    return take
 
 
 def say(line: str) -> None:

@@ -1,12 +1,22 @@
-"""The config of a row of `gpu.py`, for `titan_dit plan --calibrate gpu.json`."""
+"""The config of a row of `gpu.py`: for `titan_dit plan --calibrate gpu.json`, and for a dry run."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from gpu_contenders import Cell
+import torch
+from gpu_contenders import BF16, OBJECTIVES, Cell
+
+from titan_dit.config.job import JobConfig
+from titan_dit.config.training import TrainingConfig
+from titan_dit.data.synthetic import Synthetic
+from titan_dit.dry_run.fake_step import take_fake_step
+from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.plan import resolve
 
 CONTENDERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ours": {},
@@ -46,3 +56,30 @@ def tables_of(cell: Cell, changes: Mapping[str, Mapping[str, Any]]) -> dict[str,
         "optimizer": {"name": "adamw", "lr": 1e-4},
     }
     return {**tables, **changes}
+
+
+def predict(pipe: Connection, cells: Sequence[Cell]) -> None:
+    """Send (cell, GiB) of every cell: a process of its own, beside the rows, without the device."""
+    os.nice(10)
+    torch.set_num_threads(1)
+    for cell in cells:
+        pipe.send((cell, dry_run_gib(cell)))
+
+
+def dry_run_gib(cell: Cell) -> float:
+    """Peak memory of an eager step of ours on one rank, by the dry run (docs/dry-run.md)."""
+    path, _ = OBJECTIVES[cell.objective]
+    sizes = {key: getattr(cell.config, key) for key in ("latent_size", "channels", "num_classes")}
+    config = JobConfig(
+        model=cell.config,
+        objective=path,
+        data=Synthetic(**sizes),
+        training=TrainingConfig(steps=1, global_batch_size=cell.batch),
+        precision=BF16,
+        optimizer=AdamWConfig(),
+    )
+    facts, fields = path.example(cell.config)
+    objective = path.build(cell.config, facts)
+    plan = resolve(config, 1)
+    report = take_fake_step(plan, objective, fields, config.training, config.optimizer, config.ema)
+    return report.peak / 2**30

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import plain_dit
@@ -25,7 +26,10 @@ from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.launcher import allocator
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.muon import MuonConfig
-from titan_dit.parallel.mesh import Mesh
+from titan_dit.parallel.float8 import linears, suits
+from titan_dit.parallel.float8_gains import LinearShape
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.parallel.plans.dit import plan
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]
@@ -63,11 +67,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Place:
-    """The device, its mesh and its meter."""
+    """The device, its mesh and its meter; the folder of the original DiT's files."""
 
     device: torch.device
     mesh: Mesh
     meter: Meter
+    original: Path | None = None
 
 
 def plain(cell: Cell, place: Place, *, compiled: bool) -> Step:
@@ -75,6 +80,23 @@ def plain(cell: Cell, place: Place, *, compiled: bool) -> Step:
     _, learn = OBJECTIVES[cell.objective]
     with place.device:
         model = plain_dit.PlainDiT(cell.config, learn.output_channels(cell.config.channels))
+    return trained(model, cell, compiled=compiled)
+
+
+def original(cell: Cell, place: Place) -> Step:
+    """The network of facebookresearch/DiT's models.py, trained and compiled as `plain`.
+
+    UserError without a clone or without what it imports.
+    """
+    _, learn = OBJECTIVES[cell.objective]
+    with place.device:
+        model = plain_dit.original(cell.config, learn, place.original)
+    return trained(model, cell, compiled=True)
+
+
+def trained(model: plain_dit.Network, cell: Cell, *, compiled: bool) -> Step:
+    """A step of a network under autocast to bf16, with EMA."""
+    _, learn = OBJECTIVES[cell.objective]
     randomize(list(model.parameters()))
     if compiled:
         for block in model.blocks:
@@ -101,7 +123,7 @@ def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
 
 
 def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
-    """Compiled, with float8 products; UserError if unsupported.
+    """Compiled, with float8 products; UserError if unsupported or if no layer would take float8.
 
     Without a GPU float8 is emulated in every layer, as a smoke test.
     """
@@ -111,7 +133,19 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
     settings: dict[str, Any] = {} if on_gpu else {"float8_emulate": True, "float8_layers": "all"}
     precision = PrecisionConfig(dtype="bf16", float8=recipe, **settings)  # type: ignore[arg-type]
     check_matmuls(precision, False, place.device)
+    if not any(suits(shape, precision, place.device.type) for shape in linears_of(cell)):
+        raise UserError(
+            f'[precision] float8_layers = "auto" converts no layer to {recipe}: by its table or '
+            "roofline none would be faster. The step would be that of bf16"
+        )
     return ours(cell, place, compiled=True, precision=precision)
+
+
+def linears_of(cell: Cell) -> list[LinearShape]:
+    """Shapes of a block's linear layers over tokens, on one rank."""
+    path, _ = OBJECTIVES[cell.objective]
+    rows = cell.batch * cell.config.token_shape[0]
+    return [*linears(network(cell.config, path), plan(True), AxisSizes(), rows).values()]
 
 
 def changed(
@@ -144,6 +178,7 @@ def graphs(cell: Cell, place: Place) -> Step:
 CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "plain": partial(plain, compiled=False),
     "plain_compiled": partial(plain, compiled=True),
+    "original_compiled": original,
     "ours_compiled": partial(ours, compiled=True),
     "ours_float8_tensorwise": partial(float8, recipe="tensorwise"),
     "ours_float8_rowwise": partial(float8, recipe="rowwise"),

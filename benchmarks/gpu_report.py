@@ -29,7 +29,8 @@ Compiled: block by block. float8: compiled, in the layers that float8_layers = "
 FLOPs: our model's flops_per_sample, for all. MFU: of the data sheet's dense bf16 peak. of GEMM: of
 the product measured here. Peak: allocated in the timed steps. First step: of the first round, with
 compilation (short with a warm compiler cache). Host ms: until a step's call returns, at most. Busy
-ms: in which a kernel ran, of one traced step; the rest of the step the device waits."""
+ms: in which a kernel ran, of one traced step; the rest of the step the device waits. Dry run: the
+peak that it predicts for the eager step; compiled blocks keep less (docs/dry-run.md)."""
 
 
 class Findings:
@@ -46,7 +47,10 @@ class Findings:
         """`facts`: of the device, from the process that measures."""
         self.objective, self.cells, self.wanted, self.out = objective, cells, wanted, out
         self.place = facts["place"]
-        self.ceilings: dict[str, Any] = {"peak_tflops": facts["peak_tflops"], "attention": []}
+        limits = {key: facts[key] for key in ("peak_tflops", "memory_gib")}
+        self.ceilings: dict[str, Any] = {**limits, "attention": []}
+        self.predicted_gib: dict[Cell, float] = {}
+        """Peak memory of an eager step of ours, by the dry run."""
         self.measured: list[Row] = []
         """Rows of all training steps that were run."""
         self.max_tokens: list[Row] = []
@@ -85,7 +89,7 @@ class Findings:
         if self.out:
             write(
                 f"gpu bf16 {self.objective}",
-                summary(self.wanted, self.measured, self.ceilings),
+                self.rows,
                 self.out,
                 self.place,
                 titan_dit=__version__,
@@ -102,6 +106,11 @@ class Findings:
                 targets=self.targets,
                 not_begun=self.not_begun,
             )
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows of the training steps."""
+        return summary(self.wanted, self.measured, self.ceilings, self.predicted_gib)
 
     @property
     def targets(self) -> list[Row]:
@@ -122,7 +131,7 @@ class Findings:
             "Products of the models' layers, TFLOP/s": gemm_table(self.ceilings),
             "Attention, TFLOP/s forward / backward / both": attention_table(self.ceilings),
             f"Training steps, bf16, {self.objective}\n{HOLDS}": (
-                summary(self.wanted, self.measured, self.ceilings) if self.measured else []
+                self.rows if self.measured else []
             ),
             "Parts of a step, in milliseconds": levers_table(self.levers),
             "Tokens of one sample": tokens_table(self.max_tokens),

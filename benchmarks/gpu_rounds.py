@@ -94,17 +94,28 @@ def estimate_s(cell: Cell, name: str, timing: Timing, peak_tflops: float | None)
 
 
 def summary(
-    wanted: Sequence[tuple[Cell, str]], measured: Sequence[Row], ceilings: Mapping[str, Any]
+    wanted: Sequence[tuple[Cell, str]],
+    measured: Sequence[Row],
+    ceilings: Mapping[str, Any],
+    predicted_gib: Mapping[Cell, float],
 ) -> list[Row]:
-    """One row per cell and contender: medians over the timed steps of all rounds."""
+    """One row per cell and contender: medians over the timed steps of all rounds.
+
+    `predicted_gib`: peak of an eager step of ours, by the dry run.
+    """
     rows = []
     for cell, name in wanted:
         laps = laps_of(cell, name, measured)
         mine = [row for row in measured if belongs(row, cell, name)]
-        bases = [laps_of(cell, base, measured) for base in ("plain", "plain_compiled")]
+        bases = [laps_of(cell, base, measured) for base in BASES]
         found = figures(cell, mine, laps, bases, ceilings) if laps else no_figures(mine)
-        rows.append({**cell.key, "contender": name, **found})
+        predicted = predicted_gib.get(cell) if name.startswith("ours") else None
+        rows.append({**cell.key, "contender": name, **found, DRY_RUN: shown(predicted)})
     return rows
+
+
+BASES = ("plain", "plain_compiled", "original_compiled")
+DRY_RUN = "dry run GiB (eager)"
 
 
 COLUMNS = (
@@ -112,6 +123,7 @@ COLUMNS = (
     "by round",
     "time / plain",
     "time / plain compiled",
+    "time / original compiled",
     "TFLOP/s",
     "MFU",
     "of GEMM",

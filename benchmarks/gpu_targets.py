@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_contenders import Cell, Row
+from gpu_plan import LARGE_GIB
 from gpu_rounds import laps_of
 
 BF16 = ("ours_compiled", "ours_compiled_cudnn", "ours_compiled_resharded")
 FLOAT8 = ("ours_float8_tensorwise", "ours_float8_rowwise")
-MFU = {("XL/2", 256): 0.47, ("XL/2", 1024): 0.45, ("7B/2x8", 4096): 0.57}
-"""Target MFU over the data sheet's dense bf16 peak, by model and tokens."""
+MFU = {("XL/2", 256): 0.47, ("XL/2", 1024): 0.45, ("7B/2", 4096): 0.57}
+"""Target MFU over the data sheet's dense bf16 peak, by model, however many of its layers, and
+tokens."""
 FASTER = {"plain": 1.3, "plain_compiled": 1.05}
 """Target speedup over the plain DiT, in every cell."""
-FLOAT8_FASTER = {("XL/2", 1024): 1.12, ("7B/2x8", 4096): 1.3}
+FLOAT8_FASTER = {("XL/2", 1024): 1.12, ("7B/2", 4096): 1.3}
 """Target speedup of the faster float8 recipe over bf16."""
 FLOAT8_LEAST = 1.0
 """Target speedup of each float8 recipe over bf16, in every cell."""
 TOKENS = {"none": 100_000, "full": 1_000_000}
-"""Target tokens of one sample on one GPU of 141 GB, by [remat] mode."""
+"""Target tokens of one sample, by [remat] mode, on a GPU with LARGE_GIB (141 GB)."""
+TOKENS_SMALL = {"none": 52_000, "full": 520_000}
+"""The same on a smaller one (80 GB): the same share of the estimate of gpu_tokens.py."""
 
 
 def targets(
@@ -32,8 +37,9 @@ def targets(
     """One row per target, with the measured value or "not measured"."""
     rows = []
     for cell in cells:
-        key = cell.model, cell.config.token_shape[0]
-        where = f"{cell.model} at {key[1]} tokens"
+        tokens = cell.config.token_shape[0]
+        key = re.sub(r"x\d+$", "", cell.model), tokens
+        where = f"{cell.model} at {tokens} tokens"
         ms = {name: median(cell, name, measured) for name in (*BF16, *FLOAT8, *FASTER)}
         ours, name = fastest(ms, BF16)
         peak = ceilings.get("peak_tflops")
@@ -51,7 +57,8 @@ def targets(
         for recipe in FLOAT8:
             what = f"{where}: speed of {recipe.removeprefix('ours_')} over bf16"
             rows.append(row(what, FLOAT8_LEAST, over(base, ms[recipe]), ""))
-    for mode, least in TOKENS.items():
+    memory = ceilings.get("memory_gib")
+    for mode, least in (TOKENS if memory is None or memory >= LARGE_GIB else TOKENS_SMALL).items():
         found = next((r for r in max_tokens if r["remat"] == mode and "fits" in r), None)
         fits, by = (found["fits"]["tokens"], whole_step(found)) if found else (None, "")
         rows.append(row(f"tokens on one GPU, remat {mode}", least, fits, by))

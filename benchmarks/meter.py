@@ -41,6 +41,10 @@ class Meter(Protocol):
         """Peak GiB that the allocator held since `restart_peak`; None on a CPU."""
         ...
 
+    def memory_gib(self) -> float | None:
+        """GiB of the device; None on a CPU."""
+        ...
+
     def release(self) -> None:
         """Collect garbage and free cached memory."""
         ...
@@ -69,6 +73,10 @@ class HostMeter:
         return None
 
     def reserved_gib(self) -> float | None:
+        """See `Meter`."""
+        return None
+
+    def memory_gib(self) -> float | None:
         """See `Meter`."""
         return None
 
@@ -122,6 +130,10 @@ class CudaMeter:
     def reserved_gib(self) -> float | None:
         """See `Meter`."""
         return torch.cuda.max_memory_reserved() / 2**30
+
+    def memory_gib(self) -> float | None:
+        """See `Meter`."""
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
 
     def release(self) -> None:
         """See `Meter`."""

@@ -7,14 +7,17 @@ AdamW with its defaults. No further optimisation.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_dit.config.section import UserError
 from titan_dit.models.dit import DiTConfig
 
 
@@ -93,6 +96,51 @@ class PlainDiT(nn.Module):
         return torch.einsum("nhwpqc->nchpwq", x).reshape(x.shape[0], -1, side * p, side * p)
 
 
+class Original(nn.Module):
+    """The network of facebookresearch/DiT, called as `PlainDiT` is."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        # In eval mode it drops no labels: the objective does. It has no other dropout.
+        self.network = network.eval()
+        self.blocks, self.null = network.blocks, network.y_embedder.num_classes
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """As `PlainDiT`. Its timesteps go to 1000."""
+        prediction: Tensor = self.network(x, 1000 * t, y)
+        return prediction
+
+
+def original(config: DiTConfig, learn: Learn, clone: Path | None) -> Original:
+    """The original network from models.py of a clone of facebookresearch/DiT, which needs timm."""
+    if clone is None or not (clone / "models.py").is_file():
+        raise UserError(f"no clone of facebookresearch/DiT in {clone} (--original)")
+    spec = importlib.util.spec_from_file_location("original_dit_models", clone / "models.py")
+    assert spec is not None
+    assert spec.loader is not None
+    models = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(models)
+    except ImportError as error:
+        raise UserError(f"{clone / 'models.py'} cannot be imported: {error}") from error
+    hidden, layers, heads, patch = config.shape
+    network = models.DiT(
+        input_size=config.latent_size,
+        patch_size=patch,
+        in_channels=config.channels,
+        hidden_size=hidden,
+        depth=layers,
+        num_heads=heads,
+        mlp_ratio=config.ffn / hidden,
+        num_classes=config.num_classes,
+        learn_sigma=learn.output_channels(config.channels) != config.channels,
+    )
+    return Original(network)
+
+
+Network: TypeAlias = PlainDiT | Original
+
+
 class Learn(Protocol):
     """An objective, the counterpart of those of titan_dit."""
 
@@ -100,7 +148,7 @@ class Learn(Protocol):
         """Channels that the network predicts."""
         ...
 
-    def loss(self, model: PlainDiT, latents: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, model: Network, latents: Tensor, labels: Tensor) -> Tensor:
         """Draw the random numbers, run the network and return the loss."""
         ...
 
@@ -112,7 +160,7 @@ class RectifiedFlow:
         """One velocity per channel."""
         return channels
 
-    def loss(self, model: PlainDiT, latents: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, model: Network, latents: Tensor, labels: Tensor) -> Tensor:
         """Mean squared error of the velocity, with label dropout 0.1."""
         batch, device = len(latents), latents.device
         t = torch.sigmoid(torch.randn(batch, device=device))
@@ -130,7 +178,7 @@ def update_ema(averages: dict[str, Tensor], model: nn.Module, decay: float = 0.9
 
 
 def training_step(
-    model: PlainDiT,
+    model: Network,
     config: DiTConfig,
     batch: int,
     learn: Learn,
@@ -142,7 +190,7 @@ def training_step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     named = model.named_parameters() if ema else ()
     averages = {name: parameter.detach().clone() for name, parameter in named}
-    device = model.positions.device
+    device = next(model.parameters()).device
     latents = torch.randn(batch, *config.sample_shape, device=device)
     labels = torch.randint(0, config.num_classes, (batch,), device=device)
 

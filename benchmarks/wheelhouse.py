@@ -33,7 +33,7 @@ def complaint(needed: Sequence[str] = NEEDED) -> str | None:
         said += " Install torch (2.11 to 2.15) for your device, see pytorch.org."
     if wheels := [name.replace("_", "-") for name in missing if name != "torch"]:
         said += (
-            " Install them; or, in a checkout with a network, run:\n  pip download --no-deps "
-            f"-d benchmarks/wheels {' '.join(wheels)}\nand copy benchmarks/wheels here."
+            f" Install {' '.join(wheels)}; or run scripts/gpu_wheels.sh in a checkout with a "
+            "network and copy benchmarks/wheels here."
         )
     return said

@@ -2,18 +2,28 @@
 
 import importlib.util
 import json
+import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from commands import ROOT, run
+from forked import context
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu
+import gpu_configs
+import gpu_contenders
 import gpu_levers
 import gpu_plan
+import plain_dit
+from gpu_contenders import Place
 from limits import Work
+
+from titan_dit.config.section import UserError
+from titan_dit.parallel import float8
 
 QUICK = [ROOT / "benchmarks" / "gpu.py", "--tiny", "--steps", "2", "--warmup", "1", "--out", "out"]
 # torch and what it needs itself (with CUDA, the last row, too), then what gpu.py asks for.
@@ -77,14 +87,129 @@ def test_rows_are_read_both_ways(tmp_path, monkeypatch):
     assert min(found.values()) > 0
 
 
-def test_the_usual_cells_fit_a_device_of_139_gib(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    for cell in gpu_plan.cells_of(gpu.settle(gpu.parse())):
-        # See the comment at gpu_plan.CELLS: the plain DiT's 48 h bytes per token and layer.
+def options_of(monkeypatch, memory_gib, *flags):
+    """The flags of gpu.py on a device with so much memory."""
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
+    options = gpu.settle(gpu.parse())
+    options.cells = gpu_plan.cells_for(options, memory_gib)
+    return options
+
+
+@pytest.mark.parametrize("memory_gib", [79.2, 139.8])
+def test_the_usual_cells_fit_the_device(monkeypatch, memory_gib):
+    cells = gpu_plan.cells_of(options_of(monkeypatch, memory_gib))
+    assert [(cell.model, cell.config.token_shape[0]) for cell in cells[:2]] == [
+        ("XL/2", 1024),
+        ("XL/2", 256),
+    ]
+    for cell in cells:
+        # See the comment at gpu_plan.SMALL: the plain DiT's 48 h bytes per token and layer.
         hidden, layers, *_ = cell.config.shape
         tokens = cell.batch * cell.config.token_shape[0]
         parameters = Work(cell.config, 4, cell.batch).num_parameters
-        assert (22 * parameters + 48 * hidden * layers * tokens) / 2**30 < 0.9 * 139
+        assert (22 * parameters + 48 * hidden * layers * tokens) / 2**30 < 0.9 * memory_gib
+
+
+def test_cells_that_are_asked_for_are_kept_and_the_first_minute_comes_before_them(monkeypatch):
+    options = options_of(monkeypatch, 79.2, "--cells", "S/2:32:8")
+    assert options.cells == ["S/2:32:8"]
+    assert [name for _, name in gpu_plan.probes_of(options)] == list(gpu_plan.RUNS)
+    assert not gpu_plan.probes_of(options_of(monkeypatch, 79.2, "--only", "plain"))
+
+
+def test_the_peak_beside_a_row_is_that_of_the_dry_run(monkeypatch, capsys):
+    """The same model by the command that users have."""
+    from titan_dit.config import catalog, config_file
+    from titan_dit.dry_run.command import dry_run
+
+    monkeypatch.setattr(gpu.multiprocessing, "get_context", lambda kind: context())
+    options = options_of(monkeypatch, None, "--tiny")
+    [cell] = gpu_plan.cells_of(options)
+    predictions = gpu.predicted([cell])
+    [config] = gpu_configs.configs([(cell, "ours")])
+    dry_run(config_file.build(config["tables"], catalog.variant), 1)
+    shown = capsys.readouterr().out
+    found, end = {}, time.monotonic() + 60
+    while not found and time.monotonic() < end:
+        found = predictions()
+        time.sleep(0.01)
+    # In MiB: all peaks are small.
+    assert f"{found[cell] * 1024:.2f}\n" in shown
+
+
+ORIGINAL = """
+from torch import nn
+
+class DiT(nn.Module):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.sizes = sizes
+        self.blocks = nn.ModuleList([nn.Conv2d(sizes["in_channels"], sizes["in_channels"], 1)])
+        self.y_embedder = nn.Embedding(sizes["num_classes"] + 1, 4)
+        self.y_embedder.num_classes = sizes["num_classes"]
+
+    def forward(self, x, t, y):
+        assert not self.training
+        return self.blocks[0](x) * self.y_embedder(y).sum(1)[:, None, None, None] + t.max()
+"""
+
+
+def test_the_original_network_is_read_from_a_clone_and_trained_as_the_plain_one(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "models.py").write_text(ORIGINAL)
+    cell = gpu_plan.Cell(gpu_plan.config_of("toy", 8), 4)
+    place = Place(torch.device("cpu"), None, None, tmp_path)
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
+    step = gpu_contenders.original(cell, place)
+    losses = [step().item() for _ in range(3)]
+    assert all(map(math.isfinite, losses))
+    assert len(compiled) == 1
+    network = plain_dit.original(cell.config, plain_dit.RectifiedFlow(), tmp_path).network
+    assert network.sizes == {
+        "input_size": 8,
+        "patch_size": 2,
+        "in_channels": 4,
+        "hidden_size": 64,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_ratio": 4.0,
+        "num_classes": 1000,
+        "learn_sigma": False,
+    }
+
+
+def test_without_a_clone_or_timm_the_original_is_not_measured(tmp_path):
+    cell = gpu_plan.Cell(gpu_plan.config_of("toy", 8), 4)
+    place = Place(torch.device("cpu"), None, None, tmp_path)
+    with pytest.raises(UserError, match=r"no clone of facebookresearch/DiT in .*--original"):
+        gpu_contenders.original(cell, place)
+    (tmp_path / "models.py").write_text("import no_such_timm")
+    with pytest.raises(UserError, match=r"cannot be imported: No module named 'no_such_timm'"):
+        gpu_contenders.original(cell, place)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "converts"),
+    [("XL/2", "rowwise", False), ("XL/2", "tensorwise", True), ("7B/2x4", "rowwise", True)],
+)
+def test_a_recipe_that_converts_no_layer_is_no_second_row_of_bf16(
+    monkeypatch, model, recipe, converts
+):
+    """By the roofline of an H100, while no measured table names it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(float8, "read_table", list)
+    monkeypatch.setattr(gpu_contenders, "check_matmuls", lambda *_: None)
+    monkeypatch.setattr(gpu_contenders, "ours", lambda *_, **__: "a step")
+    cell = gpu_plan.Cell(gpu_plan.config_of(model, 64), 32)
+    place = Place(torch.device("cuda"), None, None)
+    if converts:
+        assert gpu_contenders.float8(cell, place, recipe=recipe) == "a step"
+    else:
+        with pytest.raises(UserError, match="converts no layer to rowwise"):
+            gpu_contenders.float8(cell, place, recipe=recipe)
 
 
 @pytest.mark.gpu

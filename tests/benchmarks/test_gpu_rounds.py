@@ -29,7 +29,8 @@ def test_the_figures_follow_from_the_median_step(cell):
         {**mine, "contender": "plain_compiled", "round": 1, "laps_ms": [2.0], "peak_gib": 4.0},
         {**mine, "contender": "ours", "model": "other", "round": 1, "laps_ms": [99.0]},
     ]
-    row, _ = gpu_rounds.summary([(cell, "ours"), (cell, "plain")], measured, CEILINGS)
+    wanted = [(cell, "ours"), (cell, "plain")]
+    row, plain = gpu_rounds.summary(wanted, measured, CEILINGS, {cell: 3.25})
     with torch.device("meta"):
         model = cell.config.build(1)
     tflops = model.flops_per_sample(16) * 4 / 2.5e-3 / 1e12
@@ -41,6 +42,8 @@ def test_the_figures_follow_from_the_median_step(cell):
     assert row["MFU"] == f"{tflops / 100:.3f}"
     assert row["of GEMM"] == f"{tflops / 80:.3f}"
     assert row["peak GiB"] == "3.5"
+    # The dry run knows our step only.
+    assert (row["dry run GiB (eager)"], plain["dry run GiB (eager)"]) == ("3.2", "-")
 
 
 def losses_of_both(world):

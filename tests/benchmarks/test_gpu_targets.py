@@ -51,5 +51,12 @@ def test_targets_are_read_off_the_medians():
         "tokens on one GPU, remat none": ("120,000 (a whole step: 99,225)", "yes"),
         "tokens on one GPU, remat full": ("not measured", "-"),
     }
+    # Fewer layers of a shape have its targets; a smaller device holds fewer tokens.
+    shallow = Cell(config_of("7B/2x4", 128), 4, model="7B/2x4")
+    rows = targets([shallow], [], tokens, {"peak_tflops": 989, "memory_gib": 79.2})
+    least = {row["target"]: row["at least"] for row in rows}
+    assert least["7B/2x4 at 4096 tokens: MFU"] == "0.57"
+    assert least["7B/2x4 at 4096 tokens: speed of float8 over bf16"] == "1.3"
+    assert least["tokens on one GPU, remat none"] == "52,000"
     nothing = targets([cell], [], [], {"peak_tflops": None})
     assert {row["measured"] for row in nothing} == {"not measured"}

@@ -8,7 +8,8 @@ from commands import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu
 import gpu_plan
-from gpu_contenders import Cell
+import torch
+from gpu_contenders import Cell, Place
 from gpu_host import union
 from gpu_verdicts import FINDINGS, Measured, verdicts
 from shapes import config_of
@@ -106,11 +107,9 @@ def test_kernels_that_overlap_are_busy_once():
 def test_the_first_rows_answer_whether_a_step_runs_and_what_it_waits_for(monkeypatch, tiny):
     monkeypatch.setattr(sys, "argv", ["gpu.py", *["--tiny"] * tiny])
     options = gpu.settle(gpu.parse())
-
-    class Place:
-        device, mesh, meter = gpu_plan.gpu_levers.torch.device("cpu"), None, None
-
-    jobs = gpu_plan.jobs_of(options, Place, None)
+    options.cells = gpu_plan.cells_for(options, None if tiny else 79.2)
+    place = Place(torch.device("cpu"), None, None)
+    jobs = gpu_plan.jobs_of(options, place, None)
     names = [(job.key.get("model"), job.key.get("contender")) for job in jobs[:7]]
     whole, shallow = ("toy", "toyx1") if tiny else ("XL/2", "XL/2x2")
     assert names == [
@@ -123,4 +122,24 @@ def test_the_first_rows_answer_whether_a_step_runs_and_what_it_waits_for(monkeyp
         (shallow, "ours_compiled_cuda_graphs"),
     ]
     assert len({str(job) for job in jobs}) == len(jobs)
+    if tiny:
+        return
+    # Then what a run is made for: bf16 beside its rivals, the 7B shape, float8.
+    worth = [
+        (job.key.get("model"), job.key.get("tokens"), job.key.get("contender")) for job in jobs
+    ]
+    assert worth[7:17] == [
+        ("XL/2", 1024, "original_compiled"),
+        ("XL/2", 1024, "plain_compiled"),
+        ("XL/2", 256, "ours_compiled"),
+        ("XL/2", 256, "original_compiled"),
+        ("XL/2", 256, "plain_compiled"),
+        ("7B/2x4", 4096, "ours_compiled"),
+        ("7B/2x4", 4096, "ours_float8_tensorwise"),
+        ("7B/2x4", 4096, "ours_float8_rowwise"),
+        ("XL/2", 1024, "ours_float8_tensorwise"),
+        ("XL/2", 1024, "ours_float8_rowwise"),
+    ]
+    kinds = [next(iter(job.key)) for job in jobs[17:]]
+    assert list(dict.fromkeys(kinds)) == ["ceiling", "lever", "model", "max tokens of"]
     assert {key for job in jobs for key in ("lever", "ceiling", "max tokens of") if key in job.key}

@@ -12,6 +12,7 @@ from commands import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu
+import gpu_plan
 import gpu_queue
 import gpu_worker
 import meter
@@ -155,7 +156,8 @@ def levers(pipe, options):
         return {"ms": {"slow": 2.0, "fast": 1.0}}
 
     tasks = [Task(key={"lever": name}, estimate_s=0.01) for name in LEVERS]
-    pipe.send(({"place": {"device": "fake"}, "peak_tflops": None}, tasks))
+    facts = {"place": {"device": "fake"}, "peak_tflops": None, "memory_gib": None}
+    pipe.send(({**facts, "cells": [gpu_plan.TINY]}, tasks))
     while True:
         name, _ = pipe.recv()
         pipe.send(gpu_queue.attempt(lambda name=name: work(name), Device()))
@@ -165,6 +167,7 @@ def test_an_interrupted_benchmark_shows_what_it_has(monkeypatch, tmp_path, capsy
     """Rows that hang, raise and are killed cost one row each; a time limit's SIGTERM ends it."""
     monkeypatch.setattr(gpu, "serve", levers)
     monkeypatch.setattr(gpu_worker.multiprocessing, "get_context", lambda kind: FORK)
+    monkeypatch.setattr(gpu, "predicted", lambda cells: dict)
     monkeypatch.setattr(gpu_queue.torch.compiler, "reset", lambda: None)
     out = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--limit-s", "4", "--out", str(out)])
