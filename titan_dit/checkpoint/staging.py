@@ -56,20 +56,23 @@ class Staging:
 
 
 def buffers_for(shards: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """A contiguous tensor like each shard, in a few large allocations.
-
-    Each has a storage of its own, of exactly its size: torch writes whole storages, and its writer
-    of checkpoints first copies what shares one.
-    """
+    """A contiguous tensor like each shard, in a few large allocations."""
     buffers: dict[int, Tensor] = {}
     for chunk in packed([shard.nbytes for shard in shards]):
         memory = allocate(chunk.num_bytes, pinned=pinned).untyped_storage()
         for number, offset in chunk.offsets.items():
-            shard = shards[number]
-            # A slice of a storage keeps the whole alive.
-            own = memory[offset : offset + shard.nbytes]
-            buffers[number] = torch.empty(0, dtype=shard.dtype).set_(own).view(shard.shape)
+            buffers[number] = placed(memory, offset, shards[number])
     return [buffers[number] for number in range(len(shards))]
+
+
+def placed(memory: torch.UntypedStorage, offset: int, shard: Tensor) -> Tensor:
+    """A contiguous tensor like a shard, in memory that it keeps alive.
+
+    It has a storage of its own, of exactly its size: torch writes whole storages, and its writer of
+    checkpoints first copies a tensor that shares one.
+    """
+    own = memory[offset : offset + shard.nbytes]
+    return torch.empty(0, dtype=shard.dtype).set_(own).view(shard.shape)
 
 
 def allocate(num_bytes: int, *, pinned: bool) -> Tensor:
