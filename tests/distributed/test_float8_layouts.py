@@ -129,7 +129,6 @@ def fresh_scales(world):
 
 
 PIPELINES = [
-    ({"pp": 2, "dp_shard": 2}, {}),
     ({"pp": 2, "cp": 2}, {"schedule": "interleaved_zero_bubble", "virtual_stages": 2}),
     ({"pp": 2, "dp_shard": 2}, {"order": "run_time"}),
 ]
