@@ -193,7 +193,7 @@ def save(
         digests = ranks.run_on_all(lambda: plans.digests(results))
     with clock.part("metadata"):
         data = plans.describe(local, results, digests, ranks)
-        Writer(folder, on_cpu=True).write_metadata(data)
+        Writer(folder).write_metadata(data)
 
 
 def simulate(size: str, count: int) -> list[dict[str, Any]]:

@@ -266,12 +266,27 @@ def test_a_changed_digit_in_the_manifest_is_noticed(saved):
         read_record(saved)
 
 
-def test_only_tensors_of_a_device_are_copied_ahead(tmp_path):
+def test_nothing_is_copied_ahead(tmp_path):
     """On a CPU torch would initialise the first GPU for it."""
-    assert torch_files.Writer(tmp_path, on_cpu=True).per_thread_copy_ahead == 0
-    assert (
-        torch_files.Writer(tmp_path, on_cpu=False).per_thread_copy_ahead == torch_files.COPIED_AHEAD
-    )
+    assert torch_files.Writer(tmp_path).per_thread_copy_ahead == 0
+
+
+def test_tensors_that_share_a_storage_are_written_from_the_memory_of_one(folder, monkeypatch):
+    allocate, sizes = torch_files.allocate, []
+
+    def noted(num_bytes, **keys):
+        sizes.append(num_bytes)
+        return allocate(num_bytes, **keys)
+
+    monkeypatch.setattr(torch_files, "allocate", noted)
+    flat = torch.arange(60_000.0)
+    shared = {str(number): flat[5000 * number :][:5000] for number in range(9)}
+    shared["transposed"] = flat[50_000:].view(100, 100).t()[:, :20]
+    path = at_once(folder).save(7, {"model": shared, "step": torch.tensor(7.0)}, RECORD)
+    assert sum(sizes) <= 2 * 32768
+    found = {name: torch.empty(tensor.shape) for name, tensor in shared.items()}
+    load(path, {"model": found})
+    assert_equal(found, shared)
 
 
 @pytest.mark.parametrize("num_fields", [5, 6, 7])

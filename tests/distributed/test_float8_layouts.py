@@ -11,13 +11,17 @@ rounds, and a per-tensor scale depends on the values that a rank holds. The tole
 
 import itertools
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from harness import on_ranks
 from test_layout_checkpoints import tensors_of
-from tiny import distance, gradients, randomize, tiny_config
+from tiny import distance, gradients, randomize, tiny_config, torch_rng
 
+from titan_dit.checkpoint.checkpoint import load
+from titan_dit.parallel.float8 import load_torchao
 from titan_dit.trainer import Trainer
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -74,12 +78,20 @@ def moved(world, folder):
     sides = {"float8": ("tensorwise", {"dp_shard": 2}), "fp32": ("off", {"tp": 2})}
     found = []
     for (first, one), (second, other) in itertools.permutations(sides.items(), 2):
-        saver = trainer_with(world, one[0], layout=one[1], job={"dir": f"{folder}/{first}"})
+        saver = trainer_with(
+            world,
+            one[0],
+            layout=one[1],
+            job={"dir": f"{folder}/{first}"},
+            checkpoint={"async_save": first == "fp32"},
+        )
         randomize(saver.parameters)
         steps(saver, 2)
         saver.save()
         saver.checkpoints.finish()
         path = f"{folder}/{first}/checkpoints/step-00000002"
+        # Tensors of torchao could only be read where it is installed.
+        assert not any(b"torchao" in file.read_bytes() for file in Path(path).glob("*.distcp"))
         loader = trainer_with(
             world,
             other[0],
@@ -114,6 +126,88 @@ def fresh_scales(world):
                 parameter.mul_(3)
         losses.append(gradients(trainer)[0])
     return losses
+
+
+PIPELINES = [
+    ({"pp": 2, "cp": 2}, {"schedule": "interleaved_zero_bubble", "virtual_stages": 2}),
+    ({"pp": 2, "dp_shard": 2}, {"order": "run_time"}),
+]
+
+
+def pipelines(world, folder):
+    """What `scales_of_a_pipeline` returns, by case."""
+    return {
+        json.dumps(case): scales_of_a_pipeline(world, f"{folder}/{number}", *case)
+        for number, case in enumerate(PIPELINES)
+    }
+
+
+def scales_of_a_pipeline(world, folder, layout, pipeline):
+    """What a pipeline finds as its weights change, and what it should: that of a new one."""
+
+    def trainer_of(factor):
+        trainer = trainer_with(
+            world,
+            "tensorwise",
+            layout=layout,
+            model={"layers": 4},
+            training={"global_batch_size": 16, "microbatch_size": 2},
+            pipeline=pipeline,
+            ema={"decays": [0.5]},
+            job={"dir": folder},
+        )
+        randomize(trainer.parameters)
+        grow(trainer.parameters, factor)
+        return trainer
+
+    small, large = (losses(trainer_of(factor)) for factor in (1, 3))
+    trainer = trainer_of(3)
+    with torch.no_grad():
+        for name, average in trainer.ema.averages["0.5"].items():
+            average.copy_(trainer.parameters[name])
+    randomize(trainer.parameters)
+    trainer.save()
+    trainer.finish_saves()
+    found = {"first": (losses(trainer), small)}
+    with trainer.ema.swapped_in():
+        found["average"] = validation_loss(trainer), large[1]
+    found["weights again"] = gradients(trainer)[0], small[0]
+    grow(trainer.parameters, 3)
+    found["grown"] = losses(trainer), large
+    load(trainer.checkpoints.newest(), trainer.tensors())
+    found["restored"] = losses(trainer), small
+    # Once a stage: replicas may run their forwards in different sequences, but no collectives.
+    num_stages = pipeline.get("virtual_stages", 1)
+    found["scalings"] = count_scalings(trainer), [num_stages, num_stages]
+    return found
+
+
+@torch.no_grad()
+def grow(parameters, factor):
+    for parameter in parameters.values():
+        parameter.mul_(factor)
+
+
+def count_scalings(trainer):
+    """How often this rank computes scales in a pass of training, and in one of validation."""
+    torchao, counts = load_torchao(), []
+    name = "precompute_float8_dynamic_scale_for_fsdp"
+    for run in (gradients, validation_loss):
+        with mock.patch.object(torchao, name, wraps=getattr(torchao, name)) as compute:
+            run(trainer)
+        counts.append(compute.call_count)
+    return counts
+
+
+def losses(trainer):
+    """Of training and of validation, on the next batch."""
+    return gradients(trainer)[0], validation_loss(trainer)
+
+
+def validation_loss(trainer):
+    batch = next(trainer.batches())
+    prepared = trainer.built.prepare(batch, torch_rng(trainer, batch))
+    return trainer.executor.evaluate(prepared).sum().item()
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +262,11 @@ def test_a_checkpoint_moves_between_float8_and_fp32_to_the_bit(over_ranks):
 def test_scales_are_those_of_the_weights_as_they_are_now(over_ranks):
     for _, _, (after_a_step, from_the_start) in over_ranks:
         assert after_a_step == from_the_start
+
+
+def test_pipelines_gather_weights_with_the_scales_that_they_have_now(tmp_path):
+    for cases in on_ranks(4, pipelines, str(tmp_path)):
+        assert len(cases) == len(PIPELINES)
+        for case, found in cases.items():
+            for what, (value, expected) in found.items():
+                assert value == expected, (case, what)

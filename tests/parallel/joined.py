@@ -3,6 +3,7 @@
 import socket
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_dit.parallel.transports.base import End, Transport, lanes
 from titan_dit.parallel.transports.meeting import Peer
@@ -42,6 +43,19 @@ def same(found, wanted):
     """True if tensors have equal dtypes, shapes and values."""
     pairs = list(zip(found, wanted, strict=True))
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+class Operators(TorchDispatchMode):
+    """Notes torch's operators in `log`, among what others note there."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.log.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def pair(stage_ranks=(0, 1), stream=STREAM, ends=(SharedSender, SharedReceiver)):

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from harness import on_ranks
+from joined import Operators
 from simulated_cuda import Cuda, F, World, two_ends
 from torch import distributed as dist
 
@@ -95,6 +96,29 @@ def test_a_message_is_announced_at_once_and_has_arrived_when_the_device_has_copi
     assert pair.arrived() == []
     pair.world.run()
     assert pair.arrived() == [Action(F, 0, 0)]
+
+
+@pytest.mark.parametrize("are_peers", [True, False])
+def test_nothing_of_a_message_is_computed_after_the_event_that_says_it_is(are_peers, monkeypatch):
+    pair, operators = Pair(are_peers=are_peers), Operators()
+    record = pair.here.record
+
+    def noted(event, stream):
+        operators.log.append("recorded")
+        return record(event, stream)
+
+    monkeypatch.setattr(pair.here, "record", noted)
+    pair.target.post(Action(F, 0, 0))
+    sent = tuple(t.t().contiguous().t() if t.dim() == 2 else t for t in stream(0))
+    with operators:
+        pair.source.send(Action(F, 0, 0), sent)
+    computed = operators.log.index("recorded")
+    assert "aten.clone.default" in operators.log[:computed]
+    assert "aten.clone.default" not in operators.log[computed:]
+    for _ in range(3):
+        pair.world.run()
+        pair.arrived()
+    assert equal(pair.take(0), sent)
 
 
 def test_a_slot_is_filled_again_only_after_its_last_use_on_the_device():

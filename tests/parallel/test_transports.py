@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankFailed, on_ranks
-from joined import CPU, STREAM, content, forward, gradient, pair, same
+from joined import CPU, STREAM, Operators, content, forward, gradient, pair, same
 
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.transports import choice
-from titan_dit.parallel.transports.base import Lane, lanes
+from titan_dit.parallel.transports.base import Lane, Sender, lanes
 from titan_dit.parallel.transports.meeting import meet
+from titan_dit.parallel.transports.shared_memory import SharedReceiver
 from titan_dit.schedules.action import Kind
 
 MICROBATCHES = 7
@@ -203,6 +204,41 @@ def test_a_message_that_was_not_posted_cannot_be_taken():
     _, target = pair()
     with pytest.raises(AssertionError, match="0F0 was not posted"):
         target.take(forward(0))
+
+
+class Noting(Sender):
+    """Notes when a message is made, and takes what it should send."""
+
+    def __init__(self, end, log):
+        super().__init__(end)
+        self.log, self.sent = log, []
+
+    def made(self, number):
+        self.log.append("made")
+
+    def send(self, number, tensors, credit):
+        self.sent.append(tensors)
+
+
+def test_senders_get_contiguous_tensors_that_were_computed_before_the_message_was_made():
+    operators, senders = Operators(), []
+
+    def noting(end):
+        senders.append(Noting(end, operators.log))
+        return senders[-1]
+
+    source, target = pair(ends=(noting, SharedReceiver))
+    target.post(forward(0))
+    tensors = content(forward(0))
+    assert not tensors[0].is_contiguous()
+    learning = tuple(t.requires_grad_(t.is_floating_point()) for t in tensors)
+    with operators:
+        source.send(forward(0), learning)
+        source.stir()
+    assert operators.log == ["aten.clone.default"] * 2 + ["made"]
+    [sent] = senders[0].sent
+    assert same(sent, content(forward(0)))
+    assert all(t.is_contiguous() and not t.requires_grad for t in sent)
 
 
 def test_messages_of_a_lane_are_sent_in_the_sequence_in_which_they_were_posted():

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_dit.checkpoint.plans import Digests, Plans
-from titan_dit.checkpoint.staging import TensorTree, leaves
+from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, read_text, store_of
 from titan_dit.checkpoint.torch_files import Reader, Writer
 from titan_dit.config.section import UserError
@@ -55,12 +55,11 @@ def write(
     try:
         folders = ranks.run_on_all(lambda: begin_save(final, ranks, begin))
         aside = folders[0]
-        on_cpu = all(tensor.device.type == "cpu" for tensor in leaves(tensors))
         local, chosen = plans.plan(tensors, ranks)
         results: list[Any] = []
 
         def write_chosen() -> tuple[dict[str, Any], Digests]:
-            writer = Writer(aside, on_cpu=on_cpu)
+            writer = Writer(aside)
             results.extend(writer.write_plan(chosen, local.planner, ranks.rank))
             return writer.written, plans.digests(results)
 
@@ -97,7 +96,7 @@ def commit(
     """Write the metadata and the manifest, then commit the folder as `final` (rename it)."""
     store = store_of(aside)
     check_shared(store, aside, written)
-    writer = Writer(aside, on_cpu=True)
+    writer = Writer(aside)
     writer.write_metadata(metadata)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     files = {**written, **writer.written}

@@ -50,7 +50,7 @@ def write_group(
     aside: Location, tensors: TensorTree, number: int, choice: bytes
 ) -> tuple[dict[str, Any], bytes]:
     """Write a group as rank `number` would; return its files and where its tensors are."""
-    local, writer = plan_locally(tensors, not number), Writer(aside, on_cpu=True)
+    local, writer = plan_locally(tensors, not number), Writer(aside)
     results = writer.write_plan(local.chosen(pickle.loads(choice)), local.planner, number)
     return writer.written, pickle.dumps(results)
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titan_dit.checkpoint.staging import allocate, placed, power_of_two
 from titan_dit.checkpoint.store import URL, Location, store_of
 from titan_dit.config.section import UserError
 
@@ -32,8 +33,6 @@ except ImportError:
     from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
 
 METADATA = ".metadata"
-COPIED_AHEAD = 10_000_000
-"""Bytes copied from the device ahead of the write; torch's default."""
 PLAIN = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -101,6 +100,35 @@ class Reader(filesystem.FileSystemReader):
         return metadata
 
 
+class OneByOne:
+    """A planner for the writer, which gets plain tensors in host memory.
+
+    torch's writer keeps what it has written until the file is closed. Its own copies of tensors of
+    a GPU, and of shards that share a storage, would be a second state in host memory. These all lie
+    in the same memory: one is valid until the next one is asked for.
+    """
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self.planner = planner
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def resolve_data(self, item: WriteItem) -> Any:
+        """The data of an item of the plan."""
+        data = self.planner.resolve_data(item)
+        if not isinstance(data, torch.Tensor):
+            return data
+        # A float8 weight is of a class of torchao, which a reader may not have.
+        is_plain = type(data) in (torch.Tensor, torch.nn.Parameter)
+        if is_plain and data.is_cpu and data.untyped_storage().nbytes() == data.nbytes:
+            return data
+        if self.memory.nbytes < data.nbytes:
+            self.memory = allocate(power_of_two(data.nbytes), pinned=data.is_cuda)
+        copy = placed(self.memory.untyped_storage(), 0, data)
+        copy.copy_(data)  # It would return a float8 weight as another type of tensor.
+        return copy
+
+
 class Writer(filesystem.FileSystemWriter):
     """DCP's file-system writer that records size and SHA-256 of this rank's files.
 
@@ -108,14 +136,14 @@ class Writer(filesystem.FileSystemWriter):
     disk is found when the checkpoint is loaded.
     """
 
-    def __init__(self, folder: Location, *, on_cpu: bool) -> None:
+    def __init__(self, folder: Location) -> None:
         remote = isinstance(folder, URL)
         super().__init__(
             str(folder),
             # Object stores have no fsync; torch would call os.sync() on the whole machine instead.
             sync_files=not remote,
-            # Copy-ahead is useless on the CPU, and its thread would initialise the first GPU.
-            per_thread_copy_ahead=0 if on_cpu else COPIED_AHEAD,
+            # `OneByOne` copies. Copying ahead would also initialise the first GPU of a CPU run.
+            per_thread_copy_ahead=0,
         )
         files: Any = DigestedRemote() if remote else DigestedDisk()
         kept = {"use_listings_cache": False} if remote else {}
@@ -128,7 +156,8 @@ class Writer(filesystem.FileSystemWriter):
         """Write this rank's part of a plan; return where each item is."""
         # Without collectives torch puts the rank into the names of the files by itself.
         self.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
-        results: list[WriteResult] = self.write_data(self.prepare_local_plan(plan), planner).value()
+        own = self.prepare_local_plan(plan)
+        results: list[WriteResult] = self.write_data(own, OneByOne(planner)).value()
         return results
 
     def write_metadata(self, metadata: bytes) -> None:

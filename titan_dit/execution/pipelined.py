@@ -72,15 +72,20 @@ class PipelinedExecutor(Executor):
             return with_factor(loss, factor)
 
         self.mark(Moment.STARTS, None)
-        self.tied.fetch()
+        self.gather()
         for stage in self.stages.values():
-            fsdp.gather(stage.part)
             fsdp.hold_gradients(stage.part)
         inputs = [part.inputs for part in parts], [part.side_inputs for part in parts]
         self.learn(*inputs, loss_of)
         self.tied.add_gradients()
         self.mark(Moment.FINISHED, None)
         return sum(losses, torch.zeros((), device=prepared.weight.device))
+
+    def gather(self) -> None:
+        """Start to all-gather the weights of this rank's stages, at the start of every pass."""
+        self.tied.fetch()
+        for stage in self.stages.values():
+            fsdp.gather(stage.part)
 
     def learn(
         self,
@@ -153,7 +158,7 @@ class PipelinedExecutor(Executor):
             outputs.append(finish(output, number))
             return outputs[-1]
 
-        self.tied.fetch()
+        self.gather()
         order = forward_order(self.stage_ranks, len(inputs))
         self.perform(order, channels(order, self.stage_ranks), inputs, side_inputs, collect)
         for stage in self.stages.values():

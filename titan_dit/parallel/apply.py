@@ -66,4 +66,4 @@ def parallelize(
         return
     fsdp.shard(model, mesh.fsdp, parallel, precision)
     if precision.float8 == "tensorwise":
-        float8.scale_before_gathers(model)
+        float8.scale_before_gathers(model, pipelined=parallel.pp > 1)

@@ -27,7 +27,7 @@ from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.models.base import Model
 from titan_dit.models.layers import TokenLinear
-from titan_dit.parallel import transformer_engine
+from titan_dit.parallel import fsdp, transformer_engine
 from titan_dit.parallel.float8_gains import UNIT, LinearShape, gains, read_table
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan
@@ -116,21 +116,32 @@ def convert(
         logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_not_about_amax)
 
 
-def scale_before_gathers(model: nn.Module) -> None:
-    """Recompute the scales of float8 all-gathers before every forward; call it after `fsdp.shard`.
+def scale_before_gathers(model: nn.Module, *, pipelined: bool) -> None:
+    """Recompute the scales of float8 all-gathers before they start; call it after `fsdp.shard`.
 
-    Weights change between forwards: by a step, a checkpoint, a swapped-in average. A stale scale
-    would clip values that have grown. This hook runs before FSDP's hook, because FSDP's stream
-    casts the weights and waits only for work launched before FSDP's hook.
+    Weights change between passes: by a step, a checkpoint, a swapped-in average. A stale scale
+    would clip values that have grown.
+
+    `pipelined`: `fsdp.gather` starts the all-gathers of a pass. Otherwise forwards do.
     """
-    torchao, kind = load_torchao(), float8_linear()
-    if any(
+    kind = float8_linear()
+    if not any(
         isinstance(layer, kind) and layer.config.enable_fsdp_float8_all_gather
         for layer in model.modules()
     ):
-        model.register_forward_pre_hook(
-            lambda module, _: torchao.precompute_float8_dynamic_scale_for_fsdp(module), prepend=True
-        )
+        return
+    if pipelined:
+        # No hook of forwards: replicas may run them in different sequences, but not the all-reduce
+        # of the scales.
+        fsdp.before_gathers(model, compute_scales)
+    else:
+        # Before FSDP's hook: its stream casts the weights, and waits only for earlier work.
+        model.register_forward_pre_hook(lambda module, _: compute_scales(module), prepend=True)
+
+
+def compute_scales(model: nn.Module) -> None:
+    """Compute the scales of all float8 weights, with one all-reduce."""
+    load_torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def console_lines(parts: Iterable[nn.Module], precision: PrecisionConfig) -> list[str]:

@@ -131,8 +131,16 @@ def sync_gradients(model: nn.Module, enabled: bool) -> None:
         model.set_is_last_backward(enabled)
 
 
+def before_gathers(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
+    """Have every `gather` of a model begin with `prepare(model)`."""
+    prepared: Any = model
+    prepared.prepare_gather = prepare
+
+
 def gather(model: nn.Module) -> None:
     """Start to all-gather all parameters, for a pipeline stage; the forward waits for them."""
+    if prepare := getattr(model, "prepare_gather", None):
+        prepare(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard(async_op=True)

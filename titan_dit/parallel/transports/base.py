@@ -111,6 +111,7 @@ class Sender(ABC):
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """Start sending a message that has a credit, and announce it. Must not block.
 
+        `tensors`: contiguous and without gradients; computed when the message was `made`.
         `credit`: with the payload and the files (now owned) of `Receiver.post`. An announcement is
         one `end.tell`, for each message, in sequence; it may also follow in `progress`.
         """
@@ -226,8 +227,10 @@ class Transport:
     def send(self, message: Action, tensors: Stream) -> None:
         """Send a message once it has its credit; never blocks. Keeps the tensors until then."""
         outgoing = self.outgoing[self.lane_of(message)]
+        # Before `made`, whose event would not cover a copy that is made later.
+        whole = tuple(tensor.detach().contiguous() for tensor in tensors)
         outgoing.sender.made(message.microbatch)
-        outgoing.waiting.append((message.microbatch, tensors))
+        outgoing.waiting.append((message.microbatch, whole))
         if not outgoing.push():  # Its credit may be here, unread.
             self.stir()
 

@@ -133,11 +133,10 @@ class CudaSender(Sender):
         self.num_copied = num_copied
         if handles := credit.payload[CREDIT.size :]:
             self.open(slot, handles[:HANDLE_BYTES], handles[HANDLE_BYTES:])
-        whole = tuple(tensor.detach().contiguous() for tensor in tensors)
         if slot in self.slots:
-            self.write(number, whole, self.slots[slot])
+            self.write(number, tensors, self.slots[slot])
         else:
-            self.write_to_host(number, whole)
+            self.write_to_host(number, tensors)
 
     def open(self, slot: int, memory: bytes, read: bytes) -> None:
         """Map a slot of the receiver, if this device can reach it."""

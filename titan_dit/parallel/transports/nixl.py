@@ -55,11 +55,11 @@ class NixlSender(Sender):
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
         slot = self.slot_of(credit)
-        whole = tuple(tensor.detach().contiguous() for tensor in tensors)
-        sources, targets = self.pieces(whole, slot)
+        sources, targets = self.pieces(tensors, slot)
         registered = self.agent.register(sources)
         transfer = self.agent.write(sources, targets, self.receiver)
-        self.flying.append(Flying(number, transfer, partial(self.agent.release, registered), whole))
+        free = partial(self.agent.release, registered)
+        self.flying.append(Flying(number, transfer, free, tensors))
         self.progress()
 
     def slot_of(self, credit: Notice) -> int:

@@ -53,12 +53,11 @@ class DeviceNixlSender(NixlSender):
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
         slot = self.slot_of(credit)
-        whole = tuple(tensor.detach().contiguous() for tensor in tensors)
         source = self.idle.pop() if self.idle else self.new_source()
         done = self.cuda.event()
         computed = self.computed.pop(number)
-        gather(self.cuda, self.layout, whole, computed, source.address, done)
-        self.staged.append(Staged(number, slot, source, done, whole))
+        gather(self.cuda, self.layout, tensors, computed, source.address, done)
+        self.staged.append(Staged(number, slot, source, done, tensors))
         self.progress()
 
     def new_source(self) -> Piece:

@@ -63,8 +63,7 @@ class GroupSender(Sender):
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
         self.forget(*TAKEN.unpack(credit.payload))
-        whole = tuple(tensor.detach().contiguous() for tensor in tensors)
-        self.flying.append(Flying(whole, self.links.send(whole, self.end.lane.target)))
+        self.flying.append(Flying(tensors, self.links.send(tensors, self.end.lane.target)))
         self.end.tell(number)
 
     def forget(self, num_taken: int) -> None:
@@ -127,16 +126,15 @@ class DeviceGroupSender(Sender):
 
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
-        whole = tuple(tensor.detach().contiguous() for tensor in tensors)
-        self.computing.append((number, whole, self.computed.pop(number)))
+        self.computing.append((number, tensors, self.computed.pop(number)))
         self.progress()
 
     def progress(self) -> bool:
         """See `Sender.progress`: start what is computed, free what was sent."""
         while self.computing and self.computing[0][2].query():  # type: ignore[no-untyped-call]
-            number, whole, _ = self.computing.popleft()
+            number, tensors, _ = self.computing.popleft()
             with torch.cuda.stream(self.side):
-                self.flying.append(Flying(whole, self.links.send(whole, self.end.lane.target)))
+                self.flying.append(Flying(tensors, self.links.send(tensors, self.end.lane.target)))
             self.end.tell(number)
         while self.flying and all(work.is_completed() for work in self.flying[0].works):
             self.flying.popleft()
