@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "titan_dit"
+OUTSIDE = ("benchmarks", "scripts")
+"""Other folders whose symbols can be named, with the folder first: benchmarks.gpu_plan.cells_for."""
 SLOW = ("tests/distributed/", "tests/launcher/", "tests/recovery/", "tests/test_cli_")
 """Tests that start processes; they run last."""
 
@@ -85,18 +87,19 @@ def named_in(body: Sequence[ast.AST], prefix: str) -> Iterator[tuple[str, int, i
 def find(root: Path, symbol: str) -> Place:
     """The unique place in the package whose dotted name ends in `symbol`. Raises PlantError."""
     found: dict[str, list[Place]] = {}
+    folder = first if (first := symbol.partition(".")[0]) in OUTSIDE else PACKAGE
     last_name = symbol.rpartition(".")[2]
-    for file in sorted((root / PACKAGE).rglob("*.py")):
+    for file in sorted((root / folder).rglob("*.py")):
         source = file.read_text()
         if last_name not in source:
             continue
         module = ".".join(file.relative_to(root).with_suffix("").parts)
-        for name, first, last in symbols(source):
+        for name, start, end in symbols(source):
             if f".{module}.{name}".endswith(f".{symbol}"):
-                found.setdefault(f"{module}.{name}", []).append(Place(file, first, last))
+                found.setdefault(f"{module}.{name}", []).append(Place(file, start, end))
     places = [place for of_one_name in found.values() for place in of_one_name]
     if not places:
-        raise PlantError(f"{symbol} is not in {PACKAGE}. Fix the symbol of the row.")
+        raise PlantError(f"{symbol} is not in {folder}. Fix the symbol of the row.")
     if len(places) > 1:
         where = ", ".join(f"{name} (line {p.first})" for name, ps in found.items() for p in ps)
         raise PlantError(f"{symbol} is in {len(places)} places: {where}. Give more of its name.")
