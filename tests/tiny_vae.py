@@ -9,7 +9,10 @@ from titan_dit.pictures import library
 
 
 def save_vae(folder, seed=0, **config):
-    """A random AutoencoderKL: 2x, 2 channels; its log variances are not near 0. Skips without diffusers."""
+    """A random AutoencoderKL: 2x, 2 channels; its log variances are not near 0.
+
+    Without diffusers the test is skipped.
+    """
     if find_spec("diffusers") is None:
         pytest.skip("needs diffusers")
     torch.manual_seed(seed)

@@ -11,7 +11,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
-from commands import environment
+from commands import ROOT, environment
 from harness import RankFailed, on_ranks
 from preload import MODULES
 from running import have_ended
@@ -109,3 +109,23 @@ def test_a_forked_command_that_takes_too_long_is_ended_with_its_children(tmp_pat
         forked.run([sys.executable, "-c", program], tmp_path, environment(), timeout=5)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert have_ended(pids)
+
+
+FAILS_FIRST = """
+import pytest
+from titan_dit.launcher import process_group
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_group(fails):
+    with process_group.start("cpu"):
+        assert not fails
+"""
+
+
+def test_a_test_that_fails_leaves_no_process_group_to_the_next(tmp_path):
+    (tmp_path / "test_groups_of_two.py").write_text(FAILS_FIRST)
+    # The options of the suite's pytest: `-p conftest` is the suite's conftest.py.
+    words = ["-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", tmp_path]
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    done = forked.run([sys.executable, *words], tmp_path, environment() | paths, timeout=60)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
