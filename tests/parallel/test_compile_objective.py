@@ -183,6 +183,9 @@ def generated(world, name, channels):
     return found
 
 
+@pytest.mark.skipif(
+    torch.__version__ >= "2.14", reason="replaces parts of Inductor as they are in 2.11 to 2.13"
+)
 @pytest.mark.parametrize(
     ("name", "channels"),
     # Twice the channels: latents are drawn from a mean and a std.
