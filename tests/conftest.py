@@ -1,6 +1,7 @@
 """Runs every test with titan_dit's shape and type annotations checked."""
 
 import shutil
+import sys
 
 import pytest
 from jaxtyping import install_import_hook
@@ -24,6 +25,17 @@ install_import_hook(
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run tests marked `long`")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group():
+    """A test that fails in `process_group.start` leaves its group open, see there."""
+    yield
+    if "torch.distributed" in sys.modules:
+        from torch import distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def needs_of(module):

@@ -31,6 +31,7 @@ LOCK = threading.Lock()
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["preload"])
+BENCHMARKER = "TORCHINDUCTOR_USE_EXPERIMENTAL_BENCHMARKER"
 
 
 def context():
@@ -45,9 +46,19 @@ def context():
 
 @functools.cache
 def _start_server():
-    paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}):
+    with mock.patch.dict(os.environ, server_variables()):
         forkserver.ensure_running()
+
+
+def server_variables():
+    """Variables of the server, which imports preload.py."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS))),
+        # With it torch 2.11 looks for a GPU when the compiler is imported: after that a forked
+        # process cannot use one. It only chooses how kernels are timed.
+        BENCHMARKER: "0",
+    }
 
 
 def call(function, *arguments):

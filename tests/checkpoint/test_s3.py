@@ -1,9 +1,7 @@
 """Against an S3-compatible server on loopback: no network, no account."""
 
 import pytest
-import s3fs
 from commands import train
-from moto.server import ThreadedMotoServer
 from store_laws import check_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::Warning")
@@ -12,7 +10,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 @pytest.fixture
 def bucket(monkeypatch):
     """A bucket of a server that lives as long as the test."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    s3fs, moto = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     for name, value in {

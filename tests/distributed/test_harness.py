@@ -11,7 +11,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
-from commands import environment
+from commands import ROOT, environment
 from harness import RankFailed, on_ranks
 from preload import MODULES
 from running import have_ended
@@ -109,3 +109,51 @@ def test_a_forked_command_that_takes_too_long_is_ended_with_its_children(tmp_pat
         forked.run([sys.executable, "-c", program], tmp_path, environment(), timeout=5)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert have_ended(pids)
+
+
+FAILS_FIRST = """
+import pytest
+from titan_dit.launcher import process_group
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_group(fails):
+    with process_group.start("cpu"):
+        assert not fails
+"""
+
+
+def test_a_test_that_fails_leaves_no_process_group_to_the_next(tmp_path):
+    (tmp_path / "test_groups_of_two.py").write_text(FAILS_FIRST)
+    # The options of the suite's pytest: `-p conftest` is the suite's conftest.py.
+    words = ["-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", tmp_path]
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    done = forked.run([sys.executable, *words], tmp_path, environment() | paths, timeout=60)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+
+
+IMPORTS_ALL = """
+import os, torch
+def touched(*_): raise SystemExit("CUDA is asked for")
+for name in ("is_available", "device_count", "_lazy_init", "current_device", "get_device_name"):
+    setattr(torch.cuda, name, touched)
+for name in ("_cuda_getDeviceCount", "_cuda_init", "_cuda_isDriverSufficient"):
+    if hasattr(torch._C, name):  # A build with CUDA.
+        setattr(torch._C, name, touched)
+import preload
+print("left:", *(name for name in os.environ if name.endswith("BENCHMARKER")))
+"""
+
+
+def test_the_server_asks_for_no_gpu_which_its_children_could_not_use_then(tmp_path):
+    """torch 2.11 does when its compiler is imported, unless `server_variables` tell it not to."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_ALL],
+        cwd=tmp_path,
+        env=environment() | forked.server_variables(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    # Their environments are not the server's: a command of a test starts as a user's would.
+    assert (done.returncode, done.stdout) == (0, "left:\n"), done.stderr

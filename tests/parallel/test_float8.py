@@ -1,5 +1,6 @@
 """float8 in one process: converted layers, their names and styles, no warnings."""
 
+import contextlib
 import logging
 import re
 import sys
@@ -7,7 +8,8 @@ import sys
 import pytest
 import torch
 from commands import run
-from tiny import distance, gradients, randomize, tiny_config
+from harness import on_ranks
+from tiny import distance, gradients, graphs_alone, randomize, tiny_config
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +18,6 @@ from unchecked import unchecked
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.fake_step import fake_world
-from titan_dit.launcher import process_group
 from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import float8, tensor
 from titan_dit.parallel.float8_gains import LinearShape
@@ -165,7 +166,8 @@ def test_torchao_is_loaded_where_it_is_used_and_in_silence(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def on_gpu(world, emulate):
+def compiled_step(world, emulate):
+    """Loss and gradients of a compiled step in float8."""
     precision = {"dtype": "bf16", "float8": "tensorwise", "float8_layers": "all"}
     config = tiny_config(
         model={"hidden": 128},
@@ -177,14 +179,26 @@ def on_gpu(world, emulate):
     return gradients(trainer)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-    reason="needs a GPU with float8",
+def two_steps(world, emulations, how):
+    with how():
+        return [compiled_step(world, emulate) for emulate in emulations]
+
+
+HAS_FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FLOAT8, reason="needs a GPU with float8")]
+
+
+@pytest.mark.parametrize(
+    ("device", "emulations", "how"),
+    [
+        # A CPU only emulates: what is asked of a GPU runs to its end.
+        pytest.param("cpu", (True, True), graphs_alone, id="cpu"),
+        pytest.param("cuda", (False, True), contextlib.nullcontext, id="cuda", marks=GPU),
+    ],
 )
-def test_real_products_are_those_of_the_emulation():
-    with process_group.start("cuda") as world:
-        loss, found = on_gpu(world, emulate=False)
-        expected_loss, expected = on_gpu(world, emulate=True)
-    assert loss == pytest.approx(expected_loss, rel=1e-2)
-    assert distance(found, expected) < 0.05
+def test_real_products_are_those_of_the_emulation(device, emulations, how):
+    where = {"RANKS_ON": device, "LOCAL_RANK": "0"}
+    # In a rank: pytest's own process checks shapes, which cannot be compiled.
+    [[step, emulated]] = on_ranks(1, two_steps, emulations, how, variables=where)
+    assert step[0] == pytest.approx(emulated[0], rel=1e-2)
+    assert distance(step[1], emulated[1]) < 0.05

@@ -7,8 +7,6 @@ import shutil
 import tarfile
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from encoded_sets import LABELS, save_pictures
 from refusals import refused
@@ -22,6 +20,8 @@ from titan_dit.pictures.picture_set import Asked
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Twelve pictures in every form."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     root = tmp_path_factory.mktemp("inputs")
     lines = save_pictures(root / "jsonl")
     files = [(root / "jsonl" / line["file_name"]).read_bytes() for line in lines]
@@ -31,7 +31,7 @@ def root(tmp_path_factory):
     rows = [f'{x["file_name"]},{x["label"]},"{x["text"]}"\n' for x in lines]
     (root / "csv" / "metadata.csv").write_text("file_name,label,text\n" + "".join(rows))
     table = pyarrow.Table.from_pylist(lines)
-    pyarrow.parquet.write_table(table, root / "table" / "metadata.parquet")
+    parquet.write_table(table, root / "table" / "metadata.parquet")
     (root / "parquet").mkdir()
     features = {"label": {"names": list(LABELS), "_type": "ClassLabel"}}
     about = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
@@ -46,7 +46,7 @@ def root(tmp_path_factory):
         ]
         found = pyarrow.Table.from_pylist(rows).replace_schema_metadata(about)
         file = root / "parquet" / f"train-{part:05d}-of-00002.parquet"
-        pyarrow.parquet.write_table(found, file, row_group_size=4)
+        parquet.write_table(found, file, row_group_size=4)
     (root / "tars").mkdir()
     for part in range(2):
         with tarfile.open(root / "tars" / f"{part:05d}.tar", "w") as archive:
@@ -219,11 +219,13 @@ def test_splits_may_be_folders_with_files_of_equal_names(root, tmp_path, kind):
 
 
 def save_table(path, rows, names=()):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     path.parent.mkdir(exist_ok=True)
     info = {"info": {"features": {"label": {"names": names}}}}
     table = pyarrow.Table.from_pylist(rows)
     about = {b"huggingface": json.dumps(info).encode()} if names else {}
-    pyarrow.parquet.write_table(table.replace_schema_metadata(about), path)
+    parquet.write_table(table.replace_schema_metadata(about), path)
 
 
 def test_labels_of_parquet_are_numbers_or_names_of_one_list(tmp_path):
