@@ -227,6 +227,8 @@ def two_networks():
             for device in ("lo", "end"):
                 ip("-n", name, "link", "set", device, "up")
         yield names
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this kernel or container has no such networks: {error}")
     finally:
         for name in made:
             ip("netns", "delete", name)
