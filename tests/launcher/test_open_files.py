@@ -61,7 +61,7 @@ def test_a_launcher_has_files_for_every_node_before_they_meet(
     met = []
     monkeypatch.setattr(launch.waiting, "NOTICE_S", 3600.0)
     monkeypatch.setattr(agent, "launch", lambda *_: met.append(limits.now))
-    words = ["--nnodes", nodes, "--rdzv-endpoint", "node1:29500", "-m", "x"]
+    words = ["--nnodes", nodes, "--rdzv-endpoint", "127.0.0.1:29500", "-m", "x"]
     assert launch.Launcher(0.0, 0).run(words) == code
     assert met == ([] if code else [(4096, 4096)])
     refused = "error: the launcher of RDZV_ENDPOINT needs up to 10,096 open files"

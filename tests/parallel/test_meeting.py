@@ -8,8 +8,8 @@ from joined import content, forward, pair
 
 from titan_dit.launcher.cause import has_lost_peer
 from titan_dit.launcher.failure import NetworkFailure
-from titan_dit.parallel.transports.addresses import address_of, interfaces, own_addresses
 from titan_dit.parallel.transports.meeting import HEADER, Door, Notice, Peer, visit
+from titan_dit.system.addresses import address_of, interfaces, own_addresses
 
 
 def peers():

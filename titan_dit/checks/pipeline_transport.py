@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.parallel.transports.addresses import address_of, interfaces
+from titan_dit.system.addresses import address_of, interfaces
 
 
 def check_keys(pipeline: PipelineConfig) -> None:

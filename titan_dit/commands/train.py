@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher import orphan
+from titan_dit.launcher import host_names, orphan
 from titan_dit.system import stdio
 
 FEW_NODES = 4
@@ -184,6 +184,7 @@ def rendezvous_options(environment: Mapping[str, str]) -> list[str]:
     endpoint = environment.get("RDZV_ENDPOINT")
     if not endpoint:
         raise UserError(f"NNODES={nodes}: set RDZV_ENDPOINT=host:port of one node.")
+    host_names.split(endpoint)
     return [
         *("--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
         *("--rdzv-id", environment.get("RDZV_ID") or "titan_dit"),

@@ -7,6 +7,7 @@ private parts are in this file only.
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from titan_dit.launcher import host_names
 from titan_dit.launcher.failure import NetworkFailure
 
 STARTING_S = 3600.0
@@ -47,6 +49,19 @@ def opening(what: str) -> Iterator[None]:
             f"{host}:{port} (rank 0) and each other; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
             "name the network interface."
         ) from error
+
+
+def find_store(host: str) -> None:
+    """Wait for the name of rank 0's host, and choose the network interface of gloo.
+
+    torch would try an unknown name in silence until the timeout, an hour.
+    """
+    if not host_names.wait_for(host):
+        here = socket.gethostname()
+        raise RuntimeError(
+            f"MASTER_ADDR={host}: this host, {here}, does not know the name. {host_names.FIX}"
+        )
+    host_names.choose_interface(host)
 
 
 def cause_of(error: Exception) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher import open_files, waiting
-from titan_dit.launcher.failure import INTERRUPTED, USER_ERROR
+from titan_dit.launcher import host_names, open_files, waiting
+from titan_dit.launcher.failure import INTERRUPTED, describe
 from titan_dit.launcher.forked_ranks import ForkServer, fork_ranks
 from titan_dit.launcher.signals import Listener
 from titan_dit.system import stdio
@@ -97,18 +98,21 @@ class Launcher:
         if server:
             fork_ranks(server)
 
-        if endpoint := waiting.endpoint_of(arguments):
-            need = open_files.needed_by_launcher(waiting.most_nodes(arguments))
-            try:
-                open_files.raise_limit(need, "the launcher of RDZV_ENDPOINT")
-            except UserError as error:
-                stdio.write(sys.stderr, f"error: {error}\n")
-                return USER_ERROR
-            timer = threading.Timer(waiting.NOTICE_S, self.give_notice, [endpoint])
-            timer.daemon = True
-            timer.start()
+        endpoint = waiting.endpoint_of(arguments)
         try:
-            agent.launch(arguments, self.make_agent)
+            if endpoint:
+                need = open_files.needed_by_launcher(waiting.most_nodes(arguments))
+                open_files.raise_limit(need, "the launcher of RDZV_ENDPOINT")
+                timer = threading.Timer(waiting.NOTICE_S, self.give_notice, [endpoint])
+                timer.daemon = True
+                timer.start()
+            options = host_names.torchrun_options(arguments, endpoint)
+        except UserError as error:
+            code, message = describe(error)
+            stdio.write(sys.stderr, f"{message}\n")
+            return code
+        try:
+            agent.launch(options, self.make_agent)
         except agent.ChildFailedError as error:
             return self.failed(error)
         except agent.Stopped:
@@ -120,6 +124,9 @@ class Launcher:
                 "joined, or another node ended first and reports why. If the node of RDZV_ENDPOINT "
                 f"was lost, restart it, then this one: {error}\n",
             )
+            return 1
+        except socket.gaierror as error:
+            stdio.write(sys.stderr, f"error: {host_names.unknown_names(endpoint)}: {error}\n")
             return 1
         return self.code()
 

@@ -61,6 +61,7 @@ def start(device_type: str | None = None) -> Iterator[World]:
         need = open_files.needed(rank, size, device_type)
         open_files.raise_limit(need, f"rank {rank} of {size:,}")
         with groups.opening("the default process group"):
+            groups.find_store(os.environ.get("MASTER_ADDR", "localhost"))
             dist.init_process_group(backend, timeout=timedelta(seconds=groups.STARTING_S))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

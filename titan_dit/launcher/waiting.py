@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from titan_dit.launcher import host_names
+
 NOTICE_S = 20.0
 """A launcher that waits longer says so once."""
 
@@ -27,15 +29,22 @@ def option(arguments: Sequence[str], name: str) -> str | None:
 
 def notice(endpoint: str) -> str:
     """What is known of the endpoint, as one line."""
-    host, _, port = endpoint.rpartition(":")
+    return f"still waiting for RDZV_ENDPOINT={endpoint}: {state_of(endpoint)}"
+
+
+def state_of(endpoint: str) -> str:
+    """Whether the endpoint can be reached, and what to do."""
+    host = endpoint
     try:
-        with socket.create_connection((host, int(port)), timeout=5):
-            state = (
+        host, port = host_names.split(endpoint)
+        # As torchrun: this host need not know its own name.
+        reached = host_names.LOOPBACK if host_names.is_this_host(host) else host
+        with socket.create_connection((reached, port), timeout=5):
+            return (
                 "it accepts connections, so either fewer nodes than NNODES have joined, or another "
                 "program listens there: take another port"
             )
     except socket.gaierror:
-        state = f"this machine does not know the host {host}"
+        return f"this machine does not know the host {host}"
     except (OSError, ValueError) as error:
-        state = f"it cannot be reached ({error}): its launcher must run and its port be open"
-    return f"still waiting for RDZV_ENDPOINT={endpoint}: {state}"
+        return f"it cannot be reached ({error}): its launcher must run and its port be open"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from titan_dit.launcher.failure import NetworkFailure
-from titan_dit.parallel.transports.addresses import own_addresses
+from titan_dit.system.addresses import own_addresses
 
 HEADER = struct.Struct("<HHII")
 """Lane, number of files, number of the message, bytes of the payload."""

@@ -21,7 +21,7 @@ import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import NetworkFailure
-from titan_dit.parallel.transports.addresses import interfaces
+from titan_dit.system.addresses import interfaces
 
 SYSTEM = Path("/sys/class")
 
