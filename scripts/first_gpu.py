@@ -36,7 +36,7 @@ REHEARSAL = 4
 CLOSING_S = 12.0
 """Kept for a part that is stopped at its limit, and for the summary."""
 TEST_S = 60
-NUM_STEPS = 1000
+NUM_STEPS = 700
 """Training steps of the digits."""
 LONG = "tests/benchmarks/test_gpu_benchmark.py::test_on_a_gpu_memory_is_counted"
 """Runs the whole of gpu.py, which is a part of its own."""
@@ -205,7 +205,8 @@ def make_environment(runner: Runner) -> Path:
     folder = WORK / "environment"
     packages = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
+    complete, names = folder / "complete", "\n".join(wheel.name for wheel in wheels)
+    if not complete.exists() or complete.read_text() != names:
         shutil.rmtree(folder, ignore_errors=True)
         make = [sys.executable, "-m", "venv", "--without-pip", folder]
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
@@ -217,7 +218,7 @@ def make_environment(runner: Runner) -> Path:
         theirs = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         lines = [str(ROOT), *(f"import site; site.addsitedir({path!r})" for path in theirs)]
         (packages / "first_gpu.pth").write_text("\n".join(lines) + "\n")
-        (folder / "complete").touch()
+        complete.write_text(names)
     return python
 
 
