@@ -95,6 +95,7 @@ class Runner:
         self.environment = {
             **os.environ,
             "NGPU": "1",
+            "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             # Parts, and a second call, share compiled code.
             "TORCHINDUCTOR_CACHE_DIR": str(WORK / "inductor"),
@@ -200,7 +201,6 @@ def make_environment(runner: Runner) -> Path:
     wheels = sorted(WHEELS.glob("*.whl"))
     if not wheels:
         runner.say("no wheels in benchmarks/wheels (scripts/gpu_wheels.sh): using this Python")
-        runner.environment["PYTHONPATH"] = str(ROOT)
         return Path(sys.executable)
     folder = WORK / "environment"
     packages = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 PACKAGE = "titan_dit"
 OUTSIDE = ("benchmarks", "scripts")
-"""Other folders whose symbols can be named, with the folder first: benchmarks.gpu_plan.cells_for."""
+"""Other folders whose symbols can be named, folder first: benchmarks.gpu_plan.cells_for."""
 SLOW = ("tests/distributed/", "tests/launcher/", "tests/recovery/", "tests/test_cli_")
 """Tests that start processes; they run last."""
 
