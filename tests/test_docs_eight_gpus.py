@@ -1,4 +1,4 @@
-"""The commands of docs/eight-gpus.md: accepted, of the planned memory, of the printed losses."""
+"""The commands of docs/eight-gpus.md: accepted, of the planned memory, equal losses."""
 
 import re
 import subprocess
@@ -71,15 +71,16 @@ def test_the_planned_memory_is_that_of_the_dry_run(commands, tmp_path):
 
 
 @pytest.mark.long
-def test_every_small_command_prints_the_losses_of_the_page(commands, tmp_path):
+def test_every_small_layout_has_the_losses_of_one_rank(commands, tmp_path):
     losses = {}
     for name, (ranks, flags) in commands.items():
         if "-" in name:
             continue
         words = [sys.executable, "-m", "titan_dit", "train", *flags]
         done = run(words, tmp_path, NGPU=ranks)
-        for line in re.findall(r"^(step ./5 .*)  \.\.\.$", PAGE, re.MULTILINE):
-            assert line in done.stdout, f"{name}: {done.stdout}{done.stderr}"
+        if name == "base":
+            assert done.returncode == 0, done.stdout + done.stderr
+            continue
         losses[name] = [row["loss"] for row in metrics(tmp_path / "outputs" / name)]
     assert len(losses) == 9
     for found in losses.values():
