@@ -69,6 +69,7 @@ class Ended:
 class Report:
     """What is known so far; `lines` make the summary."""
 
+    title: str = "first GPU"
     facts: dict[str, Any] = field(default_factory=dict)
     said: dict[str, list[str]] = field(default_factory=dict)
     """Lines of each part."""
@@ -76,7 +77,7 @@ class Report:
 
     def lines(self, seconds: float) -> list[str]:
         """The summary, of at most MOST_LINES lines."""
-        title = f"first GPU: {self.facts.get('device', 'unknown device')}, {seconds:.0f} s"
+        title = f"{self.title}: {self.facts.get('device', 'unknown device')}, {seconds:.0f} s"
         about = [f"  {key} {value}" for key, value in self.facts.items() if key != "device"]
         parts = [line for name, lines in self.said.items() for line in (f"{name}:", *lines)]
         end = f"failed: {', '.join(self.failed)}" if self.failed else "every part ended well"
@@ -335,7 +336,7 @@ def gpu(runner: Runner, report: Report, python: Path, out: Path, is_tiny: bool) 
 
 
 def benchmark_lines(found: dict[str, Any]) -> list[str]:
-    """Measured rows, faults, figures beside their targets, and verdicts, of gpu.py's JSON."""
+    """Faults, figures beside their targets, peaks and verdicts of gpu.py's JSON."""
     wrong = ("failed", "out of memory")
     rows = [*found["measured"], *found["levers"], *found["max_tokens"]]
     named = [(" ".join(str(v) for v in list(row.values())[:4]), row["result"]) for row in rows]
@@ -344,6 +345,14 @@ def benchmark_lines(found: dict[str, Any]) -> list[str]:
         if row["met"] != "-":
             asked = f"at least {row['at least']}: {row['met']}"
             lines.append(f"  {row['target']}: {row['measured']}, {asked}")
+    for row in found["rows"]:
+        predicted = row["dry run GiB (eager)"]
+        if row["contender"] in ("ours", "ours_compiled") and "-" not in (
+            row["peak GiB"],
+            predicted,
+        ):
+            name = " ".join(str(row[key]) for key in ("model", "tokens", "batch", "contender"))
+            lines.append(f"  {name}: peak {row['peak GiB']} GiB, eager dry run {predicted}")
     for row in found["verdicts"]:
         if row["figure"] != "-":
             lines.append(f"  {row['finding']}: {row['figure']}, {row['verdict']}")
@@ -411,6 +420,8 @@ def main() -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, interrupted)
     report, code = Report(), 0
+    if options.tiny:
+        report.title = "rehearsal of the first GPU, whose figures mean nothing"
     with (out / "log.txt").open("w") as log:
         budget = options.budget_s or BUDGET_S * (REHEARSAL if options.tiny else 1)
         runner = Runner(budget, log)

@@ -148,12 +148,18 @@ def test_a_fault_costs_its_part_only(tmp_path, monkeypatch):
     assert (tmp_path / "summary.txt").read_text().endswith("failed: tests, digits\n")
 
 
+ROW = {"model": "XL/2", "tokens": 256, "batch": 128}
 BENCHMARK = {
     "measured": [
-        {"model": "XL/2", "tokens": 256, "batch": 128, "contender": "plain", "result": "measured"},
-        {"model": "XL/2", "tokens": 256, "batch": 128, "contender": "ours", "result": "failed: E"},
+        {**ROW, "contender": "plain", "result": "measured"},
+        {**ROW, "contender": "ours", "result": "failed: E"},
     ],
     "levers": [],
+    "rows": [
+        {**ROW, "contender": "ours", "peak GiB": "50.9", "dry run GiB (eager)": "51.1"},
+        {**ROW, "contender": "ours_compiled", "peak GiB": "-", "dry run GiB (eager)": "51.1"},
+        {**ROW, "contender": "plain", "peak GiB": "60.0", "dry run GiB (eager)": "-"},
+    ],
     "max_tokens": [],
     "targets": [
         {"target": "MFU", "at least": "0.45", "measured": "0.500 (ours)", "met": "yes"},
@@ -171,13 +177,15 @@ def test_the_summary_has_what_was_measured_beside_its_target():
     assert first_gpu.benchmark_lines(BENCHMARK) == [
         "  XL/2 256 128 ours: failed: E",
         "  MFU: 0.500 (ours), at least 0.45: yes",
+        "  XL/2 256 128 ours: peak 50.9 GiB, eager dry run 51.1",
         "  idle share: 0.01, ahead",
         "  2 rows were not begun, for want of time",
     ]
 
 
 def test_the_summary_is_short_and_ends_with_what_failed():
-    report = Report({"device": "H100", "torch": "2.11.0"}, {"gpu": ["  a line"] * 100}, ["gpu"])
+    facts = {"device": "H100", "torch": "2.11.0"}
+    report = Report("first GPU", facts, {"gpu": ["  a line"] * 100}, ["gpu"])
     lines = report.lines(12.0)
     assert len(lines) == first_gpu.MOST_LINES
     assert lines[:2] == ["first GPU: H100, 12 s", "  torch 2.11.0"]
