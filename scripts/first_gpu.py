@@ -255,7 +255,7 @@ def environment(runner: Runner, report: Report) -> Path:
 
 
 def facts() -> dict[str, object]:
-    """Device and versions, read by the environment's Python; what all parts import is read, too."""
+    """Device and versions, read by the environment's Python."""
     import importlib
     import importlib.metadata
 
@@ -270,8 +270,6 @@ def facts() -> dict[str, object]:
     for name in ("triton", "torchao", "pytest"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    import titan_dit.trainer  # noqa: F401
-
     return found
 
 
@@ -420,6 +418,9 @@ def main() -> int:
     options = parse()
     if options.facts:
         sys.stdout.write(f"{FACTS}{json.dumps(facts())}\n")
+        # What all parts import is read from the disk. It fails if a package is missing.
+        import titan_dit.trainer  # noqa: F401
+
         return 0
     out = options.out or Path(os.environ.get("OUT") or WORK / "results")
     for folder in (out, WORK):
