@@ -159,6 +159,8 @@ def test_the_environment_has_the_wheels_and_what_this_python_has(tmp_path, monke
     (there / "theirs.py").write_text("")
     monkeypatch.setattr(first_gpu, "WORK", tmp_path / "work")
     monkeypatch.setattr(first_gpu, "WHEELS", tmp_path)
+    # It would end the fork server of other tests, a child of this process.
+    monkeypatch.setattr(first_gpu, "end_children", lambda: None)
     monkeypatch.setenv("PYTHONPATH", str(there))
     with zipfile.ZipFile(tmp_path / "ours-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("ours/__init__.py", "")
