@@ -67,7 +67,14 @@ ONCE = (
 """In the first cell only."""
 FLOAT8 = ("ours_float8_tensorwise", "ours_float8_rowwise")
 RIVALS = ("ours_compiled", "original_compiled", "plain_compiled")
-MAIN = ((0, RIVALS), (1, RIVALS), (2, ("ours_compiled", *FLOAT8)), (0, FLOAT8))
+MAIN = (
+    (0, RIVALS),
+    (1, RIVALS),
+    (2, ("ours_compiled", *FLOAT8)),
+    (0, FLOAT8),
+    (0, ("plain",)),
+    (1, ("plain", "ours")),
+)
 """(number of the cell, contenders): what a run is made for, in order. Ceilings come after them."""
 LATER = {"ours_float8_rowwise": 1, "ours_compiled_flash": 1, "ours_compiled_cudnn": 2}
 LATER |= {"ours_compiled_resharded": 3}

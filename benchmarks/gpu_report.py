@@ -58,15 +58,16 @@ class Findings:
         self.starts_s: list[float] = []
         """Seconds of each start of the process that measures."""
         self.not_begun: list[str] = []
-        self.failed: set[str] = set()
+        self.failed: dict[str, str] = {}
+        """What failed or ran out of memory, of any kind of row, and how."""
 
     def add(self, job: Task, row: Row) -> None:
         """Add a row, print it and write the JSON."""
         if row["result"] == "not begun":
             self.not_begun.append(str(job))
             return self.save()
-        if row["result"].startswith("failed"):
-            self.failed.add(str(job))
+        if row["result"].startswith(("failed", "out of memory")):
+            self.failed[str(job)] = row["result"]
         for name, value in row.get("ceilings", {}).items():
             self.ceilings[name] = (
                 self.ceilings.get(name, []) + value if name == "attention" else value
@@ -82,7 +83,7 @@ class Findings:
 
     def has_failed(self, job: Task) -> bool:
         """True if the job raised an unexpected error."""
-        return str(job) in self.failed
+        return self.failed.get(str(job), "").startswith("failed")
 
     def save(self) -> None:
         """Write the JSON, if asked for."""
@@ -104,6 +105,7 @@ class Findings:
                 verdicts=self.verdicts,
                 starts_s=self.starts_s,
                 targets=self.targets,
+                failed=self.failed,
                 not_begun=self.not_begun,
             )
 

@@ -21,6 +21,7 @@ from typing import Any
 from gpu_queue import Row, Task
 
 STOP_S = 10.0
+SILENT = "gave no answer"
 
 Serve = Callable[[Connection, Any], None]
 """(pipe, options): sends (facts, tasks), then a row for every (name, seconds left) it receives."""
@@ -74,12 +75,12 @@ class Worker:
             try:
                 self.start(left_s)
             except NotStarted as error:
-                return {"result": f"failed: {error}"}
+                return unanswered(str(error), at_end=True)
         left_s = end - time.monotonic()
         if left_s <= 0:
             return {"result": "not begun"}
         found = self.receive(min(limit_s, left_s), (str(task), left_s))
-        row: Row = {"result": f"failed: {found}"} if isinstance(found, str) else found
+        row: Row = unanswered(found, left_s <= limit_s) if isinstance(found, str) else found
         if isinstance(found, str) or row["result"].startswith(("failed", "out of memory")):
             self.stop()
         return row
@@ -91,7 +92,7 @@ class Worker:
                 self.pipe.send(request)
             if self.pipe.poll(limit_s):
                 return self.pipe.recv()
-            return f"gave no answer in {limit_s:.0f} s"
+            return f"{SILENT} in {limit_s:.0f} s"
         except (EOFError, OSError):  # It has died, before the request or after it.
             self.process.join(STOP_S)
             return f"died with exit code {self.process.exitcode}"
@@ -106,6 +107,13 @@ class Worker:
         self.process.kill()
         self.process.join(STOP_S)
         self.process = None
+
+
+def unanswered(why: str, at_end: bool) -> Row:
+    """The row of a task without an answer; the end of the budget (`at_end`) is no failure."""
+    if at_end and SILENT in why:
+        return {"result": f"not measured: the budget ended ({why})"}
+    return {"result": f"failed: {why}"}
 
 
 def leading(serve: Serve, pipe: Connection, options: Any) -> None:

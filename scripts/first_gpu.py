@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ NUM_STEPS = 700
 LONG = "tests/benchmarks/test_gpu_benchmark.py::test_on_a_gpu_memory_is_counted"
 """Runs the whole of gpu.py, which is a part of its own."""
 MOST_LINES = 60
+FACTS = "facts: "
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -78,7 +80,8 @@ class Report:
     def lines(self, seconds: float) -> list[str]:
         """The summary, of at most MOST_LINES lines."""
         title = f"{self.title}: {self.facts.get('device', 'unknown device')}, {seconds:.0f} s"
-        about = [f"  {key} {value}" for key, value in self.facts.items() if key != "device"]
+        facts = [f"{key} {value}" for key, value in self.facts.items() if key != "device"]
+        about = [f"  {', '.join(facts)}"] if facts else []
         parts = [line for name, lines in self.said.items() for line in (f"{name}:", *lines)]
         end = f"failed: {', '.join(self.failed)}" if self.failed else "every part ended well"
         whole = [title, *about, *parts]
@@ -97,7 +100,7 @@ class Runner:
         self.environment = {
             **os.environ,
             "NGPU": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *own_folders()]),
             "PYTHONUNBUFFERED": "1",
             # Parts, and a second call, share compiled code.
             "TORCHINDUCTOR_CACHE_DIR": str(WORK / "inductor"),
@@ -170,6 +173,11 @@ class Runner:
             self.say(lines[-1])
 
 
+def own_folders() -> list[str]:
+    """Folders of the PYTHONPATH that this process was started with."""
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
 def end_children() -> None:
     """Kill what a command left, so that no process holds the device during the next part.
 
@@ -197,8 +205,9 @@ def children() -> Iterator[int]:
 def make_environment(runner: Runner) -> Path:
     """The Python of a virtual environment with the wheels and this Python's packages.
 
-    A .pth file names them: some tests start processes without PYTHONPATH. Without wheels this
-    Python is taken as it is.
+    A .pth file names them: some tests start processes without PYTHONPATH. A wheel is a zip file,
+    and is unpacked without pip, which this Python may lack. Without wheels this Python is taken as
+    it is.
     """
     wheels = sorted(WHEELS.glob("*.whl"))
     if not wheels:
@@ -207,39 +216,47 @@ def make_environment(runner: Runner) -> Path:
     folder = WORK / "environment"
     packages = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     python = folder / "bin" / "python"
-    complete, names = folder / "complete", "\n".join(wheel.name for wheel in wheels)
-    if not complete.exists() or complete.read_text() != names:
+    theirs = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    theirs += own_folders()
+    # A checkout may be copied to another machine after a rehearsal.
+    made_of = [sys.executable, sys.version, str(ROOT), *theirs, *(wheel.name for wheel in wheels)]
+    complete = folder / "complete"
+    if not complete.exists() or complete.read_text() != "\n".join(made_of):
         shutil.rmtree(folder, ignore_errors=True)
-        make = [sys.executable, "-m", "venv", "--without-pip", folder]
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        pip += ["--no-compile", "--disable-pip-version-check", "--root-user-action=ignore"]
-        for command in (make, [*pip, "--target", packages, *wheels]):
-            if not runner.run(command).is_good:
-                runner.say("the environment could not be made: using this Python")
-                return Path(sys.executable)
-        theirs = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        if not runner.run([sys.executable, "-m", "venv", "--without-pip", folder]).is_good:
+            runner.say("the environment could not be made: using this Python")
+            return Path(sys.executable)
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as files:
+                files.extractall(packages)
         lines = [str(ROOT), *(f"import site; site.addsitedir({path!r})" for path in theirs)]
         (packages / "first_gpu.pth").write_text("\n".join(lines) + "\n")
-        complete.write_text(names)
+        complete.write_text("\n".join(made_of))
     return python
 
 
 def environment(runner: Runner, report: Report) -> Path:
     """Make the environment, say what it lacks, and read torch once from the disk."""
-    python = make_environment(runner)
+    try:
+        python = make_environment(runner)
+    except (OSError, zipfile.BadZipFile) as error:
+        runner.say(f"the environment could not be made, using this Python: {error}")
+        python = Path(sys.executable)
     lacking = runner.run([python, ROOT / "scripts" / "needs.py"])
     report.said["environment"] = [f"  {line}" for line in lacking.lines if "lacks" in line]
     found = runner.run([python, __file__, "--facts"])
-    if found.is_good:
-        report.facts = json.loads(found.lines[-1])
-    else:
+    # Warnings may follow it.
+    told = [line.removeprefix(FACTS) for line in found.lines if line.startswith(FACTS)]
+    if told:
+        report.facts = json.loads(told[0])
+    if not found.is_good:
         report.failed.append("environment")
         report.said["environment"] += found.lines[-3:]
     return python
 
 
 def facts() -> dict[str, object]:
-    """Device and versions, read by the environment's Python; what all parts import is read, too."""
+    """Device and versions, read by the environment's Python."""
     import importlib
     import importlib.metadata
 
@@ -254,8 +271,6 @@ def facts() -> dict[str, object]:
     for name in ("triton", "torchao", "pytest"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    import titan_dit.trainer  # noqa: F401
-
     return found
 
 
@@ -295,7 +310,7 @@ def tests(runner: Runner, report: Report, python: Path, out: Path, is_tiny: bool
     ]
     report.said["tests"] = said
     # A rehearsal without a GPU skips all of them.
-    if not ended.is_good or not counts["skipped" if is_tiny else "passed"]:
+    if not ended.is_good or not (counts["passed"] or (is_tiny and counts["skipped"])):
         report.failed.append("tests")
 
 
@@ -322,11 +337,13 @@ def digits(runner: Runner, report: Report, python: Path, out: Path, steps: int) 
         report.failed.append("digits")
 
 
-def gpu(runner: Runner, report: Report, python: Path, out: Path, is_tiny: bool) -> None:
-    """The benchmark of one GPU, in what is left of the time."""
+def gpu(runner: Runner, report: Report, python: Path, out: Path, flags: Sequence[str]) -> None:
+    """The benchmark of one GPU, in what is left of the time; `flags` are its own."""
     budget = max(1.0, runner.left_s - 5)
     command: list[object] = [python, "benchmarks/gpu.py", "--out", out / "gpu.json"]
-    command += ["--budget-s", f"{budget:.0f}", *["--tiny"] * is_tiny]
+    command += ["--budget-s", f"{budget:.0f}", *flags]
+    # It may fail before it writes: the figures of an earlier call are not its own.
+    (out / "gpu.json").unlink(missing_ok=True)
     ended = runner.run(command, signal.SIGTERM)
     report.said["gpu"] = [f"  {ended}"]
     if not ended.is_good:
@@ -337,10 +354,7 @@ def gpu(runner: Runner, report: Report, python: Path, out: Path, is_tiny: bool) 
 
 def benchmark_lines(found: dict[str, Any]) -> list[str]:
     """Faults, figures beside their targets, peaks and verdicts of gpu.py's JSON."""
-    wrong = ("failed", "out of memory")
-    rows = [*found["measured"], *found["levers"], *found["max_tokens"]]
-    named = [(" ".join(str(v) for v in list(row.values())[:4]), row["result"]) for row in rows]
-    lines = [f"  {name}: {result}" for name, result in named if result.startswith(wrong)]
+    lines = [f"  {name}: {result}" for name, result in found["failed"].items()]
     for row in found["targets"]:
         if row["met"] != "-":
             asked = f"at least {row['at least']}: {row['met']}"
@@ -368,6 +382,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--tiny", action="store_true", help="rehearse on any machine")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("flags", nargs="*", help="after --: flags of benchmarks/gpu.py")
     parser.add_argument("--budget-s", type=float, help=f"limit of all ({BUDGET_S:.0f})")
     parser.add_argument("--out", type=Path, help="folder of results ($OUT)")
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)
@@ -383,12 +398,13 @@ def take(options: argparse.Namespace, runner: Runner, report: Report, out: Path)
     """Run the parts, in order; write the summary after each."""
     slower = REHEARSAL if options.tiny else 1
     steps = 50 if options.tiny else NUM_STEPS
+    flags = [*options.flags, *["--tiny"] * options.tiny]
     runner.begin_part(slower * LIMITS_S["environment"])
     python = environment(runner, report)
     parts = {
         "tests": lambda: tests(runner, report, python, out, options.tiny),
         "digits": lambda: digits(runner, report, python, out, steps),
-        "gpu": lambda: gpu(runner, report, python, out, options.tiny),
+        "gpu": lambda: gpu(runner, report, python, out, flags),
     }
     for name in PARTS:
         if name in options.parts:
@@ -412,7 +428,10 @@ def main() -> int:
     """Return 0 if every part ended well."""
     options = parse()
     if options.facts:
-        sys.stdout.write(json.dumps(facts()) + "\n")
+        sys.stdout.write(f"{FACTS}{json.dumps(facts())}\n")
+        # What all parts import is read from the disk. It fails if a package is missing.
+        import titan_dit.trainer  # noqa: F401
+
         return 0
     out = options.out or Path(os.environ.get("OUT") or WORK / "results")
     for folder in (out, WORK):

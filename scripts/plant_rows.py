@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "titan_dit"
-OUTSIDE = ("benchmarks", "scripts")
+OUTSIDE = ("benchmarks", "scripts", "tests")
 """Other folders whose symbols can be named, folder first: benchmarks.gpu_plan.cells_for."""
 SLOW = ("tests/distributed/", "tests/launcher/", "tests/recovery/", "tests/test_cli_")
 """Tests that start processes; they run last."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -116,10 +117,13 @@ def test_tests_that_fail_are_named_also_if_the_time_ends_before_them(tmp_path):
         assert report.failed == ["tests"]
 
 
-@pytest.mark.parametrize(("is_tiny", "failed"), [(True, []), (False, ["tests"])])
-def test_a_gpu_that_no_test_used_is_a_failure_but_in_a_rehearsal(tmp_path, is_tiny, failed):
+@pytest.mark.parametrize(
+    ("line", "is_tiny", "failed"),
+    [(PYTEST[-1], True, []), (PYTEST[-1], False, ["tests"]), (PYTEST[1], True, [])],
+)
+def test_a_gpu_that_no_test_used_is_a_failure_but_in_a_rehearsal(tmp_path, line, is_tiny, failed):
     report = Report()
-    first_gpu.tests(Recorded(ended(PYTEST[-1])), report, Path("python"), tmp_path, is_tiny)
+    first_gpu.tests(Recorded(ended(line)), report, Path("python"), tmp_path, is_tiny)
     assert report.failed == failed
 
 
@@ -139,28 +143,71 @@ def test_a_fault_costs_its_part_only(tmp_path, monkeypatch):
     # The tests' runner raises; training ends with an error; the benchmark runs.
     runner = Recorded(*[ended(code=1)] * 3, ended())
     monkeypatch.setattr(first_gpu, "gpu_tests", lambda: 1 / 0)
-    monkeypatch.setattr(sys, "argv", ["first_gpu.py"])
+    monkeypatch.setattr(sys, "argv", ["first_gpu.py", "--", "--parts", "max_tokens"])
     report = Report()
     first_gpu.take(first_gpu.parse(), runner, report, tmp_path)
     assert report.failed == ["tests", "digits"]
     assert report.said["tests"] == ["  ZeroDivisionError: division by zero"]
-    assert "benchmarks/gpu.py" in runner.commands[-1]
+    assert runner.commands[-1][1] == "benchmarks/gpu.py"
+    assert runner.commands[-1][-2:] == ["--parts", "max_tokens"]
     assert (tmp_path / "summary.txt").read_text().endswith("failed: tests, digits\n")
+
+
+def test_the_environment_has_the_wheels_and_what_this_python_has(tmp_path, monkeypatch, runner):
+    """Also where no pip is, and again after a copy to another place."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "theirs.py").write_text("")
+    monkeypatch.setattr(first_gpu, "WORK", tmp_path / "work")
+    monkeypatch.setattr(first_gpu, "WHEELS", tmp_path)
+    # It would end the fork server of other tests, a child of this process.
+    monkeypatch.setattr(first_gpu, "end_children", lambda: None)
+    monkeypatch.setenv("PYTHONPATH", str(there))
+    with zipfile.ZipFile(tmp_path / "ours-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("ours/__init__.py", "")
+    imports = "import ours, theirs, pytest, titan_dit; print(ours.__file__)"
+
+    def where():
+        python = first_gpu.make_environment(runner)
+        bare = {"PATH": os.environ["PATH"]}
+        words = [python, "-c", imports]
+        return subprocess.run(
+            words, cwd=tmp_path, env=bare, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert where().startswith(str(tmp_path / "work"))
+    (tmp_path / "work" / "environment" / "bin" / "python").unlink()
+    monkeypatch.setattr(first_gpu.sys, "executable", f"{Path(sys.executable).parent}/python3")
+    assert where().startswith(str(tmp_path / "work"))
+    # A folder that cannot be written costs the wheels only.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(first_gpu, "WORK", tmp_path / "file")
+    recorded, report = Recorded(*[ended(code=1)] * 3), Report()
+    assert first_gpu.environment(recorded, report) == Path(sys.executable)
+
+
+def test_the_facts_are_found_among_warnings():
+    lines = ["a warning", 'facts: {"device": "H100"}', "another, at the exit"]
+    report = Report()
+    first_gpu.environment(Recorded(*[ended(*lines)] * 4), report)
+    assert report.facts == {"device": "H100"}
+
+
+def test_figures_of_an_earlier_call_are_not_those_of_a_benchmark_that_fails(tmp_path):
+    (tmp_path / "gpu.json").write_text(json.dumps(BENCHMARK))
+    report = Report()
+    first_gpu.gpu(Recorded(ended(code=2)), report, Path("python"), tmp_path, [])
+    assert report.said["gpu"] == ["  exit code 2 after 1 s"]
 
 
 ROW = {"model": "XL/2", "tokens": 256, "batch": 128}
 BENCHMARK = {
-    "measured": [
-        {**ROW, "contender": "plain", "result": "measured"},
-        {**ROW, "contender": "ours", "result": "failed: E"},
-    ],
-    "levers": [],
+    "failed": {"XL/2 256 128 ours 1": "failed: E", "copy": "out of memory"},
     "rows": [
         {**ROW, "contender": "ours", "peak GiB": "50.9", "dry run GiB (eager)": "51.1"},
         {**ROW, "contender": "ours_compiled", "peak GiB": "-", "dry run GiB (eager)": "51.1"},
         {**ROW, "contender": "plain", "peak GiB": "60.0", "dry run GiB (eager)": "-"},
     ],
-    "max_tokens": [],
     "targets": [
         {"target": "MFU", "at least": "0.45", "measured": "0.500 (ours)", "met": "yes"},
         {"target": "speed", "at least": "1.3", "measured": "not measured", "met": "-"},
@@ -175,7 +222,8 @@ BENCHMARK = {
 
 def test_the_summary_has_what_was_measured_beside_its_target():
     assert first_gpu.benchmark_lines(BENCHMARK) == [
-        "  XL/2 256 128 ours: failed: E",
+        "  XL/2 256 128 ours 1: failed: E",
+        "  copy: out of memory",
         "  MFU: 0.500 (ours), at least 0.45: yes",
         "  XL/2 256 128 ours: peak 50.9 GiB, eager dry run 51.1",
         "  idle share: 0.01, ahead",
@@ -229,6 +277,6 @@ def test_the_rehearsal_runs_from_a_copy_without_git_to_its_summary(tmp_path):
     summary = (tmp_path / "out" / "summary.txt").read_text().splitlines()
     assert len(summary) <= first_gpu.MOST_LINES
     assert summary == done.stdout.splitlines()[-len(summary) :]
-    assert "  commit 0123abc" in summary
+    assert "commit 0123abc, " in summary[1]
     assert "  3-NN agreement: " in "\n".join(summary)
     assert summary[-1] == "every part ended well"

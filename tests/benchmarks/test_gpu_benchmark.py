@@ -20,6 +20,8 @@ import gpu_levers
 import gpu_plan
 import plain_dit
 from gpu_contenders import Place
+from gpu_queue import Task
+from gpu_report import Findings
 from limits import Work
 
 from titan_dit.config.section import UserError
@@ -135,6 +137,24 @@ def test_the_peak_beside_a_row_is_that_of_the_dry_run(monkeypatch, capsys):
         time.sleep(0.01)
     # In MiB: all peaks are small.
     assert f"{found[cell] * 1024:.2f}\n" in shown
+
+
+def test_what_fails_is_in_the_json_whatever_its_part(tmp_path, capsys):
+    facts = {"place": {"device": "H100"}, "peak_tflops": None, "memory_gib": 79.2}
+    cells = [gpu_plan.Cell(gpu_plan.config_of("toy", 8), 4, model="toy")]
+    found = Findings("rectified_flow", cells, [], str(tmp_path / "out"), facts)
+    results = {
+        "ceiling": ("copy", "failed: RuntimeError"),
+        "lever": ("EMA", "out of memory"),
+        "contender": ("ours", "not measured: no torchao"),
+    }
+    tasks = [Task(key={kind: name}, estimate_s=1.0) for kind, (name, _) in results.items()]
+    for task, (_, result) in zip(tasks, results.values(), strict=True):
+        found.add(task, {**task.key, "result": result})
+    capsys.readouterr()
+    written = json.loads((tmp_path / "out").read_text())
+    assert written["failed"] == {"copy": "failed: RuntimeError", "EMA": "out of memory"}
+    assert [found.has_failed(task) for task in tasks] == [True, False, False]
 
 
 ORIGINAL = """
