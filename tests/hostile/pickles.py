@@ -36,7 +36,7 @@ def forged(rng):
     """A pickle that calls a command, by one of the known ways."""
     module, of = rng.choice(FORBIDDEN)
     called = rng.choice((name, old_name))(module, of)
-    kind = rng.randrange(5)
+    kind = rng.randrange(6)
     if kind == 0:
         return b"\x80\x04" + called + text("true") + b"\x85R."
     if kind == 1:  # BUILD writes into a module, and a name with dots reads it.
@@ -46,6 +46,9 @@ def forged(rng):
         return b"\x80\x04" + name(*rng.choice(CHECKPOINTED)) + b"}" + text(rng.choice(TEXTS)) + called + b"sb."
     if kind == 3:  # INST.
         return b"\x80\x02(" + text("true") + f"i{module}\n{of}\n.".encode()
+    if kind == 4:  # The state of slots: BUILD sets attributes of the class itself.
+        state = b"N}" + text(rng.choice(TEXTS)) + text("a") + b"s\x86"
+        return b"\x80\x04" + name(*rng.choice(CHECKPOINTED)) + state + b"b."
     return b"\x80\x04" + name(*rng.choice(CHECKPOINTED)) + b")\x81" + called + b"b."
 
 

@@ -98,14 +98,22 @@ class Trials:
         return code, message + out.getvalue()
 
     def one(self, name, seed):
-        """Malform one file by a seed and let a command read it; (what it was, what is wrong)."""
+        """Malform one file by a seed and let a command read it; (what it was, what is wrong, text)."""
         rng = random.Random(f"{name} {seed}")
-        self.fill(name)
         command = rng.choice(FORMATS[name].commands)
-        what = FORMATS[name].malform(self.box / "in", rng)
-        story = f"{name} {seed}: {command.name}, {what}"
-        before = contents(self.box / "in") if "in/run" not in command.writes else None
-        names = modules()
+        what = []
+        wrong, said, code = self.judged(
+            name, command, lambda folder: what.append(FORMATS[name].malform(folder, rng))
+        )
+        self.counts.setdefault(name, [0, 0])[bool(code)] += 1
+        return f"{name} {seed}: {command.name}, {what[0]}", wrong, said
+
+    def judged(self, name, command, malform):
+        """Run a command on a changed input; what is wrong with it, what it said, its exit code."""
+        self.fill(name)
+        malform(self.box / "in")
+        before = contents(self.box / "in")
+        names = names_of_modules()
         watch.forget_peak()
         writable = [self.box / folder for folder in ("tmp", *command.writes)]
         with self.watch.over(writable, SECONDS):
@@ -113,12 +121,11 @@ class Trials:
         wrong = self.watch.act or faults(code, said, command)
         if not wrong and watch.peak_mib() > PEAK_MIB:
             wrong = f"{watch.peak_mib():.0f} MiB"
-        if not wrong and before is not None and contents(self.box / "in") != before:
+        if not wrong and "in/run" not in command.writes and contents(self.box / "in") != before:
             wrong = "changed its input"
-        if not wrong and modules() != names:
+        if not wrong and names_of_modules() != names:
             wrong = "changed a module"
-        self.counts.setdefault(name, [0, 0])[bool(code)] += 1
-        return story, wrong, said
+        return wrong, said, code
 
 
 def faults(code, said, command):
@@ -165,9 +172,14 @@ def contents(folder):
     return found
 
 
-def modules():
-    """Names in the modules that a pickle could write to."""
-    return {name: {*vars(sys.modules[name])} for name in MODULES if name in sys.modules}
+def names_of_modules():
+    """Names in the modules and classes that a pickle could write to."""
+    found = {name: {*vars(sys.modules[name])} for name in MODULES if name in sys.modules}
+    for module, name in watch.CHECKPOINTED:
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type):
+            found[f"{module}.{name}"] = {*vars(kind)}
+    return found
 
 
 def main(home, plan, results):

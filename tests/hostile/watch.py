@@ -76,8 +76,8 @@ CHECKPOINTED = (
 """Names in the `.metadata` of a checkpoint."""
 GLOBALS = {*CHECKPOINTED, ("_codecs", "encode"), ("numpy", "dtype"), ("numpy", "ndarray")}
 """Names that a pickle may import, besides those of `is_plain`."""
-OF_OUR_OWN = "torch.distributed.checkpoint.planner"
-"""Ranks send each other its plans as pickles, also a single one to itself."""
+OF_OUR_OWN = ("torch.distributed.checkpoint.planner", "torch.distributed.checkpoint.storage")
+"""Ranks send each other its plans and results as pickles, also a single one to itself."""
 
 
 class Forbidden(BaseException):
@@ -189,7 +189,7 @@ def is_plain(module, name):
     own = module.partition(".")[0] in ("torch", "numpy")
     kinds = ("Storage", "Tensor", "Parameter", "device")
     is_kind = module.startswith("torch") and name.endswith(kinds) and "." not in name
-    is_plan = module == OF_OUR_OWN and "." not in name
+    is_plan = module in OF_OUR_OWN and "." not in name
     return (own and rebuilds) or is_kind or is_plan or (module, name) in GLOBALS
 
 

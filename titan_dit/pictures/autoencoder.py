@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import Finite, PositiveFloat, PositiveInt, UserError, conform, show
 from titan_dit.data.latent_facts import LatentFacts, Units, VAEFacts
 from titan_dit.pictures.library import diffusers
 from titan_dit.system import stdio
@@ -28,6 +28,17 @@ INSIDE = "vae"
 """Folder of the autoencoder in a pipeline of diffusers."""
 PREFIX = "Autoencoder"
 """Of the classes of diffusers that can be used."""
+CONFIG_KEYS = {
+    "latent_channels": PositiveInt,
+    "block_out_channels": tuple[PositiveInt, ...] | None,
+    "scaling_factor": Finite | None,
+    "shift_factor": Finite | None,
+    "latents_mean": tuple[Finite, ...] | None,
+    "latents_std": tuple[PositiveFloat, ...] | None,
+}
+"""Keys of a config that are read here; diffusers checks none."""
+MOST_LAYERS = 64
+"""Of a block. diffusers would build any number, before it looks at the weights."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +132,12 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     try:
         config = library.AutoencoderKL.load_config(named)
         kind = class_of(library, config, f"{where} {source}")
+        if folder.is_dir():
+            check_size(kind, config, folder, f"{where} {source}")
         module: nn.Module = kind.from_pretrained(named, torch_dtype=torch.float32)
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # A config with values of wrong types can raise anything.
         told = error if folder.is_dir() else first_cause(error)
         reason = " ".join(str(told).split())[:300]
         nowhere = "" if folder.is_dir() else "no such folder, and by this name on the hub "
@@ -153,12 +166,33 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
-    """The class that a config names; UserError unless it is an autoencoder."""
-    name = config.get("_class_name")
+    """The class that a config names; UserError unless it is an autoencoder of sound values."""
+    name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(library, str(name), None)
     if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
         raise UserError(f"{where} is {show(name)}, not an autoencoder such as AutoencoderKL.")
+    for key, hint in CONFIG_KEYS.items():
+        conform(config.get(key), hint, f"{where}: {CONFIG}: {key}")
+    for key, value in config.items():
+        layers = value if isinstance(value, list | tuple) else [value]
+        if "layers" in key and any(isinstance(n, int | float) and n > MOST_LAYERS for n in layers):
+            raise UserError(f"{where}: {CONFIG}: {key}={show(value)} is above {MOST_LAYERS}.")
     return kind
+
+
+def check_size(kind: Any, config: Mapping[str, Any], folder: Path, where: str) -> None:
+    """Raise UserError if a config describes more parameters than the folder's files can hold.
+
+    diffusers allocates them before it reads the weights.
+    """
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in kind.from_config(dict(config)).parameters())
+    held = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    if parameters > held:
+        raise UserError(
+            f"{where}: {CONFIG} describes {parameters:,} parameters, but the files of the folder "
+            f"hold {held:,} bytes. Restore the folder."
+        )
 
 
 def units_of(config: Mapping[str, Any]) -> tuple[Units, Units]:
