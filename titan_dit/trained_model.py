@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
@@ -151,7 +151,7 @@ class Known:
     @classmethod
     def of(cls, path: Location) -> Known:
         """Read the record; tells which code of the user's it imports."""
-        record = checkpoint.read_record(path)
+        record = read_record(path)
         sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)
         model, objective = (sections[name] for name in USED)
         for line in dotted_names.origins({"model": model, "objective": objective}):

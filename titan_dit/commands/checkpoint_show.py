@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags.checkpoint_show import Options
@@ -19,7 +20,7 @@ from titan_dit.observe import console
 def main(options: Options) -> None:
     """Print the checkpoint."""
     path = find_checkpoint(location(options.path), options.step, "checkpoint show")
-    record, tensors = checkpoint.read_record(path), checkpoint.contents(path)
+    record, tensors = read_record(path), checkpoint.contents(path)
     for name, value in (*position(path, record), *parts(tensors)):
         console.say(f"{name:10}{value}")
     for section, table in record["config"].items():

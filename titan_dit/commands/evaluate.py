@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
@@ -69,7 +69,7 @@ def evaluate(options: Options, keys: Sequence[str], world: World) -> dict[str, A
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
     batch_size = options.batch_size or BATCH
-    record = first(lambda: checkpoint.read_record(path))
+    record = first(lambda: read_record(path))
     config = config_of(record, keys, world)
     if world.is_main:
         own = ("model", "objective", "data")

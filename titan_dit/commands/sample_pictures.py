@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.commands.flags.sample import CommonFlags, PictureFlags
 from titan_dit.commands.sample_inputs import labels_of, read_noise, vae_of
 from titan_dit.commands.weak_network import load_guide, weak_network
@@ -189,7 +189,7 @@ def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
 
 def identity(run: TrainedModel) -> list[str]:
     """Name and digest of a network's checkpoint."""
-    files = checkpoint.read_record(run.path)["files"]
+    files = read_record(run.path)["files"]
     return [run.path.name, digest(repr(sorted(files.items())).encode())]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.config import catalog, config_file
@@ -128,7 +128,7 @@ def of_the_last_ranks(config: JobConfig, rows: Sequence[Row]) -> tuple[list[Row]
 def versions_of(run: Path) -> dict[str, str]:
     """Versions in the newest checkpoint of a run; {} if it has none."""
     try:
-        found = checkpoint.read_record(find_checkpoint(location(run), None))
+        found = read_record(find_checkpoint(location(run), None))
     except UserError:
         return {}
     return dict(found["versions"])
