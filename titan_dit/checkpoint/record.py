@@ -28,13 +28,6 @@ class Damaged(UserError):
         )
 
 
-def wrong_name(name: str) -> str | None:
-    """What is wrong with the name of a checkpoint's file."""
-    if not name or name in (".", "..", MANIFEST) or not name.isprintable() or {*name} & {*"/\\:"}:
-        return "is not that of a file in the checkpoint's folder"
-    return None
-
-
 def wrong_digest(text: str) -> str | None:
     """What is wrong with a SHA-256."""
     return None if len(text) == 64 and HEX.issuperset(text) else "is not a SHA-256 in hex"
@@ -48,7 +41,7 @@ def wrong_time(text: str) -> str | None:
         return "is not a time such as 2026-01-31T12:00:00+00:00"
 
 
-FILES = {"files": Each({"bytes": COUNT, "sha256": Text(wrong_digest)}, wrong_name)}
+FILES = {"files": Each({"bytes": COUNT, "sha256": Text(wrong_digest)}, schema.wrong_name)}
 GUARD = {
     **dict.fromkeys(("spike_steps", "overflow_steps", "in_a_row"), Maybe(COUNT)),
     **dict.fromkeys(("nan_steps", "num_good", "num_losses"), Maybe(COUNT)),

@@ -38,7 +38,7 @@ def position(path: Any, record: dict[str, Any]) -> Iterator[tuple[str, object]]:
     yield "step", f"{record['step']:,}"
     epochs = f" ({record['cursor'] / data['count']:.2f} epochs)" if data["count"] else ""
     yield "samples", f"{record['cursor']:,}{epochs}"
-    yield "skipped", f"{record['nan_steps']:,} non-finite steps"
+    yield "skipped", f"{record.get('nan_steps', 0):,} non-finite steps"
     yield "data", f"{data['count']:,} samples, digest {data['digest'] or 'unknown'}"
     if average := record.get("averaged"):
         made = f"sigma_rel {average['sigma_rel']} of step {average['step']}"
@@ -47,7 +47,8 @@ def position(path: Any, record: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "origin", "imported weights"
     yield "layout", record.get("layout", "unknown")
     yield "written", record.get("written_at", "unknown")
-    yield "versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())
+    versions = record.get("versions", {})
+    yield "versions", ", ".join(f"{name} {text}" for name, text in versions.items())
     size = sum(entry["bytes"] for entry in files.values())
     yield "files", f"{len(files)}, {size:,} bytes"
 

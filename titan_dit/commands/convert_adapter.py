@@ -102,7 +102,7 @@ def read_directory(source: Path, target: Path, options: Options) -> None:
     if not base:
         raise UserError(f"--from {source} is an adapter. Name the run of its weights with --base.")
     path = find_checkpoint(location(base), options.step, "--base")
-    run = open_weights(path, options.weights or "ema", options.decay)
+    run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     network = counterpart(run, f"--base {base}")
     ends = f".{lora.A}"
     try:

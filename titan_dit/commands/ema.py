@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.contents import NAME as TENSORS
 from titan_dit.checkpoint.combined import Shapes, Term, shapes_of, write_sum
+from titan_dit.checkpoint.contents import NAME as TENSORS
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.run_path import RunPath, resolve
 from titan_dit.checkpoint.snapshots import FOLDER

@@ -44,6 +44,8 @@ from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, o
 
 OF_RUN = ("job", "model", "objective", "data", "precision", "ema", "validation")
 """Sections that the run decides. Layout, compilation and the rest are those of the command line."""
+IMPORTED = ("model", "objective", "data", "parallel")
+"""Those whose names are imported."""
 BATCH = 16
 WHAT_MODEL_IS = ("tensor_plan",)
 """Keys of [parallel] that belong to the model."""
@@ -70,6 +72,8 @@ def evaluate(options: Options, keys: Sequence[str], world: World) -> dict[str, A
     path = first(lambda: find_checkpoint(location(options.run), options.step))
     batch_size = options.batch_size or BATCH
     record = first(lambda: read_record(path))
+    tables = config_file.of_record(record)
+    dotted_names.check_trusted(tables, f"--run {path}", options.trust, IMPORTED)
     config = config_of(record, keys, world)
     if world.is_main:
         own = ("model", "objective", "data")

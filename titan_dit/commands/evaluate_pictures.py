@@ -212,7 +212,7 @@ def job_of(options: Options, device: torch.device) -> Job:
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
-    run = load_trained(path, options.weights, options.decay, device)
+    run = load_trained(path, options.weights, options.decay, device, options.trust)
     if not isinstance(run.objective, Diffusion):
         raise UserError(
             f"--reference: {path} was trained with {type(run.objective).__name__} and draws no "

@@ -86,7 +86,9 @@ def main(options: Options) -> None:
     run = named.run
     if not isinstance(run, Path) or not (run / CONFIG).is_file():
         raise named.none_found("--run", f"no {CONFIG} found")
-    config = config_file.build(config_file.of_run(run / CONFIG), catalog.variant)
+    tables = config_file.of_run(run / CONFIG)
+    dotted_names.check_trusted(tables, f"--run {run}", options.trust)
+    config = config_file.build(tables, catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
     saved = tables_of(run, options.step)
     # A run of before the key `objective` compiled only its blocks.

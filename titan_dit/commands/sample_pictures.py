@@ -180,7 +180,7 @@ def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
     noise = None
     if flags.noise is not None:
         noise, labels = read_noise(Path(flags.noise), diffusion.model)
-    guide = None if flags.guide is None else load_guide(flags.guide, run.device)
+    guide = None if flags.guide is None else load_guide(flags.guide, run.device, flags.trust)
     weak = None if guide is None else weak_network(guide, diffusion)
     guidance = drawing.guidance_of(flags, weak)
     vae = vae_of(diffusion, flags, run.device)

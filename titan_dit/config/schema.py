@@ -35,6 +35,14 @@ class OrNone:
 
 
 @dataclass(frozen=True)
+class Either:
+    """A plain value, or a list."""
+
+    plain: Any
+    several: Any
+
+
+@dataclass(frozen=True)
 class Each:
     """A table of any keys; `key` returns what is wrong with one, or None."""
 
@@ -67,6 +75,13 @@ ANY = object()
 """A value that is not checked."""
 
 
+def wrong_name(name: str) -> str | None:
+    """What is wrong with a file's name in a manifest: it must be of a file beside it."""
+    if name in ("", ".", "..") or not name.isprintable() or {*name} & {*"/\\"}:
+        return "is not the name of a file in the folder of the manifest"
+    return None
+
+
 def parse(text: str | bytes) -> Any:
     """Parse JSON. Raises ValueError, also for a key that stands twice and for deep nesting."""
     try:
@@ -95,6 +110,8 @@ def check(value: Any, schema: Any, where: str) -> None:
         check_table(value, schema, where)
     elif isinstance(schema, Row | Rows):
         check_list(value, schema, where)
+    elif isinstance(schema, Either):
+        check(value, schema.several if isinstance(value, list | tuple) else schema.plain, where)
     elif isinstance(schema, Text):
         check(value, str, where)
         if wrong := schema.rule(value):
