@@ -8,10 +8,12 @@ from typing import Any
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.combined import Shapes, Term, shapes_of, write_sum
+from titan_dit.checkpoint.contents import NAME as TENSORS
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.run_path import RunPath, resolve
 from titan_dit.checkpoint.snapshots import FOLDER
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
+from titan_dit.checkpoint.torch_files import METADATA
 from titan_dit.commands.flags.ema import Options
 from titan_dit.config.section import UserError
 from titan_dit.config.training import power_name
@@ -26,6 +28,8 @@ from titan_dit.system.progress import ProgressLine, count
 LARGEST_ERROR = 0.01
 """Of the profile, relative: beyond it the snapshots do not make the average."""
 SHOWN_STEPS = 8
+OF_CHECKPOINT = (MANIFEST, METADATA, TENSORS)
+"""Files of a checkpoint without tensors."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def check_target(target: Location) -> None:
     names, left = store.names(target), store.names(store.aside(target))
     if store.has(target) or MANIFEST in names or (names and store.renames):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
-    if others := [n for n in left if n not in (MANIFEST, ".metadata") and ".distcp" not in n]:
+    if others := [n for n in left if n not in OF_CHECKPOINT and ".distcp" not in n]:
         raise UserError(
             f"--to {target}: {store.aside(target)} holds {others[0]}. Delete it, or choose another "
             "name."

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands import results_file, sample_pictures
@@ -212,7 +212,7 @@ def job_of(options: Options, device: torch.device) -> Job:
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
-    run = load_trained(path, options.weights, options.decay, device)
+    run = load_trained(path, options.weights, options.decay, device, options.trust)
     if not isinstance(run.objective, Diffusion):
         raise UserError(
             f"--reference: {path} was trained with {type(run.objective).__name__} and draws no "
@@ -288,7 +288,7 @@ def given_pictures(options: Options) -> Pictures:
 
 def about_run(job: Job, labels: str) -> dict[str, Any]:
     """What the drawn pictures depend on."""
-    record = checkpoint.read_record(job.run.path)
+    record = read_record(job.run.path)
     kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "eta")
     return {
         "checkpoint": str(job.run.path),

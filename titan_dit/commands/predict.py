@@ -28,7 +28,7 @@ def main(options: Options) -> None:
         raise UserError(f"--out {out}: name a .safetensors file.")
     device = device_of(options.device)
     path = find_checkpoint(location(options.checkpoint), options.step, "--checkpoint")
-    run = load_trained(path, options.weights, options.decay, device)
+    run = load_trained(path, options.weights, options.decay, device, options.trust)
     if isinstance(run.objective, Diffusion):
         found = predict_diffusion(run, run.objective, options)
     else:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.commands.flags.sample import CommonFlags, PictureFlags
 from titan_dit.commands.sample_inputs import labels_of, read_noise, vae_of
 from titan_dit.commands.weak_network import load_guide, weak_network
@@ -180,7 +180,7 @@ def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
     noise = None
     if flags.noise is not None:
         noise, labels = read_noise(Path(flags.noise), diffusion.model)
-    guide = None if flags.guide is None else load_guide(flags.guide, run.device)
+    guide = None if flags.guide is None else load_guide(flags.guide, run.device, flags.trust)
     weak = None if guide is None else weak_network(guide, diffusion)
     guidance = drawing.guidance_of(flags, weak)
     vae = vae_of(diffusion, flags, run.device)
@@ -189,7 +189,7 @@ def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
 
 def identity(run: TrainedModel) -> list[str]:
     """Name and digest of a network's checkpoint."""
-    files = checkpoint.read_record(run.path)["files"]
+    files = read_record(run.path)["files"]
     return [run.path.name, digest(repr(sorted(files.items())).encode())]
 
 

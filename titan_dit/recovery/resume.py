@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint, run_path
-from titan_dit.checkpoint.checkpoint import Damaged, read_record
+from titan_dit.checkpoint.record import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.saved_weights import OWN
 from titan_dit.checkpoint.snapshots import averages_in
@@ -182,8 +182,8 @@ def readable(path: Location) -> tuple[dict[str, Any], str]:
         return {}, f"{MANIFEST} is missing"
     try:
         return read_record(path), ""
-    except Damaged:
-        return {}, MANIFEST
+    except Damaged as error:
+        return {}, f"{MANIFEST}: {error.what}"
 
 
 def is_own(checkpoints: Checkpoints, path: Location) -> bool:

@@ -47,3 +47,5 @@ class Options(Section):
     """Import of a folder of peft: the run whose weights the adapters belong to."""
     step: int | None = None
     """Of the same: step of the checkpoint. Unset: the newest."""
+    trust: bool = False
+    """Import modules that the run's config names, such as a model of your own: their code runs."""

@@ -31,6 +31,8 @@ class LossFlags(Section):
     """FILE.json for the results."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
+    trust: bool = False
+    """Import modules that the run's config names, such as a model of your own: their code runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,3 +22,5 @@ class Options(Section):
     """New FILE.csv: the actions of each rank, for --pipeline.order."""
     memory: Annotated[float, Bound(least=1, below=float("inf"))] = 1.0
     """Activations that a rank may hold, in units of the schedule's peak."""
+    trust: bool = False
+    """Import modules that the run's config names, such as a model of your own: their code runs."""

@@ -38,3 +38,5 @@ class Options(Section):
     calibrate: tuple[FilePath, ...] = ()
     """gpu.json RUN ...: fit a device to a JSON of benchmarks/gpu.py and to runs, and write it to
     --out FILE.toml."""
+    trust: bool = False
+    """Import modules that the run's config names, such as a model of your own: their code runs."""

@@ -28,3 +28,5 @@ class Options(Section):
     """Finite samples to print, highest loss first."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
+    trust: bool = False
+    """Import modules that the run's config names, such as a model of your own: their code runs."""

@@ -43,6 +43,8 @@ class CommonFlags(Section):
     """Batch size; of texts fewer if their logits take more than 512 MiB."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
+    trust: bool = False
+    """Import modules that the run's config names, such as a model of your own: their code runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
