@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_dit.commands.flags.convert import Options
-from titan_dit.config import catalog, config_file
+from titan_dit.config import catalog, config_file, user_text
 from titan_dit.config.section import UserError, conform, hints_of
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import DiffusionConfig
@@ -120,11 +120,11 @@ def objective_of(
 def stored_objective(weights: weight_file.Weights) -> dict[str, Any]:
     """The [objective] table in a file's metadata; empty if there is none."""
     try:
-        stored: dict[str, Any] = json.loads(weights.metadata.get(OBJECTIVE, "{}"))
+        stored: dict[str, Any] = user_text.parse_json(weights.metadata.get(OBJECTIVE, "{}"))
         if stored:
             kind = catalog.variant("objective", conform(stored.get("name"), str, "name"))
             stored = config_file.renamed_keys("objective", stored, hints_of(kind))
-    except (json.JSONDecodeError, AttributeError, UserError) as error:
+    except (user_text.BadTextError, AttributeError, UserError) as error:
         raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
     return stored
 
