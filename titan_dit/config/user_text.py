@@ -10,9 +10,9 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import tomli
 
@@ -51,33 +51,25 @@ def read(file: Path, where: str, most: int = MAX_BYTES) -> str:
         raise UserError(f"{where} is {error}. Save it as UTF-8.") from None
 
 
-def lines(file: Path, where: str, most: int, key: str) -> Iterator[tuple[int, str]]:
-    """Number and text of each line that is not blank. `most`: bytes of a line, set by `key`.
+def lines(file: Path, where: str, most: int, fix: str) -> Iterator[tuple[int, str]]:
+    """Number and text of each line that is not blank. `most`: bytes of a line; `fix` ends an error.
 
     Only a line feed ends a line: a caption may hold other separators, such as U+2028.
     """
+    number = 0
     try:
         with file.open("rb") as opened:
-            yield from lines_of(opened, where, most, key)
+            while data := opened.readline(most + 1):
+                number += 1
+                if len(data) > most:
+                    raise UserError(f"{where}, line {number}: longer than {most:,} bytes. {fix}")
+                text = decode(data) if number == 1 else data.decode()
+                if text.strip():
+                    yield number, text
     except OSError as error:
         raise UserError(f"{where} cannot be read: {error.strerror}.") from None
-
-
-def lines_of(opened: IO[bytes], where: str, most: int, key: str) -> Iterator[tuple[int, str]]:
-    """The lines of an open file."""
-    number = 0
-    while data := opened.readline(most + 1):
-        number += 1
-        if len(data) > most:
-            raise UserError(
-                f"{where}, line {number}: longer than {most:,} bytes. Correct it, or raise {key}."
-            )
-        try:
-            text = decode(data) if number == 1 else data.decode()
-        except ValueError:
-            raise UserError(f"{where}, line {number}: not UTF-8. Save it as UTF-8.") from None
-        if text.strip():
-            yield number, text
+    except (BadTextError, UnicodeDecodeError):
+        raise UserError(f"{where}, line {number}: not UTF-8. Save it as UTF-8.") from None
 
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
@@ -132,7 +124,7 @@ def read_json(file: Path, where: str, most: int = MAX_BYTES) -> Any:
 
 
 def read_csv(
-    file: Path, where: str, most: int, key: str, needed: Sequence[str]
+    file: Path, where: str, most: int, fix: str, needed: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Number and fields of each row of a CSV file, whose first line names the columns.
 
@@ -140,7 +132,7 @@ def read_csv(
     that is `needed` may be there once.
     """
     # Not lines(): a quoted field may hold line ends.
-    reader = csv.reader(csv_lines(file, where, most, key), skipinitialspace=True, strict=True)
+    reader = csv.reader(csv_lines(file, where, most, fix), skipinitialspace=True, strict=True)
     try:
         columns = [name.strip() for name in next(reader, [])]
         if twice := [name for name in needed if columns.count(name) > 1]:
@@ -160,7 +152,7 @@ def read_csv(
         raise UserError(f"{where}, line {reader.line_num}: no CSV ({error}).") from None
 
 
-def csv_lines(file: Path, where: str, most: int, key: str) -> Iterator[str]:
+def csv_lines(file: Path, where: str, most: int, fix: str) -> Iterator[str]:
     """The lines of a CSV file, with their ends."""
     with io.TextIOWrapper(file.open("rb"), "utf-8-sig", newline="") as opened:
         number = 0
@@ -168,23 +160,10 @@ def csv_lines(file: Path, where: str, most: int, key: str) -> Iterator[str]:
             while text := opened.readline(most + 1):
                 number += 1
                 if len(text) > most:
-                    raise UserError(
-                        f"{where}, line {number}: longer than {most:,} bytes. Correct it, or raise "
-                        f"{key}."
-                    )
+                    raise UserError(f"{where}, line {number}: longer than {most:,} bytes. {fix}")
                 yield text
         except UnicodeDecodeError:
             raise UserError(f"{where} is not UTF-8. Save it as UTF-8.") from None
-
-
-def check_scalar(values: Mapping[str, Any]) -> None:
-    """Raise BadTextError for a value that is no text and no number."""
-    for name, value in values.items():
-        kind = type(value).__name__
-        if isinstance(value, bool | list | tuple | dict):
-            raise BadTextError(f"{name} is a {kind}, not a text or a number")
-        if isinstance(value, str) and not is_utf8(value):
-            raise BadTextError(f"{name} {value[:40]!a} has half a surrogate pair")
 
 
 def is_utf8(text: str) -> bool:
