@@ -170,7 +170,7 @@ def test_several_keys_have_files_of_their_own(here, made):
 
 
 def test_a_text_file_is_one_document_for_every_key():
-    chunk = Chunk("a.txt", "txt", 1, b"hello")
+    chunk = Chunk("a.txt", "txt", 1, b"hello", 100)
     assert list(texts_of(chunk, ("x", "y"))) == [("hello", "hello")]
 
 

@@ -86,7 +86,7 @@ def test_errors_begin_with_the_users_flag(root):
         return refused(lambda: pictures.of_folder(root, 6, "--reference"))
 
     (root / "metadata.jsonl").write_text("{")
-    assert said().startswith(f"--reference {root}/metadata.jsonl, line 1: no JSON")
+    assert said().startswith(f"--reference {root}/metadata.jsonl, line 1: not JSON")
     described(root, [{"file_name": "0.png", "label": 0}] * 2)
     assert said().startswith(f"--reference {root}: 0.png is listed twice")
     (root / "metadata.csv").write_text("")

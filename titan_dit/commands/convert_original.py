@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_dit.commands.flags.convert import Options
-from titan_dit.config import catalog, config_file, dotted_names, schema
+from titan_dit.config import catalog, config_file, dotted_names, schema, user_text
 from titan_dit.config.section import UserError, conform, hints_of
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import DiffusionConfig
@@ -120,13 +120,13 @@ def objective_of(
 def stored_objective(weights: weight_file.Weights, trust: bool) -> dict[str, Any]:
     """The [objective] table in a file's metadata; empty if there is none."""
     try:
-        stored: dict[str, Any] = schema.parse(weights.metadata.get(OBJECTIVE, "{}"))
+        stored: dict[str, Any] = user_text.parse_json(weights.metadata.get(OBJECTIVE, "{}"))
         if stored:
             schema.check(stored, schema.Each(schema.ANY), "[objective]")
             dotted_names.check_trusted({"objective": stored}, "it", trust, ("objective",))
             kind = catalog.variant("objective", conform(stored.get("name"), str, "name"))
             stored = config_file.renamed_keys("objective", stored, hints_of(kind))
-    except ValueError as error:
+    except (user_text.BadTextError, UserError) as error:
         raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
     return stored
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.config import catalog, config_file, dotted_names
+from titan_dit.config import catalog, config_file, dotted_names, user_text
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe.metrics import Row, read_rows
@@ -146,16 +145,17 @@ def of_gpu(file: Path, trust: bool = False) -> list[Measured]:
         raise UserError(
             f"--calibrate {file}: no such file. Write it with benchmarks/gpu.py --out FILE."
         )
+    text = user_text.read(file, f"--calibrate {file}")
     try:
-        report = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        report = user_text.parse_json(text)
+    except user_text.BadTextError as error:
         raise UserError(
-            f"--calibrate {file}: not a JSON of benchmarks/gpu.py ({error}). Write it with "
+            f"--calibrate {file}: no report of benchmarks/gpu.py: {error}. Write it with "
             "benchmarks/gpu.py --out FILE."
         ) from None
     try:
         found = list(steps_of(report, f"--calibrate {file}", trust))
-    except (AttributeError, KeyError, TypeError):  # Another program's JSON.
+    except (AttributeError, KeyError, TypeError, ArithmeticError):  # Another program's JSON.
         found = []
     if not found:
         raise UserError(

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from titan_dit.config.section import FilePath, PositiveInt, Section
+from titan_dit.data.tokenizing.chunks import Limits
 
 COMMAND = "data tokenize"
 ENGLISH = "en"
@@ -43,3 +44,8 @@ class Options(Section):
     """Language of the sentences, as in ISO 639; rules for many languages, if it is unknown."""
     workers: PositiveInt = field(default_factory=lambda: min(64, len(os.sched_getaffinity(0))))
     """Worker processes; the result does not depend on them."""
+    max_document_bytes: PositiveInt = Limits.max_document_bytes
+    """Longer documents are left out and listed."""
+    max_ratio: PositiveInt = Limits.max_ratio
+    """Refuse .gz and .xz that unpack to more than 64 MiB and more than this many times their
+    size."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_dit.config.section import FilePath, PositiveInt, Section
+from titan_dit.data.tokenizing.chunks import Limits
 
 COMMAND = "data train-tokenizer"
 
@@ -29,3 +30,8 @@ class Options(Section):
     """Of wordpiece: convert to lower case."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a JSON line that hold text."""
+    max_document_bytes: PositiveInt = Limits.max_document_bytes
+    """Longer documents are left out and listed."""
+    max_ratio: PositiveInt = Limits.max_ratio
+    """Refuse .gz and .xz that unpack to more than 64 MiB and more than this many times their
+    size."""

@@ -6,7 +6,6 @@ of workers or restarts. The manifest is written last; until then `pack.json` mar
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latents import STORED_DTYPES
@@ -225,7 +225,7 @@ def restore_records(plan: ShardPlan, output: Path, digest: str, manifest: dict[s
     list of its dropped files is lost.
     """
     report = output / DROPPED
-    drops = json.loads(report.read_text()) if report.is_file() else []
+    drops = user_text.read_json(report, str(report)) if report.is_file() else []
     reasons = {entry["file"]: entry["reason"] for entry in drops}
     rows = enumerate(plan.names) if reasons else ()
     dropped = {row: reasons[name] for row, name in rows if name in reasons}

@@ -25,6 +25,7 @@ from jaxtyping import Int64, Shaped
 from safetensors import torch as safetensors
 from torch import Tensor
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latents import STORED_DTYPES
@@ -243,7 +244,8 @@ def writing(file: Path, command: str = PackPlan.command) -> Iterator[None]:
 def read_record(output: Path, stem: str) -> ChunkRecord | None:
     """Return the record of a finished chunk; None if it or its shard is missing or damaged."""
     try:
-        values: dict[str, Any] = json.loads((output / f"{stem}.json").read_text())
+        text = (output / f"{stem}.json").read_text()
+        values: dict[str, Any] = user_text.parse_json(text)
         values["dropped"] = [(int(row), str(why)) for row, why in values["dropped"]]
         record = ChunkRecord(**values)
         whole = not record.file or (output / record.file).stat().st_size == record.bytes
