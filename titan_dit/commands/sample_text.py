@@ -53,7 +53,7 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
     progress.end()
     text = text_drawing.titled(texts)
     if not flags.out:
-        console.say(text.removesuffix("\n"))
+        console.say_text(text.removesuffix("\n"))
         return
     out = Path(flags.out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -12,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, not_utf8
+from titan_dit.launcher import disk_errors
 from titan_dit.system import stdio
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, UNREAD = 2, 1, 130, 141
@@ -48,7 +50,7 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     Exits by os._exit: at interpreter shutdown a broken process group can block forever, and a
     thread of an intact process group can abort a finished run.
     """
-    stdio.open_missing()
+    stdio.prepare()
     try:
         code = returned(main)
         atexit._run_exitfuncs()  # Handlers of loggers and worker processes.
@@ -104,13 +106,24 @@ def describe(error: BaseException) -> tuple[int, str]:
     A file error is a user error before training starts; later a restart may fix it.
     """
     is_file = isinstance(error, OSError) and error.filename is not None  # The message names it.
-    if is_file or isinstance(error, UserError):
+    is_named = isinstance(error, UnicodeEncodeError) and not_utf8(error.object)
+    if is_file or is_named or isinstance(error, UserError):
         is_passing = is_training and (is_file or isinstance(error, Disruption))
         is_passing |= isinstance(error, NetworkFailure)
-        return INTERNAL_ERROR if is_passing else USER_ERROR, f"error: {error}"
+        return INTERNAL_ERROR if is_passing else USER_ERROR, f"error: {line_of(error)}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
     return INTERNAL_ERROR, "".join(traceback.format_exception(error)).rstrip()
+
+
+def line_of(error: BaseException) -> str:
+    """The message of an error that needs no traceback."""
+    if isinstance(error, OSError):
+        return disk_errors.line_of(error)
+    if isinstance(error, UnicodeEncodeError):
+        return not_utf8(error.object)
+    # Line breaks of a name are escaped; those of ours are followed by an indented line.
+    return re.sub(r"\n(?!  )", r"\\n", str(error).rstrip("\n"))
 
 
 def is_launched() -> bool:
