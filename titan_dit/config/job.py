@@ -15,7 +15,7 @@ from titan_dit.config.layout import (
 )
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig, MetricsConfig, ProfileConfig
 from titan_dit.config.parameter_groups import with_frozen
-from titan_dit.config.section import Bound, FilePath, Section
+from titan_dit.config.section import Bound, FilePath, Section, UserError, show
 from titan_dit.config.training import (
     EMAConfig,
     EvaluationConfig,
@@ -58,6 +58,14 @@ class RunConfig(Section):
     runs do. auto: a started run keeps its own, a new one takes counter."""
     hooks: tuple[str, ...] = ()
     """Your hook classes, "package.module:Class": see docs/extending.md."""
+
+    def check_name(self) -> None:
+        """Refuse a name that is no folder of `outputs`. Runs of older versions may have one."""
+        if self.name in (".", "..") or any(c in self.name for c in "/\0"):
+            raise UserError(
+                f"[job] name={show(self.name)} must be the name of one folder: no slash, not "
+                '"..". Set a plain name; --job.dir names a folder anywhere.'
+            )
 
     def settled(self, kept: Mapping[str, str] | None = None) -> RunConfig:
         """Replace every "auto" by the value in `kept`, the started run's, or by a new run's."""

@@ -6,12 +6,13 @@ import errno
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from titan_dit.config.section import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """No space or no inodes; the quota is used up."""
+SHARED_MEMORY = "/dev/shm"
 FIXES = {
     **dict.fromkeys(FULL, "Free some space, or name another path."),
     errno.EACCES: "Change its permissions or its owner, or name another path.",
@@ -38,6 +39,16 @@ def refuse_full(error: Exception, where: str, key: str) -> None:
         raise UserError(
             f"{where}: {os.strerror(error.errno)}. Free some space, or set another {key}."
         ) from None
+
+
+def shared_memory_is_full(fewer: str) -> str:
+    """The line of processes that have no shared memory left; `fewer`: the flag that needs less."""
+    size = "missing"
+    with suppress(OSError):
+        entry = os.statvfs(SHARED_MEMORY)
+        megabytes = entry.f_blocks * entry.f_frsize / 2**20
+        size = f"{megabytes:,.0f} MB" if megabytes >= 1 else f"{megabytes:.2g} MB"
+    return f"{SHARED_MEMORY} is full ({size}): docker run --shm-size=8g, or {fewer}"
 
 
 def reason_of(error: Exception) -> str:

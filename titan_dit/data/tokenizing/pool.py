@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing.chunks import Chunk
 from titan_dit.data.tokenizing.encoder import Encoded, Encoder, Recipe
+from titan_dit.launcher.disk_errors import FULL, shared_memory_is_full
 
 AHEAD = 4
 """Chunks of a worker that are under way."""
@@ -67,8 +68,7 @@ def encode_all(
     if workers == 1:
         yield from encode_here(recipe, chunks)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, begin, (recipe,))
+    pool = opened(recipe, workers)
     waiting: deque[tuple[Future[Encoded], int]] = deque()
     try:
         for chunk, done in chunks:
@@ -87,6 +87,19 @@ def encode_all(
             for worker in multiprocessing.active_children():
                 worker.kill()
         pool.shutdown(cancel_futures=True)
+
+
+def opened(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
+    """A pool whose workers start with the first chunk. Raises UserError without shared memory."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        return ProcessPoolExecutor(workers, context, begin, (recipe,))
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        # Its locks are there.
+        full = shared_memory_is_full("--workers 1")
+        raise UserError(f"[data tokenize] {full}; nothing was written.") from None
 
 
 def result(waiting: deque[tuple[Future[Encoded], int]]) -> tuple[Encoded, int]:
