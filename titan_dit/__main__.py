@@ -84,8 +84,9 @@ def main() -> None:
         args=as_python(own, kind),
         config=(tyro.conf.FlagConversionOff,),
     )
-    own_input.check(options, keys)
+    failure.end_by_sigterm()
     with disk_errors.naming(lambda: own_input.named(options, keys)):
+        own_input.check(options, keys)
         command = importlib.import_module(f"titan_dit.commands.{module}")
         command.main(options, *([keys] if name in KEYED else []))
 

@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_dit.config.section import UserError
 from titan_dit.data.base import BadSampleError, Batch, Fields, Source
 from titan_dit.data.order import RankOrder
-from titan_dit.launcher.disk_errors import FULL, reason_of, shared_memory_is_full
+from titan_dit.launcher.disk_errors import FULL, line_of, reason_of, shared_memory_is_full
 from titan_dit.launcher.failure import Disruption
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class NumberedSamples:
         except UserError as error:
             return Disruption(str(error))
         except OSError as error:
-            return Disruption(f"[data] {error}")
+            return Disruption(line_of(error, "[data]"))
         except MemoryError:
             return Disruption(KILLED)
         try:

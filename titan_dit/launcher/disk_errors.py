@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -21,7 +22,7 @@ FIXES = {
     errno.ENOENT: "Make the folder, or correct the path.",
     errno.ENOTDIR: "A part of the path is a file: correct the path, or move the file away.",
     errno.EISDIR: "Name a file, not a folder.",
-    errno.EEXIST: "Delete it, or name another path.",
+    errno.EEXIST: "A file of this name is there: move it away, or name another path.",
     errno.ENOTEMPTY: "Delete it, or name another path.",
     errno.ELOOP: "A link leads to itself: correct the link.",
     errno.ENAMETOOLONG: "Choose a shorter name.",
@@ -57,12 +58,11 @@ def reason_of(error: Exception) -> str:
 
 
 def line_of(error: OSError, flag: str = "") -> str:
-    """The line of an error that names a file; `flag`: what named it."""
-    reason, path = error.strerror or reason_of(error), os.fsdecode(error.filename)
-    if error.filename2 is not None:
-        path = f"{path} -> {os.fsdecode(error.filename2)}"
-    fix = FIXES.get(error.errno or 0, "")
-    return f"{flag}{' ' * bool(flag)}{path}: {reason}. {fix}".rstrip()
+    """The line of a file error; `flag`: what named the file."""
+    names = [n for n in (error.filename, error.filename2) if isinstance(n, str | bytes)]
+    where = f"{flag} {' -> '.join(map(os.fsdecode, names))}".strip()
+    reason, fix = error.strerror or reason_of(error), FIXES.get(error.errno or 0, "")
+    return f"{where}{': ' * bool(where)}{reason}. {fix}".rstrip()
 
 
 @contextmanager
@@ -73,12 +73,19 @@ def naming(paths: Callable[[], Paths], kind: type[UserError] = UserError) -> Ite
     """
     try:
         yield
-    except OSError as error:
-        if not isinstance(error.filename, str | bytes):
+    except (OSError, RuntimeError) as error:
+        found = error if isinstance(error, OSError) else looped(error)
+        if found is None or not isinstance(found.filename, str | bytes):
             raise
-        if (flag := flag_of(os.fsdecode(error.filename), paths())) is None:
+        if (flag := flag_of(os.fsdecode(found.filename), paths())) is None:
             raise
-        raise kind(line_of(error, flag)) from error
+        raise kind(line_of(found, flag)) from error
+
+
+def looped(error: RuntimeError) -> OSError | None:
+    """The error of a link that leads to itself: Path.resolve raises a RuntimeError before 3.13."""
+    text = re.fullmatch("Symlink loop from '(.*)'", str(error))
+    return OSError(errno.ELOOP, os.strerror(errno.ELOOP), text[1]) if text else None
 
 
 def flag_of(file: str, paths: Paths) -> str | None:

@@ -6,7 +6,9 @@ import atexit
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -61,6 +63,15 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
             code, message = describe(error)
             report(message, is_user_error=code == USER_ERROR)
     os._exit(flushed(code))
+
+
+def end_by_sigterm() -> None:
+    """Let SIGTERM end a command as an exception does, so that it deletes its temporary files.
+
+    A rank has its launcher, which may have to end it in the middle of a collective.
+    """
+    if "RANK" not in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
 
 
 def returned(main: Callable[[], int | None]) -> int:

@@ -24,7 +24,8 @@ def replacing(file: Path, mark: str = "") -> Iterator[Path]:
             os.fsync(written.fileno())
         aside.replace(file)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # It is missing, or the disk is the error.
+            aside.unlink()
         raise
     sync_folder(file.parent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class Options(Section):
     @property
     def drawn(self) -> Path:
         """The PNG file."""
-        return Path(self.out or f"{Path(self.path).resolve().name}.png")
+        return Path(self.out or f"{Path(os.path.realpath(self.path)).name}.png")
 
     def derived(self) -> Iterator[tuple[str, str, FromHome]]:
         """The picture of the default name."""
