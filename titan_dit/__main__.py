@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from titan_dit.config.did_you_mean import ELSEWHERE, like
 from titan_dit.config.section import Section, UserError, hints_of
-from titan_dit.launcher import failure, torch_range
+from titan_dit.launcher import disk_errors, failure, torch_range
 
 # Command "a b-c" is titan_dit/commands/a_b_c.py with `main(options)`. Its flags, the dataclass
 # `Options`, are titan_dit/commands/flags/a_b_c.py, which does not import torch.
@@ -71,7 +71,7 @@ def main() -> None:
 
     import tyro
 
-    from titan_dit.commands import flag_advice
+    from titan_dit.commands import flag_advice, own_input
     from titan_dit.config import flags
 
     own, keys = flags.take_keys(words[length:]) if name in KEYED else (words[length:], [])
@@ -84,8 +84,11 @@ def main() -> None:
         args=as_python(own, kind),
         config=(tyro.conf.FlagConversionOff,),
     )
-    command = importlib.import_module(f"titan_dit.commands.{module}")
-    command.main(options, *([keys] if name in KEYED else []))
+    failure.end_by_sigterm()
+    with disk_errors.naming(lambda: own_input.named(options, keys)):
+        own_input.check(options, keys)
+        command = importlib.import_module(f"titan_dit.commands.{module}")
+        command.main(options, *([keys] if name in KEYED else []))
 
 
 def uncaught(options: type[Section]) -> Callable[..., Section]:

@@ -71,7 +71,10 @@ class Trials:
     def fill(self, name):
         """A fresh box with the valid input of a format, and a module that must not be imported."""
         os.chdir(self.home)
-        shutil.rmtree(self.box, ignore_errors=True)
+        if self.box.exists():  # Renamed first: threads of a command may still write there.
+            old = Path(tempfile.mkdtemp(dir=self.home, prefix="old"))
+            self.box.rename(old / "box")
+            shutil.rmtree(old, ignore_errors=True)
         shutil.copytree(self.valid / name, self.box / "in", symlinks=True)
         for name in ("out", "tmp"):
             (self.box / name).mkdir()

@@ -32,8 +32,7 @@ def main(options: Options) -> None:
     size = check_inputs(inputs, COMMAND)
     made = tokenizer_of(options)
     recipe = recipe_of(options, made)
-    level = "sentence" if options.split_sentences else "document"
-    prefixes = [Path(f"{options.output_prefix}_{key}_{level}") for key in recipe.keys]
+    prefixes = list(map(Path, options.prefixes))
     for prefix in prefixes:
         if bin_of(prefix).exists() or idx_of(prefix).exists():
             raise UserError(
@@ -170,12 +169,12 @@ def list_bad(bad: Sequence[BadLine], listed: Path) -> None:
 
 def report(totals: Totals, prefixes: list[Path], options: Options, made: Any) -> None:
     """Print what was written and what was left out; write the list of bad lines."""
-    list_bad(totals.bad, Path(f"{options.output_prefix}_bad_lines.txt"))
+    list_bad(totals.bad, Path(options.bad_lines))
     if totals.empty:
         console.say(f"skipped {totals.empty:,} documents without tokens")
     tokenizer = options.tokenizer
     if not tokenizer:
-        tokenizer = f"{options.output_prefix}_tokenizer.json"
+        tokenizer = options.made_tokenizer
         write_whole(Path(tokenizer), tokenizers.text_of(made).encode())
         console.say(f"wrote {tokenizer}")
     console.say(

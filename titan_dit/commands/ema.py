@@ -60,7 +60,8 @@ def main(options: Options) -> None:
     if fitted.error > LARGEST_ERROR:
         raise UserError(not_expressible(options, snapshots, profiles))
     terms = list(terms_of(snapshots, fitted))
-    console.say("\n".join(lines(options, snapshots, terms, fitted)))
+    for line in lines(options, snapshots, terms, fitted):
+        console.say(line)
     frozen = has_frozen(snapshots[-1].record["config"])
     sums = [(shapes_of(terms), terms), *not_averaged(named.checkpoints, terms, frozen)]
     verify([term.path for _, parts in sums for term in parts])

@@ -81,8 +81,6 @@ def check_outputs(options: Options) -> None:
             raise UserError(f"{flag}: name a .npz file.")
         if file.is_dir():
             raise UserError(f"{flag} is a folder. Name a file.")
-        if file.resolve() == Path(options.reference).expanduser().resolve():
-            raise UserError(f"{flag} is --reference itself. Name another file.")
 
 
 def changed(options: Options, kind: type[Section]) -> list[str]:

@@ -88,13 +88,11 @@ def check_options(options: Options) -> None:
         if path and Path(path).suffix != suffix:
             raise UserError(f"--{flag} {path}: name a {suffix} file.")
         if path:
-            check_writable(flag, Path(path), options.config)
+            check_writable(flag, Path(path))
 
 
-def check_writable(flag: str, file: Path, config: str) -> None:
-    """Refuse, before the search, a file that cannot be written, or that the search reads."""
-    if file.is_file() and file.resolve() == config_file.find_config(config).resolve():
-        raise UserError(f"--{flag} {file}: this is the config that is planned. Name another file.")
+def check_writable(flag: str, file: Path) -> None:
+    """Refuse, before the search, a file that cannot be written."""
     is_new = not file.exists()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -31,12 +31,12 @@ from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import ode
 from titan_dit.diffusion.samplers.base import Sampler
 from titan_dit.execution.base import first_of
-from titan_dit.interop.tensor_file import write_tensors
+from titan_dit.interop.tensor_file import not_finite, write_tensors
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.models.base import Model
 from titan_dit.observe import console
 from titan_dit.pictures import output
-from titan_dit.pictures.autoencoder import Autoencoder
+from titan_dit.pictures.autoencoder import Autoencoder, as_pixels
 from titan_dit.pictures.grid import draw_grid, to_pixels
 from titan_dit.pictures.parts import Parts
 from titan_dit.system.progress import ProgressLine
@@ -246,20 +246,37 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
         noise=None if job.noise is None else model.tokenize(job.noise[at].to(device)),
     )
     samples = job.diffusion.data.to_stored_units(model.detokenize(tokens))
+    check_finite(job, rows, samples, "samples")
     found = {}
     if job.keeps_latents or (job.vae is None and job.diffusion.data.value_range is None):
         found["samples"] = samples.cpu()
     if job.vae is not None:
-        found["pictures"] = decoded(job.vae, samples).cpu()
+        found["pictures"] = decoded(job, job.vae, rows, samples).cpu()
     elif job.keeps_pictures and job.diffusion.data.value_range is not None:
         found["pictures"] = to_pixels(samples, job.diffusion.data.value_range).cpu()
     return found
 
 
-def decoded(vae: Autoencoder, samples: Float[Tensor, "n c h w"]) -> UInt8[Tensor, "n h w 3"]:
+def check_finite(job: Job, rows: range, values: Float[Tensor, "n ..."], what: str) -> None:
+    """Raise UserError that names the samples that are NaN or infinite."""
+    if lost := not_finite(values, rows.start):
+        raise UserError(
+            f"{what} {lost} of {job.run.path} ({job.run.weights}) are NaN or infinite: "
+            f"{job.sampler_name}, {job.flags.steps} steps, cfg_scale {job.flags.cfg_scale:g}. "
+            "Lower --cfg-scale, raise --steps, or take another --step of the run. Nothing was "
+            "written."
+        )
+
+
+def decoded(
+    job: Job, vae: Autoencoder, rows: range, samples: Float[Tensor, "n c h w"]
+) -> UInt8[Tensor, "n h w 3"]:
     """Pictures of stored latents, a few at a time."""
-    starts = range(0, len(samples), DECODED)
-    pictures = [vae.decode(samples[first : first + DECODED]) for first in starts]
+    pictures = []
+    for first in range(0, len(samples), DECODED):
+        values = vae.decoded(samples[first : first + DECODED])
+        check_finite(job, rows[first : first + DECODED], values, "decoded samples")
+        pictures.append(as_pixels(values))
     return torch.cat(pictures).permute(0, 2, 3, 1).contiguous()
 
 

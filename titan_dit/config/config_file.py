@@ -46,7 +46,9 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
     config_path = find_config(config_name)
     tables = overridden(read_toml(config_path), given, variant)
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
-    return build(tables, variant)
+    config = build(tables, variant)
+    config.job.check_name()
+    return config
 
 
 def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) -> Tables:

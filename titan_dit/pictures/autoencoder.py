@@ -65,10 +65,14 @@ class Autoencoder:
         return posterior.mean, posterior.std
 
     @torch.no_grad()
+    def decoded(self, latents: Float[Tensor, "b c p q"]) -> Float[Tensor, "b 3 h w"]:
+        """Pictures of stored latents, in [-1, 1]."""
+        found: Tensor = self.module.decode(latents.to(self.device).float()).sample  # type: ignore[operator]
+        return found
+
     def decode(self, latents: Float[Tensor, "b c p q"]) -> UInt8[Tensor, "b 3 h w"]:
         """Pictures of stored latents."""
-        decoded: Tensor = self.module.decode(latents.to(self.device).float()).sample  # type: ignore[operator]
-        return ((decoded + 1) * 127.5).clamp(0, 255).round().byte()
+        return as_pixels(self.decoded(latents))
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +116,11 @@ class Autoencoder:
                 f"{where} {self.source} has {self.channels} latent channels, but the model draws "
                 f"samples with {channels}. Train it with [model] channels = {self.channels}."
             )
+
+
+def as_pixels(decoded: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
+    """Pictures of 8 bits."""
+    return ((decoded + 1) * 127.5).clamp(0, 255).round().byte()
 
 
 def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder:

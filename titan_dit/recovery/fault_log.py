@@ -5,7 +5,6 @@ The file is append-only. A step that was repeated after a resume has two lines; 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from titan_dit.data.sample_ranges import ranges_of
 from titan_dit.objectives.base import Objective
 from titan_dit.recovery.guard import BadStep
 from titan_dit.rng import SampleRNG
+from titan_dit.system.files import json_lines
 
 FILE = "faults.jsonl"
 
@@ -55,7 +55,5 @@ def drawn_for(
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Parse a run's file; skip a truncated last line."""
-    file = folder / FILE
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]
+    """Parse a run's file, without damaged lines."""
+    return json_lines(folder / FILE, "step")

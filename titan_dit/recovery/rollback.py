@@ -68,10 +68,14 @@ def read(folder: Path) -> Rollbacks:
     """Read a run's rollbacks; none if there is no file."""
     if not (folder / FILE).is_file():
         return Rollbacks()
-    values = json.loads((folder / FILE).read_text())
-    return Rollbacks(
-        tuple(Skipped(*entry) for entry in values["skipped"]), values["in_vain"], values["reached"]
-    )
+    try:
+        values = json.loads((folder / FILE).read_text())
+        skipped = tuple(Skipped(int(a), int(b), str(why)) for a, b, why in values["skipped"])
+        return Rollbacks(skipped, int(values["in_vain"]), int(values["reached"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise UserError(
+            f"{folder / FILE} is damaged. Delete it: the run then repeats its rollbacks, if any."
+        ) from None
 
 
 def record_rollback(

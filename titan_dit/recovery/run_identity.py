@@ -85,7 +85,7 @@ def check_same_mathematics(
         raise UserError(
             f"[checkpoint] {path} does not match this run:\n  "
             + "\n  ".join(changed)
-            + f"\n{ways_out()}"
+            + f"\n  {ways_out()}"
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from titan_dit.config.layout import PrecisionConfig
-from titan_dit.config.section import FilePath, PositiveInt, Section, UserError, hints_of
+from titan_dit.config.section import OutputPath, PositiveInt, Section, UserError, hints_of
 from titan_dit.models.dit_sizes import SIZES
 
 NAMES: tuple[str, ...] = get_args(hints_of(PrecisionConfig)["attention"])
@@ -45,7 +45,7 @@ class Options(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     laps: PositiveInt = 20
     """Timed calls; their median is printed. A quarter as many warm up."""
-    out: FilePath = ""
+    out: OutputPath = ""
     """JSON file for the results."""
 
     def __post_init__(self) -> None:

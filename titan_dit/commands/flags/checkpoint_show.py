@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from titan_dit.config.section import FilePath, Section
+from titan_dit.config.section import RunPath, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Options(Section):
 
     section = "checkpoint show"
 
-    path: Annotated[FilePath, tyro.conf.Positional]
+    path: Annotated[RunPath, tyro.conf.Positional]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     step: int | None = None
     """Step of the run's checkpoint. Unset: the newest."""

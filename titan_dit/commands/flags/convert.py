@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from titan_dit.config.section import Bound, FilePath, Finite, PositiveInt, Section
+from titan_dit.config.section import (
+    Bound,
+    FilePath,
+    Finite,
+    OutputPath,
+    PositiveInt,
+    RunPath,
+    Section,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +27,7 @@ class Options(Section):
     source: Annotated[FilePath, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
     """Import: FILE.pt or FILE.safetensors of the original DiT or of SiT, or a folder of
     transformers or of diffusers' DiTPipeline. Export: a run or a checkpoint."""
-    to: FilePath
+    to: OutputPath
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
     format: Literal["dit", "sit", "peft"] | None = None
@@ -43,7 +51,7 @@ class Options(Section):
     transformer alone. Unset: the one that made the run's latents, if it is a folder."""
     as_is: bool = False
     """Export to diffusers: also where it computes other timestep frequencies."""
-    base: FilePath = ""
+    base: RunPath = ""
     """Import of a folder of peft: the run whose weights the adapters belong to."""
     step: int | None = None
     """Of the same: step of the checkpoint. Unset: the newest."""

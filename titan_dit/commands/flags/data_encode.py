@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_dit.config.section import FilePath, PositiveInt, Section
+from titan_dit.config.section import FilePath, OutputPath, PositiveInt, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,9 @@ class Options(Section):
     input: FilePath
     """Pictures: a folder for each class, a folder with metadata.jsonl, .csv or .parquet, or
     parquet or tar files."""
-    output: FilePath
+    output: OutputPath
     """New folder for the shards, which take its name. Interrupted encoding resumes."""
-    vae: str
+    vae: FilePath
     """Folder of an autoencoder of diffusers, or of a pipeline; or its name on the hub."""
     image_size: PositiveInt
     """Resize and center-crop pictures to squares of this many pixels, like ADM and DiT."""
@@ -34,7 +34,7 @@ class Options(Section):
     """Rows that are encoded at once. Another number changes last bits."""
     dtype: Literal["float16", "float32"] = "float16"
     """Dtype of stored latents."""
-    classes: str | None = None
+    classes: FilePath | None = None
     """Text file of the class names in label order, one per line."""
     num_classes: PositiveInt | None = None
     """Number of classes, if the input lacks some. Default: as found."""

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_dit.config.section import FilePath, Finite, PositiveInt, Section
+from titan_dit.config.section import FilePath, Finite, OutputPath, PositiveInt, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Options(Section):
 
     input: FilePath
     """Folder of latents (.npy, .pt, .safetensors) or, for pixel models, of images."""
-    output: FilePath
+    output: OutputPath
     """New folder for the shards, which take its name. Interrupted packing resumes."""
     workers: PositiveInt = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
     """Worker processes; the result does not depend on them."""
@@ -30,7 +30,7 @@ class Options(Section):
     """Default: the input manifest's, else 0; 127.5 for images."""
     num_classes: PositiveInt | None = None
     """Number of classes, if the input lacks some. Default: as found."""
-    classes: str | None = None
+    classes: FilePath | None = None
     """Text file of the class folder names in label order, one per line."""
     image_size: PositiveInt | None = None
     """Resize and center-crop images to squares of this many pixels, like ADM and DiT."""

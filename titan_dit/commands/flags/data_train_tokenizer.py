@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_dit.config.section import FilePath, PositiveInt, Section
+from titan_dit.config.section import FilePath, OutputPath, PositiveInt, Section
 from titan_dit.data.tokenizing.chunks import Limits
 
 COMMAND = "data train-tokenizer"
@@ -19,7 +19,7 @@ class Options(Section):
 
     input: tuple[FilePath, ...]
     """Text files, as of `data tokenize`."""
-    output: FilePath
+    output: OutputPath
     """The tokenizer.json to write."""
     vocabulary: PositiveInt
     """Most tokens, special ones included."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from titan_dit.commands.flags.sample import DrawingFlags
-from titan_dit.config.section import Bound, FilePath, PositiveInt, Section
+from titan_dit.config.section import Bound, FilePath, OutputPath, PositiveInt, RunPath, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class LossFlags(Section):
 
     section = "evaluate"
 
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])] = ""
+    run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])] = ""
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     step: int | None = None
     """Step of the run's checkpoint. Unset: the newest."""
@@ -27,7 +27,7 @@ class LossFlags(Section):
     """EMA decay, if the run has several. Unset: the first."""
     batch_size: PositiveInt | None = None
     """Samples of a forward pass on one rank. Unset: 16 for the loss, 250 to draw pictures."""
-    out: FilePath | None = None
+    out: OutputPath | None = None
     """FILE.json for the results."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
@@ -57,9 +57,9 @@ class ReferenceFlags(Section):
     """File with the weights of inception."""
     metrics: str = "fid"
     """Of fid, kid, is and prdc (precision, recall, density, coverage), with commas."""
-    save_samples: FilePath = ""
+    save_samples: OutputPath = ""
     """FILE.npz for the drawn pictures, as ADM's evaluator reads it."""
-    save_reference: FilePath = ""
+    save_reference: OutputPath = ""
     """FILE.npz for the reference's mu and sigma: the next --reference, without its pictures."""
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 from titan_dit.config.catalog import SCHEDULES
 from titan_dit.config.section import (
     Bound,
-    FilePath,
     NonNegativeFloat,
     NonNegativeInt,
     OneOf,
+    OutputPath,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -30,7 +30,7 @@ class Options(Section):
 
     section = COMMAND
 
-    out: FilePath
+    out: OutputPath
     """FILE.png to write."""
     schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "interleaved_zero_bubble"
     """As [pipeline] schedule."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from titan_dit.config.section import FilePath, NonNegativeInt, PositiveInt, Section
+from titan_dit.config.section import NonNegativeInt, PositiveInt, RunPath, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Options(Section):
 
     section = "replay"
 
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])]
     """Run directory, its checkpoints folder, or one of its checkpoints."""
     step: PositiveInt
     """A step that the run took or crashed in; RUN/faults.jsonl lists the skipped ones."""

@@ -12,7 +12,9 @@ from titan_dit.config.section import (
     FilePath,
     Fraction,
     NonNegativeFloat,
+    OutputPath,
     PositiveInt,
+    RunPath,
     Section,
 )
 
@@ -23,9 +25,9 @@ class CommonFlags(Section):
 
     section = "sample"
 
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    out: FilePath = ""
+    out: OutputPath = ""
     """Pictures: FILE.png for a grid, FILE.npz as ADM's evaluator reads it, FILE.safetensors for
     `samples` (latents) and `labels`, or a folder for a PNG each. Text: FILE.txt, or nothing to
     print it."""
@@ -63,9 +65,9 @@ class DrawingFlags(Section):
     """Guide at noise levels from the first to the second only; 0 is data, 1 is noise."""
     cfg_rescale: Fraction = 0.0
     """Share of the guided prediction that gets back the std of the prediction with the label."""
-    guide: FilePath | None = None
+    guide: RunPath | None = None
     """A run whose worse network guides in place of the prediction without label (autoguidance)."""
-    vae: str = ""
+    vae: FilePath = ""
     """Autoencoder that decodes the latents, a folder or a name of diffusers; "none" writes
     latents. Unset: the one that made the run's latents."""
     eta: Fraction = 0.0

@@ -32,6 +32,7 @@ from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing
 from titan_dit.data.manifest import FORMAT, write_json
 from titan_dit.data.packing.images import read_image
+from titan_dit.launcher.disk_errors import line_of
 from titan_dit.system.files import write_whole
 
 
@@ -274,7 +275,8 @@ def work(
         for chunk in chunks:
             pack_chunk(plan, digest, output, chunk, report)
     except (UserError, OSError) as error:
-        errors.send(str(error) if isinstance(error, UserError) else f"[data pack] {error}")
+        named = line_of(error, "[data pack]") if isinstance(error, OSError) else str(error)
+        errors.send(named)
         raise SystemExit(1) from None
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from titan_dit.config.section import UserError
 from titan_dit.data.packing import shard_job
 from titan_dit.data.packing.shard_job import PackPlan, pack_chunk
+from titan_dit.launcher.disk_errors import line_of
 
 Progress = Callable[[int, int], None]
 """Called often with (files done, of which dropped)."""
@@ -32,7 +33,7 @@ def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress)
         for chunk in todo:
             pack_chunk(plan, digest, output, chunk, report)
     except OSError as error:
-        raise UserError(f"[data pack] {error}") from None
+        raise UserError(line_of(error, "[data pack]")) from None
 
 
 def run_workers(
