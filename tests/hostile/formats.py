@@ -151,11 +151,12 @@ def only_one(*names):
     return leave
 
 
-CHECKPOINT = {
+OLD_CHECKPOINT = {
     "run/checkpoints/step-*2/manifest.json": any_record,
     "run/checkpoints/step-*2/.metadata": pickles.changed,
     "run/checkpoints/step-*2/__0_0.distcp": any_pt,
 }
+CHECKPOINT = OLD_CHECKPOINT | {"run/checkpoints/step-*2/tensors.json": mutators.any_json}
 RUN = "{i}/run"
 READS_CHECKPOINT = (
     Command("checkpoint show", {"path": RUN, "tensors": True}),
@@ -208,7 +209,7 @@ def prompt(box):
 
 FORMATS = {
     "checkpoint": Format(makers.run, (*READS_CHECKPOINT, AVERAGE, RESUME), CHECKPOINT, signed),
-    "old checkpoint": Format(makers.old_run, READS_CHECKPOINT, CHECKPOINT, signed),
+    "old checkpoint": Format(makers.old_run, READS_CHECKPOINT, OLD_CHECKPOINT, signed),
     "snapshots": Format(
         makers.run,
         (AVERAGE,),

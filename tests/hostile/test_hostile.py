@@ -5,6 +5,7 @@ A failure names a format and a seed: `python -m hostile FORMAT SEED`, with tests
 
 import builtins
 import collections
+import hashlib
 import json
 import os
 import pathlib
@@ -167,8 +168,9 @@ def read_pickles(folder, written):
     with mock.patch.object(os, "system", ran.append):
         for data in written:
             (folder / ".metadata").write_bytes(data)
-            with pytest.raises(torch_files.UserError):
-                torch_files.Reader(folder).read_metadata()
+            files = {".metadata": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+            with pytest.raises(torch_files.UserError, match=r"is damaged or not plain DCP metadata"):
+                torch_files.Reader(folder, files).read_metadata()
     return ran
 
 
