@@ -124,7 +124,7 @@ def alive(group):
 class Dying(shard_job.PackPlan):
     """A plan whose worker exits on reading the last class."""
 
-    def read(self, row):
+    def read(self, row, budget):
         if "0002" in self.listing.names[row]:
             os._exit(9)
         return super().read(row)
