@@ -127,7 +127,7 @@ class Dying(shard_job.PackPlan):
     def read(self, row, budget):
         if "0002" in self.listing.names[row]:
             os._exit(9)
-        return super().read(row)
+        return super().read(row, budget)
 
 
 def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
