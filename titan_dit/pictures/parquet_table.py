@@ -29,7 +29,7 @@ class ParquetTable:
         try:
             self.opened: Any = self.library.ParquetFile(file)
             self.schema: Any = self.opened.schema_arrow
-        except (OSError, ValueError) as error:
+        except Exception as error:  # pyarrow raises any exception on a damaged file.
             raise self.unreadable(error) from None
         self.names: list[str] = self.schema.names
         self.count: int = self.opened.metadata.num_rows
@@ -77,8 +77,14 @@ class ParquetTable:
                     yield values
         except UserError:
             raise
-        except (OSError, ValueError) as error:
+        except Exception as error:  # As above.
             raise self.unreadable(error) from None
+
+    def leaves(self, column: str) -> list[str]:
+        """Columns as parquet stores them: a struct is one for each of its fields."""
+        stored = self.opened.schema
+        paths = [stored.column(number).path for number in range(len(stored))]
+        return [path for path in paths if path.partition(".")[0] == column]
 
     def is_text(self, name: str) -> bool:
         """True for text and bytes; UserError for what is neither text nor a number."""

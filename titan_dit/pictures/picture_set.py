@@ -80,6 +80,8 @@ class PictureSet:
     """The file of a picture. Raises BadFileError or OSError."""
     stamp: Callable[[int], Stamp]
     """What changes with the file that holds a picture."""
+    max_file_bytes: int = Asked.max_file_bytes
+    """Pictures whose files have more bytes are dropped."""
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -149,7 +151,16 @@ def make_set(
         )
     kept = list(texts) if any(texts) else []
     return PictureSet(
-        root, kind, Names(names), torch.tensor(numbers), most, found_names, kept, read, stamp
+        root,
+        kind,
+        Names(names),
+        torch.tensor(numbers),
+        most,
+        found_names,
+        kept,
+        read,
+        stamp,
+        asked.max_file_bytes,
     )
 
 

@@ -34,4 +34,5 @@ def open_folder(root: Path, asked: Asked) -> PictureSet:
         [],
         read,
         stamp,
+        asked.max_file_bytes,
     )

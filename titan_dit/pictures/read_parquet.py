@@ -144,10 +144,10 @@ class HeldGroups:
         try:
             if group.rows * group.bytes > MAX_GROUP_BYTES:
                 # Rows may repeat a picture, which is there once in a dictionary.
-                leaves = [group.image, f"{group.image}.bytes"]
+                leaves = group.table.leaves(group.image)
                 opened = group.table.library.ParquetFile(group.table.file, read_dictionary=leaves)
             return opened.read_row_group(group.number, columns=[group.image]).column(0)
-        except (OSError, ValueError, MemoryError) as error:
+        except Exception as error:  # pyarrow raises any exception on a damaged file.
             if isinstance(error, OSError) and error.errno:
                 raise  # Of the disk, not of what the file holds.
             raise BadFileError("in a damaged row group") from None

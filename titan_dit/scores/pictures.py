@@ -73,7 +73,7 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
 
     def one(row: int, shape: tuple[int, ...] | None = None) -> Tensor:
         with naming(row):
-            return decode_image(found.read(row), size, shape)
+            return decode_image(found.read(row), size, shape).pixels
 
     @contextmanager
     def naming(row: int) -> Iterator[None]:

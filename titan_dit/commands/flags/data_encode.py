@@ -44,6 +44,14 @@ class Options(Section):
     """Pictures per shard. Default: 128 MiB, or less if that is below 64 shards."""
     workers: PositiveInt | None = None
     """Threads of a rank that decode pictures. Default: up to 16, by cores. Bytes are the same."""
+    max_pixels: PositiveInt = 178_956_970
+    """Pixels of a picture, and of those that a rank decodes at once. Larger ones are dropped."""
+    max_file_bytes: PositiveInt = 256 << 20
+    """Bytes of a picture's file. Larger ones are dropped."""
+    max_text_bytes: PositiveInt = 1 << 20
+    """Bytes of a row of metadata, or of a text beside a picture in a tar."""
+    max_rows: PositiveInt | None = None
+    """Rows of parquet files. Default: a million, or one for each 16 bytes of the files."""
     source: str | None = None
     """Description of the data's origin, for the manifest."""
     device: str | None = None

@@ -36,7 +36,14 @@ from titan_dit.data.manifest import (
 )
 from titan_dit.data.packing.claim import claimed
 from titan_dit.data.packing.images import read_image
-from titan_dit.data.packing.shard_job import ChunkRecord, PackPlan, ShardPlan, read_record, writing
+from titan_dit.data.packing.shard_job import (
+    CONVERTED,
+    ChunkRecord,
+    PackPlan,
+    ShardPlan,
+    read_record,
+    writing,
+)
 from titan_dit.data.packing.workers import Progress, pack_here, run_workers
 
 DROPPED, CAPTIONS = "dropped.json", "captions.jsonl"
@@ -176,6 +183,12 @@ def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord
             f"{plan.root / plan.names[row]}: {reason}. Nothing was written."
         )
     return records
+
+
+def num_converted(output: Path) -> int:
+    """Pictures of a whole output whose colors were converted to sRGB."""
+    shards = read_json(output)["shards"]
+    return sum(int(shard.get("extra", {}).get(CONVERTED, 0)) for shard in shards)
 
 
 def check_output(plan: ShardPlan, output: Path) -> None:

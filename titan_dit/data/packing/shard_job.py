@@ -27,13 +27,16 @@ from torch import Tensor
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.files import BadFileError, read_latent, read_whole
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing
 from titan_dit.data.manifest import FORMAT, write_json
-from titan_dit.data.packing.images import read_image
+from titan_dit.data.packing.images import PixelBudget, decode_image
 from titan_dit.launcher.disk_errors import line_of
 from titan_dit.system.files import write_whole
+
+CONVERTED = "to_srgb"
+"""Of a record: pictures whose colors were converted."""
 
 
 @runtime_checkable
@@ -155,16 +158,19 @@ class PackPlan(Chunks):
         sha.update(listing.labels.numpy().tobytes())
         return sha.hexdigest()
 
-    def read(self, row: int) -> Shaped[Tensor, "c h w"]:
-        """Read one sample in the shards' dtype; raises BadFileError."""
+    def read(self, row: int, budget: PixelBudget) -> tuple[Shaped[Tensor, "c h w"], bool]:
+        """Read one sample in the shards' dtype; raises BadFileError.
+
+        With True if it is a picture whose colors were of another space than sRGB.
+        """
         path = self.listing.root / self.listing.names[row]
         if self.listing.kind == "images":
-            return read_image(path, self.image_size, self.shape)
+            return decode_image(read_whole(path), self.image_size, self.shape, budget)
         latent = read_latent(path, self.shape)
         packed = latent.to(STORED_DTYPES[self.dtype])
         if self.dtype == "float16" and packed.isinf().any():
             raise BadFileError("not finite in float16: above 65504. Pack with --dtype float32")
-        return packed
+        return packed, False
 
 
 @dataclass(frozen=True)
@@ -183,22 +189,30 @@ class ChunkRecord:
 
 
 def pack_chunk(
-    plan: PackPlan, digest: str, output: Path, chunk: int, report: Callable[[int, int], None]
+    plan: PackPlan,
+    digest: str,
+    output: Path,
+    chunk: int,
+    budget: PixelBudget,
+    report: Callable[[int, int], None],
 ) -> None:
     """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
     rows = plan.rows(chunk)
     dropped: list[tuple[int, str]] = []
     latents = torch.empty(len(rows), *plan.shape, dtype=STORED_DTYPES[plan.dtype])
     kept: list[int] = []
+    num_converted = 0
     for row in rows:
         try:
-            latents[len(kept)] = plan.read(row)
+            latents[len(kept)], is_converted = plan.read(row, budget)
             kept.append(row)
+            num_converted += is_converted
         except BadFileError as error:
             dropped.append((row, str(error)))
             report(0, 1)
         report(1, 0)
-    write_chunk(plan, digest, output, chunk, kept, latents[: len(kept)], dropped)
+    extra = {CONVERTED: num_converted} if num_converted else {}
+    write_chunk(plan, digest, output, chunk, kept, latents[: len(kept)], dropped, extra)
 
 
 def write_chunk(
@@ -256,7 +270,13 @@ def read_record(output: Path, stem: str) -> ChunkRecord | None:
 
 
 def work(
-    plan: PackPlan, output: Path, chunks: list[int], counts: Any, place: int, errors: Connection
+    plan: PackPlan,
+    output: Path,
+    chunks: list[int],
+    budget: PixelBudget,
+    counts: Any,
+    place: int,
+    errors: Connection,
 ) -> None:
     """Entry point of worker `place`: packs `chunks`, adds its progress to the shared `counts`.
 
@@ -273,7 +293,7 @@ def work(
     try:
         digest = plan.digest()
         for chunk in chunks:
-            pack_chunk(plan, digest, output, chunk, report)
+            pack_chunk(plan, digest, output, chunk, budget, report)
     except (UserError, OSError) as error:
         named = line_of(error, "[data pack]") if isinstance(error, OSError) else str(error)
         errors.send(named)
