@@ -164,5 +164,5 @@ def literal(text: str) -> Any:
     """Parse a TOML value such as `4`, `1e-3`, `true` or `[1, 2]`; anything else is text."""
     try:
         return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # Also integers of over 4,300 digits, and deep lists.
         return text

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from titan_dit.config.section import FilePath, FromHome, OutputPath, PositiveInt, Section, Written
+from titan_dit.config.section import FilePath, FromHome, OutputPath, Section, Workers, Written
 
 COMMAND = "data tokenize"
 ENGLISH = "en"
@@ -42,7 +42,7 @@ class Options(Section):
     """Make each sentence a sequence, for BERT: PREFIX_KEY_sentence."""
     language: str = ENGLISH
     """Language of the sentences, as in ISO 639; rules for many languages, if it is unknown."""
-    workers: PositiveInt = field(default_factory=lambda: min(64, len(os.sched_getaffinity(0))))
+    workers: Workers = field(default_factory=lambda: min(64, len(os.sched_getaffinity(0))))
     """Worker processes; the result does not depend on them."""
 
     @property
