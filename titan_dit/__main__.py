@@ -84,8 +84,8 @@ def main() -> None:
         args=as_python(own, kind),
         config=(tyro.conf.FlagConversionOff,),
     )
-    failure.end_by_sigterm()
-    with disk_errors.naming(lambda: own_input.named(options, keys)):
+    paths = functools.partial(own_input.named, options, keys)
+    with failure.ended_by_sigterm(), disk_errors.naming(paths):
         own_input.check(options, keys)
         command = importlib.import_module(f"titan_dit.commands.{module}")
         command.main(options, *([keys] if name in KEYED else []))

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from titan_dit.config import schema
+from titan_dit.config import schema, user_text
 from titan_dit.config.section import UserError
 
 NAME = "tensors.json"
@@ -94,7 +94,7 @@ def as_json(metadata: Any, places: Mapping[Any, Any]) -> bytes:
 def parse(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Contents:
     """Read tensors.json; `files` are those of the manifest. Raises UserError for a wrong value."""
     try:
-        return checked(schema.parse(data), files)
+        return checked(user_text.parse_json(data, unique=True), files)
     except ValueError as error:
         raise UserError(f"{NAME}: {error}") from None
 

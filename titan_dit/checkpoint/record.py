@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_dit.checkpoint.store import MANIFEST, Location, read_text, store_of
 from titan_dit.checkpoint.torch_files import METADATA
-from titan_dit.config import schema
+from titan_dit.config import schema, user_text
 from titan_dit.config.schema import COUNT, Each, Maybe, OrNone, Row, Rows, Text
 from titan_dit.config.section import Finite, PositiveInt, UserError
 
@@ -95,7 +95,7 @@ def read_manifest(path: Location) -> dict[str, Any]:
             "outputs/RUN/checkpoints/step-00001000."
         )
     try:
-        record = schema.parse(read_text(manifest))
+        record = user_text.parse_json(read_text(manifest), unique=True)
         digest = record.pop("digest", None) if isinstance(record, dict) else None
         sealed = digest is not None and digest == digest_of(record)
     except (ValueError, RecursionError) as error:

@@ -7,8 +7,6 @@ later version may have written them.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -80,23 +78,6 @@ def wrong_name(name: str) -> str | None:
     if name in ("", ".", "..") or not name.isprintable() or {*name} & {*"/\\"}:
         return "is not the name of a file in the folder of the manifest"
     return None
-
-
-def parse(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, also for a key that stands twice and for deep nesting."""
-    try:
-        return json.loads(text, object_pairs_hook=once)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-
-
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table of JSON. Raises ValueError for a key that stands twice."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {brief(twice)} stands twice")
-    return table
 
 
 def check(value: Any, schema: Any, where: str) -> None:

@@ -43,7 +43,7 @@ class Bound:
         )
         for limit, words, holds in rules:
             if limit is not None and not holds(value, limit):
-                return f"must be {words} {limit:g}"
+                return f"must be {words} {limit if isinstance(limit, int) else f'{limit:g}'}"
         return None
 
 
@@ -91,11 +91,24 @@ FilePath = Annotated[str, FromHome()]
 """A path that is read."""
 OutputPath = Annotated[str, Written()]
 RunPath = Annotated[str, OfRun()]
-PositiveInt = Annotated[int, Bound(least=1)]
-NonNegativeInt = Annotated[int, Bound(least=0)]
-PositiveFloat = Annotated[float, Bound(above=0, below=float("inf"))]
-NonNegativeFloat = Annotated[float, Bound(least=0, below=float("inf"))]
-Finite = Annotated[float, Bound(above=float("-inf"), below=float("inf"))]
+MOST, LARGEST = 10**12, 1e30
+"""Of whole numbers that only count, and of others, which stay finite in fp32."""
+PositiveInt = Annotated[int, Bound(least=1, most=MOST)]
+NonNegativeInt = Annotated[int, Bound(least=0, most=MOST)]
+PositiveFloat = Annotated[float, Bound(above=0, most=LARGEST)]
+NonNegativeFloat = Annotated[float, Bound(least=0, most=LARGEST)]
+Finite = Annotated[float, Bound(least=-LARGEST, most=LARGEST)]
+Dim = Annotated[int, Bound(least=1, most=10**7)]
+"""Size of a tensor's dim, such as a vocabulary."""
+Few = Annotated[int, Bound(least=1, most=10**4)]
+"""What is made one by one: samples of a preview, ranks of a mesh axis, attention heads."""
+Layers = Annotated[int, Bound(least=1, most=2000)]
+"""Their modules are made one by one, also to count their bytes: 5 ms each."""
+BatchSize = Annotated[int, Bound(least=1, most=2**24)]
+Workers = Annotated[int, Bound(least=1, most=256)]
+"""Processes or threads."""
+GuidanceScale = Annotated[float, Bound(least=0, most=3e38)]
+"""Finite in fp32. Samples that overflow by it are refused by their numbers."""
 Fraction = Annotated[float, Bound(least=0, most=1)]
 Decay = Annotated[float, Bound(least=0, below=1)]
 SigmaRel = Annotated[float, Bound(least=0.001, most=0.28)]

@@ -20,6 +20,8 @@ from titan_dit.config.section import UserError
 
 MAX_BYTES = 256 << 20
 """Bytes of a file that is read whole."""
+MAX_DEPTH = 100
+"""Most nesting of a value: code that walks through it, such as messages, may recurse."""
 BOM = b"\xef\xbb\xbf"
 """Some programs begin a file with it."""
 
@@ -78,7 +80,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     Raises BadTextError.
     """
     try:
-        return json.loads(text, object_pairs_hook=once if unique else None)
+        return shallow(json.loads(text, object_pairs_hook=once if unique else None))
     except json.JSONDecodeError as error:
         raise BadTextError(f"not JSON ({error})") from None
     except UnicodeDecodeError:
@@ -92,11 +94,27 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text. Raises BadTextError, of which a TOMLDecodeError is the cause."""
     try:
-        return tomli.loads(text)
+        tables: dict[str, Any] = shallow(tomli.loads(text))
+        return tables
     except tomli.TOMLDecodeError as error:
         raise BadTextError(str(error)) from error
     except (ValueError, RecursionError) as error:
         raise BadTextError(reason_of(error)) from None
+
+
+def shallow(value: Any) -> Any:
+    """A parsed value. Raises RecursionError if it is nested more than MAX_DEPTH deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if not (level := [inner for outer in level for inner in within(outer)]):
+            return value
+    raise RecursionError
+
+
+def within(outer: Any) -> Sequence[Any]:
+    """The tables and lists in a table or list."""
+    values = outer.values() if type(outer) is dict else outer if type(outer) is list else ()
+    return [value for value in values if type(value) in (dict, list)]
 
 
 def reason_of(error: Exception) -> str:

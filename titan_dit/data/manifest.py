@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_dit.config import schema
+from titan_dit.config import schema, user_text
 from titan_dit.config.section import Finite, PositiveInt, UserError, conform, show
 from titan_dit.data.latent_facts import Units
 from titan_dit.system.files import write_whole
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         # utf-8-sig: a person may have written it, in an editor that begins with a byte order mark.
-        values = schema.parse(file.read_text(encoding="utf-8-sig"))
+        values = user_text.parse_json(file.read_text(encoding="utf-8-sig"), unique=True)
     except ValueError as error:
         raise UserError(f"[data] {file} is not valid JSON: {error}") from None
     if not isinstance(values, dict) or values.get("format") not in (*SHARD_FORMATS, FOLDER_FORMAT):

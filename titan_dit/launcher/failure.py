@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,20 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     os._exit(flushed(code))
 
 
-def end_by_sigterm() -> None:
-    """Let SIGTERM end a command as an exception does, so that it deletes its temporary files.
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as an exception does, so that it deletes its temporary files.
 
-    A rank has its launcher, which may have to end it in the middle of a collective.
+    Not in a rank: its launcher may have to end it in the middle of a collective.
     """
-    if "RANK" not in os.environ and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
+    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def returned(main: Callable[[], int | None]) -> int:

@@ -9,10 +9,12 @@ import tyro
 
 from titan_dit.config.section import (
     Bound,
+    Decay,
+    Few,
     FilePath,
     Finite,
+    NonNegativeInt,
     OutputPath,
-    PositiveInt,
     RunPath,
     Section,
 )
@@ -34,7 +36,7 @@ class Options(Section):
     """Whose file is read or written: the original DiT's or SiT's, which have the same names. Unset:
     SiT's if its train.py wrote the file, or the run's [objective] is SiT's; else DiT's. peft: a
     folder of the run's adapters ([lora]) alone."""
-    heads: PositiveInt | None = None
+    heads: Few | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
     """Import: scaling factor of the autoencoder's latents. Unset: 0.18215."""
@@ -44,7 +46,7 @@ class Options(Section):
     """Import: the noise schedule. Unset: linear, as the original."""
     weights: Literal["ema", "model"] | None = None
     """Of a run, or of --base: EMA or model (non-averaged) weights. Unset: EMA."""
-    decay: float | None = None
+    decay: Decay | None = None
     """Of the same: EMA decay, if the run has several. Unset: the first."""
     vae: FilePath = ""
     """Export to diffusers: folder of the autoencoder, for a whole DiTPipeline; "none" writes the
@@ -53,7 +55,7 @@ class Options(Section):
     """Export to diffusers: also where it computes other timestep frequencies."""
     base: RunPath = ""
     """Import of a folder of peft: the run whose weights the adapters belong to."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Of the same: step of the checkpoint. Unset: the newest."""
     trust: bool = False
     """Import modules that the run's config names, such as a model of your own: their code runs."""

@@ -6,7 +6,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from titan_dit.config.section import FilePath, FromHome, OutputPath, PositiveInt, Section, Written
+from titan_dit.config.section import (
+    FilePath,
+    FromHome,
+    OutputPath,
+    PositiveInt,
+    Section,
+    Workers,
+    Written,
+)
 from titan_dit.data.tokenizing.chunks import Limits
 
 COMMAND = "data tokenize"
@@ -43,7 +51,7 @@ class Options(Section):
     """Make each sentence a sequence, for BERT: PREFIX_KEY_sentence."""
     language: str = ENGLISH
     """Language of the sentences, as in ISO 639; rules for many languages, if it is unknown."""
-    workers: PositiveInt = field(default_factory=lambda: min(64, len(os.sched_getaffinity(0))))
+    workers: Workers = field(default_factory=lambda: min(64, len(os.sched_getaffinity(0))))
     """Worker processes; the result does not depend on them."""
     max_document_bytes: PositiveInt = Limits.max_document_bytes
     """Longer documents are left out and listed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_dit.config.section import FilePath, OutputPath, PositiveInt, Section
+from titan_dit.config.section import Dim, FilePath, OutputPath, PositiveInt, Section
 from titan_dit.data.tokenizing.chunks import Limits
 
 COMMAND = "data train-tokenizer"
@@ -21,7 +21,7 @@ class Options(Section):
     """Text files, as of `data tokenize`."""
     output: OutputPath
     """The tokenizer.json to write."""
-    vocabulary: PositiveInt
+    vocabulary: Dim
     """Most tokens, special ones included."""
     kind: Literal["bpe", "wordpiece"] = "bpe"
     """bpe: on bytes, as GPT-2's, with <|endoftext|>. wordpiece: as BERT's, with [PAD], [UNK],

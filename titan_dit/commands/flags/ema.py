@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_dit.config.section import OutputPath, RunPath, Section, SigmaRel
+from titan_dit.config.section import NonNegativeInt, OutputPath, RunPath, Section, SigmaRel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,5 +19,5 @@ class Options(Section):
     """Relative width of the average: the standard deviation of its profile over the steps."""
     to: OutputPath
     """Folder of the new checkpoint."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step at which the average ends, one of a snapshot. Unset: the newest."""

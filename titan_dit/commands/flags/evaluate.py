@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 import tyro
 
 from titan_dit.commands.flags.sample import DrawingFlags
-from titan_dit.config.section import Bound, FilePath, OutputPath, PositiveInt, RunPath, Section
+from titan_dit.config.section import (
+    BatchSize,
+    Bound,
+    Decay,
+    Dim,
+    FilePath,
+    NonNegativeInt,
+    OutputPath,
+    RunPath,
+    Section,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +29,13 @@ class LossFlags(Section):
 
     run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])] = ""
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step of the run's checkpoint. Unset: the newest."""
     weights: Literal["ema", "model"] = "ema"
     """EMA or model (non-averaged) weights."""
-    decay: float | None = None
+    decay: Decay | None = None
     """EMA decay, if the run has several. Unset: the first."""
-    batch_size: PositiveInt | None = None
+    batch_size: BatchSize | None = None
     """Samples of a forward pass on one rank. Unset: 16 for the loss, 250 to draw pictures."""
     out: OutputPath | None = None
     """FILE.json for the results."""
@@ -46,7 +56,7 @@ class ReferenceFlags(Section):
     [n, height, width, 3]) or with mu and sigma, as ADM's."""
     samples: FilePath = ""
     """Pictures to score in place of a run's: a folder or FILE.npz."""
-    num: PositiveInt = 50_000
+    num: Dim = 50_000
     """Pictures to draw."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Picture i depends only on (seed, i)."""

@@ -20,7 +20,7 @@ class Options(Section):
     """Run directory with a profile of its pipeline, made with --profile.enabled true."""
     out: OutputPath
     """New FILE.csv: the actions of each rank, for --pipeline.order."""
-    memory: Annotated[float, Bound(least=1, below=float("inf"))] = 1.0
+    memory: Annotated[float, Bound(least=1, most=1e6)] = 1.0
     """Activations that a rank may hold, in units of the schedule's peak."""
     trust: bool = False
     """Import modules that the run's config names, such as a model of your own: their code runs."""

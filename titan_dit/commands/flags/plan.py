@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,13 +11,14 @@ import tyro
 
 from titan_dit.config import config_file
 from titan_dit.config.section import (
+    Bound,
     FilePath,
     FromHome,
-    NonNegativeInt,
     OutputPath,
     PositiveInt,
     RunPath,
     Section,
+    UserError,
 )
 
 
@@ -31,7 +33,7 @@ class Options(Section):
 
     config: FilePath = ""
     """Config to plan for."""
-    gpus: NonNegativeInt = 0
+    gpus: Annotated[int, Bound(least=0, most=10**6)] = 0
     """GPUs to plan for."""
     device: FilePath = ""
     """A device of titan_dit/planner/hardware, such as h100, or the path of a .toml file."""
@@ -53,5 +55,6 @@ class Options(Section):
 
     def derived(self) -> Iterator[tuple[str, str, FromHome]]:
         """The file that --config is found as."""
-        if self.config:
-            yield "config", str(config_file.find_config(self.config)), FromHome()
+        with suppress(UserError):  # `plan` reports it.
+            if self.config:
+                yield "config", str(config_file.find_config(self.config)), FromHome()

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from titan_dit.config.section import FilePath, OutputPath, PositiveInt, RunPath, Section
+from titan_dit.config.section import (
+    BatchSize,
+    Decay,
+    FilePath,
+    NonNegativeInt,
+    OutputPath,
+    RunPath,
+    Section,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +38,11 @@ class Options(Section):
     logits [b, n, vocabulary]."""
     weights: Literal["ema", "model"] = "ema"
     """EMA or model (non-averaged) weights."""
-    decay: float | None = None
+    decay: Decay | None = None
     """EMA decay, if the run has several. Unset: the first."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step of the run's checkpoint. Unset: the newest."""
-    batch_size: PositiveInt = 64
+    batch_size: BatchSize = 64
     """Batch size."""
     device: str | None = None
     """Default: cuda if available, else cpu."""

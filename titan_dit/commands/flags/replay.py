@@ -7,7 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from titan_dit.config.section import NonNegativeInt, PositiveInt, RunPath, Section
+from titan_dit.config.section import (
+    BatchSize,
+    NonNegativeInt,
+    PositiveInt,
+    RunPath,
+    Section,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +28,7 @@ class Options(Section):
     """A step that the run took or crashed in; RUN/faults.jsonl lists the skipped ones."""
     microbatch: NonNegativeInt | None = None
     """Run only this microbatch, counted from 0. Unset: all."""
-    microbatch_size: PositiveInt | None = None
+    microbatch_size: BatchSize | None = None
     """Unset: the run's [training] microbatch_size. 1 gives a gradient norm per sample."""
     show: NonNegativeInt = 20
     """Finite samples to print, highest loss first."""
