@@ -26,8 +26,8 @@ from hostile.formats import FORMATS
 from titan_dit.checkpoint import torch_files
 
 FILES = 2000
-COSTLY = {"order": 20, "hardware": 20, "config": 30}
-"""Files of formats whose commands plan a layout for every one that is still valid."""
+COSTLY = {"checkpoint": 60, "run": 60, "config": 20, "hardware": 15, "order": 15}
+"""Files of formats whose commands train, or plan a layout, with every one that is still valid."""
 SHARE = (FILES - sum(COSTLY.values())) // (len(FORMATS) - len(COSTLY)) + 1
 CPU_S = 60
 
@@ -57,7 +57,7 @@ def failures(rows):
 def test_malformed_files_of_every_format_are_refused_or_listed_and_do_nothing(tmp_path):
     plan = [(name, 0, COSTLY.get(name, SHARE)) for name in FORMATS]
     assert sum(number for _, _, number in plan) >= FILES
-    rows = read(tmp_path, plan, 300)
+    rows = read(tmp_path, plan, 540)
     assert failures(rows) == []
     done = [row for row in rows if "format" in row]
     assert len(done) == len(FORMATS)
