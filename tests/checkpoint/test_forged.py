@@ -70,15 +70,15 @@ PROGRAMMES = {
     "call of a dtype": (imported("torch", "float32") + b")RN.", "calls what is no class"),
     "call of a text": (text("eval") + b")RN.", "calls what is no class"),
     "no dtype": (imported("torch", "load") + b"N.", "imports torch.load"),
-    "INST": (b"(ios\nsystem\n.", "damaged"),
-    "OBJ": (b"(" + imported(DCP, "Metadata") + b"o.", "damaged"),
-    "EXT1": (b"\x82\x01.", "damaged"),
-    "persistent id": (b"N" + b"Q.", "damaged"),
+    "INST": (b"(ios\nsystem\n.", "opcodes that DCP never writes"),
+    "OBJ": (b"(" + imported(DCP, "Metadata") + b"o.", "opcodes"),
+    "EXT1": (b"\x82\x01.", "opcodes"),
+    "persistent id": (b"N" + b"Q.", "opcodes"),
     "memo of 64 GB": (b"Nr\xff\xff\xff\xff.", "no Metadata"),
-    "text of 4 GB": (b"X\xff\xff\xff\xffab.", "damaged"),
-    "frame of 2^62 bytes": (b"\x95" + struct.pack("<Q", 2**62) + b"N.", "damaged"),
+    "text of 4 GB": (b"X\xff\xff\xff\xffab.", "cut off"),
+    "frame of 2^62 bytes": (b"\x95" + struct.pack("<Q", 2**62) + b"N.", "no Metadata"),
     "itself": (b"]q\x00h\x00a.", "no Metadata"),
-    "empty": (b"", "damaged"),
+    "empty": (b"", "cut off"),
 }
 
 
@@ -95,9 +95,7 @@ def test_metadata_run_nothing(saved, programme, older, tmp_path, monkeypatch):
     else:  # No command reads it, but torch's tools would.
         seal(saved, **{PICKLE: data})
         assert list(checkpoint.contents(saved)) == ["model.w"]
-    with pytest.raises(
-        UserError, match=words if older else rf"damaged: \{PICKLE}: .*{words}|differ"
-    ):
+    with pytest.raises(UserError, match=words):
         checkpoint.load(saved, {"model": {"w": torch.zeros(4, 2)}})
     assert not (tmp_path / "PWNED").exists()
 
@@ -161,7 +159,7 @@ WRONG = {
     "step=-5 must be at least 0": lambda m: m.update(step=-5),
     "step=true must be a whole number": lambda m: m.update(step=True),
     "cursor = 1000.* out of range": lambda m: m.update(cursor=10**400),
-    "nested too deep|must be a whole": lambda m: m.update(cursor=DEEP),
+    "cursor is nested too deep|cursor=.* must be a whole": lambda m: m.update(cursor=DEEP),
     "config = None must be a table": lambda m: m.update(config=None),
     "config model is missing": lambda m: m["config"].pop("model"),
     "config ema decays is missing": lambda m: m["config"].update(ema={}),
@@ -179,10 +177,10 @@ FILES = {
     "files is missing": lambda m: m.pop("files"),
     r"its files do not name \.metadata": lambda m: m.update(files={}),
     "files .* sha256 = .* is not a SHA-256": lambda m: m["files"][DATA].update(sha256="0"),
-    "bytes=-1 must be at least": lambda m: m["files"][DATA].update(bytes=-1),
-    r'the name "\.\./x" is not the name of a file': lambda m: m["files"].update({"../x": 1}),
-    'the name "/etc/passwd"': lambda m: m["files"].update({"/etc/passwd": 1}),
-    r'the name "a\\\\u001b': lambda m: m["files"].update({"a\x1b[31m": 1}),
+    "files __0_0.distcp bytes=-1 must be at least": lambda m: m["files"][DATA].update(bytes=-1),
+    r'files: the name "\.\./x" is not the name of a file': lambda m: m["files"].update({"../x": 1}),
+    'files: the name "/etc/passwd"': lambda m: m["files"].update({"/etc/passwd": 1}),
+    'files: the name "a.u001b': lambda m: m["files"].update({"a\x1b[31m": 1}),
 }
 
 
@@ -223,9 +221,7 @@ TABLES = {
     "chunk that is not of numbers": chunk(0, 0, 1500, 0, 0, 4, 2.0),
     "not of numbers": chunk(0, True, 1500, 0, 0, 4, 2),
     "do not make up its shape": chunk(0, 0, 1500, 0, 0, 2, 2),
-    "take more bytes": lambda t: t["tensors"].update(
-        {str(n): t["tensors"]["model.w"] for n in "ab"}
-    ),
+    "take more bytes": lambda t: t["tensors"].update(dict.fromkeys("ab", t["tensors"]["model.w"])),
     "its format is": lambda t: t.update(format="titan_dit.tensors/2"),
     "shape is missing": lambda t: t["tensors"]["model.w"].pop("shape"),
     "no list of chunks": lambda t: t["tensors"]["model.w"].update(chunks=None),
@@ -265,7 +261,10 @@ def saved_by_torch(value):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (packed(saved_by_torch(torch.zeros(4, 2)), **{"data.pkl": pickle.dumps(Evil())}), "mkdir"),
+        (
+            packed(saved_by_torch(torch.zeros(4, 2)), **{"data.pkl": pickle.dumps(Evil(), 2)}),
+            "mkdir",
+        ),
         (saved_by_torch({"w": 1}), "cannot be read"),
         (saved_by_torch(torch.zeros(3)), "cannot be read"),
         (packed(saved_by_torch(torch.zeros(1 << 20)), zipfile.ZIP_DEFLATED), "is compressed"),

@@ -123,9 +123,8 @@ def load(data: bytes) -> Any:
     except pickle.UnpicklingError:
         raise
     except Exception:  # Of Python's unpickler: an opcode that has no row, an empty stack.
-        raise pickle.UnpicklingError(
-            "it is cut off, or has opcodes that DCP never writes"
-        ) from None
+        what = "it is cut off, or has opcodes that DCP never writes"
+        raise pickle.UnpicklingError(what) from None
 
 
 def read(data: bytes) -> dict[str, Any]:
