@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -26,9 +27,12 @@ from titan_dit.checkpoint.plans import Digests, Plans
 from titan_dit.checkpoint.record import FORMAT, digest_of, read_manifest
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, store_of
-from titan_dit.checkpoint.torch_files import Reader, Writer
+from titan_dit.checkpoint.torch_files import METADATA, Reader, Writer, WrongTable
 from titan_dit.config.section import UserError
 from titan_dit.launcher.ranks import Failed, Ranks
+
+SMALL = 4 << 20
+"""Bytes of `.metadata` that every load compares with tensors.json: half a second, 20,000 chunks."""
 
 
 def write(
@@ -208,10 +212,11 @@ def damaged_files(
     record: Mapping[str, Any],
     ranks: Ranks,
     read: Callable[[int], None] = ignore,
+    largest: float = SMALL,
 ) -> list[str]:
     """Names of files whose size or SHA-256 differs from the manifest; ranks share the work.
 
-    If none does, what is wrong with the table of the tensors in them.
+    If none does, what `wrong_contents` finds.
 
     `read` gets the bytes of each file that has been read.
     """
@@ -221,15 +226,25 @@ def damaged_files(
             damaged.append(name)
         read(expected["bytes"])
     names = sorted(name for part in ranks.gather(damaged) for name in part)
-    return names or ranks.run_on_first(lambda: wrong_contents(path, record["files"]))
+    return names or ranks.run_on_first(lambda: wrong_contents(path, record["files"], largest))
 
 
-def wrong_contents(path: Location, files: Mapping[str, Any]) -> list[str]:
-    """What is wrong with where a checkpoint's tensors are; at most one line."""
+def wrong_contents(
+    path: Location, files: Mapping[str, Any], largest: float = math.inf
+) -> list[str]:
+    """What is wrong with the tables of a checkpoint's tensors; at most one line.
+
+    No command reads `.metadata` where there is tensors.json, but torch's tools do, and run what is
+    in it: it is compared, up to `largest` bytes.
+    """
+    reader = Reader(path, files)
     try:
-        Reader(path, files).contents()
-    except UserError as error:
-        return [str(error)]
+        if files[METADATA]["bytes"] <= largest:
+            reader.check_metadata()
+        else:
+            reader.contents()
+    except WrongTable as error:
+        return [error.what]
     return []
 
 

@@ -65,6 +65,17 @@ class Contents:
     """Names of the files with tensors."""
     tensors: Mapping[str, Entry]
 
+    def placed(self) -> dict[str, Any]:
+        """The same in an order of its own, to compare."""
+        return {
+            name: (
+                entry.dtype,
+                entry.shape,
+                sorted((self.files[file], *rest) for file, *rest in entry.chunks),
+            )
+            for name, entry in self.tensors.items()
+        }
+
 
 def as_json(metadata: Any, places: Mapping[Any, Any]) -> bytes:
     """The contents of tensors.json, given DCP's metadata and where each chunk was written."""

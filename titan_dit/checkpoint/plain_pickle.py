@@ -116,12 +116,23 @@ class Plain(pickle._Unpickler):
     }
 
 
+def load(data: bytes) -> Any:
+    """What a pickle makes, of plain values and `Instance`s."""
+    try:
+        return Plain(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception:  # Of Python's unpickler: an opcode that has no row, an empty stack.
+        what = "it is cut off, or has opcodes that DCP never writes"
+        raise pickle.UnpicklingError(what) from None
+
+
 def read(data: bytes) -> dict[str, Any]:
     """The values of tensors.json that a `.metadata` stands for.
 
     Raises UnpicklingError if it imports another name, and any exception if it is damaged.
     """
-    found = state_of(Plain(io.BytesIO(data)).load(), "Metadata")
+    found = state_of(load(data), "Metadata")
     files: dict[str, int] = {}
     sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     tensors: dict[str, dict[str, Any]] = {}

@@ -119,7 +119,7 @@ def read_record(path: Location) -> dict[str, Any]:
     """
     record = read_manifest(path)
     check(path, record, RECORD)
-    check(path, record, {"config": Each(Each(schema.ANY))})
+    check(path, record, {"config": Each(Each(schema.PLAIN))})
     return record
 
 

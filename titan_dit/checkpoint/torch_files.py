@@ -10,6 +10,8 @@ import errno
 import hashlib
 import io
 import os
+import pickle
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +48,17 @@ except ImportError:
 METADATA = ".metadata"
 
 
+class WrongTable(UserError):
+    """A table of a checkpoint's tensors that cannot be used; `what` names the file and why."""
+
+    def __init__(self, path: Location, why: str) -> None:
+        self.what = f"{path.name}: {why}"
+        super().__init__(
+            f"[checkpoint] {path} is damaged or not plain DCP metadata: {why}. Nothing was loaded. "
+            "Use another checkpoint."
+        )
+
+
 class Reader(filesystem.FileSystemReader):
     """DCP's file-system reader, which reads tensors.json in place of `.metadata`; takes URLs.
 
@@ -75,10 +88,14 @@ class Reader(filesystem.FileSystemReader):
             raise
         except Exception as error:  # A damaged pickle can raise anything.
             reason = str(error).rstrip(".") or type(error).__name__
-            raise UserError(
-                f"[checkpoint] {self.folder / name} is damaged or not plain DCP metadata: "
-                f"{reason}. Nothing was loaded. Use another checkpoint."
-            ) from None
+            raise WrongTable(self.folder / name, reason) from None
+
+    def check_metadata(self) -> None:
+        """Raise UserError unless `.metadata`, which torch's own tools read, says the same."""
+        own = self.contents()
+        theirs = Reader(self.folder, {n: f for n, f in self.files.items() if n != contents.NAME})
+        if theirs.contents().placed() != own.placed():
+            raise WrongTable(self.folder / METADATA, f"it differs from {contents.NAME}")
 
     def whole(self, name: str) -> bytes:
         """A file's bytes. Raises ValueError unless they are those of the manifest."""
@@ -117,10 +134,9 @@ class Reader(filesystem.FileSystemReader):
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # torch.load raises any exception on a damaged file.
-            reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
             raise UserError(
-                f"[checkpoint] {self.folder} is damaged: a tensor cannot be read: {reason}. Use "
-                "another checkpoint."
+                f"[checkpoint] {self.folder} is damaged: a tensor cannot be read: "
+                f"{reason_of(error)}. Use another checkpoint."
             ) from None
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
@@ -132,6 +148,14 @@ class Reader(filesystem.FileSystemReader):
             raise ValueError("it is compressed")
         view.seek(0)
         return view
+
+
+def reason_of(error: Exception) -> str:
+    """Why a tensor could not be read, as one line; torch would advise to run the code in it."""
+    if isinstance(error, pickle.UnpicklingError):
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        return f"it imports {asked[1]}" if asked else "it is not a plain tensor"
+    return " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
 
 
 class Slice(io.RawIOBase):

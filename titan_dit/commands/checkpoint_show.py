@@ -13,14 +13,17 @@ from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags.checkpoint_show import Options
-from titan_dit.config.section import show
+from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
 
 
 def main(options: Options) -> None:
     """Print the checkpoint."""
     path = find_checkpoint(location(options.path), options.step, "checkpoint show")
-    record, tensors = read_record(path), checkpoint.contents(path)
+    record = read_record(path)
+    if wrong := checkpoint.wrong_contents(path, record["files"]):
+        raise UserError(f"[checkpoint] {path} is damaged: {wrong[0]}. Use another one.")
+    tensors = checkpoint.contents(path)
     for name, value in (*position(path, record), *parts(tensors)):
         console.say(f"{name:10}{value}")
     for section, table in record["config"].items():

@@ -71,6 +71,10 @@ class Text:
 
 ANY = object()
 """A value that is not checked."""
+PLAIN = object()
+"""A value of a config, whose key is not known here: of limited depth, length and size."""
+DEEPEST, LONGEST = 4, 4096
+"""Of lists and tables in a PLAIN value, and of its texts."""
 
 
 def wrong_name(name: str) -> str | None:
@@ -84,7 +88,9 @@ def check(value: Any, schema: Any, where: str) -> None:
     """Raise UserError, one line that begins with `where`, unless a value fits a schema."""
     if schema is ANY:
         return
-    if isinstance(schema, Maybe | OrNone):
+    if schema is PLAIN:
+        check_value(value, where)
+    elif isinstance(schema, Maybe | OrNone):
         if value is not None or isinstance(schema, Maybe):
             check(value, schema.schema, where)
     elif isinstance(schema, Mapping | Each):
@@ -130,6 +136,19 @@ def check_list(value: Any, schema: Row | Rows, where: str) -> None:
         raise UserError(f"{where} holds {len(value)} values, not {len(schema.row)}.")
     for number, (item, inner) in enumerate(zip(value, schema.row, strict=True)):
         check(item, inner, f"{where}[{number}]")
+
+
+def check_value(value: Any, where: str, deepest: int = DEEPEST) -> None:
+    """`check` for a PLAIN value."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{where} = {brief(value)} is out of range.")
+    if isinstance(value, str) and len(value) > LONGEST:
+        raise UserError(f"{where} = {brief(value)} is longer than {LONGEST} characters.")
+    if isinstance(value, list | dict):
+        if not deepest:
+            raise UserError(f"{where} is nested too deep.")
+        for item in value.values() if isinstance(value, dict) else value:
+            check_value(item, where, deepest - 1)
 
 
 def check_plain(value: Any, hint: Any, where: str) -> None:

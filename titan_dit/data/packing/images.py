@@ -111,6 +111,9 @@ def decode_image(
     try:
         with Image.open(io.BytesIO(data), formats=known_formats()) as image:
             budget.check(image)
+            if size is None and shape is not None and sorted(image.size) != sorted(shape[1:]):
+                found = [shape[0], image.height, image.width]
+                raise BadFileError(f"shape {found}, not {list(shape)} like the other files")
             if image.mode.startswith(("I", "F")):
                 raise BadFileError(f"{image.mode} image with more than 8 bits; convert it to 8")
             reduce_jpeg(image, size)
