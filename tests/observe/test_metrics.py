@@ -119,7 +119,8 @@ def stand_in(calls, **replaced):
     """A wandb that notes its calls: the real one is an extra."""
     given = {
         "init": lambda **kwargs: calls.append(kwargs),
-        "log": lambda values, step: calls.append((values, step)),
+        "define_metric": lambda name, **kwargs: calls.append((name, kwargs)),
+        "log": calls.append,
         "Image": lambda path: ("picture", path),
         "Html": lambda text: ("page", text),
     }
@@ -134,11 +135,13 @@ def test_wandb_is_given_rows_and_previews_and_goes_on_in_the_same_run(tmp_path, 
         run.log({"step": step, "loss": 0.5, "mfu": None})
         run.show(step, picture(0))
         run.show(step, Preview(".txt", lambda file: file.write_text("1 <\n2")))
-    first, row, shown, said, second, *_ = calls
-    assert said == ({"samples": ("page", "<pre>1 &lt;\n2</pre>")}, 1)
-    assert row == ({"step": 1, "loss": 0.5}, 1)
+    first, own, every, row, shown, said, second, *_ = calls
+    # Not wandb's step, which drops rows of steps that are repeated after a kill.
+    assert (own, every) == (("step", {}), ("*", {"step_metric": "step"}))
+    assert said == {"samples": ("page", "<pre>1 &lt;\n2</pre>"), "step": 1}
+    assert row == {"step": 1, "loss": 0.5}
     file = tmp_path / "samples" / "step-00000001.png"
-    assert shown == ({"samples": ("picture", str(file))}, 1)
+    assert shown == {"samples": ("picture", str(file)), "step": 1}
     assert file.is_file()
     assert first["id"] == second["id"]
     assert first["resume"] == "allow"

@@ -200,9 +200,24 @@ def of_samples(scoring: Scoring) -> None:
         )
     real = scoring.reference(height)
     scoring.check(drawn.count, real)
+    if (hint := hint_of_formats(drawn, real)) and Ranks().is_first:
+        console.say(hint)
     scores = scoring.scores(drawn, real)
     if scores is not None:
         report({}, scoring.about(drawn, real), scores, scoring.options)
+
+
+def hint_of_formats(drawn: Pictures, real: Reference) -> str | None:
+    """A console warning if one set was compressed with loss and the other was not, or otherwise."""
+    if not isinstance(real, Pictures) or not drawn.formats or not real.formats:
+        return None
+    if drawn.formats == real.formats:
+        return None
+    return (
+        f"hint    the reference is {' and '.join(real.formats)}, the samples are "
+        f"{' and '.join(drawn.formats)}: compression alone changes the scores. Compare pictures of "
+        "one format"
+    )
 
 
 def job_of(options: Options, device: torch.device) -> Job:

@@ -155,15 +155,19 @@ def wandb_writer(
             "correct the names, set WANDB_MODE=offline, or set wandb = false."
         ) from None
 
+    # wandb's own step only grows: it would drop the steps that are repeated after a kill.
+    wandb.define_metric("step")
+    wandb.define_metric("*", step_metric="step")
+
     def write(row: Row) -> None:
-        wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
+        wandb.log({k: v for k, v in row.items() if v is not None})
 
     def picture(step: int, file: Path) -> None:
-        wandb.log({"samples": wandb.Image(str(file))}, step=step)
+        wandb.log({"samples": wandb.Image(str(file)), "step": step})
 
     def text(step: int, file: Path) -> None:
         shown = html.escape(file.read_text(encoding="utf-8"))
-        wandb.log({"samples": wandb.Html(f"<pre>{shown}</pre>")}, step=step)
+        wandb.log({"samples": wandb.Html(f"<pre>{shown}</pre>"), "step": step})
 
     return Writer(write, by_suffix(picture, text))
 

@@ -49,6 +49,8 @@ class Pictures:
     """Pictures of each class, by its name or number; empty if they have no classes."""
     moments: Moments | None = None
     """Of a reference's file, for FID: ADM's are of a whole dataset, its pictures a part of it."""
+    formats: tuple[str, ...] = ()
+    """Of the files, such as JPEG; () if it is not known how the pictures were stored."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,14 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
         return sha.hexdigest()
 
     about = f"{len(found.names):,} pictures of {folder}"
-    return Pictures(len(found.names), read, digest, about, found.classes)
+    formats = formats_of(found.names)
+    return Pictures(len(found.names), read, digest, about, found.classes, formats=formats)
+
+
+def formats_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The formats of files, by their suffixes."""
+    suffixes = {Path(name).suffix.lower().removeprefix(".") for name in names} - {""}
+    return tuple(sorted({"JPEG" if suffix == "jpg" else suffix.upper() for suffix in suffixes}))
 
 
 def listed(folder: Path, where: str) -> Listed:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizer_file import ENDS
+from titan_dit.launcher.torch_range import pip_install
 
 GPT_SPECIAL = ("<|endoftext|>",)
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -20,9 +21,10 @@ def needed(package: str, where: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
+        extra = pip_install("'titan_dit[text]'")
         raise UserError(
             f"[{where}] needs the package {package}, which is not installed: "
-            "pip install 'titan_dit[text]', or pip install tokenizers sentencex."
+            f"{extra}, or {pip_install('tokenizers sentencex')}"
         ) from None
 
 
