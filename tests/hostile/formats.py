@@ -1,17 +1,21 @@
 """Which files are malformed how, and which commands open them.
 
-    python -m hostile FORMAT SEED      (with tests on PYTHONPATH: one file, and what came of it)
+python -m hostile FORMAT SEED      (with tests on PYTHONPATH: one file, and what came of it)
 """
 
+import gzip
 import importlib
 import json
+import lzma
+import struct
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from unittest import mock
 
 from hostile import makers, mutators, pickles
+from hostile.watch import CANARY
 
 PIXELS = 8
 
@@ -42,7 +46,9 @@ class Training(Command):
         """Train."""
         from titan_dit import train
 
-        words = [word for key, value in self.flags.items() for word in (f"--{key}", filled(value, box))]
+        words = [
+            word for key, value in self.flags.items() for word in (f"--{key}", filled(value, box))
+        ]
         with mock.patch.object(sys, "argv", ["train", *words]):
             train.main()
 
@@ -86,6 +92,10 @@ def any_record(data, rng):
     """A checkpoint's manifest with another value; it is signed afterwards."""
     record = json.loads(data)
     record.pop("digest", None)
+    if rng.random() < 0.15:
+        named = rng.choice(sorted(record["config"]))
+        record["config"][named]["name"] = f"{CANARY}:run"
+        return mutators.dumps(record).encode()
     part = rng.choice((None, None, "config", "files", "data"))
     if part is None or part not in record:
         return mutators.dumps(mutators.change_json(record, rng)).encode()
@@ -105,10 +115,9 @@ def any_npz(data, rng):
 def any_picture(data, rng):
     """A picture with other bytes, or of a huge size."""
     if data[:4] == b"\x89PNG" and rng.random() < 0.3:
-        import struct
-        import zlib
-
-        header = struct.pack(">II", *(rng.choice((0, 9, 2**14, 2**16, 2**31 - 1)) for _ in range(2)))
+        header = struct.pack(
+            ">II", *(rng.choice((0, 9, 2**14, 2**16, 2**31 - 1)) for _ in range(2))
+        )
         chunk = b"IHDR" + header + data[24:29]
         return data[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
     start = data.find(b"\xff\xc0")
@@ -119,9 +128,6 @@ def any_picture(data, rng):
 
 def any_compressed(data, rng):
     """A .gz or .xz of other text, cut, or of far more than its size."""
-    import gzip
-    import lzma
-
     library = gzip if data[:2] == b"\x1f\x8b" else lzma
     kind = rng.random()
     if kind < 0.4:
@@ -129,7 +135,9 @@ def any_compressed(data, rng):
     text = library.decompress(data)
     if kind < 0.45:
         return library.compress(text + b"a " * (mutators.BOMB // 2))
-    return library.compress(mutators.any_json_lines(text, rng) if b"{" in text else mutators.any_text(text, rng))
+    return library.compress(
+        mutators.any_json_lines(text, rng) if b"{" in text else mutators.any_text(text, rng)
+    )
 
 
 def signed(folder):
@@ -163,7 +171,9 @@ READS_CHECKPOINT = (
     Command("checkpoint show", {"path": RUN, "tensors": True}),
     Command("checkpoint verify", {"path": RUN}),
     Command("checkpoint list", {"run": RUN}),
-    Command("sample", {"run": RUN, "num": 1, "steps": 1, "out": "{o}/x.safetensors", "vae": "none"}),
+    Command(
+        "sample", {"run": RUN, "num": 1, "steps": 1, "out": "{o}/x.safetensors", "vae": "none"}
+    ),
     Command("convert", {"source": RUN, "to": "{o}/x.safetensors"}),
 )
 AVERAGE = Command("ema", {"run": RUN, "sigma_rel": 0.1, "to": "{o}/step-00000009"})
@@ -204,7 +214,12 @@ def evaluate(samples, against):
 
 def prompt(box):
     """A prompt as the shell gives it: of any bytes but NUL."""
-    return (box / "in" / "prompt.txt").read_bytes().replace(b"\0", b"")[:2000].decode("utf-8", "surrogateescape")
+    return (
+        (box / "in" / "prompt.txt")
+        .read_bytes()
+        .replace(b"\0", b"")[:2000]
+        .decode("utf-8", "surrogateescape")
+    )
 
 
 FORMATS = {
@@ -213,7 +228,10 @@ FORMATS = {
     "snapshots": Format(
         makers.run,
         (AVERAGE,),
-        {file.replace("checkpoints", "checkpoints/averages"): change for file, change in CHECKPOINT.items()},
+        {
+            file.replace("checkpoints", "checkpoints/averages"): change
+            for file, change in CHECKPOINT.items()
+        },
         signed,
     ),
     "text": Format(
@@ -221,8 +239,13 @@ FORMATS = {
         (
             Command(
                 "sample",
-                {"run": RUN, "length": 2, "out": "{o}/x.txt", "tokenizer": "{i}/tokenizer.json",
-                 "prompt": prompt},
+                {
+                    "run": RUN,
+                    "length": 2,
+                    "out": "{o}/x.txt",
+                    "tokenizer": "{i}/tokenizer.json",
+                    "prompt": prompt,
+                },
             ),
         ),
         {"tokenizer.json": mutators.any_json, "prompt.txt": mutators.any_text},
@@ -232,8 +255,13 @@ FORMATS = {
         (
             Command(
                 "sample",
-                {"run": RUN, "steps": 1, "noise": "{i}/noise.safetensors", "vae": "none",
-                 "out": "{o}/x.safetensors"},
+                {
+                    "run": RUN,
+                    "steps": 1,
+                    "noise": "{i}/noise.safetensors",
+                    "vae": "none",
+                    "out": "{o}/x.safetensors",
+                },
             ),
             Command(
                 "predict",
@@ -279,17 +307,29 @@ FORMATS = {
             tokenize("{i}/text.jsonl", vocab_file="{i}/vocab.json", merge_file="{i}/merges.txt"),
             tokenize("{i}/text.jsonl", vocab_file="{i}/vocab.txt"),
         ),
-        {"tokenizer.json": mutators.any_json, "vocab.json": mutators.any_json,
-         "merges.txt": mutators.any_text, "vocab.txt": mutators.any_text},
+        {
+            "tokenizer.json": mutators.any_json,
+            "vocab.json": mutators.any_json,
+            "merges.txt": mutators.any_text,
+            "vocab.txt": mutators.any_text,
+        },
     ),
     "corpora": Format(
         makers.corpora,
         (
             *(tokenize(*CORPORA),) * 3,
-            Command("data train-tokenizer", {"input": CORPORA, "output": "{o}/t.json", "vocabulary": 300}),
+            Command(
+                "data train-tokenizer",
+                {"input": CORPORA, "output": "{o}/t.json", "vocabulary": 300},
+            ),
         ),
-        {"a.jsonl": mutators.any_json_lines, "b.txt": mutators.any_text, "c.jsonl.gz": any_compressed,
-         "d.txt.xz": any_compressed, "e.tar": mutators.any_tar},
+        {
+            "a.jsonl": mutators.any_json_lines,
+            "b.txt": mutators.any_text,
+            "c.jsonl.gz": any_compressed,
+            "d.txt.xz": any_compressed,
+            "e.tar": mutators.any_tar,
+        },
     ),
     "pictures": Format(
         makers.pictures,
@@ -297,18 +337,26 @@ FORMATS = {
         {"set/*/*": any_picture},
     ),
     "metadata.jsonl": Format(
-        makers.metadata, (encode("{i}"),), {"metadata.jsonl": mutators.any_json_lines},
+        makers.metadata,
+        (encode("{i}"),),
+        {"metadata.jsonl": mutators.any_json_lines},
         only_one("metadata.csv", "metadata.parquet"),
     ),
     "metadata.csv": Format(
-        makers.metadata, (encode("{i}"),), {"metadata.csv": mutators.any_text},
+        makers.metadata,
+        (encode("{i}"),),
+        {"metadata.csv": mutators.any_text},
         only_one("metadata.jsonl", "metadata.parquet"),
     ),
     "metadata.parquet": Format(
-        makers.metadata, (encode("{i}"),), {"metadata.parquet": mutators.any_bytes},
+        makers.metadata,
+        (encode("{i}"),),
+        {"metadata.parquet": mutators.any_bytes},
         only_one("metadata.csv", "metadata.jsonl"),
     ),
-    "parquet": Format(makers.tables, (encode("{i}/set.parquet"),), {"set.parquet": mutators.any_bytes}),
+    "parquet": Format(
+        makers.tables, (encode("{i}/set.parquet"),), {"set.parquet": mutators.any_bytes}
+    ),
     "tar": Format(makers.tars, (encode("{i}/set.tar"),), {"set.tar": mutators.any_tar}),
     "autoencoder": Format(
         makers.autoencoder,
@@ -318,13 +366,18 @@ FORMATS = {
     "pipeline": Format(
         makers.pipeline,
         (Command("convert", {"source": "{i}/pipeline", "to": "{o}/step-00000001"}),),
-        {"pipeline/*.json": mutators.any_json, "pipeline/*/*.json": mutators.any_json,
-         "pipeline/transformer/*.safetensors": mutators.any_safetensors},
+        {
+            "pipeline/*.json": mutators.any_json,
+            "pipeline/*/*.json": mutators.any_json,
+            "pipeline/transformer/*.safetensors": mutators.any_safetensors,
+        },
     ),
     "weights": Format(
         makers.weights,
         tuple(
-            Command("convert", {"source": f"{{i}}/dit.{kind}", "to": "{o}/step-00000001", "heads": 2})
+            Command(
+                "convert", {"source": f"{{i}}/dit.{kind}", "to": "{o}/step-00000001", "heads": 2}
+            )
             for kind in ("pt", "safetensors")
         ),
         {"dit.pt": any_pt, "dit.safetensors": mutators.any_safetensors},
@@ -347,8 +400,13 @@ FORMATS = {
         (
             Training(
                 "train",
-                {"config": "{i}/config.toml", "pipeline.order": "{i}/order.csv", "parallel.pp": "2",
-                 "training.microbatch_size": "2", "dry-run": "2"},
+                {
+                    "config": "{i}/config.toml",
+                    "pipeline.order": "{i}/order.csv",
+                    "parallel.pp": "2",
+                    "training.microbatch_size": "2",
+                    "dry-run": "2",
+                },
             ),
         ),
         {"order.csv": mutators.any_text},
@@ -360,8 +418,11 @@ FORMATS = {
     ),
     "reference": Format(
         makers.reference,
-        (evaluate("{i}/pictures", "{i}/pixels.npz"), evaluate("{i}/pixels.npz", "{i}/moments.npz"),
-         evaluate("{i}/pictures", "{i}/pictures")),
+        (
+            evaluate("{i}/pictures", "{i}/pixels.npz"),
+            evaluate("{i}/pixels.npz", "{i}/moments.npz"),
+            evaluate("{i}/pictures", "{i}/pictures"),
+        ),
         {"pixels.npz": any_npz, "moments.npz": any_npz, "pictures/*.png": any_picture},
     ),
-}  # fmt: skip
+}

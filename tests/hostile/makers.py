@@ -1,6 +1,7 @@
 """A tiny valid input of each format, in a new folder."""
 
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -11,12 +12,10 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pyarrow
 import torch
 from data.small_tokens import write_tokens
 from interop import exports
 from PIL import Image
-from pyarrow import parquet
 from safetensors.torch import save_file
 
 from titan_dit.checkpoint import checkpoint
@@ -147,9 +146,7 @@ def shards(folder):
     """A dataset of shards."""
     latents = torch.randn(10, 1, 8, 8).half()
     labels = torch.arange(10) % 4
-    write_shards(
-        folder / "set", latents, labels, num_classes=4, source="tests", shard_size=5
-    )
+    write_shards(folder / "set", latents, labels, num_classes=4, source="tests", shard_size=5)
 
 
 def latent_folder(folder):
@@ -166,7 +163,10 @@ def latent_folder(folder):
 
 def features(folder):
     """Features and labels, as fast-DiT writes them."""
-    for name, array in (("features", torch.randn(1, 4, 4, 4)), ("labels", torch.zeros(1, 1).long())):
+    for name, array in (
+        ("features", torch.randn(1, 4, 4, 4)),
+        ("labels", torch.zeros(1, 1).long()),
+    ):
         inside = folder / "set" / f"imagenet256_{name}"
         inside.mkdir(parents=True)
         for number in range(3):
@@ -188,7 +188,10 @@ def bpe_file(path):
     made.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=270, special_tokens=["<|endoftext|>"], initial_alphabet=letters, show_progress=False
+        vocab_size=270,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=letters,
+        show_progress=False,
     )
     made.train_from_iterator(["the cats", "the end"], trainer)
     made.save(str(path))
@@ -208,7 +211,7 @@ def tokenizers(folder):
 def corpora(folder):
     """Texts of all kinds."""
     tokenizers(folder)
-    lines = b'{"text": "the cats", "n": 1}\n{"text": "caf\\u00e9 the", "n": [1, 2]}\n{"text": ""}\n'
+    lines = b'{"text": "the cats"}\n{"text": "\\u00e9t\\u00e9 the", "n": [1]}\n{"text": ""}\n'
     (folder / "a.jsonl").write_bytes(lines)
     (folder / "b.txt").write_bytes(b"the cat\nthe end\n")
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines))
@@ -227,15 +230,26 @@ def pictures(folder):
             (folder / "set" / label / f"{number}.{suffix}").write_bytes(picture(number, kind))
 
 
+def write_parquet(rows, file):
+    """Write rows as a table."""
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+
 def metadata(folder):
     """Pictures with metadata in JSON lines, CSV and parquet; one is left by `one_of`."""
     for number in range(3):
         (folder / f"{number}.png").write_bytes(picture(number))
     rows = [{"file_name": f"{n}.png", "text": f"picture {n}", "label": n % 2} for n in range(3)]
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = ["file_name,text,label", *(f'{r["file_name"]},"{r["text"]}",{r["label"]}' for r in rows)]
+    lines = [
+        "file_name,text,label",
+        *(f'{r["file_name"]},"{r["text"]}",{r["label"]}' for r in rows),
+    ]
     (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "metadata.parquet")
+    write_parquet(rows, folder / "metadata.parquet")
 
 
 def tables(folder):
@@ -244,7 +258,7 @@ def tables(folder):
         {"image": {"bytes": picture(n), "path": f"{n}.png"}, "label": n % 2, "text": f"picture {n}"}
         for n in range(3)
     ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "set.parquet")
+    write_parquet(rows, folder / "set.parquet")
 
 
 def tars(folder):
@@ -336,8 +350,6 @@ def pixels_as_features(pictures):
 
 def sign(folder):
     """Write new digests into a checkpoint's manifest, as its maker can."""
-    import hashlib
-
     file = folder / checkpoint.MANIFEST
     record = json.loads(file.read_text())
     record.pop("digest", None)

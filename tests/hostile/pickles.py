@@ -7,12 +7,27 @@ from hostile import mutators
 from hostile.watch import CANARY, CHECKPOINTED, DCP
 
 FORBIDDEN = (
-    (DCP, "torch"), (DCP, "os"), (DCP, "torch.os.system"), (DCP, "Metadata.__init__.__globals__"),
-    ("torch", "os.system"), ("torch", "float32.__class__"), ("torch", "load"), ("torch", "hub.load"),
-    ("os", "system"), ("posix", "system"), ("builtins", "exec"), ("builtins", "getattr"),
-    ("subprocess", "Popen"), ("importlib", "import_module"), (CANARY, "run"), ("torch", "Size.__new__"),
-    ("pickle", "loads"), ("_pickle", "loads"), ("copyreg", "_reconstructor"), ("torch", "_C"),
-)  # fmt: skip
+    (DCP, "torch"),
+    (DCP, "os"),
+    (DCP, "torch.os.system"),
+    (DCP, "Metadata.__init__.__globals__"),
+    ("torch", "os.system"),
+    ("torch", "float32.__class__"),
+    ("torch", "load"),
+    ("torch", "hub.load"),
+    ("os", "system"),
+    ("posix", "system"),
+    ("builtins", "exec"),
+    ("builtins", "getattr"),
+    ("subprocess", "Popen"),
+    ("importlib", "import_module"),
+    (CANARY, "run"),
+    ("torch", "Size.__new__"),
+    ("pickle", "loads"),
+    ("_pickle", "loads"),
+    ("copyreg", "_reconstructor"),
+    ("torch", "_C"),
+)
 TEXTS = ("os.system", "__class__", "__dict__", "__setstate__", "__reduce__", "true", "a", CANARY)
 
 
@@ -43,7 +58,14 @@ def forged(rng):
         stored = name(DCP, "torch") + b"}" + text("os.system") + name("torch", "float32") + b"sb0"
         return b"\x80\x04" + stored + name("torch", "os.system") + text("true") + b"\x85R0N."
     if kind == 2:  # BUILD on a class.
-        return b"\x80\x04" + name(*rng.choice(CHECKPOINTED)) + b"}" + text(rng.choice(TEXTS)) + called + b"sb."
+        return (
+            b"\x80\x04"
+            + name(*rng.choice(CHECKPOINTED))
+            + b"}"
+            + text(rng.choice(TEXTS))
+            + called
+            + b"sb."
+        )
     if kind == 3:  # INST.
         return b"\x80\x02(" + text("true") + f"i{module}\n{of}\n.".encode()
     if kind == 4:  # The state of slots: BUILD sets attributes of the class itself.
@@ -66,7 +88,9 @@ def programme(rng, names=CHECKPOINTED):
                     lambda: b"K" + bytes([rng.randrange(256)]),
                     lambda: b"J" + struct.pack("<i", rng.choice((-1, 0, 2**31 - 1))),
                     lambda: rng.choice((b"}", b"]", b")", b"(", b"N", b"\x88", b"\x8f")),
-                    lambda: rng.choice((b"s", b"a", b"e", b"u", b"t", b"\x85", b"\x86", b"d", b"l")),
+                    lambda: rng.choice(
+                        (b"s", b"a", b"e", b"u", b"t", b"\x85", b"\x86", b"d", b"l")
+                    ),
                     lambda: rng.choice((b"R", b"b", b"\x81", b"\x92", b"o", b"0", b"2", b"\x94")),
                     lambda: b"h" + bytes([rng.randrange(4)]),
                     lambda: b"Q",
@@ -90,6 +114,15 @@ def changed(data, rng):
     except Exception:  # Not a pickle.
         return mutators.any_bytes(data, rng)
     place, after = rng.choice(list(zip(starts, [*starts[1:], len(data)], strict=True)))
-    new = rng.choice((forged(rng)[2:-1], name(*rng.choice(CHECKPOINTED)), b"N", b"", data[place:after] * 2,
-                      b"\x8a\x09" + b"\xff" * 8 + b"\x7f", b"]" * 1000))  # fmt: skip
+    new = rng.choice(
+        (
+            forged(rng)[2:-1],
+            name(*rng.choice(CHECKPOINTED)),
+            b"N",
+            b"",
+            data[place:after] * 2,
+            b"\x8a\x09" + b"\xff" * 8 + b"\x7f",
+            b"]" * 1000,
+        )
+    )
     return data[:place] + new + data[rng.choice((place, after)) :]

@@ -32,6 +32,13 @@ SHARE = (FILES - sum(COSTLY.values())) // (len(FORMATS) - len(COSTLY)) + 1
 CPU_S = 60
 
 
+@pytest.fixture
+def extras():
+    """Skips where the libraries of some formats are missing."""
+    for name in ("diffusers", "pyarrow", "tokenizers"):
+        pytest.importorskip(name)
+
+
 def read(folder, plan, seconds):
     """Try a plan in a forked process; its rows, of which those of failures come with a `wrong`."""
     results = folder / "results.jsonl"
@@ -41,7 +48,9 @@ def read(folder, plan, seconds):
     if alive:
         process.kill()
         process.join()
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    rows = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
     if process.exitcode or alive:
         last = next((row["begun"] for row in reversed(rows) if "begun" in row), "the start")
         how = f"no answer in {seconds} s" if alive else f"exit code {process.exitcode}"
@@ -54,6 +63,7 @@ def failures(rows):
     return [row["wrong"] for row in rows if "wrong" in row]
 
 
+@pytest.mark.usefixtures("extras")
 def test_malformed_files_of_every_format_are_refused_or_listed_and_do_nothing(tmp_path):
     plan = [(name, 0, COSTLY.get(name, SHARE)) for name in FORMATS]
     assert sum(number for _, _, number in plan) >= FILES
@@ -68,6 +78,7 @@ def test_malformed_files_of_every_format_are_refused_or_listed_and_do_nothing(tm
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("extras")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_more_malformed_files(name, tmp_path):
@@ -78,7 +89,10 @@ def test_many_more_malformed_files(name, tmp_path):
         home = tmp_path / str(first)
         home.mkdir()
         found += failures(read(home, [(name, first, part)], 1200))
-        print(f"{name}: {first - 100_000 + part:,} of {total:,} files, {len(found)} failures", flush=True)
+        print(
+            f"{name}: {first - 100_000 + part:,} of {total:,} files, {len(found)} failures",
+            flush=True,
+        )
     assert found == []
 
 
@@ -151,9 +165,21 @@ def test_every_forbidden_act_is_seen(tmp_path):
 def everything():
     """The attributes of the modules and classes that a checkpoint's pickle could reach."""
     metadata = sys.modules[watch.DCP]
-    found = [torch, metadata, torch_files, torch.serialization, os, builtins, pickle, collections, pathlib]
+    found = [
+        torch,
+        metadata,
+        torch_files,
+        torch.serialization,
+        os,
+        builtins,
+        pickle,
+        collections,
+        pathlib,
+    ]
     kinds = (getattr(sys.modules[module], name, None) for module, name in watch.CHECKPOINTED)
-    return [dict(vars(each)) for each in (*found, *(kind for kind in kinds if isinstance(kind, type)))]
+    return [
+        dict(vars(each)) for each in (*found, *(kind for kind in kinds if isinstance(kind, type)))
+    ]
 
 
 def same(before, after):
@@ -169,7 +195,9 @@ def read_pickles(folder, written):
         for data in written:
             (folder / ".metadata").write_bytes(data)
             files = {".metadata": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
-            with pytest.raises(torch_files.UserError, match=r"is damaged or not plain DCP metadata"):
+            with pytest.raises(
+                torch_files.UserError, match=r"is damaged or not plain DCP metadata"
+            ):
                 torch_files.Reader(folder, files).read_metadata()
     return ran
 
@@ -192,5 +220,7 @@ def test_forged_pickles_run_nothing_and_change_nothing(tmp_path):
 def test_a_seed_makes_the_same_file_again():
     value = {"a": [1, {"b": "c"}], "d": None}
     for seed in range(50):
-        first, again = (mutators.any_json(json.dumps(value).encode(), random.Random(seed)) for _ in range(2))
+        first, again = (
+            mutators.any_json(json.dumps(value).encode(), random.Random(seed)) for _ in range(2)
+        )
         assert first == again

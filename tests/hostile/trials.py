@@ -78,7 +78,9 @@ class Trials:
         shutil.copytree(self.valid / name, self.box / "in", symlinks=True)
         for name in ("out", "tmp"):
             (self.box / name).mkdir()
-        (self.box / f"{watch.CANARY}.py").write_text("raise SystemExit('the canary was imported')\n")
+        (self.box / f"{watch.CANARY}.py").write_text(
+            "raise SystemExit('the canary was imported')\n"
+        )
         os.chdir(self.box)
 
     def answer(self, command):
@@ -89,7 +91,9 @@ class Trials:
                 command(self.box)
                 code, message = 0, ""
             except SystemExit as end:
-                code, message = (end.code or 0, "") if isinstance(end.code, int | None) else (1, end.code)
+                code, message = (
+                    (end.code or 0, "") if isinstance(end.code, int | None) else (1, end.code)
+                )
             except (watch.Forbidden, watch.TooSlow) as act:
                 code, message = 1, f"{type(act).__name__}: {act}"
             except BaseException as error:  # Of a library in Rust, too.
@@ -101,7 +105,7 @@ class Trials:
         return code, message + out.getvalue()
 
     def one(self, name, seed):
-        """Malform one file by a seed and let a command read it; (what it was, what is wrong, text)."""
+        """Malform one file by a seed, and run a command on it: what it was, what is wrong, text."""
         rng = random.Random(f"{name} {seed}")
         command = rng.choice(FORMATS[name].commands)
         what = []
@@ -194,6 +198,7 @@ def main(home, plan, results):
     torch.set_num_threads(1)
     trials = Trials(Path(home))
     with Path(results).open("w", buffering=1) as file:
+
         def tell(**row):
             file.write(json.dumps(row) + "\n")
 
@@ -209,5 +214,10 @@ def main(home, plan, results):
                 if wrong:
                     tell(wrong=f"{story}: {wrong}", said=said[-4000:])
             took = time.process_time() - start
-            tell(format=name, files=number, cpu_s=round(took, 2), peak_mib=round(peak),
-                 answers=trials.counts.get(name))
+            tell(
+                format=name,
+                files=number,
+                cpu_s=round(took, 2),
+                peak_mib=round(peak),
+                answers=trials.counts.get(name),
+            )

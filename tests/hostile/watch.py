@@ -60,10 +60,19 @@ PATHS = {
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 DCP = "torch.distributed.checkpoint.metadata"
 CHECKPOINTED = (
-    *((DCP, name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
+    *(
+        (DCP, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     ("torch", "Size"),
     ("torch", "bfloat16"),
     ("torch", "float32"),
@@ -152,9 +161,10 @@ class Watch:
             return ""  # A descriptor: its file was opened before.
         text = os.fsdecode(path)
         if isinstance(folder, int) and folder >= 0:
-            text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
+            text = str(Path(f"/proc/self/fd/{folder}").readlink() / text)
         # The name itself: a link is removed or replaced, not what it points to.
-        whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+        path = Path(text)
+        whole = str(Path(os.path.realpath(path.parent)) / path.name)
         fine = whole == os.devnull or f"{whole}{os.sep}".startswith(self.writable)
         return "" if fine else f"writes {whole!r}"
 
