@@ -17,10 +17,10 @@ NAMES = (
     "", ".", "..", "../up", "../../up",
     "/etc/passwd", "/abs/new", "a/../../up", "a\\..\\up", "C:x",
     "-rf", "~", "~root/x", "x" * 300, "x\0y", "x\x1b]0;owned\ay", "\x1b[31mred", "x\ny", "x\ry",
-    "\u202eabc", "\ufeffx", "\ud83d", "\xe9t\xe9", "e\u0301te\u0301", "con", "a" * 5000, "%s%n{0}{x}",
+    "\u202eabc", "\ufeffx", "\ud83d", "\xe9t\xe9", "con", "a" * 5000, "%s%n{0}{x}",
     "None", "true", f"{CANARY}:run", f"{CANARY}.run", "os:system", "os.system", "subprocess:run",
     "builtins:exec", "torch.os.system", "__import__('os').system('true')", "{{ 7 * 7 }}",
-    "file:///etc/passwd", "http://127.0.0.1:9/x", "s3://nowhere/x", "$HOME", "`true`", "; true",
+    "file:///etc/passwd", "e\u0301te\u0301", "http://127.0.0.1:9/x", "s3://nowhere/x", "$HOME", "`true`", "; true",
 )  # fmt: skip
 BYTES = (0x00, 0x01, 0x0A, 0x22, 0x7F, 0x80, 0xFE, 0xFF)
 SIZES = (0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 2**40, 2**62, 2**63, 2**64 - 1)
