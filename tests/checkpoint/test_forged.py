@@ -262,7 +262,7 @@ def saved_by_torch(value):
     ("data", "words"),
     [
         (
-            packed(saved_by_torch(torch.zeros(4, 2)), **{"data.pkl": pickle.dumps(Evil(), 2)}),
+            packed(saved_by_torch(torch.zeros(8)), **{"data.pkl": pickle.dumps(Evil(), 2)}),
             "mkdir",
         ),
         (saved_by_torch({"w": 1}), "cannot be read"),

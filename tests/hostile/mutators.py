@@ -20,8 +20,14 @@ NAMES = (
     "\u202eabc", "\ufeffx", "\ud83d", "\xe9t\xe9", "con", "a" * 5000, "%s%n{0}{x}",
     "None", "true", f"{CANARY}:run", f"{CANARY}.run", "os:system", "os.system", "subprocess:run",
     "builtins:exec", "torch.os.system", "__import__('os').system('true')", "{{ 7 * 7 }}",
-    "file:///etc/passwd", "e\u0301te\u0301", "http://127.0.0.1:9/x", "s3://nowhere/x", "$HOME", "`true`", "; true",
+    "file:///etc/passwd", "e\u0301te\u0301", "http://127.0.0.1:9/x", "s3://nowhere/x", "$HOME", "`true`",
+    "; true",
 )  # fmt: skip
+KEYS = (
+    "__class__", "__proto__", "_class_name", "auto_map", "custom_pipeline", "digest", "files",
+    "format", "name", "quantization_config", "torch_dtype", "trust_remote_code",
+)  # fmt: skip
+"""Keys of JSON objects to which a library may give a meaning."""
 BYTES = (0x00, 0x01, 0x0A, 0x22, 0x7F, 0x80, 0xFE, 0xFF)
 SIZES = (0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 2**40, 2**62, 2**63, 2**64 - 1)
 DEPTHS = (20, 500, 5_000, 100_000)
@@ -181,7 +187,9 @@ def change_json(value, rng):
         holder[rng.choice((key.upper(), key + " ", *NAMES))] = holder.pop(key)
     elif kind < 0.42 and isinstance(holder, list):
         holder.append(holder[key])
-    elif kind < 0.5 and len(path) == 1 and isinstance(value, dict):
+    elif kind < 0.47 and isinstance(holder, dict):
+        holder[rng.choice(KEYS)] = rng.choice((hostile_value(rng), {"name": f"{CANARY}:run"}))
+    elif kind < 0.53 and len(path) == 1 and isinstance(value, dict):
         return Pairs([*value.items(), (key, hostile_value(rng, holder[key]))])
     else:
         holder[key] = hostile_value(rng, holder[key])

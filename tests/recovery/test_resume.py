@@ -278,6 +278,21 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
     assert lines[3:] == ["the ways out"]
 
 
+def test_a_part_that_only_the_checkpoint_names_is_a_change_and_is_not_imported(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.py").write_text("raise AssertionError('imported')")
+    saved = changed(model__name="theirs:Model", objective__name="theirs:Objective")
+    record = {"config": saved, "config_format": config_file.FORMAT, "data": {"digest": "abc"}}
+    with pytest.raises(UserError) as caught:
+        check_same_mathematics(tmp_path, record, Identity(TABLES, {"digest": "abc"}, 0), str)
+    assert str(caught.value).splitlines()[1:] == [
+        '  [model] name: "theirs:Model" -> "dit"',
+        '  [objective] name: "theirs:Objective" -> "rectified_flow"',
+    ]
+
+
 def test_imported_adapters_keep_their_scale(tmp_path):
     saved = changed(lora__rank=4, lora__alpha=32.0)
     record = {"config": saved, "config_format": config_file.FORMAT, "data": {}, "imported": True}

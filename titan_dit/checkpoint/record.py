@@ -22,9 +22,9 @@ class Damaged(UserError):
     """A checkpoint with a corrupt manifest; `what` is wrong with it."""
 
     def __init__(self, path: Location, what: str) -> None:
-        self.what = what
+        self.what = what.rstrip(".")
         super().__init__(
-            f"[checkpoint] {path / MANIFEST} is damaged: {what.rstrip('.')}. Use another one."
+            f"[checkpoint] {path / MANIFEST} is damaged: {self.what}. Use another one."
         )
 
 

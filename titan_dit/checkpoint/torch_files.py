@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -29,7 +30,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_dit.checkpoint import contents, plain_pickle
@@ -127,10 +134,11 @@ class Reader(filesystem.FileSystemReader):
         about = StorageMeta(load_id=self.load_id)
         return Metadata(tensors, storage_data=places, storage_meta=about)
 
-    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         """As torch's. Raises UserError if a file holds another thing than the tensor."""
         try:
-            return super().read_data(*args, **kwargs)
+            self.check_stored(plan)
+            return super().read_data(plan, planner)
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # torch.load raises any exception on a damaged file.
@@ -139,15 +147,18 @@ class Reader(filesystem.FileSystemReader):
                 f"{reason_of(error)}. Use another checkpoint."
             ) from None
 
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        """The bytes of a tensor. Raises ValueError if they are compressed: no size bounds them."""
-        view = Slice(file, sinfo.offset, sinfo.length)
-        with zipfile.ZipFile(view) as archive:
-            packed = sum(part.file_size for part in archive.infolist()) > sinfo.length
-        if packed:
-            raise ValueError("it is compressed")
-        view.seek(0)
-        return view
+    def check_stored(self, plan: LoadPlan) -> None:
+        """Raise ValueError if a tensor is compressed: then nothing bounds its size in memory."""
+        parts = defaultdict[str, set[tuple[int, int]]](set)
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            parts[place.relative_path].add((place.offset, place.length))
+        for name, places in parts.items():
+            with store_of(self.folder).open(self.folder / name) as file:
+                for first, length in sorted(places):
+                    with zipfile.ZipFile(Slice(file, first, length)) as archive:
+                        if sum(part.file_size for part in archive.infolist()) > length:
+                            raise ValueError("it is compressed")
 
 
 def reason_of(error: Exception) -> str:

@@ -180,6 +180,9 @@ def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
     kind = getattr(library, str(name), None)
     if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
         raise UserError(f"{where} is {show(name)}, not an autoencoder such as AutoencoderKL.")
+    if config.get("quantization_config"):
+        # diffusers would import the library that it names.
+        raise UserError(f"{where} is quantized (quantization_config). Give it in fp32 or bf16.")
     for key, hint in CONFIG_KEYS.items():
         conform(config.get(key), hint, f"{where}: {CONFIG}: {key}")
     for key, value in config.items():
