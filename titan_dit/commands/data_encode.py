@@ -83,7 +83,7 @@ def run(options: Options, device: torch.device) -> None:
             "Give all of them the same files."
         )
     with ExitStack() as stack:
-        todo = ranks.run_on_first(lambda: begin(plan, output, stack))
+        todo = ranks.run_on_first(lambda: begin(plan, output, stack, options.verify))
         if todo is None:
             if ranks.is_first:
                 report_done(output)
@@ -100,13 +100,15 @@ def run(options: Options, device: torch.device) -> None:
         report(plan, output, *found)
 
 
-def begin(plan: EncodePlan, output: Path, stack: ExitStack) -> list[int] | None:
+def begin(
+    plan: EncodePlan, output: Path, stack: ExitStack, verify: bool = False
+) -> list[int] | None:
     """Claim the output until `stack` ends; the missing chunks, None if it is whole."""
     pack.check_output(plan, output)
     try:
         output.mkdir(parents=True, exist_ok=True)
         stack.enter_context(claimed(output, plan.digest(), plan.command))
-        return encode.todo_of(plan, output)
+        return encode.todo_of(plan, output, verify)
     except OSError as error:
         raise UserError(f"[data encode] output={output}: {reason_of(error)}.") from None
 

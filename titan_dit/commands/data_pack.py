@@ -43,7 +43,7 @@ def main(options: Options) -> None:
         progress(done, f"dropped {dropped:,}" if dropped else "")
 
     try:
-        dropped = pack.pack(plan, output, options.workers, report)
+        dropped = pack.pack(plan, output, options.workers, report, options.verify)
     finally:
         progress.end()
     if dropped is None:

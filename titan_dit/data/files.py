@@ -75,6 +75,15 @@ def read_tensor(path: Path) -> Tensor:
     return read_pt(data) if suffix == ".pt" else read_safetensors(data)
 
 
+def stamp_of(file: Path) -> tuple[int, int]:
+    """Length and time of modification (ns) of a file; (-1, -1) if it is not there."""
+    try:
+        found = os.stat(file)  # noqa: PTH116 - a set may have millions.
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
 def check_latent_size(size: int) -> None:
     """Raise BadFileError for a file that is no sample."""
     if size > MAX_LATENT_BYTES:

@@ -30,7 +30,7 @@ from titan_dit.data.packing import pack
 from titan_dit.data.packing.images import PixelBudget
 from titan_dit.data.packing.shard_job import CONVERTED, ChunkRecord, write_chunk, writing
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.encode_plan import EncodePlan, Picture
+from titan_dit.pictures.encode_plan import PICTURES, EncodePlan, Picture
 from titan_dit.system.files import write_whole
 from titan_dit.system.host_copy import HostCopy
 
@@ -68,9 +68,9 @@ class Chunk:
     num_converted: int = 0
 
 
-def todo_of(plan: EncodePlan, output: Path) -> list[int] | None:
+def todo_of(plan: EncodePlan, output: Path, verify: bool) -> list[int] | None:
     """The chunks that are missing; None if the output is whole. Needs the claim of the output."""
-    finished = pack.resumed(plan, output, plan.digest())
+    finished = pack.resumed(plan, output, plan.digest(), verify)
     if finished is None:
         return None
     return [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
@@ -212,7 +212,7 @@ def write(plan: EncodePlan, digest: str, output: Path, chunk: Chunk) -> None:
     every = chunk.latents or [torch.empty(0, plan.copies, *plan.shape)]
     latents = torch.cat(every).flatten(0, 1)
     extra: dict[str, Any] = sums(plan, latents) | {
-        "pictures_sha256": hashlib.sha256(b"".join(chunk.digests)).hexdigest()
+        PICTURES: hashlib.sha256(b"".join(chunk.digests)).hexdigest()
     }
     if chunk.num_converted:
         extra[CONVERTED] = chunk.num_converted
@@ -263,7 +263,7 @@ def finish(plan: EncodePlan, output: Path) -> tuple[Drops, list[float], list[flo
                 "so it has no scale. Choose --units vae."
             )
         more = {"scale": [1 / value for value in std], "shift": mean}
-    more["pictures_digest"] = digest_of([r.extra["pictures_sha256"] for r in records if r.count])
+    more["pictures_digest"] = digest_of([r.extra[PICTURES] for r in records if r.count])
     if plan.pictures.texts:
         data = b"".join(captions(plan, records))
         with writing(output / pack.CAPTIONS, plan.command):

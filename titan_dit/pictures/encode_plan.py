@@ -19,11 +19,13 @@ from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import ENCODED_FORMAT
 from titan_dit.data.packing.images import MAX_PIXELS, PixelBudget, decode_image
 from titan_dit.data.packing.pack import SHARD_BYTES
-from titan_dit.data.packing.shard_job import Chunks
+from titan_dit.data.packing.shard_job import ChunkRecord, Chunks
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.picture_set import UNLABELLED, Asked, PictureSet
 
 CROP = "upright by EXIF; ADM: halve by a box filter, resize by a bicubic one, crop the center"
+PICTURES = "pictures_sha256"
+"""Of a chunk's record: SHA-256 over those of its pictures' files."""
 FEWEST, MOST_CHUNKS = 256, 64
 """Pictures of a shard at least; chunks of a small dataset, so that many ranks have work."""
 
@@ -104,6 +106,24 @@ class EncodePlan(Chunks):
             if limit != default:
                 sha.update(f" {limit}".encode())
         return sha.hexdigest()
+
+    def stamp(self, row: int) -> tuple[int, int]:
+        """Length and time of modification of the file that holds a picture."""
+        return self.pictures.stamp(row)
+
+    def has_made(self, record: ChunkRecord, chunk: int) -> bool:
+        """True if the pictures of a chunk that were kept have the same bytes."""
+        if not record.file:
+            return True
+        lost = {row for row, _ in record.dropped}
+        sha = hashlib.sha256()
+        for row in self.rows(chunk):
+            if row not in lost:
+                try:
+                    sha.update(hashlib.sha256(self.pictures.read(row)).digest())
+                except BadFileError:
+                    return False
+        return sha.hexdigest() == record.extra.get(PICTURES)
 
     def picture(self, row: int, budget: PixelBudget) -> Picture:
         """Decode and crop a picture. Raises BadFileError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -162,15 +161,6 @@ def make_set(
         stamp,
         asked.max_file_bytes,
     )
-
-
-def stamp_of(file: Path) -> Stamp:
-    """The stamp of a file; (-1, -1) if it is not there."""
-    try:
-        found = os.stat(file)  # noqa: PTH116 - a set may have millions.
-    except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
 
 
 def refuse_mixture(where: str, names: Sequence[str], labels: Sequence[Label], asked: Asked) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan_dit.config.section import UserError
-from titan_dit.data.files import read_whole
+from titan_dit.data.files import read_whole, stamp_of
 from titan_dit.data.listing import list_folder
-from titan_dit.pictures.picture_set import Asked, PictureSet, Stamp, stamp_of
+from titan_dit.pictures.picture_set import Asked, PictureSet, Stamp
 
 
 def open_folder(root: Path, asked: Asked) -> PictureSet:

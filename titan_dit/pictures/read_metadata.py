@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError, read_whole
+from titan_dit.data.files import BadFileError, read_whole, stamp_of
 from titan_dit.pictures.parquet_table import ParquetTable
 from titan_dit.pictures.picture_set import (
     Asked,
@@ -25,7 +25,6 @@ from titan_dit.pictures.picture_set import (
     label_of,
     make_set,
     numbers_if_decimal,
-    stamp_of,
 )
 
 FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")

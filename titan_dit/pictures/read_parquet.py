@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import parse_json
 from titan_dit.data.class_labels import few
-from titan_dit.data.files import BadFileError
+from titan_dit.data.files import BadFileError, stamp_of
 from titan_dit.pictures.parquet_table import MAX_GROUP_BYTES, ParquetTable
 from titan_dit.pictures.picture_set import (
     Asked,
@@ -28,7 +28,6 @@ from titan_dit.pictures.picture_set import (
     label_of,
     make_set,
     numbers_if_decimal,
-    stamp_of,
 )
 
 IMAGES, LABELS, TEXTS = ("image", "img", "png", "jpg"), ("label", "labels"), ("text", "caption")

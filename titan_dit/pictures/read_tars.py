@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import BadTextError, decode, parse_json
 from titan_dit.data.class_labels import few
-from titan_dit.data.files import BadFileError
+from titan_dit.data.files import BadFileError, stamp_of
 from titan_dit.data.recognise import IMAGE_SUFFIXES
 from titan_dit.data.tar_members import Member as TarMember
 from titan_dit.data.tar_members import refuse_sparse
@@ -29,7 +29,6 @@ from titan_dit.pictures.picture_set import (
     label_of,
     make_set,
     numbers_if_decimal,
-    stamp_of,
 )
 from titan_dit.system.progress import ProgressLine
 

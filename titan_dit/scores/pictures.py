@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import zipfile
 from collections import Counter
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -30,6 +32,8 @@ PICTURES = "arr_0"
 """Of a .npz: uint8 [n, h, w, 3] (arXiv:2105.05233's evaluator)."""
 LABELS = "arr_1"
 """Of the same, if it is there: the classes' numbers."""
+UNPACKED, MAX_RATIO = 64 << 20, 50
+"""Bytes that a compressed array may have, and for each byte of it; pictures have two or three."""
 OTHERS = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")
 """Suffixes of pictures that are not read."""
 LARGEST = 1 << 25
@@ -241,6 +245,14 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
             if entry.compress_type == zipfile.ZIP_STORED:
                 return mapped(path, archive, entry)
             with archive.open(entry) as file:
+                shape, _, dtype, _ = header_of(file)
+            size = math.prod(shape) * dtype.itemsize
+            if size > max(UNPACKED, MAX_RATIO * entry.compress_size):
+                raise ValueError(
+                    f"{size:,} bytes from {entry.compress_size:,}; save it without compression: "
+                    "numpy.savez"
+                )
+            with archive.open(entry) as file:
                 whole: np.ndarray = np.lib.format.read_array(file)
                 return whole
     except Exception as error:  # zipfile, zlib and numpy raise any exception on a damaged file.
@@ -248,17 +260,20 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
         raise UserError(f"{where} {path}: {name} cannot be read ({reason}).") from None
 
 
+def header_of(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, Fortran order and dtype of a .npy, and the header's bytes."""
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+    return shape, fortran, dtype, file.tell()
+
+
 def mapped(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
     """An array that a .npz holds as it is, as a memory map."""
     with archive.open(entry) as file:
-        version = np.lib.format.read_magic(file)
-        header = (
-            np.lib.format.read_array_header_1_0(file)
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0(file)
-        )
-        length = file.tell()
-    shape, fortran, dtype = header
+        shape, fortran, dtype, length = header_of(file)
     if dtype.hasobject:  # Mapped, they would be read as addresses.
         raise ValueError("it holds Python objects, not numbers")
     with path.open("rb") as raw:

@@ -61,6 +61,9 @@ class Options(Section):
     """Bytes of a row of metadata, or of a text beside a picture in a tar."""
     max_rows: PositiveInt | None = None
     """Rows of parquet files. Default: a million, or one for each 16 bytes of the files."""
+    verify: bool = False
+    """Compare the contents of pictures that were encoded before, not only length and time of
+    modification of their files."""
     source: str | None = None
     """Description of the data's origin, for the manifest."""
     device: str | None = None

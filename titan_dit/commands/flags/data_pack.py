@@ -43,6 +43,9 @@ class Options(Section):
     """Text file of the class folder names in label order, one per line."""
     image_size: Few | None = None
     """Resize and center-crop images to squares of this many pixels, like ADM and DiT."""
+    verify: bool = False
+    """Compare the contents of files that were packed before, not only length and time of
+    modification."""
     source: str | None = None
     """Description of the data's origin, for the manifest."""
     shard_size: PositiveInt | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import threading
 from collections.abc import Iterator
@@ -23,12 +24,16 @@ MAX_PIXELS = 178_956_970
 """Pixels of a picture that is read, and of all pictures that are decoded at once. Pillow's own."""
 UNIT = 1 << 20
 """Pixels of a step of a PixelBudget."""
+LARGE = 1 << 24
+"""Pixels of a picture whose memory is given back at once."""
 REDUCED = 1 << 26
 """Pixels above which a JPEG is reduced while it is decoded, which changes last bits."""
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 JPEGS = ("JPEG", "MPO")
 GREYS = ("1", "L", "LA")
 FULL_SIZE = "full_size"
+BAND = 256
+"""Rows of a transparent picture that are composited at once."""
 THINNEST = 100
 """Ratio of sides up to which a picture is cropped: before the crop its shorter side is resized."""
 ORIENTATION = 0x0112
@@ -116,15 +121,22 @@ def decode_image(
                 raise BadFileError(f"shape {found}, not {list(shape)} like the other files")
             if image.mode.startswith(("I", "F")):
                 raise BadFileError(f"{image.mode} image with more than 8 bits; convert it to 8")
+            if size is not None and max(image.size) > THINNEST * min(image.size):
+                raise BadFileError(
+                    f"{image.width} x {image.height} pixels: too thin to be cropped to a square"
+                )
             reduce_jpeg(image, size)
-            with budget.taken(cost_of(image)):
-                picture, is_converted = flat(image, size, shape)
+            cost = cost_of(image)
+            with budget.taken(cost):
+                pixels, is_converted = flat(image, size, shape)
+                image.close()
+                if cost > LARGE:
+                    give_back_memory()
     except BadFileError:
         raise
     except Exception as error:  # Pillow raises any exception on a damaged file.
         raise BadFileError("not a readable image: damaged, or cut off") from error
-    pixels = np.asarray(picture)
-    tensor = torch.from_numpy(pixels.copy()).view(*pixels.shape[:2], -1).permute(2, 0, 1)
+    tensor = torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     if shape is not None and tuple(tensor.shape) != shape:
         raise BadFileError(f"shape {list(tensor.shape)}, not {list(shape)} like the other files")
     return Decoded(tensor.contiguous(), is_converted)
@@ -132,7 +144,7 @@ def decode_image(
 
 def flat(
     image: Image.Image, size: int | None, shape: tuple[int, ...] | None
-) -> tuple[Image.Image, bool]:
+) -> tuple[UInt8[np.ndarray, "..."], bool]:
     """Upright pixels, cropped, in sRGB; True if they were in another space."""
     profile = image.info.get("icc_profile") or b""
     to_srgb = colors.transform_of(profile, colors.space_of(image.mode)) if profile else None
@@ -141,17 +153,19 @@ def flat(
     if to_srgb is not None and image.mode == "CMYK":
         picture = upright(colors.apply(to_srgb, image), image)
     else:
-        picture = upright(on_white(image).convert(mode), image)
+        picture = upright(on_white(image, mode), image)
     if size is not None:
-        if max(picture.size) > THINNEST * min(picture.size):
-            raise BadFileError(
-                f"{picture.width} x {picture.height} pixels: too thin to be cropped to a square"
-            )
         picture = center_crop(picture, size)
     if to_srgb is not None and image.mode != "CMYK":
         picture = colors.apply(to_srgb, picture).convert(mode)
     is_grey = mode == "L" and (shape is None or shape[0] == 1)
-    return picture if is_grey else picture.convert("RGB"), to_srgb is not None
+    return np.array(picture if is_grey else picture.convert("RGB")), to_srgb is not None
+
+
+def give_back_memory() -> None:
+    """Have glibc return what a thread has freed; it would keep gigabytes for each thread."""
+    with suppress(AttributeError, OSError):  # Another C library.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @cache
@@ -177,15 +191,21 @@ def cost_of(image: Image.Image) -> int:
         # The coefficients of the whole picture, whatever size is decoded.
         width, height = image.info.get(FULL_SIZE, image.size)
         return int(width * height)
-    return image.width * image.height * (3 if image.has_transparency_data else 1)
+    return image.width * image.height * (2 if image.has_transparency_data else 1)
 
 
-def on_white(image: Image.Image) -> Image.Image:
-    """Composite a transparent image onto white."""
+def on_white(image: Image.Image, mode: str) -> Image.Image:
+    """The image in a mode; a transparent one is composited onto white."""
+    image.load()
     if not image.has_transparency_data:
-        return image
-    layer = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+        return image if image.mode == mode else image.convert(mode)
+    flat = Image.new(mode, image.size)
+    for top in range(0, image.height, BAND):  # Of a large one each copy is half a gigabyte.
+        box = (0, top, image.width, min(image.height, top + BAND))
+        layer = image.crop(box).convert("RGBA")
+        white = Image.new("RGBA", layer.size, "white")
+        flat.paste(Image.alpha_composite(white, layer).convert("RGB").convert(mode), box)
+    return flat
 
 
 def upright(picture: Image.Image, file: Image.Image) -> Image.Image:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError, read_latent, read_whole
+from titan_dit.data.files import BadFileError, read_latent, read_whole, stamp_of
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing
 from titan_dit.data.manifest import FORMAT, write_json
@@ -91,7 +91,13 @@ class ShardPlan(Protocol):
         """Listing indices of a chunk's files."""
 
     def digest(self) -> str:
-        """SHA-256 of everything that determines the shards' bytes."""
+        """SHA-256 of everything that determines the shards' bytes, but the files' contents."""
+
+    def stamp(self, row: int) -> tuple[int, int]:
+        """Length and time of modification of a listed file."""
+
+    def has_made(self, record: ChunkRecord, chunk: int) -> bool:
+        """True if the files' contents are those of which a chunk was made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +164,42 @@ class PackPlan(Chunks):
         sha.update(listing.labels.numpy().tobytes())
         return sha.hexdigest()
 
+    def stamp(self, row: int) -> tuple[int, int]:
+        """Length and time of modification of a listed file."""
+        return stamp_of(self.listing.root / self.listing.names[row])
+
+    def has_made(self, record: ChunkRecord, chunk: int) -> bool:
+        """True if packing the chunk again gives the same bytes."""
+        kept, latents, dropped, _ = self.read_chunk(chunk, PixelBudget(), lambda *_: None)
+        same = not kept and not record.file
+        if kept:
+            same = hashlib.sha256(shard_of(self, kept, latents)).hexdigest() == record.sha256
+        return same and dropped == record.dropped
+
+    def read_chunk(
+        self, chunk: int, budget: PixelBudget, report: Callable[[int, int], None]
+    ) -> tuple[list[int], Shaped[Tensor, "n c h w"], list[tuple[int, str]], int]:
+        """The rows of a chunk that can be read, their samples, the other rows with the reason.
+
+        The last is the number of pictures whose colors were converted. `report` gets increments
+        of (done, dropped).
+        """
+        rows = self.rows(chunk)
+        dropped: list[tuple[int, str]] = []
+        latents = torch.empty(len(rows), *self.shape, dtype=STORED_DTYPES[self.dtype])
+        kept: list[int] = []
+        num_converted = 0
+        for row in rows:
+            try:
+                latents[len(kept)], is_converted = self.read(row, budget)
+                kept.append(row)
+                num_converted += is_converted
+            except BadFileError as error:
+                dropped.append((row, str(error)))
+                report(0, 1)
+            report(1, 0)
+        return kept, latents[: len(kept)], dropped, num_converted
+
     def read(self, row: int, budget: PixelBudget) -> tuple[Shaped[Tensor, "c h w"], bool]:
         """Read one sample in the shards' dtype; raises BadFileError.
 
@@ -197,22 +239,9 @@ def pack_chunk(
     report: Callable[[int, int], None],
 ) -> None:
     """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
-    rows = plan.rows(chunk)
-    dropped: list[tuple[int, str]] = []
-    latents = torch.empty(len(rows), *plan.shape, dtype=STORED_DTYPES[plan.dtype])
-    kept: list[int] = []
-    num_converted = 0
-    for row in rows:
-        try:
-            latents[len(kept)], is_converted = plan.read(row, budget)
-            kept.append(row)
-            num_converted += is_converted
-        except BadFileError as error:
-            dropped.append((row, str(error)))
-            report(0, 1)
-        report(1, 0)
+    kept, latents, dropped, num_converted = plan.read_chunk(chunk, budget, report)
     extra = {CONVERTED: num_converted} if num_converted else {}
-    write_chunk(plan, digest, output, chunk, kept, latents[: len(kept)], dropped, extra)
+    write_chunk(plan, digest, output, chunk, kept, latents, dropped, extra)
 
 
 def write_chunk(
@@ -233,15 +262,22 @@ def write_chunk(
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
     if kept:
         file = f"{stem}.safetensors"
-        labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
-        # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
-        data = safetensors.save({"latent": latents.contiguous(), "label": labels})
+        data = shard_of(plan, kept, latents)
         with writing(output / file, plan.command):
             write_whole(output / file, data)
         sha = hashlib.sha256(data).hexdigest()
-        record = ChunkRecord(digest, file, len(labels), len(data), sha, dropped, extra or {})
+        count = len(kept) * plan.copies
+        record = ChunkRecord(digest, file, count, len(data), sha, dropped, extra or {})
     with writing(output / f"{stem}.json", plan.command):
         write_json(output / f"{stem}.json", asdict(record))
+
+
+def shard_of(plan: ShardPlan, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
+    """The bytes of a shard."""
+    labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
+    # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
+    data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels})
+    return data
 
 
 @contextmanager
