@@ -292,3 +292,17 @@ def test_data_show_prints_counts_and_text(here, made, capsys):
         data_show.main(data_show.Options(path="out_text_document", out="a.png"))
     with pytest.raises(UserError, match="no such folder, and no"):
         data_show.main(data_show.Options(path="gone"))
+
+
+def test_ids_far_above_the_vocabulary_are_refused(tmp_path):
+    """The library would hold a list of all ids that are not used."""
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 2**31}))
+    with pytest.raises(UserError, match=r"vocab\.json has the id 2,147,483,648, above 16,777,216"):
+        tokenizers.of_vocabulary(
+            tmp_path / "vocab.json", tmp_path / "merges.txt", lower=False, where="data tokenize"
+        )
+    made = {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(UserError, match=r"has the id 2,147,483,648"):
+        tokenizers.read(tmp_path / "tokenizer.json", "data tokenize")
