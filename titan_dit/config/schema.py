@@ -65,10 +65,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text for which `rule` returns what is wrong, or None."""
+class Ruled:
+    """A value of a schema for which `rule` returns what is wrong, or None."""
 
-    rule: Callable[[str], str | None]
+    schema: Any
+    rule: Callable[[Any], str | None]
 
 
 ANY = object()
@@ -118,8 +119,8 @@ def check(value: Any, schema: Any, where: str) -> None:
         check_list(value, schema, where)
     elif isinstance(schema, Either):
         check(value, schema.several if isinstance(value, list | tuple) else schema.plain, where)
-    elif isinstance(schema, Text):
-        check(value, str, where)
+    elif isinstance(schema, Ruled):
+        check(value, schema.schema, where)
         if wrong := schema.rule(value):
             raise UserError(f"{where} = {brief(value)} {wrong}.")
     else:
