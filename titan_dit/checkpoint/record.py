@@ -94,6 +94,8 @@ def read_manifest(path: Location) -> dict[str, Any]:
             f"[checkpoint] {path} is not a checkpoint: it has no {MANIFEST}. Give a folder such as "
             "outputs/RUN/checkpoints/step-00001000."
         )
+    if store_of(path).size(manifest) > schema.LARGEST:
+        raise Damaged(path, f"it has more than {schema.LARGEST >> 20} MiB")
     try:
         record = schema.parse(read_text(manifest))
         digest = record.pop("digest", None) if isinstance(record, dict) else None

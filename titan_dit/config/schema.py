@@ -15,7 +15,9 @@ from typing import Annotated, Any
 
 from titan_dit.config.section import Bound, UserError, conform, show
 
-COUNT = Annotated[int, Bound(least=0, below=2**63)]
+COUNT = Annotated[int, Bound(least=0, below=2**62)]
+LARGEST = 32 << 20
+"""Bytes of a manifest: Python takes up to twenty times as many for what JSON says."""
 SHOWN = 80
 """Characters of a wrong value that a message shows."""
 
@@ -76,7 +78,7 @@ ANY = object()
 """A value that is not checked."""
 PLAIN = object()
 """A value of a config, whose key is not known here: of limited depth, length and size."""
-DEEPEST, LONGEST = 4, 4096
+DEEPEST, LONGEST = 8, 4096
 """Of lists and tables in a PLAIN value, and of its texts."""
 
 
