@@ -297,3 +297,16 @@ def test_a_pipe_in_place_of_a_file_is_damaged(saved):
     (saved / DATA).unlink()
     os.mkfifo(saved / DATA)
     assert checkpoint.damaged_files(saved, read_record(saved), checkpoint.Ranks()) == [DATA]
+
+
+def test_a_table_that_is_larger_than_its_tensors_is_not_read(saved):
+    seal(saved, **{TABLE: b"[" + b"[]," * 3_000_000 + b"[]]"})
+    with pytest.raises(UserError, match=r"tensors\.json is .*too large for the tensors"):
+        checkpoint.contents(saved)
+
+
+def test_a_manifest_of_any_size_is_not_read(saved):
+    with (saved / "manifest.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(record.Damaged, match="it has more than 32 MiB"):
+        read_record(saved)

@@ -11,7 +11,7 @@ from typing import Any
 from titan_dit.checkpoint.store import MANIFEST, Location, read_text, store_of
 from titan_dit.checkpoint.torch_files import METADATA
 from titan_dit.config import schema, user_text
-from titan_dit.config.schema import COUNT, Each, Maybe, OrNone, Row, Rows, Text
+from titan_dit.config.schema import COUNT, Each, Maybe, OrNone, Row, Rows, Ruled
 from titan_dit.config.section import Finite, PositiveInt, UserError
 
 FORMAT = "titan_dit.checkpoint/1"
@@ -41,7 +41,7 @@ def wrong_time(text: str) -> str | None:
         return "is not a time such as 2026-01-31T12:00:00+00:00"
 
 
-FILES = {"files": Each({"bytes": COUNT, "sha256": Text(wrong_digest)}, schema.wrong_name)}
+FILES = {"files": Each({"bytes": COUNT, "sha256": Ruled(str, wrong_digest)}, schema.wrong_name)}
 GUARD = {
     **dict.fromkeys(("spike_steps", "overflow_steps", "in_a_row"), Maybe(COUNT)),
     **dict.fromkeys(("nan_steps", "num_good", "num_losses"), Maybe(COUNT)),
@@ -78,7 +78,7 @@ RECORD = {
     "averaged": Maybe({"run": str, "step": COUNT, "sigma_rel": Finite}),
     "layout": Maybe(str),
     "versions": Maybe(Each(str)),
-    "written_at": Maybe(Text(wrong_time)),
+    "written_at": Maybe(Ruled(str, wrong_time)),
 }
 """The record of a run; the sections of its config check their own keys when they are built."""
 
@@ -94,6 +94,8 @@ def read_manifest(path: Location) -> dict[str, Any]:
             f"[checkpoint] {path} is not a checkpoint: it has no {MANIFEST}. Give a folder such as "
             "outputs/RUN/checkpoints/step-00001000."
         )
+    if store_of(path).size(manifest) > schema.LARGEST:
+        raise Damaged(path, f"it has more than {schema.LARGEST >> 20} MiB")
     try:
         record = user_text.parse_json(read_text(manifest), unique=True)
         digest = record.pop("digest", None) if isinstance(record, dict) else None

@@ -53,6 +53,9 @@ except ImportError:
     from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
 
 METADATA = ".metadata"
+TABLE, TENSOR_PER_TABLE = 8 << 20, 4
+"""Bytes that any table of tensors may have; of a larger one its files have so many times as many.
+torch.save alone writes a thousand bytes for each chunk, of which a table has at most 190."""
 
 
 class WrongTable(UserError):
@@ -111,6 +114,10 @@ class Reader(filesystem.FileSystemReader):
         if not store.has(path):
             raise ValueError("it is missing")
         size = expected["bytes"]
+        if size > TABLE:
+            others = sum(store.size(self.folder / file) for file in self.files if file != name)
+            if size > others // TENSOR_PER_TABLE:
+                raise ValueError("it is too large for the tensors that it describes")
         with store.open(path) as file:
             data = file.read(size + 1) if store.size(path) == size else b""
         if len(data) != size or hashlib.sha256(data).hexdigest() != expected["sha256"]:

@@ -13,7 +13,9 @@ from typing import Annotated, Any
 
 from titan_dit.config.section import Bound, UserError, conform, show
 
-COUNT = Annotated[int, Bound(least=0, below=2**63)]
+COUNT = Annotated[int, Bound(least=0, below=2**62)]
+LARGEST = 32 << 20
+"""Bytes of a manifest: Python takes up to twenty times as many for what JSON says."""
 SHOWN = 80
 """Characters of a wrong value that a message shows."""
 
@@ -63,17 +65,18 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text for which `rule` returns what is wrong, or None."""
+class Ruled:
+    """A value of a schema for which `rule` returns what is wrong, or None."""
 
-    rule: Callable[[str], str | None]
+    schema: Any
+    rule: Callable[[Any], str | None]
 
 
 ANY = object()
 """A value that is not checked."""
 PLAIN = object()
 """A value of a config, whose key is not known here: of limited depth, length and size."""
-DEEPEST, LONGEST = 4, 4096
+DEEPEST, LONGEST = 8, 4096
 """Of lists and tables in a PLAIN value, and of its texts."""
 
 
@@ -99,8 +102,8 @@ def check(value: Any, schema: Any, where: str) -> None:
         check_list(value, schema, where)
     elif isinstance(schema, Either):
         check(value, schema.several if isinstance(value, list | tuple) else schema.plain, where)
-    elif isinstance(schema, Text):
-        check(value, str, where)
+    elif isinstance(schema, Ruled):
+        check(value, schema.schema, where)
         if wrong := schema.rule(value):
             raise UserError(f"{where} = {brief(value)} {wrong}.")
     else:

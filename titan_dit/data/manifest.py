@@ -51,6 +51,8 @@ def read_json(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         return {}
+    if file.stat().st_size > schema.LARGEST:
+        raise UserError(f"[data] {file} has more than {schema.LARGEST >> 20} MiB: not a manifest.")
     try:
         # utf-8-sig: a person may have written it, in an editor that begins with a byte order mark.
         values = user_text.parse_json(file.read_text(encoding="utf-8-sig"), unique=True)
