@@ -20,8 +20,8 @@ NAMES = (
     "\u202eabc", "\ufeffx", "\ud83d", "\xe9t\xe9", "con", "a" * 5000, "%s%n{0}{x}",
     "None", "true", f"{CANARY}:run", f"{CANARY}.run", "os:system", "os.system", "subprocess:run",
     "builtins:exec", "torch.os.system", "__import__('os').system('true')", "{{ 7 * 7 }}",
-    "file:///etc/passwd", "e\u0301te\u0301", "http://127.0.0.1:9/x", "s3://nowhere/x", "$HOME", "`true`",
-    "; true",
+    "file:///etc/passwd", "e\u0301te\u0301", "http://127.0.0.1:9/x", "s3://nowhere/x",
+    "$HOME", "`true`", "; true",
 )  # fmt: skip
 KEYS = (
     "__class__", "__proto__", "_class_name", "auto_map", "custom_pipeline", "digest", "files",

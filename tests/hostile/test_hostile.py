@@ -139,7 +139,6 @@ class Acting:
 
 def act_all(home, results):
     """In a forked process: the acts, and what was wrong with each."""
-    __import__("ctypes")
     trial = trials.Trials(home)
     (home / "valid" / "acts").mkdir(parents=True)
     (home / "valid" / "acts" / "a.png").write_bytes(b"x")

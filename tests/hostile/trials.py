@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib
 import io
 import json
 import logging
@@ -65,6 +66,7 @@ class Trials:
 
     def begin(self):
         """From here on acts are refused, and memory has a limit. For ever."""
+        importlib.import_module("ctypes")  # At its import it opens this process as a library.
         self.watch = watch.Watch()
         watch.limit_memory(2 * PEAK_MIB)
 
