@@ -26,7 +26,10 @@ from hostile.formats import FORMATS
 from titan_dit.checkpoint import torch_files
 
 FILES = 2000
-COSTLY = {"checkpoint": 60, "run": 60, "config": 20, "hardware": 15, "order": 15}
+COSTLY = {
+    **{"checkpoint": 30, "run": 30, "old checkpoint": 60, "snapshots": 50, "inputs": 50},
+    **{"config": 20, "hardware": 15, "order": 15},
+}
 """Files of formats whose commands train, or plan a layout, with every one that is still valid."""
 SHARE = (FILES - sum(COSTLY.values())) // (len(FORMATS) - len(COSTLY)) + 1
 CPU_S = 60
