@@ -213,11 +213,14 @@ def swapped(value, one, another):
 
 def any_json(data, rng):
     """A JSON file with another value, or other bytes."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return any_bytes(data, rng)
     if rng.random() < 0.2:
         return any_bytes(data, rng)
-    return dumps(change_json(json.loads(data), rng)).encode(
-        rng.choice(("utf-8",) * 9 + ("utf-16",))
-    )
+    encoding = rng.choice(("utf-8",) * 9 + ("utf-16",))
+    return dumps(change_json(value, rng)).encode(encoding)
 
 
 # ---- Text: TOML, CSV, JSON lines, plain ----
