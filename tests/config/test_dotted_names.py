@@ -130,3 +130,14 @@ def test_every_key_that_takes_a_dotted_name_asks_or_is_of_train_alone():
     }
     assert found
     assert found <= {*dotted_names.OF_RUN.items(), ("sampling", "sampler")}
+
+
+def test_an_error_about_a_run_s_key_imports_none_of_its_modules(folder):
+    from titan_dit.config import catalog, config_file
+
+    (folder / "theirs.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    tables = {"model": {"name": "dit", "hiden": 3}, "data": {"name": "theirs:Data"}}
+    for only in (("model",), ("model", "unknown")):
+        with pytest.raises(UserError, match="hiden: unknown key. Did you mean hidden"):
+            config_file.build_sections(tables | {"unknown": {}}, catalog.variant, only)
+    assert not (folder / "imported").exists()

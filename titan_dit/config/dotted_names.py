@@ -45,6 +45,11 @@ def check_trusted(
             )
 
 
+def is_imported(name: str) -> bool:
+    """True for a name of the catalog, and for one whose module is imported already."""
+    return ":" not in name or name.partition(":")[0] in sys.modules
+
+
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
     """Import a row of `table` or "package.module:thing"; `where`: the config key, for errors."""
     if ":" in name:
