@@ -105,9 +105,10 @@ def as_json(metadata: Any, places: Mapping[Any, Any]) -> bytes:
 def parse(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Contents:
     """Read tensors.json; `files` are those of the manifest. Raises UserError for a wrong value."""
     try:
-        return checked(schema.parse(data), files)
+        values = schema.parse(data)
     except ValueError as error:
-        raise UserError(f"{NAME}: {error}") from None
+        raise UserError(f"it is not valid JSON: {error}") from None
+    return checked(values, files)
 
 
 def checked(values: Any, files: Mapping[str, Mapping[str, Any]]) -> Contents:

@@ -96,11 +96,16 @@ def imported(name: str, where: str) -> Any:
 
 def import_module(name: str) -> ModuleType:
     """Import a module; the current folder is always last on the path."""
+    put_current_folder_last()
+    return importlib.import_module(name)
+
+
+def put_current_folder_last() -> None:
+    """Let no file of the current folder shadow an installed package; `python -m` puts it first."""
     here = str(Path.cwd())
     if sys.path[-1:] != [here] or "" in sys.path:
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]
         importlib.invalidate_caches()
-    return importlib.import_module(name)
 
 
 def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> None:
