@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 from titan_dit.config.did_you_mean import ELSEWHERE, like
+from titan_dit.config.dotted_names import put_current_folder_last
 from titan_dit.config.section import Section, UserError, hints_of
 from titan_dit.launcher import disk_errors, failure, torch_range
 
@@ -124,6 +125,7 @@ def as_python(words: list[str], options: type[Section]) -> list[str]:
 
 def run() -> None:
     """Entry point of the console script `titan_dit`."""
+    put_current_folder_last()
     failure.run_and_exit(main)
 
 

@@ -1,7 +1,9 @@
 """Importing what a config names, and the errors."""
 
+import subprocess
 import sys
 
+import commands
 import pytest
 
 from titan_dit.config import dotted_names
@@ -130,3 +132,22 @@ def test_every_key_that_takes_a_dotted_name_asks_or_is_of_train_alone():
     }
     assert found
     assert found <= {*dotted_names.OF_RUN.items(), ("sampling", "sampler")}
+
+
+def test_an_error_about_a_run_s_key_imports_none_of_its_modules(folder):
+    from titan_dit.config import catalog, config_file
+
+    (folder / "theirs.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    tables = {"model": {"name": "dit", "hidde": 3}, "data": {"name": "theirs:Data"}}
+    for only in (("model",), ("model", "unknown")):
+        with pytest.raises(UserError, match=r"hidde: unknown key\. Did you mean hidden"):
+            config_file.build_sections(tables | {"unknown": {}}, catalog.variant, only)
+    assert not (folder / "imported").exists()
+
+
+def test_a_command_takes_no_library_from_the_current_folder(folder):
+    (folder / "tyro.py").write_text("raise SystemExit('taken from here')")
+    words = [sys.executable, "-m", "titan_dit", "runs", "--help"]
+    done = subprocess.run(words, env=commands.environment(), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"usage: python -m titan_dit runs" in done.stdout

@@ -106,9 +106,10 @@ def parse(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Contents:
     """Read tensors.json; `files` are those of the manifest. Raises UserError for a wrong value."""
     try:
         # Not `parse_json`: of 1,024 ranks it would look at a million chunks once more.
-        return checked(json.loads(data, object_pairs_hook=user_text.once), files)
+        values = json.loads(data, object_pairs_hook=user_text.once)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{NAME}: {error}") from None
+        raise UserError(f"it is not valid JSON: {error}") from None
+    return checked(values, files)
 
 
 def checked(values: Any, files: Mapping[str, Mapping[str, Any]]) -> Contents:

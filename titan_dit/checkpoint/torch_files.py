@@ -53,7 +53,7 @@ except ImportError:
     from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
 
 METADATA = ".metadata"
-TABLE, TENSOR_PER_TABLE = 8 << 20, 4
+TABLE, TENSOR_PER_TABLE = 4 << 20, 4
 """Bytes that any table of tensors may have; of a larger one its files have so many times as many.
 torch.save alone writes a thousand bytes for each chunk, of which a table has at most 190."""
 

@@ -15,7 +15,8 @@ from titan_dit.checkpoint.snapshots import FOLDER
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.checkpoint.torch_files import METADATA
 from titan_dit.commands.flags.ema import Options
-from titan_dit.config.section import UserError
+from titan_dit.config import schema
+from titan_dit.config.section import PositiveInt, SigmaRel, UserError
 from titan_dit.config.training import power_name
 from titan_dit.interop import imported
 from titan_dit.launcher.ranks import Ranks
@@ -30,6 +31,8 @@ LARGEST_ERROR = 0.01
 SHOWN_STEPS = 8
 OF_CHECKPOINT = (MANIFEST, METADATA, TENSORS)
 """Files of a checkpoint without tensors."""
+AVERAGED = {"every": PositiveInt, "power": tuple[SigmaRel, ...]}
+"""Keys of [ema] that are read of a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ def read(path: Location) -> Snapshot:
     record, what = readable(path)
     if what:
         raise damaged(path, what)
+    try:
+        schema.check(record["config"], {"ema": AVERAGED}, "its config")
+    except UserError as error:
+        raise damaged(path, str(error).rstrip(".")) from None
     return Snapshot(path, record)
 
 

@@ -45,6 +45,11 @@ def check_trusted(
             )
 
 
+def is_imported(name: str) -> bool:
+    """True for a name of the catalog, and for one whose module is imported already."""
+    return ":" not in name or name.partition(":")[0] in sys.modules
+
+
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
     """Import a row of `table` or "package.module:thing"; `where`: the config key, for errors."""
     if ":" in name:
@@ -91,11 +96,16 @@ def imported(name: str, where: str) -> Any:
 
 def import_module(name: str) -> ModuleType:
     """Import a module; the current folder is always last on the path."""
+    put_current_folder_last()
+    return importlib.import_module(name)
+
+
+def put_current_folder_last() -> None:
+    """Let no file of the current folder shadow an installed package; `python -m` puts it first."""
     here = str(Path.cwd())
     if sys.path[-1:] != [here] or "" in sys.path:
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]
         importlib.invalidate_caches()
-    return importlib.import_module(name)
 
 
 def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> None:

@@ -169,6 +169,8 @@ def check_plain(value: Any, hint: Any, where: str) -> None:
 
 def brief(value: Any) -> str:
     """The beginning of a value, for messages; what a terminal does not print is escaped."""
+    if isinstance(value, list | tuple):
+        value = value[:SHOWN]
     try:
         text = show(value)
     except (RecursionError, ValueError):
