@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 from PIL import Image, ImageCms
 
 SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 """Color space of a profile -> mode of Pillow."""
-SRGB = "sRGB"
+SRGB: Final = "sRGB"
 """In the description of a profile: its pictures are left as they are."""
 EQUAL = 2
 """Levels by which a profile that is sRGB under another name may differ from it."""
