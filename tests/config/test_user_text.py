@@ -26,7 +26,7 @@ def test_json_fails_in_one_way(text, reason):
 
 def test_a_key_that_stands_twice_is_refused_where_one_is_meant():
     assert user_text.parse_json('{"a": 1, "a": 2}') == {"a": 2}
-    with pytest.raises(BadTextError, match="^the key 'a' stands twice"):
+    with pytest.raises(BadTextError, match=r"^the key 'a' stands twice"):
         user_text.parse_json('{"a": 1, "a": 2}', unique=True)
 
 
@@ -45,12 +45,12 @@ def test_a_file_is_read_up_to_a_limit_and_without_a_byte_order_mark(tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfabc")
     assert user_text.read(file, "a") == "abc"
-    with pytest.raises(UserError, match="^a is larger than 5 bytes"):
+    with pytest.raises(UserError, match=r"^a is larger than 5 bytes"):
         user_text.read(file, "a", 5)
     file.write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"^a is not UTF-8 \(byte 4\)\. Save it as UTF-8"):
         user_text.read(file, "a")
-    with pytest.raises(UserError, match="^a cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"^a cannot be read: No such file"):
         user_text.read(tmp_path / "none", "a")
 
 
@@ -61,7 +61,7 @@ def test_lines_are_read_up_to_a_limit(tmp_path):
     with pytest.raises(UserError, match=r"^a, line 3: longer than 9 bytes\. Raise it\.$"):
         list(user_text.lines(file, "a", 9, "Raise it."))
     file.write_bytes(b"one\n\xff\n")
-    with pytest.raises(UserError, match="^a, line 2: not UTF-8"):
+    with pytest.raises(UserError, match=r"^a, line 2: not UTF-8"):
         list(user_text.lines(file, "a", 20, ""))
 
 

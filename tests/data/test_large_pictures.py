@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageCms
+from PIL import EpsImagePlugin, Image, ImageCms
 
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.packing import images
@@ -98,10 +98,13 @@ def test_pictures_beyond_the_budget_wait_and_are_not_blocked():
     assert most == 4
 
 
-def test_a_picture_of_another_kind_is_not_opened():
-    """Pillow starts a program for PostScript."""
+def test_a_picture_of_another_kind_starts_no_program(monkeypatch):
+    """Pillow starts Ghostscript for PostScript, whatever the file's name is."""
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given: started.append(given))
     with pytest.raises(BadFileError, match="not a readable image"):
         decode_image(file_of(random_picture("RGB"), "EPS"))
+    assert not started
     assert decode_image(file_of(random_picture("RGB"), "BMP")).pixels.shape == (3, 61, 97)
 
 
