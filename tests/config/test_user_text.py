@@ -47,7 +47,7 @@ def test_a_file_is_read_up_to_a_limit_and_without_a_byte_order_mark(tmp_path):
     assert user_text.read(file, "a") == "abc"
     with pytest.raises(UserError, match=r"^a is larger than 5 bytes"):
         user_text.read(file, "a", 5)
-    file.write_bytes(b"caf\xe9")
+    file.write_bytes(b"abc\xe9")
     with pytest.raises(UserError, match=r"^a is not UTF-8 \(byte 4\)\. Save it as UTF-8"):
         user_text.read(file, "a")
     with pytest.raises(UserError, match=r"^a cannot be read: No such file"):

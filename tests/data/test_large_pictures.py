@@ -1,4 +1,4 @@
-"""Pictures by strangers: bounded memory, the same bits, colors of other spaces."""
+"""Pictures by strangers: bounded memory, the same bits, colours of other spaces."""
 
 import io
 import threading

@@ -205,7 +205,7 @@ def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord
 
 
 def num_converted(output: Path) -> int:
-    """Pictures of a whole output whose colors were converted to sRGB."""
+    """Pictures of a whole output whose colours were converted to sRGB."""
     shards = read_json(output)["shards"]
     return sum(int(shard.get("extra", {}).get(CONVERTED, 0)) for shard in shards)
 

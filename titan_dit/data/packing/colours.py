@@ -1,4 +1,4 @@
-"""Colors of a picture with an ICC profile, to sRGB."""
+"""Colours of a picture with an ICC profile, to sRGB."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageCms
 
 SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
-"""Color space of a profile -> mode of Pillow."""
+"""Colour space of a profile -> mode of Pillow."""
 SRGB: Final = "sRGB"
 """In the description of a profile: its pictures are left as they are."""
 EQUAL = 2
@@ -26,9 +26,9 @@ def space_of(mode: str) -> str:
 
 @lru_cache(64)
 def transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The way from a profile's colors in this mode to sRGB.
+    """The way from a profile's colours in this mode to sRGB.
 
-    None if they are sRGB, or the profile is damaged or of other colors than the image.
+    None if they are sRGB, or the profile is damaged or of other colours than the image.
     """
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
@@ -43,7 +43,7 @@ def transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None
 
 
 def is_equal(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
-    """True if a cube of colors stays what it is."""
+    """True if a cube of colours stays what it is."""
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
     cube = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(27, 27, 3)
     before = Image.fromarray(cube).convert(mode)
