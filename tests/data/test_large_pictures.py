@@ -3,15 +3,18 @@
 import io
 import threading
 import time
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 from PIL import EpsImagePlugin, Image, ImageCms
+from refusals import refused
 
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.packing import images
 from titan_dit.data.packing.images import PixelBudget, center_crop, decode_image
+from titan_dit.interop import weight_file
 
 RED = (250, 20, 30)
 
@@ -174,3 +177,20 @@ def test_a_latent_that_is_a_view_of_little_is_refused(tmp_path):
         file.truncate(30 * 10**9)  # It is sparse, and takes no room.
     with pytest.raises(BadFileError, match="30,000,000,000 bytes, more than the 268,435,456 of"):
         read_latent(tmp_path / "0.npy")
+
+
+def compressed(source, target):
+    """The same zip with compressed entries."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+
+
+def test_a_compressed_pt_file_is_refused(tmp_path):
+    torch.save(torch.zeros(4, 500, 500), tmp_path / "a.pt")
+    compressed(tmp_path / "a.pt", tmp_path / "b.pt")
+    with pytest.raises(BadFileError, match=r"not a readable \.pt file"):
+        read_latent(tmp_path / "b.pt")
+    torch.save({"a": torch.zeros(4, 500, 500)}, tmp_path / "a.pt")
+    compressed(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert "(it is compressed)" in refused(lambda: weight_file.read(tmp_path / "b.pt"))

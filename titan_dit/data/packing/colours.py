@@ -13,6 +13,8 @@ SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 """Colour space of a profile -> mode of Pillow."""
 SRGB: Final = "sRGB"
 """In the description of a profile: its pictures are left as they are."""
+MAX_BYTES = 4 << 20
+"""Bytes of a profile; those of inks have one or two million."""
 EQUAL = 2
 """Levels by which a profile that is sRGB under another name may differ from it."""
 
@@ -24,12 +26,14 @@ def space_of(mode: str) -> str:
     return "CMYK" if mode == "CMYK" else "RGB"
 
 
-@lru_cache(64)
+@lru_cache(8)
 def transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     """The way from a profile's colours in this mode to sRGB.
 
     None if they are sRGB, or the profile is damaged or of other colours than the image.
     """
+    if len(profile) > MAX_BYTES:
+        return None
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if SPACES.get(opened.profile.xcolor_space.strip()) != mode:
