@@ -128,7 +128,7 @@ def test_the_crop_is_in_the_middle_of_the_height_too():
 def test_a_picture_that_is_too_large_names_the_flag():
     file = io.BytesIO()
     Image.new("L", (20, 20)).save(file, "PNG")
-    with pytest.raises(BadFileError, match="^20 x 20 pixels, more than --max-pixels 399$"):
+    with pytest.raises(BadFileError, match=r"^20 x 20 pixels, more than --max-pixels 399$"):
         decode_image(file.getvalue(), budget=PixelBudget(399, flag="--max-pixels"))
 
 

@@ -270,7 +270,20 @@ def test_bytes_of_tokens_are_those_of_the_text(made):
         assert sizes[ids].sum() == len(text.encode())
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"model": {"vocab": 3}}', "\x00"])
+NO_TOKENIZERS = {
+    "empty": "",
+    "no model": "{}",
+    "no table": '{"model": {"vocab": 3}}',
+    "no text": "\x00",
+    "a negative id": '{"model": {"vocab": {"a": -1}}}',
+    "an id that needs an exabyte": '{"model": {"vocab": {"a": 4611686018427387904}}}',
+    "an id of text": '{"model": {"vocab": {"a": "b"}}}',
+    "many digits": '{"model": {"vocab": {"a": ' + "9" * 5000 + "}}}",
+    "deep": "[" * 100_000 + "]" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", NO_TOKENIZERS.values(), ids=NO_TOKENIZERS)
 def test_another_file_is_no_tokenizer(tmp_path, text):
     (tmp_path / "t.json").write_text(text)
     assert "not a tokenizer.json" in refused(lambda: read_tokenizer(tmp_path / "t.json"))

@@ -163,7 +163,7 @@ def report(
         console.say("the pictures have no captions")
     console.say(f"latents: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
     if num := pack.num_converted(output):
-        console.say(f"converted the colors of {num:,} pictures to sRGB, by their ICC profiles")
+        console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")
     manifest = read_json(output)
     console.say(f"wrote {manifest['count']:,} rows to {output}")
 

@@ -61,7 +61,7 @@ def main(options: Options) -> None:
     if emptied := pack.classes_without_samples(plan, dropped):
         console.say(f"warning: all samples of these classes were dropped: {few(emptied)}")
     if num := pack.num_converted(output):
-        console.say(f"converted the colors of {num:,} pictures to sRGB, by their ICC profiles")
+        console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")
     console.say(f"wrote {total - len(dropped):,} samples to {output}")
 
 

@@ -79,12 +79,12 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
     Raises BadTextError.
     """
+    if isinstance(text, bytes):
+        text = decode(text)
     try:
         return shallow(json.loads(text, object_pairs_hook=once if unique else None))
     except json.JSONDecodeError as error:
         raise BadTextError(f"not JSON ({error})") from None
-    except UnicodeDecodeError:
-        raise BadTextError("not UTF-8") from None
     except BadTextError:
         raise
     except (ValueError, RecursionError) as error:
@@ -162,8 +162,9 @@ def read_csv(
             number += 1
             if len(fields) != len(columns):
                 raise UserError(
-                    f"{where}, row {number}: {len(fields)} fields for {len(columns)} columns. Put "
-                    'a text with a comma or a quote in quotes: "a cat, on a ""mat""".'
+                    f"{where}, row {number} (line {reader.line_num}): {len(fields)} fields for "
+                    f"{len(columns)} columns. Put a text with a comma or a quote in quotes: "
+                    '"a cat, on a ""mat""".'
                 )
             yield number, dict(zip(columns, fields, strict=True))
     except csv.Error as error:

@@ -148,12 +148,12 @@ def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return found
 
 
-def check_unpacked(data: bytearray) -> None:
-    """Raise ValueError for a zip with compressed entries, which torch.save does not write."""
-    if data[:2] == b"PK":
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > len(data):
-                raise ValueError("compressed")
+def check_unpacked(file: Path | io.BytesIO, size: int) -> None:
+    """Raise ValueError for a zip that unpacks to more than its size: torch.save writes none."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > size:
+                raise ValueError("it is compressed")
 
 
 def read_pt(data: bytearray) -> Tensor:
@@ -161,7 +161,7 @@ def read_pt(data: bytearray) -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of pickle protocols.
-            check_unpacked(data)
+            check_unpacked(io.BytesIO(data), len(data))
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadFileError(

@@ -97,7 +97,8 @@ def unwrap(state: Any, where: str, get: Getter, keys: tuple[str, ...] = ()) -> O
         raise UserError(f"{where} is a {type(state).__name__}, not a state dict.")
     if not state:
         raise UserError(f"{where} is empty.")
-    outline, named = {}, {}
+    outline: dict[str, Tensor] = {}
+    named: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
             raise UserError(

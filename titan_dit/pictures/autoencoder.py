@@ -144,6 +144,10 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         if folder.is_dir():
             check_size(kind, config, folder, f"{where} {source}")
         module: nn.Module = kind.from_pretrained(named, torch_dtype=torch.float32)
+        # With its class's defaults: older releases wrote no scaling_factor.
+        config = dict(module.config)  # type: ignore[arg-type]
+        scale, shift = units_of(config)
+        channels, factor = int(config["latent_channels"]), factor_of(module, config)
     except UserError:
         raise
     except Exception as error:  # A config with values of wrong types can raise anything.
@@ -153,15 +157,9 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         raise UserError(
             f"{where} {source}: {nowhere}no autoencoder can be loaded from it ({reason})."
         ) from None
-    # With its class's defaults: older releases wrote no scaling_factor.
-    config = dict(module.config)  # type: ignore[arg-type]
-    scale, shift = units_of(config)
     facts = VAEFacts(
-        kind=kind.__name__,
-        digest=digest_of_weights(module.state_dict()),
-        factor=factor_of(module, config),
+        kind=kind.__name__, digest=digest_of_weights(module.state_dict()), factor=factor
     )
-    channels = int(config["latent_channels"])
     module = module.to(device).eval().requires_grad_(False)
     kept = str(folder.resolve()) if folder.is_dir() else source
     return Autoencoder(module, facts, kept, channels, scale, shift)

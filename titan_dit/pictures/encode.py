@@ -53,7 +53,7 @@ class Batch:
     """None if all were dropped."""
     dropped: Drops
     num_converted: int
-    """Pictures whose colors were of another space than sRGB."""
+    """Pictures whose colours were of another space than sRGB."""
 
 
 @dataclass

@@ -37,7 +37,7 @@ class Picture(NamedTuple):
     digest: bytes
     """SHA-256 of its file."""
     is_converted: bool
-    """True if its colors were of another space than sRGB."""
+    """True if its colours were of another space than sRGB."""
 
 
 @dataclass(frozen=True)

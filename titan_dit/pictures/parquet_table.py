@@ -126,7 +126,7 @@ class ParquetTable:
         """Bytes of a column in a row group, unpacked; UserError if they are too many."""
         about = opened.metadata.row_group(group)
         parts = [about.column(number) for number in range(about.num_columns)]
-        size = sum(
+        size: int = sum(
             part.total_uncompressed_size
             for part in parts
             if part.path_in_schema.partition(".")[0] == column

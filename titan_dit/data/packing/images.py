@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from titan_dit.data.files import BadFileError, read_whole
-from titan_dit.data.packing import colors
+from titan_dit.data.packing import colours
 
 MAX_PIXELS = 178_956_970
 """Pixels of a picture that is read, and of all pictures that are decoded at once. Pillow's own."""
@@ -147,17 +147,17 @@ def flat(
 ) -> tuple[UInt8[np.ndarray, "..."], bool]:
     """Upright pixels, cropped, in sRGB; True if they were in another space."""
     profile = image.info.get("icc_profile") or b""
-    to_srgb = colors.transform_of(profile, colors.space_of(image.mode)) if profile else None
+    to_srgb = colours.transform_of(profile, colours.space_of(image.mode)) if profile else None
     # Grey becomes RGB after the crop, in a third of the memory.
     mode = "L" if image.mode in GREYS else "RGB"
     if to_srgb is not None and image.mode == "CMYK":
-        picture = upright(colors.apply(to_srgb, image), image)
+        picture = upright(colours.apply(to_srgb, image), image)
     else:
         picture = upright(on_white(image, mode), image)
     if size is not None:
         picture = center_crop(picture, size)
     if to_srgb is not None and image.mode != "CMYK":
-        picture = colors.apply(to_srgb, picture).convert(mode)
+        picture = colours.apply(to_srgb, picture).convert(mode)
     is_grey = mode == "L" and (shape is None or shape[0] == 1)
     return np.array(picture if is_grey else picture.convert("RGB")), to_srgb is not None
 

@@ -172,8 +172,10 @@ def resumed(
     if manifest.get("plan") == digest:
         records = records_of(plan, output, digest, manifest)
         if all(has_size(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
-            sources.check(plan, output, digest, records, verify)
-            clean(plan, output)
+            try:
+                sources.check(plan, output, digest, records, verify)
+            finally:
+                clean(plan, output)  # Also of an error: the output is whole, and not claimed.
             return None
         for chunk, record in records.items():
             write_json(output / f"{plan.name}-{chunk:05d}.json", asdict(record))
@@ -203,7 +205,7 @@ def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord
 
 
 def num_converted(output: Path) -> int:
-    """Pictures of a whole output whose colors were converted to sRGB."""
+    """Pictures of a whole output whose colours were converted to sRGB."""
     shards = read_json(output)["shards"]
     return sum(int(shard.get("extra", {}).get(CONVERTED, 0)) for shard in shards)
 

@@ -36,7 +36,7 @@ from titan_dit.launcher.disk_errors import line_of
 from titan_dit.system.files import write_whole
 
 CONVERTED = "to_srgb"
-"""Of a record: pictures whose colors were converted."""
+"""Of a record: pictures whose colours were converted."""
 
 
 @runtime_checkable
@@ -181,7 +181,7 @@ class PackPlan(Chunks):
     ) -> tuple[list[int], Shaped[Tensor, "n c h w"], list[tuple[int, str]], int]:
         """The rows of a chunk that can be read, their samples, the other rows with the reason.
 
-        The last is the number of pictures whose colors were converted. `report` gets increments
+        The last is the number of pictures whose colours were converted. `report` gets increments
         of (done, dropped).
         """
         rows = self.rows(chunk)
@@ -203,7 +203,7 @@ class PackPlan(Chunks):
     def read(self, row: int, budget: PixelBudget) -> tuple[Shaped[Tensor, "c h w"], bool]:
         """Read one sample in the shards' dtype; raises BadFileError.
 
-        With True if it is a picture whose colors were of another space than sRGB.
+        With True if it is a picture whose colours were of another space than sRGB.
         """
         path = self.listing.root / self.listing.names[row]
         if self.listing.kind == "images":

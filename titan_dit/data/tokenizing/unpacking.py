@@ -68,7 +68,7 @@ class Unpacking(io.RawIOBase):
 
     def more(self) -> bytes:
         """Further bytes of the stream; none at its end."""
-        data = self.packed.read(PACKED)
+        data: bytes = self.packed.read(PACKED)
         self.num_read += len(data)
         return data
 

@@ -1,17 +1,20 @@
-"""Colors of a picture with an ICC profile, to sRGB."""
+"""Colours of a picture with an ICC profile, to sRGB."""
 
 from __future__ import annotations
 
 import io
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 from PIL import Image, ImageCms
 
 SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
-"""Color space of a profile -> mode of Pillow."""
-SRGB = "sRGB"
+"""Colour space of a profile -> mode of Pillow."""
+SRGB: Final = "sRGB"
 """In the description of a profile: its pictures are left as they are."""
+MAX_BYTES = 4 << 20
+"""Bytes of a profile; those of inks have one or two million."""
 EQUAL = 2
 """Levels by which a profile that is sRGB under another name may differ from it."""
 
@@ -23,12 +26,14 @@ def space_of(mode: str) -> str:
     return "CMYK" if mode == "CMYK" else "RGB"
 
 
-@lru_cache(64)
+@lru_cache(8)
 def transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The way from a profile's colors in this mode to sRGB.
+    """The way from a profile's colours in this mode to sRGB.
 
-    None if they are sRGB, or the profile is damaged or of other colors than the image.
+    None if they are sRGB, or the profile is damaged or of other colours than the image.
     """
+    if len(profile) > MAX_BYTES:
+        return None
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if SPACES.get(opened.profile.xcolor_space.strip()) != mode:
@@ -42,7 +47,7 @@ def transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None
 
 
 def is_equal(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
-    """True if a cube of colors stays what it is."""
+    """True if a cube of colours stays what it is."""
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
     cube = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(27, 27, 3)
     before = Image.fromarray(cube).convert(mode)
