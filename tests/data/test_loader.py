@@ -264,7 +264,8 @@ def test_full_shared_memory_ends_the_run_where_a_batch_cannot_be_sent(monkeypatc
     with pytest.raises(Disruption, match=r"^\[data\] /dev/shm is full .*--data\.workers 0$"):
         next(loader.load(KINDS, order, 0, anything, CPU, workers=1))
     # Any other error of the thread that sends it: the batch would never come.
-    monkeypatch.setattr(loader, "shared", lambda stored: [stored, lambda: None])
+    monkeypatch.undo()
+    monkeypatch.setattr(loader.Stored, "__reduce__", full)
     with pytest.raises(Disruption, match="a data worker was killed"):
         next(loader.load(KINDS, order, 0, anything, CPU, workers=1))
 
