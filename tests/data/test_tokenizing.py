@@ -6,7 +6,11 @@ import io
 import json
 import lzma
 import os
+import signal
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +22,7 @@ from titan_dit.commands import data_show, data_tokenize, data_train_tokenizer
 from titan_dit.config.section import UserError
 from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
 from titan_dit.data.tokenizer_file import read_tokenizer
-from titan_dit.data.tokenizing import chunks
+from titan_dit.data.tokenizing import chunks, pool
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import Chunk, read_chunks
 from titan_dit.data.tokenizing.texts import texts_of
@@ -217,6 +221,42 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(here, made, monkeypatch):
     monkeypatch.setattr(IndexedWriter, "add", full)
     message = refused_tokenize("a.jsonl", made=made)
     assert "output-prefix=out_text_document cannot be written: No space left on device" in message
+
+
+def test_full_shared_memory_is_one_line(here, made, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (here / "a.jsonl").write_bytes(LINES)
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", full)
+    message = refused_tokenize("a.jsonl", made=made, workers=2)
+    assert "/dev/shm is full" in message
+    assert message.endswith("docker run --shm-size=8g, or --workers 1; nothing was written.")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_deletes_what_was_begun_and_says_nothing(here, made, number):
+    (here / "a.jsonl").write_bytes(LINES * 100_000)
+    words = [sys.executable, "-m", "titan_dit", "data", "tokenize", "--input", "a.jsonl"]
+    words += ["--output-prefix", "out", "--tokenizer", str(made), "--workers", "2"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        words,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        while not list(here.glob("*.partial")):
+            time.sleep(0.02)
+        time.sleep(0.3)
+        os.killpg(process.pid, number)  # As a terminal and Slurm do.
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert said == ""
+    assert not list(here.glob("out*"))
 
 
 def test_a_missing_library_names_its_extra(monkeypatch):

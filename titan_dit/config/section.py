@@ -104,7 +104,7 @@ Few = Annotated[int, Bound(least=1, most=10**4)]
 """What is made one by one: samples of a preview, ranks of a mesh axis, attention heads."""
 Layers = Annotated[int, Bound(least=1, most=2000)]
 """Their modules are made one by one, also to count their bytes: 5 ms each."""
-BatchSize = Annotated[int, Bound(least=1, most=2**24)]
+BatchSize = Annotated[int, Bound(least=1, most=2**20)]
 Workers = Annotated[int, Bound(least=1, most=256)]
 """Processes or threads."""
 GuidanceScale = Annotated[float, Bound(least=0, most=3e38)]

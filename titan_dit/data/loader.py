@@ -154,7 +154,9 @@ def with_killed_workers(shares: Iterator[Any]) -> Iterator[Any]:
         # Not "Caught KeyError in DataLoader worker process 0", an exception of a source.
         if "DataLoader worker (pid" not in str(error):
             raise
-        is_bus = "Bus error" in str(error)  # A page of shared memory that the disk has not.
+        ends = [worker.exitcode for worker in getattr(shares, "_workers", ())]
+        # A page of shared memory that is not there.
+        is_bus = "Bus error" in str(error) or -signal.SIGBUS in ends
         yield Disruption(f"[data] {shared_memory_is_full(NO_WORKERS)}" if is_bus else KILLED)
 
 
