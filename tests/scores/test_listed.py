@@ -126,7 +126,7 @@ def header_of(width, height):
     return b"".join(parts) + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
 
 
-@pytest.mark.parametrize(("size", "words"), [((6000, 6000), "more than"), ((9, 8), "not")])
+@pytest.mark.parametrize(("size", "words"), [((6000, 6000), "more than"), ((9, 8), r"not \[3")])
 def test_a_declared_size_is_judged_before_the_picture_is_decoded(size, words, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(header_of(*size))
