@@ -192,8 +192,8 @@ def save(
     with clock.part("local plan"):
         digests = ranks.run_on_all(lambda: plans.digests(results))
     with clock.part("metadata"):
-        data = plans.describe(local, results, digests, ranks)
-        Writer(folder).write_metadata(data)
+        for name, data in plans.describe(local, results, digests, ranks).items():
+            Writer(folder).write_whole(name, data)
 
 
 def simulate(size: str, count: int) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def test_a_run_is_listed_verified_and_shown(run):
 
     done = checkpoint("verify", "outputs/digits", cwd=run)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": whole, 3 files") == 2
+    assert done.stdout.count(": whole, 4 files") == 2
 
     done = checkpoint("show", "outputs/digits", "--step", "2", "--tensors", "true", cwd=run)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,8 @@ import torch
 from commands import metrics, sample, train
 from safetensors.torch import load_file, save_file
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint import checkpoint, record
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.commands import sample as sampling
@@ -166,11 +167,11 @@ def test_nothing_hidden_in_a_checkpoint_is_executed(converted, monkeypatch):
     monkeypatch.chdir(converted)
     shutil.copytree("imported", "evil")
     (converted / "evil" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    record = checkpoint.read_record(Path("imported"))
-    record["files"][".metadata"] = checkpoint.describe(Path("evil/.metadata"))
-    record = {"format": checkpoint.FORMAT, **record}
-    record["digest"] = checkpoint.digest_of(record)
-    (converted / "evil" / "manifest.json").write_text(json.dumps(record))
+    manifest = read_record(Path("imported"))
+    del manifest["files"]["tensors.json"]  # As in checkpoints of older versions.
+    manifest["files"][".metadata"] = checkpoint.describe(Path("evil/.metadata"))
+    manifest["digest"] = record.digest_of(manifest)
+    (converted / "evil" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"it imports posix\.mkdir. Nothing was loaded"):
         convert.main(convert.Options(source="evil", to="evil.pt"))
     with pytest.raises(UserError, match="not plain DCP metadata"):

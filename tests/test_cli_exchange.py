@@ -14,7 +14,7 @@ from commands import metrics, train
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from titan_dit.checkpoint.checkpoint import read_record
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import convert, convert_language_model, predict
 from titan_dit.config import catalog, config_file

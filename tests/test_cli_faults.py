@@ -15,7 +15,7 @@ import torch
 from commands import metrics, train, train_command
 from running import Running
 
-from titan_dit.checkpoint.checkpoint import read_record
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.commands import replay as replay_command
 from titan_dit.config.section import UserError

@@ -159,9 +159,11 @@ def test_a_skipped_step_of_the_gpt_is_replayed_and_the_run_goes_on(finished, fol
     assert lines
     assert all(line["kind"] == "spike" and line["drawn"] == {} for line in lines)
     step = str(lines[0]["step"])
-    done = run(
-        [sys.executable, "-m", "titan_dit", "replay", "--run", "run", "--step", step], folder
-    )
+    replay = [sys.executable, "-m", "titan_dit", "replay", "--run", "run", "--step", step]
+    asked = only_error(run(replay, folder))
+    assert '--run run: its config has [model] name="mine.gpt:GPTConfig".' in asked
+    assert "Look at it, then add --trust (in Python trust=True)." in asked
+    done = run([*replay, "--trust"], folder)
     assert done.returncode == 0, done.stderr
     assert "(from faults.jsonl: spike)" in done.stdout
     assert len(re.findall(r"sample \d+  row \d+  first_byte \d+  loss", done.stdout)) == 8

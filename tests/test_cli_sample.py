@@ -147,3 +147,33 @@ def test_an_unknown_command_names_the_known_ones(tmp_path):
     done = commands.run([commands.sys.executable, "-m", "titan_dit", "draw"], tmp_path)
     assert done.returncode == 2
     assert "There is: train, sample" in done.stderr
+
+
+def test_samples_and_inputs_that_are_not_finite_are_named_and_nothing_is_written(trained):
+    """NaN as noise, samples that overflow, and the same of `predict`."""
+    noise = torch.zeros(3, 1, 8, 8)
+    noise[1, 0, 2, 3] = torch.nan
+    save_file({"noise": noise, "labels": torch.arange(3)}, trained / "nan.safetensors")
+    save_file({"x": noise, "t": torch.rand(3), "y": torch.arange(3)}, trained / "x.safetensors")
+    out = ("--out", "never.safetensors")
+    done = sample("--run", RUN, *out, "--noise", "nan.safetensors", cwd=trained)
+    words = "error: --noise nan.safetensors: noise of samples 1 is NaN or infinite.\n"
+    assert commands.only_error(done) == words
+    done = sample("--run", RUN, *out, "--num", 2, "--cfg-scale", 1e38, cwd=trained)
+    assert "error: samples 0, 1 of outputs/digits/" in commands.only_error(done)
+    predict = [sys.executable, "-m", "titan_dit", "predict", "--run", RUN, *out]
+    done = commands.run([*predict, "--inputs", "x.safetensors"], trained)
+    assert "--inputs x.safetensors: x of samples 1 is NaN" in commands.only_error(done)
+    assert not list(trained.glob("never*.safetensors"))
+
+
+def test_a_file_that_is_read_is_not_written(trained):
+    save_file(
+        {"noise": torch.zeros(1, 1, 8, 8), "labels": torch.tensor([1])}, trained / "n.safetensors"
+    )
+    before = (trained / "n.safetensors").read_bytes()
+    (trained / "link.safetensors").symlink_to("n.safetensors")
+    for name in ("n.safetensors", "link.safetensors"):
+        done = sample("--run", RUN, "--noise", "n.safetensors", "--out", name, cwd=trained)
+        assert f"--out {name} is --noise n.safetensors, which is read" in commands.only_error(done)
+    assert (trained / "n.safetensors").read_bytes() == before

@@ -139,7 +139,7 @@ BAD = {
 def test_a_file_that_cannot_be_written_is_told_before_the_search(config, run, tmp_path):
     words = ["--config", config, "--gpus", 8, "--device", "h100"]
     before = config.read_text()
-    with pytest.raises(UserError, match="this is the config that is planned"):
+    with pytest.raises(UserError, match=r"which is read. Name another path"):
         run(*words, "--write", config)
     assert config.read_text() == before
     (tmp_path / "file").write_text("")

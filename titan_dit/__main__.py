@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 
 from titan_dit.config.did_you_mean import ELSEWHERE, like
+from titan_dit.config.dotted_names import put_current_folder_last
 from titan_dit.config.section import Section, UserError, hints_of
-from titan_dit.launcher import failure, torch_range
+from titan_dit.launcher import disk_errors, failure, torch_range
 
 # Command "a b-c" is titan_dit/commands/a_b_c.py with `main(options)`. Its flags, the dataclass
 # `Options`, are titan_dit/commands/flags/a_b_c.py, which does not import torch.
@@ -71,7 +72,7 @@ def main() -> None:
 
     import tyro
 
-    from titan_dit.commands import flag_advice
+    from titan_dit.commands import flag_advice, own_input
     from titan_dit.config import flags
 
     own, keys = flags.take_keys(words[length:]) if name in KEYED else (words[length:], [])
@@ -84,8 +85,11 @@ def main() -> None:
         args=as_python(own, kind),
         config=(tyro.conf.FlagConversionOff,),
     )
-    command = importlib.import_module(f"titan_dit.commands.{module}")
-    command.main(options, *([keys] if name in KEYED else []))
+    paths = functools.partial(own_input.named, options, keys)
+    with failure.ended_by_sigterm(), disk_errors.naming(paths):
+        own_input.check(options, keys)
+        command = importlib.import_module(f"titan_dit.commands.{module}")
+        command.main(options, *([keys] if name in KEYED else []))
 
 
 def uncaught(options: type[Section]) -> Callable[..., Section]:
@@ -121,6 +125,7 @@ def as_python(words: list[str], options: type[Section]) -> list[str]:
 
 def run() -> None:
     """Entry point of the console script `titan_dit`."""
+    put_current_folder_last()
     failure.run_and_exit(main)
 
 

@@ -83,7 +83,7 @@ class Opened:
                 f"nothing left to do: [training] steps={steps} are done. To go on, raise "
                 f"--training.steps (or epochs); for another run, --job.name"
             )
-        yield f"output  {resume.folder_of(config.job)}"
+        yield f"output  {config.job.folder}"
         saves = restore.saves_of(config.job, config.checkpoint, config.ema, steps)
         # Averages are of trained parameters.
         averaged = num_trained(plan, self.objective, config.optimizer)
@@ -187,7 +187,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
         source,
         objective,
         epochs,
-        open_checked(*sets, job, resume.folder_of(job), world),
+        open_checked(*sets, job, job.folder, world),
         open_evaluation(config, objective, world.device),
         run_identity.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

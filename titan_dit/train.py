@@ -6,8 +6,9 @@ import os
 import sys
 
 from titan_dit.config import catalog, config_file
+from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher import allocator, failure, torch_range
+from titan_dit.launcher import allocator, disk_errors, failure, torch_range
 
 
 def main() -> int:
@@ -29,6 +30,12 @@ def main() -> int:
             dry_run(config, dry_run_world or None)
         return 0
 
+    with disk_errors.naming(config.paths, failure.Disruption):
+        return train(config)
+
+
+def train(config: JobConfig) -> int:
+    """Start the process group, train; return the exit code."""
     allocator.expand_segments(os.environ, cuda_graphs=config.compile.cuda_graphs)
     # Lazy imports: a wrong config is reported before torch.distributed is loaded.
     from titan_dit import plan

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
@@ -26,6 +26,7 @@ from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig, ModelSpec
 from titan_dit.objectives.base import Objective, ObjectiveConfig
 from titan_dit.observe import console
+from titan_dit.system.files import reason_of
 from titan_dit.system.progress import ProgressLine, count
 
 USED = ("model", "objective")
@@ -92,15 +93,16 @@ def load(
     decay: float | None = None,
     step: int | None = None,
     device: str | torch.device | None = None,
+    trust: bool = False,
 ) -> TrainedModel:
     """Load a run, or one of its checkpoints; a path or a URL.
 
     `weights`: the average, or the last step's. `decay` selects the average; None: the first.
-    `step`: None is the newest checkpoint. `device`: None is cuda if available, else cpu.
-    Raises UserError if there is no such checkpoint.
+    `step`: None is the newest checkpoint. `device`: None is cuda if available, else cpu. `trust`:
+    import the modules that the run's config names. Raises UserError if there is no such checkpoint.
     """
     path = find_checkpoint(location(str(run)), step, "run")
-    return load_trained(path, weights, decay, device_of(device))
+    return load_trained(path, weights, decay, device_of(device), trust)
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
@@ -115,15 +117,15 @@ def device_of(name: str | torch.device | None) -> torch.device:
 
 
 def load_trained(
-    path: Location, weights: str, decay: float | None, device: torch.device
+    path: Location, weights: str, decay: float | None, device: torch.device, trust: bool = False
 ) -> TrainedModel:
     """Build a checkpoint's network and load its "ema" or "model" weights.
 
-    `decay` selects the EMA; None: the first. Without any EMA, "ema" falls back to "model".
+    `decay` selects the EMA; None: the first. Without any EMA, "ema" falls back to "model". `trust`:
+    import the modules that its config names, which is else refused.
     """
-    known = Known.of(path)
-    with torch.device("meta"):
-        model = known.spec.build()
+    known = Known.of(path, trust)
+    model = known.outline()
     model.to_empty(device=device)
     model.tie()
     if device.type == "cpu":
@@ -149,14 +151,26 @@ class Known:
     spec: ModelSpec
 
     @classmethod
-    def of(cls, path: Location) -> Known:
+    def of(cls, path: Location, trust: bool) -> Known:
         """Read the record; tells which code of the user's it imports."""
-        record = checkpoint.read_record(path)
-        sections = config_file.build_sections(config_file.of_record(record), catalog.variant, USED)
+        record = read_record(path)
+        tables = config_file.of_record(record)
+        dotted_names.check_trusted(tables, str(path), trust, USED)
+        sections = config_file.build_sections(tables, catalog.variant, USED)
         model, objective = (sections[name] for name in USED)
         for line in dotted_names.origins({"model": model, "objective": objective}):
             console.say(line)
         return cls(path, record, model, objective, objective.model_spec(model))
+
+    def outline(self) -> Model:
+        """The network without memory. Raises UserError if the config's sizes are too large."""
+        try:
+            with torch.device("meta"):
+                return self.spec.build()
+        except (RuntimeError, OverflowError) as error:
+            raise UserError(
+                f"{self.path}: its [model] cannot be built: {reason_of(error)}. Use another one."
+            ) from None
 
     def bound(self) -> Objective:
         """The objective, for the data of the run."""
@@ -207,11 +221,12 @@ class SavedWeights:
         return as_diffusion(self.objective, self.path, command)
 
 
-def open_weights(path: Location, weights: str, decay: float | None) -> SavedWeights:
+def open_weights(
+    path: Location, weights: str, decay: float | None, trust: bool = False
+) -> SavedWeights:
     """Verify a checkpoint and describe its weights; arguments and errors of `load_trained`."""
-    known = Known.of(path)
-    with torch.device("meta"):
-        model = known.spec.build()
+    known = Known.of(path, trust)
+    model = known.outline()
     model.tie()
     parameters = dict(model.named_parameters())
     saved = Weights(path, known.record, weights, decay)

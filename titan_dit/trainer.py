@@ -36,7 +36,7 @@ from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.parallel.compile import Recompiles
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.recovery import fault_log, replicas, restore, resume, rollback
+from titan_dit.recovery import fault_log, replicas, restore, rollback
 from titan_dit.recovery.guard import Guard, Reading
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.progress import Progress
@@ -70,7 +70,7 @@ class Trainer:
         self.step, self.cursor, self.ledger = 0, 0, Ledger()
         self.guard = Guard(config.faults, device, plan.precision)
         self.checkpoints = restore.saves_of(job, config.checkpoint, config.ema, opened.steps)
-        self.folder = resume.folder_of(job)
+        self.folder = job.folder
         self.log = RunLog(self.folder, job.name, is_written=world.is_main)
         self.say = self.log.say
         self.meter, self.recompiles = Meter(), Recompiles()

@@ -1,10 +1,12 @@
 """Checks of checkpoints in any store; the tests of each store call them."""
 
 import pytest
+import records
 import torch
 
 from titan_dit.checkpoint import torch_files
-from titan_dit.checkpoint.checkpoint import load, read_record
+from titan_dit.checkpoint.checkpoint import load
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, location, store_of
@@ -19,7 +21,7 @@ def state(value):
 
 
 def record_of(step):
-    return {"step": step, "cursor": step, "config": {"checkpoint": {"resume": "auto"}}}
+    return records.of_run(step)
 
 
 def value_of(path):
@@ -78,7 +80,7 @@ def check_store(url, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         checkpoint_verify.main(checkpoint_verify.Options(path=url))
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"{path}: whole, 2 files")
+    assert said[0].startswith(f"{path}: whole, 3 files")
     assert said[1] == f"{again}: damaged: __0_0.distcp"
     checkpoint_list.main(checkpoint_list.Options(run=url))
     assert len(capsys.readouterr().out.splitlines()) == 4

@@ -1,19 +1,22 @@
+import json
 import pickle
 from pathlib import Path
 
 import pytest
+import records
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from titan_dit.checkpoint import checkpoint, store, torch_files
-from titan_dit.checkpoint.checkpoint import load, read_record
+from titan_dit.checkpoint import checkpoint, record, store, torch_files
+from titan_dit.checkpoint.checkpoint import load
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-RECORD = {"step": 7, "cursor": 896, "config": {"optimizer": {"lr": 1e-3}}}
+RECORD = records.of_run(7) | {"cursor": 896}
 
 
 def tensors(seed=0):
@@ -289,16 +292,27 @@ def test_tensors_that_share_a_storage_are_written_from_the_memory_of_one(folder,
     assert_equal(found, shared)
 
 
+def as_older(folder, metadata=None):
+    """Make a checkpoint as older versions wrote it: only `.metadata` says where tensors are."""
+    if metadata is not None:
+        (folder / torch_files.METADATA).write_bytes(metadata)
+    manifest = record.read_manifest(folder)
+    manifest["files"].pop("tensors.json", None)
+    manifest["files"][torch_files.METADATA] = checkpoint.describe(folder / torch_files.METADATA)
+    manifest["digest"] = record.digest_of(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize("num_fields", [5, 6, 7])
 def test_metadata_of_another_torch_is_read(saved, monkeypatch, num_fields):
     """torch 2.15 added a sixth property of tensors."""
-    fields = (*TensorProperties().__getstate__(), (1,), "later")[:num_fields]
+    fields = (torch.float32, *TensorProperties().__getstate__()[1:], (1,), "later")[:num_fields]
+    before = checkpoint.contents(saved)
+    whole = pickle.loads((saved / torch_files.METADATA).read_bytes())
     with monkeypatch.context() as patched:
         patched.setattr(TensorProperties, "__getstate__", lambda _: fields)
-        metadata = torch_files.Reader(saved).read_metadata()
-        for entry in metadata.state_dict_metadata.values():
-            entry.properties = TensorProperties(torch.float32)
-        (saved / torch_files.METADATA).write_bytes(pickle.dumps(metadata))
-    found = torch_files.Reader(saved).read_metadata().state_dict_metadata
-    assert found.keys() == metadata.state_dict_metadata.keys()
-    assert {entry.properties.dtype for entry in found.values()} == {torch.float32}
+        as_older(saved, pickle.dumps(whole))
+    assert checkpoint.contents(saved) == before
+    target = tensors(seed=1)
+    load(saved, target)
+    assert_equal(target, tensors())

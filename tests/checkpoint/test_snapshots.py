@@ -3,10 +3,12 @@
 import threading
 
 import pytest
+import records
 import torch
 
 from titan_dit.checkpoint import run_checkpoints, torch_files
-from titan_dit.checkpoint.checkpoint import contents, read_record
+from titan_dit.checkpoint.checkpoint import contents
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.snapshots import Snapshots, averages_in
 from titan_dit.checkpoint.store import Disk, location
@@ -30,7 +32,7 @@ def state(step):
 
 
 def save(checkpoints, step):
-    record = {"step": step, "config": {"ema": {"decays": [0.9], "power": [0.05, 0.1]}}}
+    record = records.of_run(step, {"ema": {"decays": [0.9], "power": [0.05, 0.1]}})
     checkpoints.save(step, state(step), record, whole=step % 3 == 0)
 
 

@@ -5,10 +5,11 @@ import math
 import random
 
 import pytest
+import records
 import torch
 
 from titan_dit.checkpoint import staging
-from titan_dit.checkpoint.checkpoint import read_record
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.checkpoint.staging import (
     ALIGNMENT,
@@ -150,13 +151,13 @@ def test_a_save_in_the_background_writes_the_same_bytes_and_copies_nothing(tmp_p
         saves = Checkpoints(
             tmp_path / str(in_background), CheckpointConfig(async_save=in_background)
         )
-        path = saves.save(1, tensors, {"step": 1})
+        path = saves.save(1, tensors, records.of_run(1))
         saves.finish()
         files.append(read_record(path)["files"])
     assert cloned == []
     data = "__0_0.distcp"
     assert files[0][data] == files[1][data]
-    assert files[0].keys() == files[1].keys() == {data, ".metadata"}
+    assert files[0].keys() == files[1].keys() == {data, ".metadata", "tensors.json"}
 
 
 @pytest.mark.gpu

@@ -143,7 +143,9 @@ def test_what_is_tried_has_the_mask_of_the_model(mask):
 
 def test_wandb_without_wandb_says_what_to_install(monkeypatch):
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"Run {sys.executable} -m pip install wandb, or set"):
+    with pytest.raises(
+        UserError, match=rf"Run {sys.executable} -m pip install wandb torch==.*, or set"
+    ):
         check_writers(MetricsConfig(wandb=True))
     check_writers(MetricsConfig(wandb=False))
 

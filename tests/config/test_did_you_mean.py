@@ -149,5 +149,5 @@ def test_a_byte_order_mark_is_no_error_but_another_encoding_is(load, tmp_path):
     assert load(text=f"\ufeff{TEXT}") == load()
     wide = tmp_path / "wide.toml"
     wide.write_text(TEXT, encoding="utf-16")
-    with pytest.raises(config_file.UserError, match=r"it is not UTF-8\. Save it as UTF-8"):
+    with pytest.raises(config_file.UserError, match=r"is not UTF-8 \(byte 1\)\. Save"):
         config_file.load(["--config", str(wide)], catalog.variant)

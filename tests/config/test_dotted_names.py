@@ -1,7 +1,9 @@
 """Importing what a config names, and the errors."""
 
+import subprocess
 import sys
 
+import commands
 import pytest
 
 from titan_dit.config import dotted_names
@@ -104,3 +106,48 @@ def test_what_is_a_user_s_is_told_with_its_file(folder):
         dotted_names.origins({"model": net(), "data": dotted_names.look_up(TABLE, "", "plain")})
     )
     assert lines == [f"[model] door_tell:Net is from {folder / 'door_tell.py'}"]
+
+
+@pytest.mark.parametrize("section", dotted_names.OF_RUN)
+def test_a_run_s_own_modules_are_imported_only_if_it_is_trusted(section, folder):
+    tables = {section: {dotted_names.OF_RUN[section]: "theirs:Thing"}}
+    with pytest.raises(UserError) as caught:
+        dotted_names.check_trusted(tables, "--run r", False)
+    message = str(caught.value)
+    for words in ("--run r: ", f"[{section}] ", '"theirs:Thing"', f"{folder}", "--trust"):
+        assert words in message
+    dotted_names.check_trusted(tables, "--run r", True)
+    dotted_names.check_trusted({section: {dotted_names.OF_RUN[section]: "dit"}}, "--run r", False)
+
+
+def test_every_key_that_takes_a_dotted_name_asks_or_is_of_train_alone():
+    from titan_dit.config import config_file
+    from titan_dit.config.section import OneOf, hints_of
+
+    found = {
+        (section, key)
+        for section, kind in config_file.plain_sections().items()
+        for key, hint in hints_of(kind).items()
+        if any(isinstance(rule, OneOf) for rule in getattr(hint, "__metadata__", ()))
+    }
+    assert found
+    assert found <= {*dotted_names.OF_RUN.items(), ("sampling", "sampler")}
+
+
+def test_an_error_about_a_run_s_key_imports_none_of_its_modules(folder):
+    from titan_dit.config import catalog, config_file
+
+    (folder / "theirs.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    tables = {"model": {"name": "dit", "hidde": 3}, "data": {"name": "theirs:Data"}}
+    for only in (("model",), ("model", "unknown")):
+        with pytest.raises(UserError, match=r"hidde: unknown key\. Did you mean hidden"):
+            config_file.build_sections(tables | {"unknown": {}}, catalog.variant, only)
+    assert not (folder / "imported").exists()
+
+
+def test_a_command_takes_no_library_from_the_current_folder(folder):
+    (folder / "tyro.py").write_text("raise SystemExit('taken from here')")
+    words = [sys.executable, "-m", "titan_dit", "runs", "--help"]
+    done = subprocess.run(words, env=commands.environment(), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"usage: python -m titan_dit runs" in done.stdout

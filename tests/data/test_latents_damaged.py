@@ -39,6 +39,29 @@ def test_a_manifest_that_is_no_json_is_named(folder, text):
     assert f"{folder / 'manifest.json'} is not valid JSON" in refused(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../other/latents-00000.safetensors", '"../other/latents-00000.safetensors" is not the'),
+        ("/etc/passwd", "is not the name of a file in the folder of the manifest"),
+        ("", "is not the name of a file in the folder of the manifest"),
+        ("a\x1b[31m", 'u001b[31m" is not the name of a file in the folder of the manifest'),
+        (SECOND, f'shards has the file "{SECOND}" twice'),
+    ],
+)
+def test_a_shard_elsewhere_or_twice_is_refused(folder, name, words):
+    shards = json.loads((folder / "manifest.json").read_text())["shards"]
+    shards[0]["file"] = name
+    edit_manifest(folder, shards=shards)
+    assert words in refused(folder)
+
+
+@pytest.mark.parametrize("text", ['{"count": 1, "count": 2}', "[" * 200_000, "9" * 5000])
+def test_json_that_python_refuses_in_other_ways_is_one_line(folder, text):
+    (folder / "manifest.json").write_text(text)
+    assert f"{folder / 'manifest.json'} is not valid JSON" in refused(folder)
+
+
 def test_a_manifest_that_is_no_text_is_refused(folder):
     (folder / "manifest.json").write_bytes(b"\xff\xfe{}")
     assert "not valid JSON" in refused(folder)

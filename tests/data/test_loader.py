@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import itertools
 import os
 import pickle
@@ -213,3 +214,80 @@ def test_given_samples_are_loaded_as_training_would_see_them():
     (batch,) = batches(1, cursor=48)
     pairs = [(n, EpochOrder(5, 1797).rows([n])[0]) for n in batch.sample_numbers.tolist()]
     assert_equal(loader.load_samples(Digits().open(), pairs, anything, CPU, 24.0), batch)
+
+
+@dataclasses.dataclass
+class Dying(Kinds):
+    """A source whose read ends in a worker as `how` says."""
+
+    how: object = None
+
+    def __getitem__(self, index):
+        if self.how and torch.utils.data.get_worker_info():
+            self.how()
+        return super().__getitem__(index)
+
+
+def killed_by(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def no_memory():
+    raise MemoryError
+
+
+ENDS = {
+    "out of memory": (killed_by(signal.SIGKILL), "a data worker was killed: not enough memory"),
+    "a page of shared memory": (killed_by(signal.SIGBUS), "/dev/shm is full .*--data.workers 0"),
+    "exit": (lambda: os._exit(3), "a data worker was killed"),
+    "MemoryError": (no_memory, "a data worker was killed: not enough memory"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.timeout(60)
+def test_a_worker_that_ends_ends_the_run_with_a_line(case):
+    how, words = ENDS[case]
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 40), 0, 1)
+    with pytest.raises(Disruption, match=words) as error:
+        next(loader.load(Dying(KINDS.fields, how), order, 0, anything, CPU, workers=1))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.timeout(60)
+def test_full_shared_memory_ends_the_run_where_a_batch_cannot_be_sent(monkeypatch):
+    def full(tensor):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)  # In the worker, which is forked.
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 40), 0, 1)
+    with pytest.raises(Disruption, match=r"^\[data\] /dev/shm is full .*--data\.workers 0$"):
+        next(loader.load(KINDS, order, 0, anything, CPU, workers=1))
+    # Any other error of the thread that sends it: the batch would never come.
+    monkeypatch.undo()
+    monkeypatch.setattr(loader.Stored, "__reduce__", full)
+    with pytest.raises(Disruption, match="a data worker was killed"):
+        next(loader.load(KINDS, order, 0, anything, CPU, workers=1))
+
+
+def test_an_error_of_a_users_source_keeps_its_traceback():
+    def wrong():
+        raise RuntimeError("mine")
+
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 40), 0, 1)
+    with pytest.raises(RuntimeError, match="mine"):
+        next(loader.load(Dying(KINDS.fields, wrong), order, 0, anything, CPU, workers=1))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.ENOSPC, "/dev/shm is full"), (errno.EAGAIN, r"workers=2 cannot start: .*Set fewer")],
+)
+def test_workers_that_cannot_start_are_a_line(monkeypatch, number, words):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(loader.StatefulDataLoader, "__iter__", refuse)
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 40), 0, 1)
+    with pytest.raises(Disruption, match=words):
+        next(loader.load(KINDS, order, 0, anything, CPU, workers=2))

@@ -17,7 +17,7 @@ def test_class_folders_become_shards(tmp_path, suffix):
     how = {"scale": 0.5, "shift": 0.25, "text": "a vae"}
     assert packed(tmp_path / "in", tmp_path / "out", shard_size=5, **how) == []
     names = [f"out-0000{i}.safetensors" for i in range(3)]
-    assert sorted(files_in(tmp_path / "out")) == ["manifest.json", *names]
+    assert sorted(files_in(tmp_path / "out")) == ["manifest.json", *names, "sources.json"]
     source = LatentShards(tmp_path / "out", verify=True)
     assert source.manifest["source"] == "a vae"
     assert (source.facts.scale, source.facts.shift) == (0.5, 0.25)

@@ -124,10 +124,10 @@ def alive(group):
 class Dying(shard_job.PackPlan):
     """A plan whose worker exits on reading the last class."""
 
-    def read(self, row):
+    def read(self, row, budget):
         if "0002" in self.listing.names[row]:
             os._exit(9)
-        return super().read(row)
+        return super().read(row, budget)
 
 
 def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):

@@ -6,7 +6,11 @@ import io
 import json
 import lzma
 import os
+import signal
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +22,7 @@ from titan_dit.commands import data_show, data_tokenize, data_train_tokenizer
 from titan_dit.config.section import UserError
 from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
 from titan_dit.data.tokenizer_file import read_tokenizer
-from titan_dit.data.tokenizing import chunks
+from titan_dit.data.tokenizing import chunks, pool
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import Chunk, read_chunks
 from titan_dit.data.tokenizing.texts import texts_of
@@ -170,7 +174,7 @@ def test_several_keys_have_files_of_their_own(here, made):
 
 
 def test_a_text_file_is_one_document_for_every_key():
-    chunk = Chunk("a.txt", "txt", 1, b"hello")
+    chunk = Chunk("a.txt", "txt", 1, b"hello", 100)
     assert list(texts_of(chunk, ("x", "y"))) == [("hello", "hello")]
 
 
@@ -217,6 +221,42 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(here, made, monkeypatch):
     monkeypatch.setattr(IndexedWriter, "add", full)
     message = refused_tokenize("a.jsonl", made=made)
     assert "output-prefix=out_text_document cannot be written: No space left on device" in message
+
+
+def test_full_shared_memory_is_one_line(here, made, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (here / "a.jsonl").write_bytes(LINES)
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", full)
+    message = refused_tokenize("a.jsonl", made=made, workers=2)
+    assert "/dev/shm is full" in message
+    assert message.endswith("docker run --shm-size=8g, or --workers 1; nothing was written.")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_deletes_what_was_begun_and_says_nothing(here, made, number):
+    (here / "a.jsonl").write_bytes(LINES * 100_000)
+    words = [sys.executable, "-m", "titan_dit", "data", "tokenize", "--input", "a.jsonl"]
+    words += ["--output-prefix", "out", "--tokenizer", str(made), "--workers", "2"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        words,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        while not list(here.glob("*.partial")):
+            time.sleep(0.02)
+        time.sleep(0.3)
+        os.killpg(process.pid, number)  # As a terminal and Slurm do.
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert said == ""
+    assert not list(here.glob("out*"))
 
 
 def test_a_missing_library_names_its_extra(monkeypatch):
@@ -270,7 +310,20 @@ def test_bytes_of_tokens_are_those_of_the_text(made):
         assert sizes[ids].sum() == len(text.encode())
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"model": {"vocab": 3}}', "\x00"])
+NO_TOKENIZERS = {
+    "empty": "",
+    "no model": "{}",
+    "no table": '{"model": {"vocab": 3}}',
+    "no text": "\x00",
+    "a negative id": '{"model": {"vocab": {"a": -1}}}',
+    "an id that needs an exabyte": '{"model": {"vocab": {"a": 4611686018427387904}}}',
+    "an id of text": '{"model": {"vocab": {"a": "b"}}}',
+    "many digits": '{"model": {"vocab": {"a": ' + "9" * 5000 + "}}}",
+    "deep": "[" * 100_000 + "]" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", NO_TOKENIZERS.values(), ids=NO_TOKENIZERS)
 def test_another_file_is_no_tokenizer(tmp_path, text):
     (tmp_path / "t.json").write_text(text)
     assert "not a tokenizer.json" in refused(lambda: read_tokenizer(tmp_path / "t.json"))
@@ -292,3 +345,17 @@ def test_data_show_prints_counts_and_text(here, made, capsys):
         data_show.main(data_show.Options(path="out_text_document", out="a.png"))
     with pytest.raises(UserError, match="no such folder, and no"):
         data_show.main(data_show.Options(path="gone"))
+
+
+def test_ids_far_above_the_vocabulary_are_refused(tmp_path):
+    """The library would hold a list of all ids that are not used."""
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 2**31}))
+    with pytest.raises(UserError, match=r"vocab\.json has the id 2,147,483,648, above 16,777,216"):
+        tokenizers.of_vocabulary(
+            tmp_path / "vocab.json", tmp_path / "merges.txt", lower=False, where="data tokenize"
+        )
+    made = {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(UserError, match=r"has the id 2,147,483,648"):
+        tokenizers.read(tmp_path / "tokenizer.json", "data tokenize")

@@ -8,7 +8,7 @@ import torch
 from exports import CLASSES, CPU, SIZES, converted, save_run, save_vae
 from safetensors.torch import load_file
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.commands import convert
 from titan_dit.config.section import UserError
@@ -106,7 +106,7 @@ def test_weights_come_back_bit_for_bit(library, vae, tmp_path):
     assert {str(file) for file in files} >= {"model_index.json", "vae/config.json"}
     for file in files:
         assert (again / file).read_bytes() == (first / file).read_bytes(), file
-    facts = checkpoint.read_record(back)["data"]
+    facts = read_record(back)["data"]
     assert (facts["num_classes"], facts["class_names"][5]) == (CLASSES, "kind 5")
     assert facts["scale"] == 0.7
 
@@ -170,7 +170,7 @@ def test_a_pipeline_has_no_scheduler_for_sits_time_and_direction(library, vae, t
     assert sorted(file.name for file in alone.iterdir()) == ["config.json", diffusers_dit.WEIGHTS]
     flow = save_run(tmp_path / "flow", vae, "flow with learn_sigma")
     back = converted(converted(flow, tmp_path / "pipeline"), tmp_path / "back")
-    found = checkpoint.read_record(back)["config"]["objective"]
+    found = read_record(back)["config"]["objective"]
     assert (found["name"], found["learn_sigma"], found["direction"]) == (
         "rectified_flow", True, "to_noise",
     )  # fmt: skip
@@ -282,7 +282,7 @@ def test_the_units_of_a_pipeline_are_those_that_it_draws_in(library, vae, tmp_pa
         find_checkpoint(folder, None, "--run")
     # Of an autoencoder of before this key it is the default of its class.
     edit(folder / "vae" / "config.json", scaling_factor=None)
-    facts = checkpoint.read_record(converted(folder, tmp_path / "old"))["data"]
+    facts = read_record(converted(folder, tmp_path / "old"))["data"]
     assert facts["scale"] == loaded(library, folder).vae.config.scaling_factor == 0.18215
     edit(folder / "vae" / "config.json", shift_factor=0.3)
     words = "of its vae have scale 0.18215 and shift 0.3, but DiTPipeline has one scale"

@@ -14,7 +14,8 @@ from exports import converted, save_run, save_vae
 from kills import kill_self, killed_after
 from safetensors.torch import load_file
 
-from titan_dit.checkpoint import checkpoint, grouped, torch_files
+from titan_dit.checkpoint import grouped, torch_files
+from titan_dit.checkpoint.record import read_record
 from titan_dit.commands import convert
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError
@@ -86,7 +87,7 @@ def digests(path):
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     if (path / "manifest.json").is_file():
-        return checkpoint.read_record(path)["files"]
+        return read_record(path)["files"]
     files = sorted(file for file in path.rglob("*") if file.is_file())
     return {str(f.relative_to(path)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 

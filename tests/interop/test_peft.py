@@ -9,6 +9,7 @@ from exports import converted, save_run, save_vae
 from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
 from titan_dit.interop import peft
@@ -221,7 +222,7 @@ def test_a_base_of_any_origin_and_what_makes_it_doubtful(base, adapted, tmp_path
     run, given = base[0], adapted[1]
     resumed = with_record(run, tmp_path / "resumed", "checkpoint", resume="weights/other")
     ours = converted(given, tmp_path / "ours", base=str(resumed))
-    record = checkpoint.read_record(ours)
+    record = read_record(ours)
     start = config_file.build(config_file.of_record(record), catalog.variant).checkpoint
     assert (start.init, start.resume) == (str(resumed), "auto")
     assert "warning" not in capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from commands import train
 from safetensors.torch import load_file, save_file
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.commands import convert
 from titan_dit.commands.flags.convert import Options
 from titan_dit.config.section import UserError
@@ -202,7 +202,7 @@ def test_what_wrote_a_file_is_known_without_a_flag(files, tmp_path, capsys):
         file = shutil.copy(files / "plain.safetensors", tmp_path / f"{name}.safetensors")
         plain = converted(file, tmp_path / name, heads=HEADS)
         assert ("warning: by its name the file is SiT's" in capsys.readouterr().out) == doubts
-    assert checkpoint.read_record(plain)["config"]["objective"]["name"] == "ddpm"
+    assert read_record(plain)["config"]["objective"]["name"] == "ddpm"
 
 
 def test_a_network_without_the_second_half_is_read(tmp_path):

@@ -202,3 +202,22 @@ def test_a_file_cut_off_anywhere_or_with_a_flipped_byte_is_refused_or_read(tmp_p
             (tmp_path / "a.pt").write_bytes(damaged)
             with contextlib.suppress(UserError):
                 read(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.module.", "module._orig_mod.", "module.module.", "_orig_mod._orig_mod."]
+)
+def test_names_of_wrappers_are_stripped_in_whatever_order(tmp_path, suffix, prefix):
+    file = tmp_path / f"a{suffix}"
+    named = {f"{prefix}{name}": tensor for name, tensor in A.items()}
+    torch.save(named, file) if suffix == ".pt" else save_file(named, file)
+    assert same(read(file).model, A)
+    both = named | {"b": A["b"].clone()}
+    torch.save(both, file) if suffix == ".pt" else save_file(both, file)
+    assert "keep one of them" in refused(file)
+
+
+def test_a_view_that_is_larger_than_what_is_stored_is_no_weight(tmp_path):
+    torch.save({"a": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "a.pt")
+    assert "a is no dense tensor" in refused(tmp_path / "a.pt")

@@ -21,12 +21,23 @@ def test_what_a_user_did_is_one_line_without_a_traceback():
     assert raised(UserError("[parallel] tp=3")) == (2, "error: [parallel] tp=3")
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left", "a/file"), Disruption("a/file")])
-def test_a_disk_is_the_users_before_training_begins_and_tried_again_afterwards(error, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(28, "No space left", "a/file"),
+            "a/file: No space left. Free some space, or name another path.",
+        ),
+        (Disruption("a/file"), "a/file"),
+    ],
+)
+def test_a_disk_is_the_users_before_training_begins_and_tried_again_afterwards(
+    error, line, monkeypatch
+):
     monkeypatch.setattr(failure, "is_training", False)
-    assert raised(error) == (2, f"error: {error}")
+    assert raised(error) == (2, f"error: {line}")
     failure.training_started()
-    assert raised(error) == (1, f"error: {error}")
+    assert raised(error) == (1, f"error: {line}")
     assert raised(UserError("[parallel] tp=3"))[0] == 2
 
 

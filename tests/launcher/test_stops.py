@@ -154,7 +154,7 @@ def test_a_disk_that_fails_in_training_is_tried_again_and_never_is_for_the_first
     start = (script(tmp_path, ONE_BAD_READ),)
     with Running(trainer(*flags, ranks=1, restarts=1, start=start), tmp_path) as run:
         assert run.end(90) == 0, run.said
-    assert "error: [Errno 116] Stale file handle: 'a/shard'\nrank 0 failed (above)" in run.said
+    assert "error: a/shard: Stale file handle.\nrank 0 failed (above)" in run.said
     assert "Traceback" not in run.said
     assert "resumed from outputs/digits/checkpoints/step-00000004" in run.said
     assert checkpoints(tmp_path)[-1] == 8

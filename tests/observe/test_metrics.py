@@ -12,8 +12,9 @@ from titan_dit.config.operation import MetricsConfig
 from titan_dit.config.section import UserError
 from titan_dit.objectives.base import Preview
 from titan_dit.observe import flops
-from titan_dit.observe.metrics import curve, finite_or_none, keep_rows, row_of
+from titan_dit.observe.metrics import curve, finite_or_none, keep_rows, read_rows, row_of
 from titan_dit.observe.run_log import RunLog
+from titan_dit.recovery import fault_log, rollback, sample_log
 
 
 def row(step, loss=0.5):
@@ -119,7 +120,8 @@ def stand_in(calls, **replaced):
     """A wandb that notes its calls: the real one is an extra."""
     given = {
         "init": lambda **kwargs: calls.append(kwargs),
-        "log": lambda values, step: calls.append((values, step)),
+        "define_metric": lambda name, **kwargs: calls.append((name, kwargs)),
+        "log": calls.append,
         "Image": lambda path: ("picture", path),
         "Html": lambda text: ("page", text),
     }
@@ -134,11 +136,13 @@ def test_wandb_is_given_rows_and_previews_and_goes_on_in_the_same_run(tmp_path, 
         run.log({"step": step, "loss": 0.5, "mfu": None})
         run.show(step, picture(0))
         run.show(step, Preview(".txt", lambda file: file.write_text("1 <\n2")))
-    first, row, shown, said, second, *_ = calls
-    assert said == ({"samples": ("page", "<pre>1 &lt;\n2</pre>")}, 1)
-    assert row == ({"step": 1, "loss": 0.5}, 1)
+    first, own, every, row, shown, said, second, *_ = calls
+    # Not wandb's step, which drops rows of steps that are repeated after a kill.
+    assert (own, every) == (("step", {}), ("*", {"step_metric": "step"}))
+    assert said == {"samples": ("page", "<pre>1 &lt;\n2</pre>"), "step": 1}
+    assert row == {"step": 1, "loss": 0.5}
     file = tmp_path / "samples" / "step-00000001.png"
-    assert shown == ({"samples": ("picture", str(file))}, 1)
+    assert shown == {"samples": ("picture", str(file)), "step": 1}
     assert file.is_file()
     assert first["id"] == second["id"]
     assert first["resume"] == "allow"
@@ -219,3 +223,33 @@ def test_a_row_says_how_fast_the_step_was(peak, mfu):
         "skipped_steps": 3,
         "nan_steps": 2,
     }
+
+
+DAMAGED = [b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"step": 2', b'{"step": "2"}', b"[1]"]
+
+
+@pytest.mark.parametrize("line", [*DAMAGED, b'{"step": 2, "loss": "much"}'])
+def test_a_damaged_line_is_skipped_and_gone_after_a_resume(tmp_path, line):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1, "loss": 0.5}\n' + line + b'\n{"step": 3, "loss": null}\n')
+    assert [row["step"] for row in read_rows(file)] == [1, 3]
+    assert [row["step"] for row in keep_rows(file, 3)] == [1, 3]
+    assert file.read_bytes() == b'{"step": 1, "loss": 0.5}\n{"step": 3, "loss": null}\n'
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_so_is_one_of_the_logs_of_faults_and_samples(tmp_path, line):
+    (tmp_path / fault_log.FILE).write_bytes(b'{"step": 1, "kind": "spike"}\n' + line)
+    assert fault_log.read(tmp_path) == [{"step": 1, "kind": "spike"}]
+    folder = tmp_path / sample_log.FOLDER / "attempt-00001"
+    folder.mkdir(parents=True)
+    whole = b'{"step": 1, "ranks": 1, "numbers": [[0, 2]]}\n'
+    (folder / "rank-00000.jsonl").write_bytes(whole + line)
+    assert sample_log.seen(tmp_path) == {1: {0: 1, 1: 1}}
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, b"{}", b'{"skipped": [1], "in_vain": 0, "reached": 0}'])
+def test_a_damaged_list_of_rollbacks_is_one_line(tmp_path, text):
+    (tmp_path / rollback.FILE).write_bytes(text)
+    with pytest.raises(UserError, match=r"rollbacks\.json is damaged\. Delete it"):
+        rollback.read(tmp_path)

@@ -90,6 +90,7 @@ def test_bytes_do_not_depend_on_which_process_encodes_a_chunk_or_on_a_stop(root)
     how = {"flip": True, "dtype": "float32"}
     plan, vae = plan_of(root / "in", output, str(root / "vae"), **how)
     output.mkdir(parents=True)
+    assert encode.todo_of(plan, output, verify=False) == [0, 1, 2, 3]
     for threads, chunks in ((1, [3, 1]), (3, [2])):
         encode.encode_chunks(plan, vae, output, chunks, threads, lambda *_: None)
     # As a killed process leaves it: claimed, three chunks whole, one cut off.

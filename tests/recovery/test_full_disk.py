@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import environment
 from running import QUICK
 
 from titan_dit.config.operation import MetricsConfig
 from titan_dit.config.section import UserError
+from titan_dit.data.latents import write_shards
 from titan_dit.observe.run_log import RunLog
 
 FULL = "error: [job] {}: No space left on device. Free some space, or set another --job.dir.\n"
@@ -73,6 +75,21 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk):
     # One whole checkpoint, and nothing that the failed save left.
     assert "manifest.json" in said.splitlines()
     assert "partial" not in "".join(said.splitlines()[-6:])
+
+
+def test_full_shared_memory_ends_the_run_at_once(disk):
+    """Docker gives 64 MB; here it is 1 MB, and a batch of one worker 4 MB."""
+    latents, labels = torch.zeros(32, 4, 128, 128).half(), torch.arange(32) % 10
+    folder = disk.parent / "latents"
+    write_shards(folder, latents, labels, num_classes=10, source="x")
+    flags = ["--data.name", "latents", "--data.path", str(folder), "--data.workers", "2"]
+    flags += ["--model.latent_size", "128", "--model.channels", "4", "--model.patch", "16"]
+    flags += ["--training.global_batch_size", "32", "--training.steps", "2"]
+    script = 'mount -t tmpfs -o size=1m none /dev/shm && "$@"; echo "code $?"'
+    done = train(script, disk, *flags)
+    assert done.stdout.endswith("code 1\n")
+    line = "error: [data] /dev/shm is full (1 MB): docker run --shm-size=8g, or --data.workers 0\n"
+    assert done.stderr == line
 
 
 def test_a_disk_that_is_full_at_the_start_is_one_line(disk):

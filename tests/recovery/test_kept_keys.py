@@ -1,4 +1,5 @@
 import pytest
+import records
 import torch
 
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
@@ -33,8 +34,8 @@ def kept(folder, resume="auto", **keys):
 
 def save(folder, job, number, step=5, **more):
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=0, async_save=False))
-    config = {"job": job, "checkpoint": {"resume": "auto"}, "ema": more.pop("ema", {})}
-    record = {"step": step, "config": config, "config_format": number, **more}
+    config = {"job": job, "ema": {"decays": []} | more.pop("ema", {})}
+    record = records.of_run(step, config, config_format=number, **more)
     return checkpoints.save(step, {"model": {"w": torch.ones(1)}}, record)
 
 

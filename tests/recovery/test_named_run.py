@@ -1,6 +1,7 @@
 """[checkpoint] resume with the path of a run, its checkpoints folder or a checkpoint."""
 
 import pytest
+import records
 import torch
 
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
@@ -13,8 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def run_with(folder, *steps):
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=0, async_save=False))
     for step in steps:
-        record = {"step": step, "config": {"checkpoint": {"resume": "auto"}}}
-        checkpoints.save(step, {"model": {"w": torch.ones(1)}}, record)
+        checkpoints.save(step, {"model": {"w": torch.ones(1)}}, records.of_run(step))
     return checkpoints
 
 

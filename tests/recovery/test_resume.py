@@ -4,10 +4,11 @@ import os
 from dataclasses import replace
 
 import pytest
+import records
 import torch
 from tiny import tiny_config
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import digest_of
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.config import config_file
 from titan_dit.config.job import RunConfig
@@ -30,7 +31,7 @@ TABLES = config_file.to_tables(
 def run_with(folder, *steps, resume="auto"):
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=0, async_save=False))
     for step in steps:
-        record = {"step": step, "config": {"checkpoint": {"resume": resume}}}
+        record = records.of_run(step, {"checkpoint": {"resume": resume}})
         checkpoints.save(step, {"model": {"w": torch.ones(1)}}, record)
     return checkpoints
 
@@ -171,7 +172,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path, 
     assert start.record["step"] == 10
     [said] = start.messages()
     what = f"{file} is missing" if (file, how) == ("manifest.json", "delete") else file
-    assert said == f"{newest} is damaged: {what}; falling back to the previous one: {start.path}"
+    assert said.startswith(f"{newest} is damaged: {what}")
+    assert said.endswith(f"; falling back to the previous one: {start.path}")
 
     # The resumed run saves that step again, and the damaged one is kept.
     resuming.set_aside_newer(checkpoints, start)
@@ -235,7 +237,7 @@ def test_a_checkpoint_of_a_newer_format_is_not_called_damaged(tmp_path):
     manifest = checkpoints.newest() / "manifest.json"
     record = json.loads(manifest.read_text()) | {"format": "titan_dit.checkpoint/9"}
     del record["digest"]
-    record["digest"] = checkpoint.digest_of(record)
+    record["digest"] = digest_of(record)
     manifest.write_text(json.dumps(record))
     with pytest.raises(UserError, match="does not have the format"):
         starting_point(checkpoints, "auto")
@@ -274,6 +276,21 @@ def test_other_mathematics_is_refused_change_by_change(tmp_path):
         "  [training] global_batch_size: 8 -> 16",
     ]
     assert lines[3:] == ["the ways out"]
+
+
+def test_a_part_that_only_the_checkpoint_names_is_a_change_and_is_not_imported(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.py").write_text("raise AssertionError('imported')")
+    saved = changed(model__name="theirs:Model", objective__name="theirs:Objective")
+    record = {"config": saved, "config_format": config_file.FORMAT, "data": {"digest": "abc"}}
+    with pytest.raises(UserError) as caught:
+        check_same_mathematics(tmp_path, record, Identity(TABLES, {"digest": "abc"}, 0), str)
+    assert str(caught.value).splitlines()[1:] == [
+        '  [model] name: "theirs:Model" -> "dit"',
+        '  [objective] name: "theirs:Objective" -> "rectified_flow"',
+    ]
 
 
 def test_imported_adapters_keep_their_scale(tmp_path):

@@ -36,7 +36,7 @@ def test_spaces_empty_lines_and_a_spreadsheet_s_marks_do_no_harm(tmp_path):
         (b"0F" + b"1" * 5000, r'line 1: "0F111111111111111111\.\.\." is not an action'),
         (b"# nothing\n", "has no actions"),
         (b"", "has no actions"),
-        (b"\x00\xff\xfe0F0", "cannot be read: it is no text"),
+        (b"\x00\xff\xfe0F0", "is not UTF-8"),
     ],
 )
 def test_what_is_no_order_is_refused_in_one_line(content, words, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import on_ranks
+from PIL import Image
 from tiny import tiny_config
 
 from titan_dit import trained_model
@@ -267,7 +268,6 @@ def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
         "give --run or --samples": {"samples": "one.npz"},
         "name a .npz file": {"save_samples": "x.png"},
         "--out . is a folder": {"out": "."},
-        "--save-reference real.npz is --reference itself": {"save_reference": "real.npz"},
     }
     for message, flags in wrong.items():
         with pytest.raises(UserError, match=message.replace(".", r"\.")):
@@ -299,3 +299,16 @@ def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
         scored(save_samples="/dev/full/x.npz")
     with pytest.raises(UserError, match="has nothing to compare with"):
         config("x", reference="").evaluation.check()
+
+
+def test_pictures_of_two_formats_are_mentioned(tmp_path):
+    pixels = Image.new("RGB", (8, 8))
+    for name in ("png/0.png", "jpeg/0.jpg", "jpeg/1.JPEG"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pixels.save(tmp_path / name)
+    png, jpeg = (pictures.of_folder(tmp_path / name, 8, "") for name in ("png", "jpeg"))
+    hint = evaluate_pictures.hint_of_formats(png, jpeg)
+    assert "the reference is JPEG, the samples are PNG" in hint
+    assert evaluate_pictures.hint_of_formats(png, png) is None
+    drawn = pictures.of_batches([torch.zeros(1, 8, 8, 3, dtype=torch.uint8)], "drawn")
+    assert evaluate_pictures.hint_of_formats(drawn, jpeg) is None

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import struct
 import tarfile
+import zlib
 
 import numpy as np
 import pytest
@@ -86,7 +88,7 @@ def test_errors_begin_with_the_users_flag(root):
         return refused(lambda: pictures.of_folder(root, 6, "--reference"))
 
     (root / "metadata.jsonl").write_text("{")
-    assert said().startswith(f"--reference {root}/metadata.jsonl, line 1: no JSON")
+    assert said().startswith(f"--reference {root}/metadata.jsonl, line 1: not JSON")
     described(root, [{"file_name": "0.png", "label": 0}] * 2)
     assert said().startswith(f"--reference {root}: 0.png is listed twice")
     (root / "metadata.csv").write_text("")
@@ -109,3 +111,25 @@ def test_a_listed_picture_that_is_missing_is_named_by_its_digest_too(root):
     for fails in (found.digest, lambda: found.read(range(1))):
         with pytest.raises(UserError, match=rf"^--reference: {root}/9.png: no such file\.$"):
             fails()
+
+
+def header_of(width, height):
+    """A PNG that declares a size, and has no pixels."""
+    data = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + data
+    parts = (
+        b"\x89PNG\r\n\x1a\n",
+        struct.pack(">I", 13),
+        chunk,
+        struct.pack(">I", zlib.crc32(chunk)),
+    )
+    return b"".join(parts) + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+
+
+@pytest.mark.parametrize(("size", "words"), [((6000, 6000), "more than"), ((9, 8), r"not \[3")])
+def test_a_declared_size_is_judged_before_the_picture_is_decoded(size, words, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(header_of(*size))
+    found = pictures.of_folder(tmp_path, None, "--samples")
+    with pytest.raises(UserError, match=rf"b\.png: .*{words}"):
+        found.read(range(1, 2))

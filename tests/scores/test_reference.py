@@ -150,3 +150,11 @@ def test_wrong_labels_and_damaged_files_are_one_line(tmp_path):
         data[at : at + 40] = b"\xff" * 40
         file.write_bytes(data)
         assert "arr_0 cannot be read (" in refused(lambda: opened(file))
+
+
+def test_a_compressed_array_that_unpacks_to_too_much_is_not_read(tmp_path):
+    file = tmp_path / "a.npz"
+    np.savez_compressed(file, arr_0=np.zeros((70, 1000, 1000, 3), np.uint8))
+    said = refused(lambda: opened(file))
+    assert f"{file}: arr_0 cannot be read (210,000,000 bytes from " in said
+    assert said.endswith("save it without compression: numpy.savez).")

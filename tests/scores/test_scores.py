@@ -108,3 +108,11 @@ def test_wrong_metrics_are_one_line():
         score.check(["is"], 9, {}, "--metrics")
     with pytest.raises(UserError, match="prdc needs 6 pictures, but there are 5"):
         score.check(["prdc"], 100, {"fid": 9, "prdc": 5}, "--metrics")
+
+
+def test_equal_subsets_have_no_spread():
+    rows = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    given = [described(rows), described(rows + 0.1)]
+    assert score.score(*given, ["kid"], "inception").keys() == {"kid", "kid_pictures"}
+    more = described(torch.cat([rows, rows[:1]]))
+    assert "kid_std" in score.score(given[0], more, ["kid"], "inception")

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -21,20 +22,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_dit.checkpoint.plans import Digests, Plans
+from titan_dit.checkpoint.record import FORMAT, digest_of, read_manifest
 from titan_dit.checkpoint.staging import TensorTree
-from titan_dit.checkpoint.store import MANIFEST, Location, Store, read_text, store_of
-from titan_dit.checkpoint.torch_files import Reader, Writer
+from titan_dit.checkpoint.store import MANIFEST, Location, Store, store_of
+from titan_dit.checkpoint.torch_files import METADATA, Reader, Writer, WrongTable
 from titan_dit.config.section import UserError
 from titan_dit.launcher.ranks import Failed, Ranks
 
-FORMAT = "titan_dit.checkpoint/1"
-
-
-class Damaged(UserError):
-    """A checkpoint with a corrupt manifest."""
+SMALL = 4 << 20
+"""Bytes of `.metadata` that every load compares with tensors.json: half a second, 20,000 chunks."""
 
 
 def write(
@@ -91,13 +89,14 @@ def commit(
     final: Location,
     record: Mapping[str, Any],
     written: Mapping[str, Any],
-    metadata: bytes,
+    metadata: Mapping[str, bytes],
 ) -> None:
     """Write the metadata and the manifest, then commit the folder as `final` (rename it)."""
     store = store_of(aside)
     check_shared(store, aside, written)
     writer = Writer(aside)
-    writer.write_metadata(metadata)
+    for name, data in metadata.items():
+        writer.write_whole(name, data)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     files = {**written, **writer.written}
     manifest = {"format": FORMAT, **record, "written_at": now, "files": files}
@@ -123,33 +122,6 @@ def check_shared(store: Store, folder: Location, written: Mapping[str, Any]) -> 
                 f"[job] dir: {folder / name} was written by another node, but the first node "
                 "does not see it. Put the run directory on a file system that all nodes share."
             )
-
-
-def read_record(path: Location) -> dict[str, Any]:
-    """Read the manifest: the record given to `write`, plus `format`, `written_at` and `files`."""
-    manifest = path / MANIFEST
-    if not store_of(path).has(manifest):
-        raise UserError(
-            f"[checkpoint] {path} is not a checkpoint: it has no {MANIFEST}. Give a folder such as "
-            "outputs/RUN/checkpoints/step-00001000."
-        )
-    try:
-        record = json.loads(read_text(manifest))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"[checkpoint] {manifest} is damaged: {error}. Use another one.") from None
-    sealed = isinstance(record, dict) and record.pop("digest", None) == digest_of(record)
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        kind = UserError if sealed else Damaged
-        raise kind(f"[checkpoint] {manifest} does not have the format {FORMAT}.")
-    if not sealed:
-        raise Damaged(f"[checkpoint] {manifest} is damaged: its digest differs. Use another one.")
-    return record
-
-
-def digest_of(record: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON-serialisable mapping, independent of key order."""
-    text = json.dumps(record, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def ignore(_: int) -> None:
@@ -201,7 +173,8 @@ def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -
         # A single process loading without a process group is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
         try:
-            state_dict_loader.load(dict(tensors), storage_reader=Reader(path), no_dist=alone)
+            reader = Reader(path, read_manifest(path)["files"])
+            state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone)
         except CheckpointException as error:  # It is no Exception: no caller would catch it.
             cause, _ = next(iter(error.failures.values()))
             raise cause from None
@@ -209,11 +182,8 @@ def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -
 
 def contents(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Map tensor name to (shape, dtype) of a checkpoint."""
-    return {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in Reader(path).read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    found = Reader(path, read_manifest(path)["files"]).contents()
+    return {name: (entry.shape, entry.dtype) for name, entry in found.tensors.items()}
 
 
 def holds(path: Location, part: str) -> bool:
@@ -224,13 +194,13 @@ def holds(path: Location, part: str) -> bool:
 def verify(
     path: Location, ranks: Ranks | None = None, read: Callable[[int], None] = ignore
 ) -> dict[str, Any]:
-    """Check size and SHA-256 of every file; return the record. Collective.
+    """Check size and SHA-256 of every file; return the manifest. Collective.
 
     `read` gets the bytes of each file that has been read.
     Raises UserError on every rank if a file is damaged.
     """
     ranks = ranks or Ranks()
-    record = ranks.run_on_first(lambda: read_record(path))
+    record = ranks.run_on_first(lambda: read_manifest(path))
     if damaged := damaged_files(path, record, ranks, read):
         others = "an older checkpoint with --checkpoint.resume PATH"
         raise UserError(f"[checkpoint] {path} is damaged: {', '.join(damaged)}. Use {others}.")
@@ -242,8 +212,11 @@ def damaged_files(
     record: Mapping[str, Any],
     ranks: Ranks,
     read: Callable[[int], None] = ignore,
+    largest: float = SMALL,
 ) -> list[str]:
     """Names of files whose size or SHA-256 differs from the manifest; ranks share the work.
+
+    If none does, what `wrong_contents` finds.
 
     `read` gets the bytes of each file that has been read.
     """
@@ -252,13 +225,38 @@ def damaged_files(
         if not is_whole(store, path / name, expected):
             damaged.append(name)
         read(expected["bytes"])
-    return sorted(name for part in ranks.gather(damaged) for name in part)
+    names = sorted(name for part in ranks.gather(damaged) for name in part)
+    return names or ranks.run_on_first(lambda: wrong_contents(path, record["files"], largest))
+
+
+def wrong_contents(
+    path: Location, files: Mapping[str, Any], largest: float = math.inf
+) -> list[str]:
+    """What is wrong with the tables of a checkpoint's tensors; at most one line.
+
+    No command reads `.metadata` where there is tensors.json, but torch's tools do, and run what is
+    in it: it is compared, up to `largest` bytes.
+    """
+    reader = Reader(path, files)
+    try:
+        if files[METADATA]["bytes"] <= largest:
+            reader.check_metadata()
+        else:
+            reader.contents()
+    except WrongTable as error:
+        return [error.what]
+    return []
 
 
 def is_whole(store: Store, file: Location, expected: Mapping[str, Any]) -> bool:
     """Return True if a file has the expected size and SHA-256."""
     try:
-        return store.size(file) == expected["bytes"] and describe(file) == expected
+        # `has` is false for a device or a pipe, which would have no end.
+        return (
+            store.has(file)
+            and store.size(file) == expected["bytes"]
+            and describe(file)["sha256"] == expected["sha256"]
+        )
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return False
     except OSError as error:

@@ -48,11 +48,11 @@ class PlanningProcess:
         choices: list[bytes] = self.ask("choose", plans)
         return choices
 
-    def describe(self, results: Sequence[bytes]) -> bytes:
+    def describe(self, results: Sequence[bytes]) -> dict[str, bytes]:
         """As `GlobalPlan.describe`; ends the process."""
-        metadata: bytes = self.ask("describe", results)
+        described: dict[str, bytes] = self.ask("describe", results)
         self.close()
-        return metadata
+        return described
 
     def ask(self, name: str, parts: Sequence[bytes]) -> Any:
         """Call a method of the process's `GlobalPlan`."""

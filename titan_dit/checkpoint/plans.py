@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from titan_dit.checkpoint.planning_process import PlanningProcess
 from titan_dit.checkpoint.save_plan import (
     Choice,
+    Described,
     GlobalPlan,
     LocalPlan,
     digest_of,
@@ -47,7 +48,7 @@ class Plans:
         """True while rank 0 has a planner."""
         self.described_for: bytes | None = None
         """Digest of where all ranks have written their shards."""
-        self.metadata = b""
+        self.metadata: Described = {}
 
     def plan(self, tensors: TensorTree, ranks: Ranks) -> tuple[LocalPlan, SavePlan]:
         """This rank's local plan, and what of it the rank writes. Collective."""
@@ -85,8 +86,8 @@ class Plans:
 
     def describe(
         self, local: LocalPlan, results: Any, digests: Sequence[Digests], ranks: Ranks
-    ) -> bytes:
-        """The contents of `.metadata`, on rank 0. Collective; `digests` are those of `results`."""
+    ) -> Described:
+        """As `GlobalPlan.describe`, on rank 0. Collective; `digests` are those of `results`."""
         if not agree(digests):
             if not self.is_planning:  # The shards have other places in the same files.
                 planned_for = self.planned_for

@@ -17,10 +17,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner import SavePlan
 
+from titan_dit.checkpoint import contents
 from titan_dit.checkpoint.staging import TensorTree
+from titan_dit.checkpoint.torch_files import METADATA
 
 Choice: TypeAlias = list[tuple[int, int]]
 """What a rank writes: (position in its local plan, number of the chunk in its tensor)."""
+
+Described: TypeAlias = dict[str, bytes]
+"""Name of a file that says where the tensors are -> its contents."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,15 @@ class GlobalPlan:
         chosen, self.metadata = DefaultSavePlanner().create_global_plan(local)
         return [pickle.dumps(choice(*pair)) for pair in zip(local, chosen, strict=True)]
 
-    def describe(self, results: Sequence[bytes]) -> bytes:
-        """The contents of `.metadata`, given where each rank wrote its items."""
+    def describe(self, results: Sequence[bytes]) -> Described:
+        """`.metadata` and tensors.json, given where each rank wrote its items."""
         places = {
             result.index: result.storage_data for part in results for result in pickle.loads(part)
         }
         # No storage_meta: it holds the folder's path and a random number, which nothing reads.
-        return pickle.dumps(
-            replace(self.metadata, storage_data=places, version=CURRENT_DCP_VERSION)
-        )
+        whole = replace(self.metadata, storage_data=places, version=CURRENT_DCP_VERSION)
+        own = contents.as_json(self.metadata, places)
+        return {METADATA: pickle.dumps(whole), contents.NAME: own}
 
 
 def choice(local: SavePlan, chosen: SavePlan) -> Choice:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
 from titan_dit.config.section import UserError
+from titan_dit.launcher.torch_range import pip_install
 from titan_dit.system.files import PARTIAL, sync_folder
 
 MANIFEST = "manifest.json"
@@ -187,7 +188,11 @@ class ObjectStore:
             # No listing cache: other ranks write to the same folders.
             self.files, _ = fsspec.url_to_fs(str(url), use_listings_cache=False)
         except ImportError as error:
-            fix = f": {sys.executable} -m pip install s3fs" if str(url).startswith("s3://") else ""
+            fix = (
+                f": {sys.executable} -m {pip_install('s3fs')}"
+                if str(url).startswith("s3://")
+                else ""
+            )
             raise UserError(f"[checkpoint] {url}: {error}{fix}") from None
         except ValueError as error:
             raise UserError(f"[checkpoint] {url}: {error}") from None

@@ -1,4 +1,4 @@
-"""DCP's storage reader and writer, with safe unpickling and SHA-256 digests.
+"""DCP's storage reader and writer, with SHA-256 digests and without torch's unpickling.
 
 Checkpoints are shared between people. torch loads tensors with weights_only but unpickles
 `.metadata` without restrictions. All uses of DCP's private interfaces are in this file.
@@ -6,21 +6,41 @@ Checkpoints are shared between people. torch loads tensors with weights_only but
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import hashlib
+import io
 import os
 import pickle
-from collections.abc import Iterator
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titan_dit.checkpoint import contents, plain_pickle
+from titan_dit.checkpoint.contents import Contents
 from titan_dit.checkpoint.staging import allocate, placed, power_of_two
 from titan_dit.checkpoint.store import URL, Location, store_of
 from titan_dit.config.section import UserError
@@ -33,47 +53,31 @@ except ImportError:
     from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
 
 METADATA = ".metadata"
-PLAIN = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-}
-"""Globals allowed in DCP metadata, besides its own classes and dtypes."""
+TABLE, TENSOR_PER_TABLE = 4 << 20, 4
+"""Bytes that any table of tensors may have; of a larger one its files have so many times as many.
+torch.save alone writes a thousand bytes for each chunk, of which a table has at most 190."""
 
 
-class Properties(TensorProperties):
-    """A tensor's properties, as any supported torch pickles them."""
+class WrongTable(UserError):
+    """A table of a checkpoint's tensors that cannot be used; `what` names the file and why."""
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Leave out the fields of a later torch: 2.15 added strides, which no load reads."""
-        known = len(dataclasses.fields(TensorProperties))
-        super().__setstate__(state[:known])  # type: ignore[no-untyped-call]
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """An unpickler restricted to the classes of DCP metadata."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed global; raise UnpicklingError for any other."""
-        own = module == "torch.distributed.checkpoint.metadata" and "." not in name
-        if own and name == "TensorProperties":
-            return Properties
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if own or is_dtype or (module, name) in PLAIN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it imports {module}.{name}")
+    def __init__(self, path: Location, why: str) -> None:
+        self.what = f"{path.name}: {why}"
+        super().__init__(
+            f"[checkpoint] {path} is damaged or not plain DCP metadata: {why}. Nothing was loaded. "
+            "Use another checkpoint."
+        )
 
 
 class Reader(filesystem.FileSystemReader):
-    """DCP's file-system reader with restricted unpickling and URL support."""
+    """DCP's file-system reader, which reads tensors.json in place of `.metadata`; takes URLs.
 
-    def __init__(self, folder: Location) -> None:
+    `files` are those of the manifest, with their sizes and SHA-256.
+    """
+
+    def __init__(self, folder: Location, files: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(str(folder))
-        self.folder = folder
+        self.folder, self.files = folder, files
         if isinstance(folder, URL):
             self.use(RemoteFiles(), str(folder))
 
@@ -82,22 +86,130 @@ class Reader(filesystem.FileSystemReader):
         self.path = files.init_path(path, use_listings_cache=False)
         self.fs = files
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`. Raises UserError if it is damaged or imports a disallowed global."""
-        path = self.folder / METADATA
+    def contents(self) -> Contents:
+        """The tensors. Raises UserError if their table is damaged, or imports a disallowed name."""
+        name = contents.NAME if contents.NAME in self.files else METADATA
         try:
-            with store_of(self.folder).open(path) as file:
-                metadata = PlainUnpickler(file).load()
+            data = self.whole(name)
+            if name == contents.NAME:
+                return contents.parse(data, self.files)
+            return contents.checked(plain_pickle.read(data), self.files)
+        except OSError:
+            raise
         except Exception as error:  # A damaged pickle can raise anything.
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise WrongTable(self.folder / name, reason) from None
+
+    def check_metadata(self) -> None:
+        """Raise UserError unless `.metadata`, which torch's own tools read, says the same."""
+        own = self.contents()
+        theirs = Reader(self.folder, {n: f for n, f in self.files.items() if n != contents.NAME})
+        if theirs.contents().placed() != own.placed():
+            raise WrongTable(self.folder / METADATA, f"it differs from {contents.NAME}")
+
+    def whole(self, name: str) -> bytes:
+        """A file's bytes. Raises ValueError unless they are those of the manifest."""
+        expected, store = self.files[name], store_of(self.folder)
+        path = self.folder / name
+        if not store.has(path):
+            raise ValueError("it is missing")
+        size = expected["bytes"]
+        if size > TABLE:
+            others = sum(store.size(self.folder / file) for file in self.files if file != name)
+            if size > others // TENSOR_PER_TABLE:
+                raise ValueError("it is too large for the tensors that it describes")
+        with store.open(path) as file:
+            data = file.read(size + 1) if store.size(path) == size else b""
+        if len(data) != size or hashlib.sha256(data).hexdigest() != expected["sha256"]:
+            raise ValueError("its size or SHA-256 differs")
+        return data
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The contents as DCP has them."""
+        found = self.contents()
+        places: dict[MetadataIndex, filesystem._StorageInfo] = {}
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name, entry in found.tensors.items():
+            chunks, num_dims = [], len(entry.shape)
+            for number, (file, first, length, *rest) in enumerate(entry.chunks):
+                offsets, sizes = torch.Size(rest[:num_dims]), torch.Size(rest[num_dims:])
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                place = filesystem._StorageInfo(found.files[file], first, length)
+                places[MetadataIndex(name, offsets, number)] = place
+            properties = TensorProperties(dtype=entry.dtype)
+            tensors[name] = TensorStorageMetadata(properties, entry.shape, chunks)
+        about = StorageMeta(load_id=self.load_id)
+        return Metadata(tensors, storage_data=places, storage_meta=about)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """As torch's. Raises UserError if a file holds another thing than the tensor."""
+        try:
+            self.check_stored(plan)
+            return super().read_data(plan, planner)
+        except (OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # torch.load raises any exception on a damaged file.
             raise UserError(
-                f"[checkpoint] {path} is damaged or not plain DCP metadata: {error}. Nothing was "
-                "loaded. Use another checkpoint."
+                f"[checkpoint] {self.folder} is damaged: a tensor cannot be read: "
+                f"{reason_of(error)}. Use another checkpoint."
             ) from None
-        if not isinstance(metadata, Metadata):
-            raise UserError(f"[checkpoint] {path} is not DCP metadata. Use another checkpoint.")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+
+    def check_stored(self, plan: LoadPlan) -> None:
+        """Raise ValueError if a tensor is compressed: then nothing bounds its size in memory."""
+        parts = defaultdict[str, set[tuple[int, int]]](set)
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            parts[place.relative_path].add((place.offset, place.length))
+        for name, places in parts.items():
+            with store_of(self.folder).open(self.folder / name) as file:
+                for first, length in sorted(places):
+                    with zipfile.ZipFile(Slice(file, first, length)) as archive:
+                        if sum(part.file_size for part in archive.infolist()) > length:
+                            raise ValueError("it is compressed")
+
+
+def reason_of(error: Exception) -> str:
+    """Why a tensor could not be read, as one line; torch would advise to run the code in it."""
+    if isinstance(error, pickle.UnpicklingError):
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        return f"it imports {asked[1]}" if asked else "it is not a plain tensor"
+    return " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+
+
+class Slice(io.RawIOBase):
+    """A part of a file, to read. torch's own seeks to wrong places relative to the end."""
+
+    def __init__(self, file: Any, first: int, length: int) -> None:
+        super().__init__()
+        self.file, self.first, self.length, self.place = file, first, length, 0
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most as many bytes as are left."""
+        left = max(self.length - self.place, 0)
+        self.file.seek(self.first + self.place)
+        read: int = self.file.readinto(memoryview(buffer)[:left]) if left else 0
+        self.place += read
+        return read
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of a file."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.length}[whence]
+        if start + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self.place = start + offset
+        return self.place
+
+    def tell(self) -> int:
+        """As of a file."""
+        return self.place
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
 
 
 class OneByOne:
@@ -160,11 +272,11 @@ class Writer(filesystem.FileSystemWriter):
         results: list[WriteResult] = self.write_data(own, OneByOne(planner)).value()
         return results
 
-    def write_metadata(self, metadata: bytes) -> None:
-        """Write `.metadata`."""
-        path = self.fs.concat_path(self.path, METADATA)
+    def write_whole(self, name: str, data: bytes) -> None:
+        """Write a file that is no rank's."""
+        path = self.fs.concat_path(self.path, name)
         with self.fs.create_stream(path, "wb") as stream:
-            stream.write(metadata)
+            stream.write(data)
             if self.sync_files:
                 os.fsync(stream.fileno())
 

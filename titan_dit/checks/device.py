@@ -15,6 +15,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import EMAConfig
 from titan_dit.kernels import attention, short_attention
 from titan_dit.kernels.attention_choice import AttentionShape
+from titan_dit.launcher.torch_range import pip_install
 from titan_dit.models import lora
 from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.parallel import compile
@@ -42,7 +43,7 @@ def check_writers(config: MetricsConfig) -> None:
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "[metrics] wandb=true, but wandb is not installed. "
-            f"Run {sys.executable} -m pip install wandb, or set wandb = false."
+            f"Run {sys.executable} -m {pip_install('wandb')}, or set wandb = false."
         )
 
 

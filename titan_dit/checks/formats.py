@@ -6,7 +6,8 @@ import importlib.util
 import math
 
 from titan_dit.config.section import UserError, show
-from titan_dit.parallel.transformer_engine import is_transformer_engine
+from titan_dit.launcher.torch_range import pip_install
+from titan_dit.parallel.transformer_engine import PACKAGE, is_transformer_engine
 from titan_dit.plan import RunPlan
 
 
@@ -122,6 +123,6 @@ def check_transformer_engine(plan: RunPlan) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
             f"[precision] float8={float8} needs Transformer Engine, which is not installed. "
-            "Install it with: pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', "
+            f"Install it with: {pip_install(PACKAGE)}, "
             'or set float8 = "tensorwise".'
         )

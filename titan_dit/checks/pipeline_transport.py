@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError, show
+from titan_dit.launcher.torch_range import pip_install
 from titan_dit.system.addresses import address_of, interfaces
 
 
@@ -30,18 +31,18 @@ def check_keys(pipeline: PipelineConfig) -> None:
 
 def check_host(pipeline: PipelineConfig) -> None:
     """This host must have nixl if it is named, and the network."""
-    has_nixl = find_spec("nixl") is not None
+    has_nixl, install = find_spec("nixl") is not None, pip_install("'titan_dit[rdma]'")
     if pipeline.transport == "nixl" and not has_nixl:
         raise UserError(
             '[pipeline] transport="nixl": the package nixl is not installed. Run '
-            "pip install 'titan_dit[rdma]', or set transport = \"auto\"."
+            f'{install}, or set transport = "auto".'
         )
     if not pipeline.network:
         return
     if not has_nixl:
         raise UserError(
             f"[pipeline] network={show(pipeline.network)} is for nixl, which is not installed. "
-            "Run pip install 'titan_dit[rdma]', or set network = \"\"."
+            f'Run {install}, or set network = "".'
         )
     names = [name for _, name in socket.if_nameindex()]  # Also those without an IPv4 address.
     if pipeline.network not in names and address_of(pipeline.network) is None:

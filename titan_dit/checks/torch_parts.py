@@ -27,7 +27,6 @@ def check(*, profiles_memory: bool, rings: bool) -> None:
     writing = "set_up_storage_writer", "prepare_local_plan"
     require("checkpoint/torch_files.py", filesystem.FileSystemWriter, *writing)
     require("checkpoint/torch_files.py", filesystem, "_StorageInfo")
-    require("checkpoint/torch_files.py", torch.serialization, "_get_layout")
     if profiles_memory:
         memory = torch.cuda.memory
         require("observe/memory_snapshot.py", memory, "_record_memory_history", "_dump_snapshot")

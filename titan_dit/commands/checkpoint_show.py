@@ -9,17 +9,21 @@ from typing import Any
 import torch
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags.checkpoint_show import Options
-from titan_dit.config.section import show
+from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
 
 
 def main(options: Options) -> None:
     """Print the checkpoint."""
     path = find_checkpoint(location(options.path), options.step, "checkpoint show")
-    record, tensors = checkpoint.read_record(path), checkpoint.contents(path)
+    record = read_record(path)
+    if wrong := checkpoint.wrong_contents(path, record["files"]):
+        raise UserError(f"[checkpoint] {path} is damaged: {wrong[0]}. Use another one.")
+    tensors = checkpoint.contents(path)
     for name, value in (*position(path, record), *parts(tensors)):
         console.say(f"{name:10}{value}")
     for section, table in record["config"].items():
@@ -37,7 +41,7 @@ def position(path: Any, record: dict[str, Any]) -> Iterator[tuple[str, object]]:
     yield "step", f"{record['step']:,}"
     epochs = f" ({record['cursor'] / data['count']:.2f} epochs)" if data["count"] else ""
     yield "samples", f"{record['cursor']:,}{epochs}"
-    yield "skipped", f"{record['nan_steps']:,} non-finite steps"
+    yield "skipped", f"{record.get('nan_steps', 0):,} non-finite steps"
     yield "data", f"{data['count']:,} samples, digest {data['digest'] or 'unknown'}"
     if average := record.get("averaged"):
         made = f"sigma_rel {average['sigma_rel']} of step {average['step']}"
@@ -46,7 +50,8 @@ def position(path: Any, record: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "origin", "imported weights"
     yield "layout", record.get("layout", "unknown")
     yield "written", record.get("written_at", "unknown")
-    yield "versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())
+    versions = record.get("versions", {})
+    yield "versions", ", ".join(f"{name} {text}" for name, text in versions.items())
     size = sum(entry["bytes"] for entry in files.values())
     yield "files", f"{len(files)}, {size:,} bytes"
 

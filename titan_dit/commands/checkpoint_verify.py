@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from titan_dit.checkpoint import run_path
@@ -42,5 +43,5 @@ def examine(path: Location, progress: ProgressLine) -> tuple[str, str]:
         return what, ""
     entries = record["files"].values()
     mib = sum(entry["bytes"] for entry in entries) / 2**20
-    damaged = damaged_files(path, record, Ranks(), progress.add)
+    damaged = damaged_files(path, record, Ranks(), progress.add, largest=math.inf)
     return ", ".join(damaged), f"{len(entries)} files, {mib:,.1f} MiB"

@@ -93,7 +93,7 @@ def check_flags(options: Options, flags: tuple[str, ...], use: str) -> None:
 def export(source: Location, target: Path, options: Options) -> None:
     """Export a checkpoint: a DiT as a file or for diffusers, a language model as a folder."""
     path = find_checkpoint(source, options.step, "--from")
-    run = open_weights(path, options.weights or "ema", options.decay)
+    run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     config = run.model_config
     if options.format == "peft":
         check_flags(options, (*OF_RUNS, "as_is", "format"), "an export of adapters (--format peft)")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags.convert import Options
@@ -84,7 +84,7 @@ def check_base(source: str, run: SavedWeights, given: Mapping[str, Any]) -> None
     if not given.get("init"):
         return
     try:
-        base = checkpoint.read_record(find_checkpoint(location(given["init"]), None, "--from"))
+        base = read_record(find_checkpoint(location(given["init"]), None, "--from"))
     except UserError:
         console.say(f"not checked: the classes of {given['init']}, where the run began; not found")
         return
@@ -102,7 +102,7 @@ def read_directory(source: Path, target: Path, options: Options) -> None:
     if not base:
         raise UserError(f"--from {source} is an adapter. Name the run of its weights with --base.")
     path = find_checkpoint(location(base), options.step, "--base")
-    run = open_weights(path, options.weights or "ema", options.decay)
+    run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     network = counterpart(run, f"--base {base}")
     ends = f".{lora.A}"
     try:

@@ -128,8 +128,8 @@ def tokenizer_of(path: Location, facts: Mapping[str, Any]) -> dict[str, Path]:
     named = Path(facts.get("tokenizer") or "")
     if named.name == FILE and named.is_file():
         return hf_directory.tokenizer_files(named.parent)
-    # The files beside one of another name may be another tokenizer's.
-    return {FILE: named} if named.is_file() else {}
+    # The files beside one of another name may be another tokenizer's. A record may name any file.
+    return {FILE: named} if tokenizer_in({FILE: named}) else {}
 
 
 def say_tokenizer(files: Mapping[str, Path]) -> None:

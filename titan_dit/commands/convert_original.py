@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_dit.commands.flags.convert import Options
-from titan_dit.config import catalog, config_file
+from titan_dit.config import catalog, config_file, dotted_names, schema, user_text
 from titan_dit.config.section import UserError, conform, hints_of
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import DiffusionConfig
@@ -92,7 +92,7 @@ def objective_of(
     weights: weight_file.Weights, original: Original, options: Options
 ) -> dict[str, Any]:
     """Return the [objective] table: from the flags, else from the file, else the original's."""
-    stored = stored_objective(weights)
+    stored = stored_objective(weights, options.trust)
     if options.format == "dit" and (sit.wrote(weights.arguments) or (stored and sit.fits(stored))):
         raise UserError("--format dit, but it is a file of SiT: give --format sit, or none.")
     if options.format == "sit" or (not stored and sit.wrote(weights.arguments)):
@@ -117,14 +117,16 @@ def objective_of(
     return table if is_ddpm else {k: v for k, v in table.items() if k not in ORIGINAL}
 
 
-def stored_objective(weights: weight_file.Weights) -> dict[str, Any]:
+def stored_objective(weights: weight_file.Weights, trust: bool) -> dict[str, Any]:
     """The [objective] table in a file's metadata; empty if there is none."""
     try:
-        stored: dict[str, Any] = json.loads(weights.metadata.get(OBJECTIVE, "{}"))
+        stored: dict[str, Any] = user_text.parse_json(weights.metadata.get(OBJECTIVE, "{}"))
         if stored:
+            schema.check(stored, schema.Each(schema.ANY), "[objective]")
+            dotted_names.check_trusted({"objective": stored}, "it", trust, ("objective",))
             kind = catalog.variant("objective", conform(stored.get("name"), str, "name"))
             stored = config_file.renamed_keys("objective", stored, hints_of(kind))
-    except (json.JSONDecodeError, AttributeError, UserError) as error:
+    except (user_text.BadTextError, UserError) as error:
         raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
     return stored
 

@@ -51,7 +51,14 @@ def run(options: Options, device: torch.device) -> None:
     ranks = Ranks.with_own_group()
     source, output = Path(options.input), Path(options.output)
     classes = read_classes(options.classes, EncodePlan.command)
-    asked = Asked(classes=classes, num_classes=options.num_classes, split=options.split)
+    asked = Asked(
+        classes=classes,
+        num_classes=options.num_classes,
+        split=options.split,
+        max_text_bytes=options.max_text_bytes,
+        max_file_bytes=options.max_file_bytes,
+        max_rows=options.max_rows,
+    )
     pictures = open_input(source, asked)
     vae = autoencoder.load(options.vae, device)
     vae.check_encodes("--vae")
@@ -68,6 +75,7 @@ def run(options: Options, device: torch.device) -> None:
         batch_size=options.batch_size,
         shard_size=options.shard_size,
         text=options.source,
+        max_pixels=options.max_pixels,
     )
     if len(set(ranks.gather(plan.digest()))) > 1:
         raise UserError(
@@ -75,7 +83,7 @@ def run(options: Options, device: torch.device) -> None:
             "Give all of them the same files."
         )
     with ExitStack() as stack:
-        todo = ranks.run_on_first(lambda: begin(plan, output, stack))
+        todo = ranks.run_on_first(lambda: begin(plan, output, stack, options.verify))
         if todo is None:
             if ranks.is_first:
                 report_done(output)
@@ -92,13 +100,15 @@ def run(options: Options, device: torch.device) -> None:
         report(plan, output, *found)
 
 
-def begin(plan: EncodePlan, output: Path, stack: ExitStack) -> list[int] | None:
+def begin(
+    plan: EncodePlan, output: Path, stack: ExitStack, verify: bool = False
+) -> list[int] | None:
     """Claim the output until `stack` ends; the missing chunks, None if it is whole."""
     pack.check_output(plan, output)
     try:
         output.mkdir(parents=True, exist_ok=True)
         stack.enter_context(claimed(output, plan.digest(), plan.command))
-        return encode.todo_of(plan, output)
+        return encode.todo_of(plan, output, verify)
     except OSError as error:
         raise UserError(f"[data encode] output={output}: {reason_of(error)}.") from None
 
@@ -152,6 +162,8 @@ def report(
     if not plan.pictures.texts:
         console.say("the pictures have no captions")
     console.say(f"latents: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
+    if num := pack.num_converted(output):
+        console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")
     manifest = read_json(output)
     console.say(f"wrote {manifest['count']:,} rows to {output}")
 

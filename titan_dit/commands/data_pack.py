@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from titan_dit.commands.flags.data_pack import Options
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.class_labels import few
 from titan_dit.data.manifest import read_json
@@ -42,7 +43,7 @@ def main(options: Options) -> None:
         progress(done, f"dropped {dropped:,}" if dropped else "")
 
     try:
-        dropped = pack.pack(plan, output, options.workers, report)
+        dropped = pack.pack(plan, output, options.workers, report, options.verify)
     finally:
         progress.end()
     if dropped is None:
@@ -59,6 +60,8 @@ def main(options: Options) -> None:
         console.say(f"dropped files are listed in {output / pack.DROPPED}")
     if emptied := pack.classes_without_samples(plan, dropped):
         console.say(f"warning: all samples of these classes were dropped: {few(emptied)}")
+    if num := pack.num_converted(output):
+        console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")
     console.say(f"wrote {total - len(dropped):,} samples to {output}")
 
 
@@ -82,12 +85,7 @@ def read_classes(path: str | None, command: str) -> tuple[str, ...] | None:
     """Read class names from a text file, one per line; `command` for messages."""
     if path is None:
         return None
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise UserError(
-            f"[{command}] classes={path} is not UTF-8 text. Save it as UTF-8."
-        ) from None
+    lines = user_text.read(Path(path), f"[{command}] classes={path}").splitlines()
     names = [line.strip() for line in lines if line.strip()]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if not names or twice:

@@ -43,7 +43,7 @@ def main(options: Options) -> None:
 
 def show_latents(path: Path, options: Options) -> None:
     """Print the metadata and draw the samples."""
-    out = Path(options.out or f"{path.resolve().name}.png")
+    out = options.drawn
     if path.resolve() in out.resolve().parents:
         raise UserError(
             f"[data show] out={out} is inside the dataset {path}, where it would prevent opening "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from titan_dit.commands.flags.data_tokenize import COMMAND, ENGLISH, Options
 from titan_dit.config.section import UserError, show
 from titan_dit.data.indexed_file import IndexedWriter, bin_of, dtype_for, idx_of
 from titan_dit.data.tokenizing import tokenizer as tokenizers
-from titan_dit.data.tokenizing.chunks import check_inputs, read_chunks
+from titan_dit.data.tokenizing.chunks import Chunk, Limits, check_inputs, read_chunks
 from titan_dit.data.tokenizing.encoder import Encoded, Recipe
 from titan_dit.data.tokenizing.pool import encode_all
 from titan_dit.data.tokenizing.texts import BadLine
@@ -31,8 +32,7 @@ def main(options: Options) -> None:
     size = check_inputs(inputs, COMMAND)
     made = tokenizer_of(options)
     recipe = recipe_of(options, made)
-    level = "sentence" if options.split_sentences else "document"
-    prefixes = [Path(f"{options.output_prefix}_{key}_{level}") for key in recipe.keys]
+    prefixes = list(map(Path, options.prefixes))
     for prefix in prefixes:
         if bin_of(prefix).exists() or idx_of(prefix).exists():
             raise UserError(
@@ -44,7 +44,9 @@ def main(options: Options) -> None:
         f"tokenizing {len(inputs):,} files, {count(size)}B, with {options.workers} workers; "
         f"vocabulary {vocabulary_of(made):,}, stored as {np.dtype(recipe.dtype).name}"
     )
-    totals = write_all(recipe, prefixes, inputs, size, options.workers)
+    limits = Limits(options.max_document_bytes, options.max_ratio)
+    chunks = read_chunks(inputs, COMMAND, limits)
+    totals = write_all(recipe, prefixes, chunks, size, options.workers)
     report(totals, prefixes, options, made)
 
 
@@ -117,9 +119,13 @@ class Totals:
 
 
 def write_all(
-    recipe: Recipe, prefixes: list[Path], inputs: list[Path], size: int, workers: int
+    recipe: Recipe,
+    prefixes: list[Path],
+    chunks: Iterator[tuple[Chunk, int]],
+    size: int,
+    workers: int,
 ) -> Totals:
-    """Encode all files and write the result; on an error nothing is written.
+    """Encode all chunks and write the result; on an error nothing is written.
 
     Raises UserError for a disk that is full or cannot be written.
     """
@@ -128,7 +134,7 @@ def write_all(
     try:
         with ExitStack() as stack:
             writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-            for encoded, done in encode_all(recipe, read_chunks(inputs, COMMAND), workers):
+            for encoded, done in encode_all(recipe, chunks, workers):
                 totals.add(encoded)
                 for key, writer in zip(recipe.keys, writers, strict=True):
                     if key in encoded.by_key:
@@ -151,19 +157,24 @@ def write_all(
     return totals
 
 
+def list_bad(bad: Sequence[BadLine], listed: Path) -> None:
+    """Write the list of bad lines, if there are some, and print the first ones."""
+    if bad:
+        text = "".join(f"{line}\n" for line in bad)
+        write_whole(listed, text.encode("utf-8", "backslashreplace"))
+        console.say(f"skipped {len(bad):,} bad lines, listed in {listed}:")
+        for line in bad[:SHOWN]:
+            console.say(f"  {line}")
+
+
 def report(totals: Totals, prefixes: list[Path], options: Options, made: Any) -> None:
     """Print what was written and what was left out; write the list of bad lines."""
-    if totals.bad:
-        listed = Path(f"{options.output_prefix}_bad_lines.txt")
-        write_whole(listed, "".join(f"{line}\n" for line in totals.bad).encode())
-        console.say(f"skipped {len(totals.bad):,} bad lines, listed in {listed}:")
-        for line in totals.bad[:SHOWN]:
-            console.say(f"  {line}")
+    list_bad(totals.bad, Path(options.bad_lines))
     if totals.empty:
         console.say(f"skipped {totals.empty:,} documents without tokens")
     tokenizer = options.tokenizer
     if not tokenizer:
-        tokenizer = f"{options.output_prefix}_tokenizer.json"
+        tokenizer = options.made_tokenizer
         write_whole(Path(tokenizer), tokenizers.text_of(made).encode())
         console.say(f"wrote {tokenizer}")
     console.say(

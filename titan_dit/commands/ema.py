@@ -8,12 +8,15 @@ from typing import Any
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.combined import Shapes, Term, shapes_of, write_sum
+from titan_dit.checkpoint.contents import NAME as TENSORS
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.run_path import RunPath, resolve
 from titan_dit.checkpoint.snapshots import FOLDER
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
+from titan_dit.checkpoint.torch_files import METADATA
 from titan_dit.commands.flags.ema import Options
-from titan_dit.config.section import UserError
+from titan_dit.config import schema
+from titan_dit.config.section import PositiveInt, SigmaRel, UserError
 from titan_dit.config.training import power_name
 from titan_dit.interop import imported
 from titan_dit.launcher.ranks import Ranks
@@ -26,6 +29,10 @@ from titan_dit.system.progress import ProgressLine, count
 LARGEST_ERROR = 0.01
 """Of the profile, relative: beyond it the snapshots do not make the average."""
 SHOWN_STEPS = 8
+OF_CHECKPOINT = (MANIFEST, METADATA, TENSORS)
+"""Files of a checkpoint without tensors."""
+AVERAGED = {"every": PositiveInt, "power": tuple[SigmaRel, ...]}
+"""Keys of [ema] that are read of a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ def main(options: Options) -> None:
     if fitted.error > LARGEST_ERROR:
         raise UserError(not_expressible(options, snapshots, profiles))
     terms = list(terms_of(snapshots, fitted))
-    console.say("\n".join(lines(options, snapshots, terms, fitted)))
+    for line in lines(options, snapshots, terms, fitted):
+        console.say(line)
     frozen = has_frozen(snapshots[-1].record["config"])
     sums = [(shapes_of(terms), terms), *not_averaged(named.checkpoints, terms, frozen)]
     verify([term.path for _, parts in sums for term in parts])
@@ -77,7 +85,7 @@ def check_target(target: Location) -> None:
     names, left = store.names(target), store.names(store.aside(target))
     if store.has(target) or MANIFEST in names or (names and store.renames):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
-    if others := [n for n in left if n not in (MANIFEST, ".metadata") and ".distcp" not in n]:
+    if others := [n for n in left if n not in OF_CHECKPOINT and ".distcp" not in n]:
         raise UserError(
             f"--to {target}: {store.aside(target)} holds {others[0]}. Delete it, or choose another "
             "name."
@@ -110,6 +118,10 @@ def read(path: Location) -> Snapshot:
     record, what = readable(path)
     if what:
         raise damaged(path, what)
+    try:
+        schema.check(record["config"], {"ema": AVERAGED}, "its config")
+    except UserError as error:
+        raise damaged(path, str(error).rstrip(".")) from None
     return Snapshot(path, record)
 
 

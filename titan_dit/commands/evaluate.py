@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
@@ -44,6 +44,8 @@ from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, o
 
 OF_RUN = ("job", "model", "objective", "data", "precision", "ema", "validation")
 """Sections that the run decides. Layout, compilation and the rest are those of the command line."""
+IMPORTED = ("model", "objective", "data", "parallel")
+"""Those whose names are imported."""
 BATCH = 16
 WHAT_MODEL_IS = ("tensor_plan",)
 """Keys of [parallel] that belong to the model."""
@@ -69,7 +71,9 @@ def evaluate(options: Options, keys: Sequence[str], world: World) -> dict[str, A
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
     batch_size = options.batch_size or BATCH
-    record = first(lambda: checkpoint.read_record(path))
+    record = first(lambda: read_record(path))
+    tables = config_file.of_record(record)
+    dotted_names.check_trusted(tables, f"--run {path}", options.trust, IMPORTED)
     config = config_of(record, keys, world)
     if world.is_main:
         own = ("model", "objective", "data")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands import results_file, sample_pictures
@@ -81,8 +81,6 @@ def check_outputs(options: Options) -> None:
             raise UserError(f"{flag}: name a .npz file.")
         if file.is_dir():
             raise UserError(f"{flag} is a folder. Name a file.")
-        if file.resolve() == Path(options.reference).expanduser().resolve():
-            raise UserError(f"{flag} is --reference itself. Name another file.")
 
 
 def changed(options: Options, kind: type[Section]) -> list[str]:
@@ -202,9 +200,24 @@ def of_samples(scoring: Scoring) -> None:
         )
     real = scoring.reference(height)
     scoring.check(drawn.count, real)
+    if (hint := hint_of_formats(drawn, real)) and Ranks().is_first:
+        console.say(hint)
     scores = scoring.scores(drawn, real)
     if scores is not None:
         report({}, scoring.about(drawn, real), scores, scoring.options)
+
+
+def hint_of_formats(drawn: Pictures, real: Reference) -> str | None:
+    """A console warning if one set was compressed with loss and the other was not, or otherwise."""
+    if not isinstance(real, Pictures) or not drawn.formats or not real.formats:
+        return None
+    if drawn.formats == real.formats:
+        return None
+    return (
+        f"hint    the reference is {' and '.join(real.formats)}, the samples are "
+        f"{' and '.join(drawn.formats)}: compression alone changes the scores. Compare pictures of "
+        "one format"
+    )
 
 
 def job_of(options: Options, device: torch.device) -> Job:
@@ -212,7 +225,7 @@ def job_of(options: Options, device: torch.device) -> Job:
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
-    run = load_trained(path, options.weights, options.decay, device)
+    run = load_trained(path, options.weights, options.decay, device, options.trust)
     if not isinstance(run.objective, Diffusion):
         raise UserError(
             f"--reference: {path} was trained with {type(run.objective).__name__} and draws no "
@@ -288,7 +301,7 @@ def given_pictures(options: Options) -> Pictures:
 
 def about_run(job: Job, labels: str) -> dict[str, Any]:
     """What the drawn pictures depend on."""
-    record = checkpoint.read_record(job.run.path)
+    record = read_record(job.run.path)
     kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "eta")
     return {
         "checkpoint": str(job.run.path),

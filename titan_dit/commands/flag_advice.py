@@ -47,12 +47,15 @@ def check_key(flag: str, names: Collection[str], command: str) -> None:
 
 def flags_of(hints: Mapping[str, Any]) -> list[str]:
     """The command's flags, without dashes at their front."""
-    found = []
-    for name, hint in hints.items():
-        own = next(filter(None, (getattr(part, "name", None) for part in parts_of(hint))), name)
-        if not is_positional(hint):
-            found.append(own.replace("_", "-"))
-    return found
+    return [flag_of(name, hint)[2:] for name, hint in hints.items() if not is_positional(hint)]
+
+
+def flag_of(field: str, hint: Any) -> str:
+    """The flag of a field, with its dashes; "" of a positional one."""
+    if is_positional(hint):
+        return ""
+    own = next(filter(None, (getattr(part, "name", None) for part in parts_of(hint))), field)
+    return f"--{own.replace('_', '-')}"
 
 
 def is_positional(hint: Any) -> bool:

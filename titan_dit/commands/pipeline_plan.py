@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_dit.checkpoint import run_path
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags.pipeline_plan import COMMAND, Options
-from titan_dit.config import config_file
+from titan_dit.config import config_file, dotted_names
 from titan_dit.config.layout import ParallelConfig, PipelineConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
@@ -36,7 +36,7 @@ def main(options: Options) -> None:
         raise UserError(f"[{COMMAND}] run={run}: profiles are on a disk, not in an object store.")
     file = costs_file.newest(run)
     costs = costs_file.read(file)
-    pipeline, order = planned_order(run, costs, file)
+    pipeline, order = planned_order(run, costs, file, options.trust)
     found = planning.plan(
         order,
         costs.stage_ranks,
@@ -56,12 +56,15 @@ def main(options: Options) -> None:
     console.say(verdict(found, out))
 
 
-def planned_order(run: Path, costs: MeasuredCosts, file: Path) -> tuple[PipelineConfig, Order]:
+def planned_order(
+    run: Path, costs: MeasuredCosts, file: Path, trust: bool
+) -> tuple[PipelineConfig, Order]:
     """The order of the run's schedule. Raises UserError if the costs are of another layout."""
     config = run / run_path.CONFIG
     if not config.is_file():
         raise UserError(f"--run {run}: no {run_path.CONFIG}. {run_path.WANTED}")
     tables = config_file.of_run(config)
+    dotted_names.check_trusted(tables, f"--run {run}", trust, (PipelineConfig.section,))
     pipeline = PipelineConfig(**tables.get(PipelineConfig.section, {}))
     pp = ParallelConfig(**tables.get(ParallelConfig.section, {})).pp
     stages = pp * placement.stages_per_rank(pipeline.schedule, pipeline.virtual_stages)

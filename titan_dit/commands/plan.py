@@ -58,9 +58,9 @@ def main(options: Options, keys: Sequence[str]) -> None:
 
 def check_unused(options: Options, keys: Sequence[str]) -> None:
     """Refuse flags of the search beside --run or --calibrate, which would have no effect."""
-    flag, used = "--run", ["run", "device"]
+    flag, used = "--run", ["run", "device", "trust"]
     if options.calibrate:
-        flag, used = "--calibrate", ["calibrate", "device", "out"]
+        flag, used = "--calibrate", ["calibrate", "device", "out", "trust"]
     given = [f.name for f in fields(options) if getattr(options, f.name) != f.default]
     unused = [f"--{name}" for name in given if name not in used] + list(keys[:1])
     if unused:
@@ -88,13 +88,11 @@ def check_options(options: Options) -> None:
         if path and Path(path).suffix != suffix:
             raise UserError(f"--{flag} {path}: name a {suffix} file.")
         if path:
-            check_writable(flag, Path(path), options.config)
+            check_writable(flag, Path(path))
 
 
-def check_writable(flag: str, file: Path, config: str) -> None:
-    """Refuse, before the search, a file that cannot be written, or that the search reads."""
-    if file.is_file() and file.resolve() == config_file.find_config(config).resolve():
-        raise UserError(f"--{flag} {file}: this is the config that is planned. Name another file.")
+def check_writable(flag: str, file: Path) -> None:
+    """Refuse, before the search, a file that cannot be written."""
     is_new = not file.exists()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -184,10 +182,11 @@ def measured(options: Options) -> None:
             raise UserError(
                 f"--calibrate {files[0]} {files[1]}: give one JSON of gpu.py, and runs."
             )
-        lines = calibrate(files[0] if files else None, runs, Path(options.out), device)
+        measured_in = files[0] if files else None
+        lines = calibrate(measured_in, runs, Path(options.out), device, options.trust)
     else:
         if device is None:
             raise UserError(f"--run needs --device, one of {', '.join(hardware.names())}.")
-        lines = beside(Path(options.run or ""), device)
+        lines = beside(Path(options.run or ""), device, options.trust)
     for line in lines:
         console.say(line)

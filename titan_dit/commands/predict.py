@@ -15,7 +15,13 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
-from titan_dit.interop.tensor_file import check_labels, read_tensors, write_tensors
+from titan_dit.interop.tensor_file import (
+    check_finite,
+    check_labels,
+    not_finite,
+    read_tensors,
+    write_tensors,
+)
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel, device_of, load_trained
@@ -28,12 +34,18 @@ def main(options: Options) -> None:
         raise UserError(f"--out {out}: name a .safetensors file.")
     device = device_of(options.device)
     path = find_checkpoint(location(options.checkpoint), options.step, "--checkpoint")
-    run = load_trained(path, options.weights, options.decay, device)
+    run = load_trained(path, options.weights, options.decay, device, options.trust)
     if isinstance(run.objective, Diffusion):
         found = predict_diffusion(run, run.objective, options)
     else:
         parts = predict_tokens.predictions(run, Path(options.inputs), options.batch_size)
         found = {"out": torch.cat(list(parts))}
+    for name, values in found.items():
+        if lost := not_finite(values):
+            raise UserError(
+                f"{name} of samples {lost} of {path} ({run.weights}) is NaN or infinite. Take "
+                "another --step of the run, or other --inputs. Nothing was written."
+            )
     write_tensors(out, found)
     size = len(found["out"])
     console.say(f"wrote {out}: {size} predictions of {path} ({run.weights}): {', '.join(found)}")
@@ -99,4 +111,6 @@ def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
     if not (t.min() >= 0 and t.max() <= last):
         raise UserError(f"--inputs {path}: t must be between 0 and {last:g}.")
     given = {"x": x.float(), "t": t.float(), "y": y.long()}
-    return given | ({"noise": tensors["noise"].float()} if "noise" in tensors else {})
+    given |= {"noise": tensors["noise"].float()} if "noise" in tensors else {}
+    check_finite(path, "--inputs", given)
+    return given

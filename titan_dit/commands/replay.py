@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import step_of
 from titan_dit.checkpoint.run_path import CONFIG, find_checkpoint
 from titan_dit.checkpoint.run_path import resolve as named_by
@@ -85,7 +86,9 @@ def main(options: Options) -> None:
     run = named.run
     if not isinstance(run, Path) or not (run / CONFIG).is_file():
         raise named.none_found("--run", f"no {CONFIG} found")
-    config = config_file.build(config_file.of_run(run / CONFIG), catalog.variant)
+    tables = config_file.of_run(run / CONFIG)
+    dotted_names.check_trusted(tables, f"--run {run}", options.trust)
+    config = config_file.build(tables, catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
     saved = tables_of(run, options.step)
     # A run of before the key `objective` compiled only its blocks.
@@ -202,7 +205,7 @@ def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
     before = [path for path in named_by(run).checkpoints.complete() if step_of(path) < step]
     if not before and (begun := begun_at(config.job, config.checkpoint)):
         before = [begun]
-    record = checkpoint.read_record(before[-1]) if before else {}
+    record = read_record(before[-1]) if before else {}
     progress = Progress.of(record, rollback.read(run))
     weights, weights_step = (before[-1] if before else None), progress.step
     if weights_step >= step:
@@ -269,7 +272,7 @@ def rebuilt(
     freeze(built.parameters, config.optimizer.groups)
     weights = {name: p.detach() for name, p in built.parameters.items()}
     if origin.weights:
-        imported = checkpoint.read_record(origin.weights).get("imported")
+        imported = read_record(origin.weights).get("imported")
         # Weights of others have no modules of an objective.
         own = resume.of_the_model(weights) if imported else weights
         checkpoint.load(origin.weights, {"model": own})

@@ -58,7 +58,7 @@ def draw(options: Options, device: torch.device) -> None:
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
-    run = load_trained(path, options.weights, options.decay, device)
+    run = load_trained(path, options.weights, options.decay, device, options.trust)
     name = family_of(run)
     check_flags(options, name)
     if name == "text" and Ranks().count > 1:

@@ -15,7 +15,7 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.interop.tensor_file import check_labels, read_tensors
+from titan_dit.interop.tensor_file import check_finite, check_labels, read_tensors
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.autoencoder import Autoencoder
 
@@ -44,6 +44,7 @@ def read_noise(
             f"network takes [n, {', '.join(map(str, model.sample_shape))}] and [n]."
         )
     check_labels(path, "--noise", labels, model.num_classes)
+    check_finite(path, "--noise", {"noise": noise})
     labels = labels.long()
     return noise.float(), labels.where(labels < model.num_classes, -1)
 

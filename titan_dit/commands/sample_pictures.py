@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.commands.flags.sample import CommonFlags, PictureFlags
 from titan_dit.commands.sample_inputs import labels_of, read_noise, vae_of
 from titan_dit.commands.weak_network import load_guide, weak_network
@@ -31,12 +31,12 @@ from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import ode
 from titan_dit.diffusion.samplers.base import Sampler
 from titan_dit.execution.base import first_of
-from titan_dit.interop.tensor_file import write_tensors
+from titan_dit.interop.tensor_file import not_finite, write_tensors
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.models.base import Model
 from titan_dit.observe import console
 from titan_dit.pictures import output
-from titan_dit.pictures.autoencoder import Autoencoder
+from titan_dit.pictures.autoencoder import Autoencoder, as_pixels
 from titan_dit.pictures.grid import draw_grid, to_pixels
 from titan_dit.pictures.parts import Parts
 from titan_dit.system.progress import ProgressLine
@@ -180,7 +180,7 @@ def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
     noise = None
     if flags.noise is not None:
         noise, labels = read_noise(Path(flags.noise), diffusion.model)
-    guide = None if flags.guide is None else load_guide(flags.guide, run.device)
+    guide = None if flags.guide is None else load_guide(flags.guide, run.device, flags.trust)
     weak = None if guide is None else weak_network(guide, diffusion)
     guidance = drawing.guidance_of(flags, weak)
     vae = vae_of(diffusion, flags, run.device)
@@ -189,7 +189,7 @@ def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
 
 def identity(run: TrainedModel) -> list[str]:
     """Name and digest of a network's checkpoint."""
-    files = checkpoint.read_record(run.path)["files"]
+    files = read_record(run.path)["files"]
     return [run.path.name, digest(repr(sorted(files.items())).encode())]
 
 
@@ -246,20 +246,37 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
         noise=None if job.noise is None else model.tokenize(job.noise[at].to(device)),
     )
     samples = job.diffusion.data.to_stored_units(model.detokenize(tokens))
+    check_finite(job, rows, samples, "samples")
     found = {}
     if job.keeps_latents or (job.vae is None and job.diffusion.data.value_range is None):
         found["samples"] = samples.cpu()
     if job.vae is not None:
-        found["pictures"] = decoded(job.vae, samples).cpu()
+        found["pictures"] = decoded(job, job.vae, rows, samples).cpu()
     elif job.keeps_pictures and job.diffusion.data.value_range is not None:
         found["pictures"] = to_pixels(samples, job.diffusion.data.value_range).cpu()
     return found
 
 
-def decoded(vae: Autoencoder, samples: Float[Tensor, "n c h w"]) -> UInt8[Tensor, "n h w 3"]:
+def check_finite(job: Job, rows: range, values: Float[Tensor, "n ..."], what: str) -> None:
+    """Raise UserError that names the samples that are NaN or infinite."""
+    if lost := not_finite(values, rows.start):
+        raise UserError(
+            f"{what} {lost} of {job.run.path} ({job.run.weights}) are NaN or infinite: "
+            f"{job.sampler_name}, {job.flags.steps} steps, cfg_scale {job.flags.cfg_scale:g}. "
+            "Lower --cfg-scale, raise --steps, or take another --step of the run. Nothing was "
+            "written."
+        )
+
+
+def decoded(
+    job: Job, vae: Autoencoder, rows: range, samples: Float[Tensor, "n c h w"]
+) -> UInt8[Tensor, "n h w 3"]:
     """Pictures of stored latents, a few at a time."""
-    starts = range(0, len(samples), DECODED)
-    pictures = [vae.decode(samples[first : first + DECODED]) for first in starts]
+    pictures = []
+    for first in range(0, len(samples), DECODED):
+        values = vae.decoded(samples[first : first + DECODED])
+        check_finite(job, rows[first : first + DECODED], values, "decoded samples")
+        pictures.append(as_pixels(values))
     return torch.cat(pictures).permute(0, 2, 3, 1).contiguous()
 
 

@@ -13,6 +13,7 @@ from titan_dit.commands.flags.sample import CommonFlags, TextFlags
 from titan_dit.config.section import UserError
 from titan_dit.data.codec import codec_of
 from titan_dit.execution.base import first_of
+from titan_dit.interop.tensor_file import not_finite
 from titan_dit.objectives import text_drawing
 from titan_dit.objectives.next_token import NextToken
 from titan_dit.observe import console
@@ -34,9 +35,16 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
     facts, end, num = objective.data, objective.data.end_of_document, flags.num or NUM
     codec = codec_of(facts.tokenizer if flags.tokenizer is None else flags.tokenizer)
     prompt = text_drawing.prompt_ids(flags.prompt, codec, facts, "--prompt")
+    texts: list[str] = []
 
     def forward(inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
-        return first_of(run.network(inputs, static))
+        logits = first_of(run.network(inputs, static))
+        if lost := not_finite(logits, len(texts)):
+            raise UserError(
+                f"the logits of texts {lost} of {run.path} ({run.weights}) are NaN or infinite. "
+                "Take another --step of the run. Nothing was written."
+            )
+        return logits
 
     writer = text_drawing.Writer(forward, objective.model, run.device, is_executor=False)
     size = min(flags.batch_size, writer.most_rows)
@@ -45,7 +53,6 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
         f"{len(prompt)}, temperature {flags.temperature:g}, seed {flags.seed}"
     )
     progress = ProgressLine(num * flags.length, "tokens")
-    texts: list[str] = []
     for numbers in torch.split(torch.arange(num), size):
         report = partial(report_tokens, progress, len(texts) * flags.length, len(numbers))
         drawn = writer.extend(prompt, numbers, flags.seed, flags, end, report)
@@ -53,7 +60,7 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
     progress.end()
     text = text_drawing.titled(texts)
     if not flags.out:
-        console.say(text.removesuffix("\n"))
+        console.say_text(text.removesuffix("\n"))
         return
     out = Path(flags.out)
     out.parent.mkdir(parents=True, exist_ok=True)

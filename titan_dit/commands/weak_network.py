@@ -23,10 +23,10 @@ MEANING = ("name", "prediction", "noise_schedule", "steps", "direction", "time_s
 """Keys of [objective] that say what a prediction means; the two networks must agree on them."""
 
 
-def load_guide(guide: str, device: torch.device) -> TrainedModel:
+def load_guide(guide: str, device: torch.device, trust: bool) -> TrainedModel:
     """The EMA weights of the newest checkpoint of --guide. Collective."""
     path = Ranks().run_on_first(lambda: find_checkpoint(location(guide), None, "--guide"))
-    return load_trained(path, "ema", None, device)
+    return load_trained(path, "ema", None, device, trust)
 
 
 def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from titan_dit.config import did_you_mean, flags, toml_text
+from titan_dit.config import did_you_mean, dotted_names, flags, toml_text
 from titan_dit.config.catalog import DEFAULT_NAMES, SECTIONS
 from titan_dit.config.job import FREE_ON_RESUME, JobConfig
 from titan_dit.config.section import (
@@ -46,7 +46,9 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
     config_path = find_config(config_name)
     tables = overridden(read_toml(config_path), given, variant)
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
-    return build(tables, variant)
+    config = build(tables, variant)
+    config.job.check_name()
+    return config
 
 
 def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) -> Tables:
@@ -207,7 +209,10 @@ def plain_sections() -> dict[str, type[Section]]:
 
 
 def known_keys(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> did_you_mean.Known:
-    """The keys of all sections. Imports every class of the catalog: for errors only."""
+    """The keys of all sections. Imports every class of the catalog: for errors only.
+
+    Of the user's own only those that are imported already: these tables may be of another's run.
+    """
     keys: dict[str, Collection[str]] = {
         section: tuple(hints_of(kind)) for section, kind in plain_sections().items()
     }
@@ -215,7 +220,8 @@ def known_keys(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> did
     for section, rows in SECTIONS.items():
         chosen = tables.get(section, {}).get("name", DEFAULT_NAMES.get(section))
         found: dict[str, Collection[str]] = {}
-        for name in {*rows, chosen} if isinstance(chosen, str) else rows:
+        is_known = isinstance(chosen, str) and dotted_names.is_imported(chosen)
+        for name in {*rows, chosen} if is_known else rows:
             with contextlib.suppress(UserError):
                 found[name] = tuple(hints_of(variant(section, name)))
         keys[section] = found.pop(str(chosen), ())

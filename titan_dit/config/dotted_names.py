@@ -5,13 +5,49 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import UserError, show
+
+OF_RUN = {
+    **{section: "name" for section in ("model", "objective", "data", "optimizer")},
+    "lr_schedule": "decay",
+    "pipeline": "schedule",
+    "parallel": "tensor_plan",
+}
+"""Section -> its key whose module a command imports when it reads the config of a run.
+
+`train` alone imports others, such as hooks, of the config that it is given."""
+
+
+def check_trusted(
+    tables: Mapping[str, Mapping[str, Any]],
+    source: str,
+    trust: bool,
+    only: Collection[str] = tuple(OF_RUN),
+) -> None:
+    """Raise UserError if a run's config names modules to import, unless the user trusts it.
+
+    Whoever made a run chose these names, and a module beside it may have one of them. `source`:
+    where the config is, for errors; `only`: the sections that are read.
+    """
+    for section in only:
+        name = tables.get(section, {}).get(OF_RUN[section])
+        if isinstance(name, str) and ":" in name and not trust:
+            raise UserError(
+                f"{source}: its config has [{section}] {OF_RUN[section]}={show(name)}. Importing "
+                f"{name.partition(':')[0]}, from {Path.cwd()} or what is installed, runs its code. "
+                "Look at it, then add --trust (in Python trust=True)."
+            )
+
+
+def is_imported(name: str) -> bool:
+    """True for a name of the catalog, and for one whose module is imported already."""
+    return ":" not in name or name.partition(":")[0] in sys.modules
 
 
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
@@ -60,11 +96,16 @@ def imported(name: str, where: str) -> Any:
 
 def import_module(name: str) -> ModuleType:
     """Import a module; the current folder is always last on the path."""
+    put_current_folder_last()
+    return importlib.import_module(name)
+
+
+def put_current_folder_last() -> None:
+    """Let no file of the current folder shadow an installed package; `python -m` puts it first."""
     here = str(Path.cwd())
     if sys.path[-1:] != [here] or "" in sys.path:
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]
         importlib.invalidate_caches()
-    return importlib.import_module(name)
 
 
 def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> None:

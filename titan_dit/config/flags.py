@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-import tomli
-
+from titan_dit.config import user_text
 from titan_dit.config.section import Table, UserError
 
 DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
@@ -163,6 +162,6 @@ def scalar(text: str, kind: Any) -> Any:
 def literal(text: str) -> Any:
     """Parse a TOML value such as `4`, `1e-3`, `true` or `[1, 2]`; anything else is text."""
     try:
-        return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
+        return user_text.parse_toml(f"value = {text}")["value"]
+    except user_text.BadTextError:
         return text

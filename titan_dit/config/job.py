@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from titan_dit.config.layout import (
@@ -15,7 +16,7 @@ from titan_dit.config.layout import (
 )
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig, MetricsConfig, ProfileConfig
 from titan_dit.config.parameter_groups import with_frozen
-from titan_dit.config.section import Bound, FilePath, Section
+from titan_dit.config.section import Bound, FilePath, Section, UserError, paths_of, show
 from titan_dit.config.training import (
     EMAConfig,
     EvaluationConfig,
@@ -59,6 +60,19 @@ class RunConfig(Section):
     hooks: tuple[str, ...] = ()
     """Your hook classes, "package.module:Class": see docs/extending.md."""
 
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self.dir or f"outputs/{self.name}")
+
+    def check_name(self) -> None:
+        """Refuse a name that is no folder of `outputs`. Runs of older versions may have one."""
+        if self.name in (".", "..") or any(c in self.name for c in "/\0"):
+            raise UserError(
+                f"[job] name={show(self.name)} must be the name of one folder: no slash, not "
+                '"..". Set a plain name; --job.dir names a folder anywhere.'
+            )
+
     def settled(self, kept: Mapping[str, str] | None = None) -> RunConfig:
         """Replace every "auto" by the value in `kept`, the started run's, or by a new run's."""
         found: dict[str, Any] = {
@@ -98,6 +112,14 @@ class JobConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def paths(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, path) for each path of the run."""
+        for f in fields(self):
+            section: Section = getattr(self, f.name)
+            for name, path, _ in paths_of(section):
+                yield f"[{section.section}] {name}", path
+        yield "[job] dir", str(self.job.folder)
 
     def __post_init__(self) -> None:
         """Move [training] frozen to [optimizer] groups: both ways to write it are one config."""

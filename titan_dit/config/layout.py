@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from titan_dit.config.catalog import SCHEDULES
 from titan_dit.config.section import (
     Bound,
+    Dim,
+    Few,
     NonNegativeInt,
     OneOf,
     PositiveInt,
@@ -27,18 +29,18 @@ class ParallelConfig(Section):
 
     section = "parallel"
 
-    dp_replicate: PositiveInt = 1
+    dp_replicate: Dim = 1
     """Replicas of the sharded model: HSDP if above 1."""
-    dp_shard: Annotated[int, Bound(least=-1)] = -1
+    dp_shard: Annotated[int, Bound(least=-1, most=10**7)] = -1
     """Ranks over which FSDP2 shards the parameters; -1 takes the remaining ranks."""
-    tp: PositiveInt = 1
+    tp: Few = 1
     """Tensor-parallel ranks: each block's heads and MLP width are split over them."""
-    cp: PositiveInt = 1
+    cp: Few = 1
     """Context-parallel ranks: each sample's tokens are split over them."""
     cp_method: Literal["ring", "ulysses"] = "ring"
     """How attention reaches the other ranks' tokens: ring passes keys and values around
     (arXiv:2310.01889), ulysses exchanges tokens for heads (arXiv:2309.14509)."""
-    pp: PositiveInt = 1
+    pp: Few = 1
     """Pipeline-parallel ranks: the layers are split into stages, see [pipeline]."""
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks, too (arXiv:2205.05198)."""
@@ -65,9 +67,9 @@ class PipelineConfig(Section):
 
     schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "1f1b"
     """The pipeline schedule; one of your own is "package.module:NAME"."""
-    virtual_stages: PositiveInt = 1
+    virtual_stages: Few = 1
     """Stages per rank of an interleaved schedule; V schedules always have two."""
-    split: tuple[PositiveInt, ...] = ()
+    split: tuple[Few, ...] = ()
     """Layers per stage; empty balances the stages, with the costs of embed and head."""
     order: str = "planned"
     """planned runs the actions as the schedule lists them, run_time whatever has arrived, FILE.csv

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from titan_dit.config.section import (
+    Bound,
     FilePath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -81,7 +82,7 @@ class FaultsConfig(Section):
     checkpoint; stop if they differ. false: GPUs of different kinds, whose rounding may differ."""
     log_samples: bool = False
     """Log every step's sample numbers to RUN/samples-seen, as proof that none is lost."""
-    step_timeout_s: NonNegativeFloat = 300.0
+    step_timeout_s: Annotated[float, Bound(least=0, most=1e8)] = 300.0
     """Seconds without a finished step before a rank dumps its stacks to RUN/hangs and exits; the
     launcher restarts the run. Loading, saving, sampling and the first step have at least 1,800.
     Timeouts of gloo and NCCL are set above these. 0 disables the watchdog."""

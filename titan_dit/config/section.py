@@ -10,7 +10,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,7 +43,7 @@ class Bound:
         )
         for limit, words, holds in rules:
             if limit is not None and not holds(value, limit):
-                return f"must be {words} {limit:g}"
+                return f"must be {words} {limit if isinstance(limit, int) else f'{limit:g}'}"
         return None
 
 
@@ -72,13 +72,43 @@ class FromHome:
         # Path.expanduser would make s3:/ of s3:// and "." of an empty text.
         return os.path.expanduser(path)  # noqa: PTH111
 
+    def broken_by(self, path: str) -> str | None:
+        """What no path can hold, or None."""
+        return "holds a NUL character. Remove it" if "\0" in path else None
+
+
+@dataclass(frozen=True)
+class Written(FromHome):
+    """A path that is written: `commands/own_input.py` compares it with all that are read."""
+
+
+@dataclass(frozen=True)
+class OfRun(FromHome):
+    """A path of a run or a checkpoint. The run's folder takes new files beside the run's own."""
+
 
 FilePath = Annotated[str, FromHome()]
-PositiveInt = Annotated[int, Bound(least=1)]
-NonNegativeInt = Annotated[int, Bound(least=0)]
-PositiveFloat = Annotated[float, Bound(above=0, below=float("inf"))]
-NonNegativeFloat = Annotated[float, Bound(least=0, below=float("inf"))]
-Finite = Annotated[float, Bound(above=float("-inf"), below=float("inf"))]
+"""A path that is read."""
+OutputPath = Annotated[str, Written()]
+RunPath = Annotated[str, OfRun()]
+MOST, LARGEST = 10**12, 1e30
+"""Of whole numbers that only count, and of others, which stay finite in fp32."""
+PositiveInt = Annotated[int, Bound(least=1, most=MOST)]
+NonNegativeInt = Annotated[int, Bound(least=0, most=MOST)]
+PositiveFloat = Annotated[float, Bound(above=0, most=LARGEST)]
+NonNegativeFloat = Annotated[float, Bound(least=0, most=LARGEST)]
+Finite = Annotated[float, Bound(least=-LARGEST, most=LARGEST)]
+Dim = Annotated[int, Bound(least=1, most=10**7)]
+"""Size of a tensor's dim, such as a vocabulary."""
+Few = Annotated[int, Bound(least=1, most=10**4)]
+"""What is made one by one: samples of a preview, ranks of a mesh axis, attention heads."""
+Layers = Annotated[int, Bound(least=1, most=2000)]
+"""Their modules are made one by one, also to count their bytes: 5 ms each."""
+BatchSize = Annotated[int, Bound(least=1, most=2**20)]
+Workers = Annotated[int, Bound(least=1, most=256)]
+"""Processes or threads."""
+GuidanceScale = Annotated[float, Bound(least=0, most=3e38)]
+"""Finite in fp32. Samples that overflow by it are refused by their numbers."""
 Fraction = Annotated[float, Bound(least=0, most=1)]
 Decay = Annotated[float, Bound(least=0, below=1)]
 SigmaRel = Annotated[float, Bound(least=0.001, most=0.28)]
@@ -123,7 +153,7 @@ def follow_rules(value: Any, rules: Iterable[object], where: str) -> Any:
     """Check a value against what its type carries, and expand a path."""
     for rule in rules:
         # Other libraries put their own metadata there.
-        if isinstance(rule, Bound | OneOf) and (broken := rule.broken_by(value)):
+        if isinstance(rule, Bound | OneOf | FromHome) and (broken := rule.broken_by(value)):
             near = for_value(value, rule.names) if isinstance(rule, OneOf) else ""
             raise UserError(f"{where}={show(value)} {broken}.{near}")
         if isinstance(rule, FromHome):
@@ -160,7 +190,16 @@ def conform_scalar(value: object, kind: type, where: str) -> Any:
     # type(), not isinstance: bool is a subclass of int, but `steps = true` is a mistake.
     if type(value) is not kind:
         raise UserError(f"{where}={show(value)} must be {WORDS[kind]}.{plainly(value, kind)}")
+    if isinstance(value, str) and (wrong := not_utf8(value)):
+        raise UserError(f"{where}: {wrong}")
     return value
+
+
+def not_utf8(text: str) -> str:
+    """What is wrong with text that the system gave and that is not UTF-8; "" if it is."""
+    if text.isascii() or not re.search("[\ud800-\udfff]", text):
+        return ""
+    return f"{text!a} is not UTF-8. Rename the file or the folder: configs and datasets are UTF-8."
 
 
 def plainly(value: object, kind: type) -> str:
@@ -202,6 +241,22 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(show(item) for item in value) + "]"
     return str(value)
+
+
+def paths_of(section: Section) -> Iterator[tuple[str, str, FromHome]]:
+    """Yield (field, path, rule of the path) for each path that a section names."""
+    for name, hint in hints_of(type(section)).items():
+        if rule := path_rule(hint):
+            value = getattr(section, name)
+            for path in value if isinstance(value, tuple) else (value,):
+                if path:
+                    yield name, path, rule
+
+
+def path_rule(hint: Any) -> FromHome | None:
+    """The rule of a path, or of a list of paths; None for another type."""
+    rules = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, FromHome)]
+    return rules[0] if rules else next(filter(None, map(path_rule, get_args(hint))), None)
 
 
 def hints_of(section: type) -> dict[str, Any]:

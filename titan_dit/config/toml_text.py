@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import tomli
-
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 
+MAX_BYTES = 16 << 20
 HEADING = re.compile(r"\s*\[([^\[\]]+)\]")
 ENTRY = re.compile(r"\s*([\w.-]+)\s*=\s*(.*?)\s*(?:#.*)?$")
 ADVICE = (
@@ -28,17 +28,11 @@ ADVICE = (
 
 def parse(path: Path) -> dict[str, Any]:
     """The tables of a file; UserError with file and line on a syntax error."""
+    text = user_text.read(path, str(path), MAX_BYTES).replace("\r\n", "\n").replace("\r", "\n")
     try:
-        # utf-8-sig: some editors begin a file with a byte order mark.
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not valid TOML: it is not UTF-8. Save it as UTF-8.") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-    try:
-        return tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
-        hint = advice(text, str(error))
+        return user_text.parse_toml(text)
+    except user_text.BadTextError as error:
+        hint = advice(text, str(error)) if error.__cause__ else ""
         if path.suffix != ".toml":
             hint += " A config is a TOML file, such as train_configs/digits.toml."
         raise UserError(f"{path} is not valid TOML: {error}.{hint}") from None

@@ -9,10 +9,13 @@ from typing import Annotated, Any, Literal
 
 from titan_dit.config.catalog import LR_DECAYS
 from titan_dit.config.section import (
+    BatchSize,
     Bound,
     Decay,
+    Few,
     FilePath,
     Fraction,
+    GuidanceScale,
     NonNegativeFloat,
     NonNegativeInt,
     OneOf,
@@ -36,9 +39,9 @@ class TrainingConfig(Section):
     """Optimizer steps of the whole run; or set epochs."""
     epochs: NonNegativeFloat = 0.0
     """Passes over the training rows, in place of steps. The run's config.toml has the steps."""
-    global_batch_size: PositiveInt
+    global_batch_size: BatchSize
     """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks."""
-    microbatch_size: PositiveInt | None = None
+    microbatch_size: BatchSize | None = None
     """Samples per forward pass on one rank; unset is the rank's whole share, or 1 if pp is above
     1."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -123,7 +126,7 @@ class LoRAConfig(Section):
 
     section = "lora"
 
-    rank: NonNegativeInt = 0
+    rank: Annotated[int, Bound(least=0, most=10**5)] = 0
     """Of the adapters B A, which are added to the targets' weights; 0 trains without adapters."""
     alpha: PositiveFloat | None = None
     """The adapters are multiplied by alpha / rank. Unset: rank, a factor of 1."""
@@ -237,12 +240,12 @@ class SamplingConfig(Section):
 
     every: NonNegativeInt = 0
     """Steps between previews; the last step has one, too. 0 disables previews."""
-    num: PositiveInt | None = None
+    num: Few | None = None
     """Samples per preview. Unset: 40 pictures, or 4 texts."""
     prompt: str = ""
     """Text: what every sample continues. Empty begins a document. Without a tokenizer, token
     ids."""
-    length: PositiveInt = 100
+    length: Annotated[int, Bound(least=1, most=10**6)] = 100
     """Text: tokens to draw; each takes a forward pass."""
     temperature: NonNegativeFloat = 1.0
     """Text: divides the logits; 0 takes the most likely token."""
@@ -253,11 +256,11 @@ class SamplingConfig(Section):
     sampler: str = "auto"
     """heun, euler or dpmpp_2m for rectified_flow; ddim, ddpm or dpmpp_2m for ddpm; auto takes the
     first. Or "diffusers:CLASS", one of its schedulers."""
-    steps: PositiveInt = 25
+    steps: Annotated[int, Bound(least=1, most=10**5)] = 25
     """Sampling steps."""
     eta: Fraction = 0.0
     """Noise that ddim adds in each step: 0 is none, 1 as much as ddpm."""
-    cfg_scale: NonNegativeFloat = 2.0
+    cfg_scale: GuidanceScale = 2.0
     """Scale of classifier-free guidance; 1 is no guidance."""
     cfg_channels: PositiveInt | None = None
     """Guide only the first channels (the original DiT guides 3 of 4); unset guides all."""
@@ -278,7 +281,7 @@ class EvaluationConfig(Section):
 
     every: NonNegativeInt = 0
     """Steps between evaluations; the last step has one, too. 0 disables them."""
-    num: PositiveInt = 1000
+    num: Annotated[int, Bound(least=1, most=10**6)] = 1000
     """Pictures to draw."""
     reference: FilePath = ""
     """Real pictures: a folder, or FILE.npz as `evaluate --reference` takes it."""

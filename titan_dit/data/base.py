@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from titan_dit.config import schema
+from titan_dit.config.schema import Maybe
 from titan_dit.config.section import UserError, hints_of, show
 from titan_dit.data.keys import DataKeys
 
@@ -78,8 +80,12 @@ class DataFacts:
 
     @classmethod
     def from_json(cls: type[Facts], values: Mapping[str, Any]) -> Facts:
-        """Inverse of `as_json`; unknown keys are ignored."""
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        """Inverse of `as_json`; unknown keys are ignored. Raises UserError for a wrong type."""
+        hints = hints_of(cls)
+        required = {f.name for f in fields(cls) if f.default is MISSING}
+        known = {key: hint if key in required else Maybe(hint) for key, hint in hints.items()}
+        schema.check(values, known, "[checkpoint] its data:")
+        return cls(**{key: values[key] for key in hints if key in values})
 
 
 @runtime_checkable

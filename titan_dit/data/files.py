@@ -7,6 +7,8 @@ import math
 import os
 import pickle
 import warnings
+import zipfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from torch import Tensor
 LATENT_SUFFIXES = (".npy", ".pt", ".safetensors")
 NPY_MAGIC = b"\x93NUMPY"
 LABEL_LIMIT = 2**31
+MAX_LATENT_BYTES = 256 << 20
+"""Bytes of a file of one latent or one picture."""
 DAMAGED = "not a readable {} file: damaged, or cut off"
 
 
@@ -71,11 +75,31 @@ def read_tensor(path: Path) -> Tensor:
     return read_pt(data) if suffix == ".pt" else read_safetensors(data)
 
 
-def read_whole(path: Path) -> bytearray:
-    """Read all bytes; raises BadFileError if the file cannot be opened, OSError on a disk error."""
+def stamp_of(file: Path) -> tuple[int, int]:
+    """Length and time of modification (ns) of a file; (-1, -1) if it is not there."""
+    try:
+        found = os.stat(file)  # noqa: PTH116 - a set may have millions.
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def check_latent_size(size: int) -> None:
+    """Raise BadFileError for a file that is no sample."""
+    if size > MAX_LATENT_BYTES:
+        raise BadFileError(f"{size:,} bytes, more than the {MAX_LATENT_BYTES:,} of one sample")
+
+
+def read_whole(path: Path, check_size: Callable[[int], None] = check_latent_size) -> bytearray:
+    """Read all bytes; raises BadFileError if the file cannot be opened, OSError on a disk error.
+
+    `check_size` raises BadFileError for a file that is too large.
+    """
     try:
         with path.open("rb", buffering=0) as file:
-            data = bytearray(os.fstat(file.fileno()).st_size)
+            size = os.fstat(file.fileno()).st_size
+            check_size(size)
+            data = bytearray(size)
             view, filled = memoryview(data), 0
             # Short reads happen: at most 2 GiB per call, less on a network file system.
             while filled < len(data) and (num := file.readinto(view[filled:])):
@@ -124,11 +148,20 @@ def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return found
 
 
+def check_unpacked(file: Path | io.BytesIO, size: int) -> None:
+    """Raise ValueError for a zip that unpacks to more than its size: torch.save writes none."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > size:
+                raise ValueError("it is compressed")
+
+
 def read_pt(data: bytearray) -> Tensor:
     """Read the tensor of a .pt file, or its entry `latent`, with weights_only=True."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of pickle protocols.
+            check_unpacked(io.BytesIO(data), len(data))
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadFileError(
@@ -144,6 +177,8 @@ def read_pt(data: bytearray) -> Tensor:
     plain = loaded.layout == torch.strided and not (loaded.is_quantized or loaded.is_nested)
     if not plain or loaded.device.type != "cpu":
         raise BadFileError("holds a tensor that is not dense: sparse, nested, quantized or meta")
+    if loaded.nbytes > len(data):
+        raise BadFileError("holds a view that is larger than the file")
     # numpy does not support torch's lazy neg and conj bits.
     return loaded.detach().resolve_neg().resolve_conj()
 

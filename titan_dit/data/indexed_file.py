@@ -173,10 +173,11 @@ class IndexedWriter:
 
     def __enter__(self) -> IndexedWriter:
         """Open temporary files next to the final ones."""
-        self.open = ExitStack()
-        self.idx = self.open.enter_context(replacing(idx_of(self.prefix)))
-        ids = self.open.enter_context(replacing(bin_of(self.prefix)))
-        self.ids = self.open.enter_context(ids.open("wb"))
+        with ExitStack() as opening:
+            self.idx = opening.enter_context(replacing(idx_of(self.prefix)))
+            ids = opening.enter_context(replacing(bin_of(self.prefix)))
+            self.ids = opening.enter_context(ids.open("wb"))
+            self.open = opening.pop_all()
         return self
 
     def __exit__(

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from titan_dit.config.section import (
     Bound,
+    Dim,
+    Few,
     FilePath,
     Finite,
     Fraction,
@@ -26,7 +28,7 @@ class DataKeys(Named):
 
     section = "data"
 
-    workers: NonNegativeInt = 0
+    workers: Annotated[int, Bound(least=0, most=256)] = 0
     """Prefetching worker processes per rank; 0 reads in the training process."""
 
     @property
@@ -64,9 +66,9 @@ class SyntheticKeys(DataKeys):
 
     name = "synthetic"
 
-    latent_size: PositiveInt
-    channels: PositiveInt
-    num_classes: PositiveInt
+    latent_size: Few
+    channels: Few
+    num_classes: Dim
     count: PositiveInt = 4096
     """Samples per epoch."""
 
@@ -77,7 +79,7 @@ class PlaysKeys(DataKeys):
 
     name = "plays"
 
-    sequence_length: PositiveInt
+    sequence_length: Dim
     """Tokens that the model predicts per sample."""
 
     @property
@@ -99,11 +101,11 @@ class TokensKeys(DataKeys):
     """Share of each path in the samples. Empty: every window of every path once an epoch."""
     split: tuple[NonNegativeFloat, ...] = (949.0, 50.0, 1.0)
     """Shares of each path's documents, in their order: for training, for [validation], unused."""
-    sequence_length: PositiveInt
+    sequence_length: Dim
     """Tokens that the model predicts per sample; a window has one more."""
     tokenizer: FilePath = ""
     """A tokenizer.json: gives vocabulary and end_of_document, and text its bits per byte."""
-    vocabulary: PositiveInt | None = None
+    vocabulary: Dim | None = None
     """Ids are below it; a larger one is refused. Unset: the tokenizer's."""
     end_of_document: NonNegativeInt | None = None
     """Id of the token at the end of a document. Unset: the tokenizer's."""
@@ -142,7 +144,7 @@ class SentencePairsKeys(TokensKeys):
 
     name = "sentence_pairs"
 
-    sequence_length: Annotated[int, Bound(least=5)]
+    sequence_length: Annotated[int, Bound(least=5, most=10**7)]
     """Tokens of a sample, with [CLS], twice [SEP] and padding."""
     short_share: Fraction = 0.1
     """Share of the samples with a random shorter length, as Megatron's short_seq_prob."""

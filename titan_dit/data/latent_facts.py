@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from titan_dit.config import schema
+from titan_dit.config.schema import Maybe, OrNone
+from titan_dit.config.section import Finite, PositiveInt
 from titan_dit.data.base import DataFacts, Field
 
 Units: TypeAlias = float | tuple[float, ...]
 """A scale or a shift: of all channels, or of each."""
+
+
+CHANNELS = schema.Either(Finite, tuple[Finite, ...])
+SCHEMA = {
+    "count": schema.COUNT,
+    "digest": Maybe(str),
+    "shape": schema.Row((PositiveInt, PositiveInt, PositiveInt)),
+    "num_classes": PositiveInt,
+    "class_names": Maybe(tuple[str, ...]),
+    "scale": Maybe(CHANNELS),
+    "shift": Maybe(CHANNELS),
+    "value_range": Maybe(OrNone(schema.Row((Finite, Finite)))),
+    "vae": Maybe(OrNone({"kind": str, "digest": str, "factor": PositiveInt})),
+    "vae_source": Maybe(str),
+    "posterior": Maybe(Literal["", "both", "mean"]),
+}
+"""Of `LatentFacts` in a checkpoint's record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +110,16 @@ class LatentFacts(DataFacts):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LatentFacts:
-        """Inverse of `as_json`."""
-        known = dict(values)
+        """Inverse of `as_json`. Raises UserError for a missing key and a wrong type."""
+        schema.check(values, SCHEMA, "[checkpoint] its data:")
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known["shape"] = tuple(known["shape"])
         known["class_names"] = tuple(known.get("class_names", ()))
         for key in ("scale", "shift", "value_range"):
             if isinstance(known.get(key), list | tuple):
                 known[key] = tuple(known[key])
-        if known.get("vae"):
-            known["vae"] = VAEFacts(**known["vae"])
+        if vae := known.get("vae"):
+            known["vae"] = VAEFacts(**{f.name: vae[f.name] for f in fields(VAEFacts)})
         return cls(**known)
 
 

@@ -5,20 +5,25 @@ It is independent of models and objectives.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from torch.utils.data import get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import BadSampleError, Batch, Fields, Source
 from titan_dit.data.order import RankOrder
+from titan_dit.launcher.disk_errors import FULL, line_of, reason_of, shared_memory_is_full
 from titan_dit.launcher.failure import Disruption
 
 T = TypeVar("T")
@@ -26,6 +31,11 @@ T = TypeVar("T")
 Inspect: TypeAlias = Callable[[Fields], None]
 """Validates loaded fields; raises UserError."""
 SMALL_BYTES = 1 << 16
+NO_WORKERS = "--data.workers 0"
+KILLED = (
+    "[data] a data worker was killed: not enough memory? Set fewer [data] workers; the same "
+    "command resumes from the last checkpoint."
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,12 @@ class Stored:
     def pin_memory(self) -> Stored:
         """Copy to pinned memory; called by torch's DataLoader."""
         return unpack({name: value.pin_memory() for name, value in self.named()})
+
+    def share(self) -> None:
+        """Move large tensors to shared memory; raises RuntimeError if there is none left."""
+        for _, value in self.named():
+            if not is_small(value):
+                value.share_memory_()  # type: ignore[no-untyped-call]
 
 
 def is_small(value: Tensor) -> bool:
@@ -88,12 +104,26 @@ class NumberedSamples:
         except UserError as error:
             return Disruption(str(error))
         except OSError as error:
-            return Disruption(f"[data] {error}")
+            return Disruption(line_of(error, "[data]"))
+        except MemoryError:
+            return Disruption(KILLED)
         try:
             self.inspect(fields)
         except UserError as error:
             return error
-        return Stored(fields, torch.tensor([number for number, _ in pairs]))
+        stored = Stored(fields, torch.tensor([number for number, _ in pairs]))
+        return shared(stored) if get_worker_info() else stored
+
+
+def shared(stored: Stored) -> Stored | UserError:
+    """Share a worker's batch here: torch would do it in a thread whose error reaches nobody."""
+    try:
+        stored.share()
+    except RuntimeError as error:
+        if "shared memory" not in str(error):
+            raise
+        return Disruption(f"[data] {shared_memory_is_full(NO_WORKERS)}")
+    return stored
 
 
 def no_collate(fetched: T) -> T:
@@ -101,10 +131,19 @@ def no_collate(fetched: T) -> T:
     return fetched
 
 
-def ignore_signals(worker: int) -> None:
-    """Ignore signals to the process group (Ctrl-C, Slurm): the rank needs data until it stops."""
+def begin_worker(worker: int) -> None:
+    """Ignore signals to the process group (Ctrl-C, Slurm): the rank needs data until it stops.
+
+    A batch that cannot be sent ends the worker: without it the rank would wait for ever.
+    """
+    Queue._on_queue_feeder_error = end_worker  # type: ignore[attr-defined]
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(signal.Signals[name], signal.SIG_IGN)
+
+
+def end_worker(*_: object) -> None:
+    """Exit at once."""
+    os._exit(1)
 
 
 def with_killed_workers(shares: Iterator[Any]) -> Iterator[Any]:
@@ -112,12 +151,28 @@ def with_killed_workers(shares: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from shares
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        # Not "Caught KeyError in DataLoader worker process 0", an exception of a source.
+        if "DataLoader worker (pid" not in str(error):
             raise
-        yield Disruption(
-            "[data] a data worker was killed: not enough memory? Set fewer [data] workers; the "
-            "same command resumes from the last checkpoint."
-        )
+        ends = [worker.exitcode for worker in getattr(shares, "_workers", ())]
+        # A page of shared memory that is not there.
+        is_bus = "Bus error" in str(error) or -signal.SIGBUS in ends
+        yield Disruption(f"[data] {shared_memory_is_full(NO_WORKERS)}" if is_bus else KILLED)
+
+
+def started(loader: StatefulDataLoader[Any], workers: int) -> Iterator[Any]:
+    """Start the workers. Raises UserError if the system does not give what they need."""
+    try:
+        return iter(loader)
+    except OSError as error:
+        line = f"workers={workers} cannot start: {reason_of(error)}. Set fewer."
+        if error.errno in FULL:  # Their locks are in shared memory, too.
+            line = shared_memory_is_full(NO_WORKERS)
+        # The traceback keeps a half-made iterator, which prints an error of its own when it ends.
+        before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        error.__traceback__ = None
+        sys.unraisablehook = before
+        raise Disruption(f"[data] {line}") from None
 
 
 def load_samples(
@@ -155,17 +210,19 @@ def load(
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital'")
+        # Two long lines about cores; [data] workers is the user's choice.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader: StatefulDataLoader[Any] = StatefulDataLoader(
             NumberedSamples(source, inspect),
             batch_sampler=order.batches(cursor),
             collate_fn=no_collate,
             num_workers=workers,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=begin_worker,
             pin_memory=device.type == "cuda",
             # The loader's state is never used: no snapshots.
             snapshot_every_n_steps=1 << 40,
         )
-        shares = iter(loader)
+        shares = started(loader, workers)
     for share in with_killed_workers(shares):
         if isinstance(share, UserError):
             break

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from titan_dit.config import schema, user_text
 from titan_dit.config.section import Finite, PositiveInt, UserError, conform, show
 from titan_dit.data.latent_facts import Units
 from titan_dit.system.files import write_whole
@@ -49,10 +51,12 @@ def read_json(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         return {}
+    if file.stat().st_size > schema.LARGEST:
+        raise UserError(f"[data] {file} has more than {schema.LARGEST >> 20} MiB: not a manifest.")
     try:
         # utf-8-sig: a person may have written it, in an editor that begins with a byte order mark.
-        values = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        values = user_text.parse_json(file.read_text(encoding="utf-8-sig"), unique=True)
+    except ValueError as error:
         raise UserError(f"[data] {file} is not valid JSON: {error}") from None
     if not isinstance(values, dict) or values.get("format") not in (*SHARD_FORMATS, FOLDER_FORMAT):
         raise UserError(
@@ -92,6 +96,7 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
         conform_keys(entry, SHARD_KEYS, f"{file} shards[{number}]")
         for number, entry in enumerate(manifest["shards"])
     ]
+    check_files([entry["file"] for entry in manifest["shards"]], file)
     manifest["copies"] = manifest["copies"] or 1
     if any(entry["count"] % manifest["copies"] for entry in manifest["shards"]):
         raise UserError(f"[data] {file}: a shard cuts the {manifest['copies']} rows of a picture.")
@@ -101,6 +106,15 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
             f"[data] {file}: count={manifest['count']}, but its shards hold {counted} samples."
         )
     return manifest
+
+
+def check_files(names: Sequence[str], file: Path) -> None:
+    """Refuse a shard that is not beside the manifest, or that stands twice."""
+    for number, name in enumerate(names):
+        if wrong := schema.wrong_name(name):
+            raise UserError(f"[data] {file}: shards[{number}] file = {schema.brief(name)} {wrong}.")
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise UserError(f"[data] {file}: shards has the file {schema.brief(twice[0])} twice.")
 
 
 def read_folder_manifest(path: Path) -> dict[str, Any]:

@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+from titan_dit.config import schema
+
 SampleRange: TypeAlias = tuple[int, int]
+MOST = 1 << 26
+"""Numbers that a step can have, in a file."""
+
+
+def wrong_ranges(ranges: Sequence[Sequence[int]]) -> str | None:
+    """What is wrong with the ranges of a step, as a file has them."""
+    if any(first > end for first, end in ranges):
+        return "has a range that ends before it begins"
+    total = sum(end - first for first, end in ranges)
+    return f"has {total:,} numbers, too many for a step" if total > MOST else None
+
+
+OF_STEP = schema.Ruled(schema.Rows((schema.COUNT, schema.COUNT)), wrong_ranges)
+"""Schema of the ranges of a step."""
 
 
 def ranges_of(numbers: Iterable[int]) -> list[SampleRange]:

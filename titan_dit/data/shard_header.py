@@ -10,6 +10,8 @@ import os
 from typing import NamedTuple
 
 LENGTH = 8
+MAX_BYTES = 1 << 20
+"""Bytes of a header: a shard has two tensors."""
 
 
 class Stored(NamedTuple):
@@ -31,7 +33,7 @@ def read_header(descriptor: int) -> tuple[Stored, ...]:
     """The tensors of an open file, by name. Raises ValueError if it has no valid header."""
     size = int.from_bytes(os.pread(descriptor, LENGTH, 0), "little")
     end = LENGTH + size
-    if end > os.fstat(descriptor).st_size:
+    if size > MAX_BYTES or end > os.fstat(descriptor).st_size:
         raise ValueError("no safetensors header")
     try:
         header = json.loads(os.pread(descriptor, size, LENGTH))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Tokens that end a document, by preference."""
+LARGEST_ID = 1 << 24
+"""Sixteen times as many as a large vocabulary has."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ def read_tokenizer(path: Path) -> TokenizerFile:
     """Read a tokenizer.json. Raises UserError if it is none."""
     if not path.is_file():
         raise UserError(f"[data] tokenizer={path}: there is no such file.")
+    text = user_text.read(path, f"[data] tokenizer={path}")
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
+        whole = user_text.parse_json(text)
         vocabulary = whole["model"]["vocab"]
         # Of a unigram model a list of (token, score).
         ids = (
@@ -65,14 +68,19 @@ def read_tokenizer(path: Path) -> TokenizerFile:
         ids |= {entry["content"]: entry["id"] for entry in added}
         special = frozenset(entry["content"] for entry in added if entry.get("special"))
         kinds = set(kinds_of(whole.get("pre_tokenizer")))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ids = {}
-    if not ids:
+    if not ids or not all(map(is_id, ids.values())) or not all(type(key) is str for key in ids):
         raise UserError(
             f"[data] tokenizer={path}: not a tokenizer.json of the library tokenizers. Of "
             "vocabulary files `data tokenize` writes one."
         )
     return TokenizerFile(path, ids, special, "ByteLevel" in kinds)
+
+
+def is_id(number: object) -> bool:
+    """True for an id that a table of all ids has room for."""
+    return type(number) is int and 0 <= number < LARGEST_ID
 
 
 def kinds_of(part: Any) -> Iterator[str]:

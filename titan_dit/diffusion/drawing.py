@@ -14,6 +14,7 @@ from titan_dit.config import catalog
 from titan_dit.config.dotted_names import look_up
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
+from titan_dit.data.class_labels import few
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.base import LatentModel, ProbabilityPath
 from titan_dit.diffusion.guidance import Conditional, Guidance, guided, scales
@@ -239,6 +240,7 @@ def preview(
     # Beyond `num`: padding, cut off below.
     given = labels[mine.clamp(max=num - 1)], mine
     drawn = samples(forward, path, model, facts, sampling, seed, *given)
+    finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[:num]
     value_range = facts.value_range
     if vae is not None:
         drawn, value_range = vae.decode(drawn).float(), PIXELS
@@ -250,4 +252,6 @@ def preview(
 
         grid.draw_grid(file, drawn, labels.tolist(), value_range, facts.class_names)
 
-    return Preview(".png", write)
+    lost = (finite == 0).nonzero()[:, 0].tolist()
+    note = f"samples {few(lost)} of the preview are NaN or infinite" if lost else ""
+    return Preview(".png", write, note)

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.interop import tensor_writer, weight_file
 from titan_dit.interop.on_demand import OnDemand
@@ -50,10 +51,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; UserError if the file holds another thing."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file.name} cannot be read: {' '.join(str(error).split())}.") from None
+    content = user_text.read_json(file, file.name)
     if not isinstance(content, dict):
         raise UserError(f"{file.name} holds a {type(content).__name__}, not an object.")
     return content
@@ -97,7 +95,7 @@ def read_file(file: Path) -> OnDemand:
         tensors, _ = open_safetensors(file)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file.name}: not a readable safetensors file ({error}).") from None
-    return tensors
+    return weight_file.unwrap(tensors.outline, file.name, tensors.__getitem__)
 
 
 def write(

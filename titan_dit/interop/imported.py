@@ -54,7 +54,7 @@ def record_made_of(record: Mapping[str, Any], **tables: Any) -> dict[str, Any]:
     return {
         **new_record(),
         "config": {**record["config"], "ema": averages, **tables},
-        "config_format": record["config_format"],
+        "config_format": record.get("config_format", 1),
         "data": record["data"],
     }
 

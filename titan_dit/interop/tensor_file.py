@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from titan_dit.config.section import UserError
+from titan_dit.data.class_labels import few
 from titan_dit.system.files import reason_of, replacing
 
 
@@ -49,6 +50,21 @@ def write_tensors(
             f"--out {path} cannot be written: {reason_of(error)}. Free space, or name another "
             "file, and repeat the command."
         ) from None
+
+
+def not_finite(rows: Tensor, first: int = 0) -> str:
+    """The rows [b, ...] that hold NaN or infinity, as text, counted from `first`; "" if none."""
+    if not rows.is_floating_point():
+        return ""
+    lost = (~rows.isfinite().unsqueeze(-1).flatten(1).all(1)).nonzero()[:, 0] + first
+    return few(lost.tolist())
+
+
+def check_finite(path: Path, flag: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse NaN and infinity in the inputs of a network, [b, ...] by name."""
+    for name, tensor in tensors.items():
+        if lost := not_finite(tensor):
+            raise UserError(f"{flag} {path}: {name} of samples {lost} is NaN or infinite.")
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:

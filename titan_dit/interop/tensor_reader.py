@@ -17,6 +17,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint.store import Location
 from titan_dit.config.section import UserError
+from titan_dit.data.files import check_unpacked
 from titan_dit.interop.on_demand import OnDemand
 from titan_dit.system.files import reason_of
 
@@ -105,6 +106,7 @@ class Pickled:
 
     def torch_load(self) -> Any:
         """Memory-mapped if the file is of today's format."""
+        check_unpacked(self.path, self.path.stat().st_size)
         # DiT's train.py stores its argparse.Namespace with the weights; it holds plain values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of pickle protocols.

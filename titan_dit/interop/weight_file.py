@@ -19,6 +19,10 @@ from titan_dit.interop.tensor_reader import Pickled, open_safetensors
 from titan_dit.system.files import reason_of
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Names that may stand anywhere in a parameter's name."""
+REPLICA = "module."
+"""Of DistributedDataParallel: a prefix, once for each wrapper."""
 ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
 Getter: TypeAlias = Callable[..., Tensor]
 """(*keys) -> the tensor under nested keys of a file."""
@@ -93,18 +97,37 @@ def unwrap(state: Any, where: str, get: Getter, keys: tuple[str, ...] = ()) -> O
         raise UserError(f"{where} is a {type(state).__name__}, not a state dict.")
     if not state:
         raise UserError(f"{where} is empty.")
-    outline, named = {}, {}
+    outline: dict[str, Tensor] = {}
+    named: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
             raise UserError(
                 f"{where}: {name} is a dict. If it holds the weights, save only those: "
                 f'torch.save(content["{name}"], FILE).'
             )
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+        if not isinstance(value, Tensor) or not is_dense(value):
             raise UserError(f"{where}: {name} is no dense tensor, so this is no state dict.")
-        bare = str(name).removeprefix("module.").replace("_orig_mod.", "")
+        bare = without_wrappers(str(name))
+        if bare in named:
+            raise UserError(f"{where} holds {named[bare]} and {name}: keep one of them.")
         outline[bare], named[bare] = value, name
     return OnDemand(outline, lambda bare: get(*keys, named[bare]))
+
+
+def is_dense(value: Tensor) -> bool:
+    """False also for a view that is larger than what is stored: a copy would take any memory."""
+    if value.layout != torch.strided or value.is_quantized:
+        return False
+    return value.is_meta or value.nbytes <= value.untyped_storage().nbytes()
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name without those of torch.compile, FSDP and DDP, in whatever order."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    while name.startswith(REPLICA):
+        name = name.removeprefix(REPLICA)
+    return name
 
 
 def adam_of(

@@ -237,6 +237,7 @@ class Agent(LocalElasticAgent):
         assert self._pcontext is not None
         for file in self._pcontext.error_files.values():
             if file and Path(file).is_file():
-                note: dict[str, Any] = json.loads(Path(file).read_text())
-                return note
+                with contextlib.suppress(ValueError):  # Cut off: its rank was killed.
+                    note: dict[str, Any] = json.loads(Path(file).read_text())
+                    return note
         return {}

@@ -1,14 +1,37 @@
-"""Errors of disks and stores, as one line."""
+"""Errors of disks and stores, as one line: the flag or key, the path, the reason, the fix."""
 
 from __future__ import annotations
 
 import errno
+import operator
 import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from titan_dit.config.section import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """No space or no inodes; the quota is used up."""
+SHARED_MEMORY = "/dev/shm"
+FIXES = {
+    **dict.fromkeys(FULL, "Free some space, or name another path."),
+    errno.EACCES: "Change its permissions or its owner, or name another path.",
+    errno.EPERM: "Change its permissions or its owner, or name another path.",
+    errno.EROFS: "Name a path on a file system that can be written.",
+    errno.ENOENT: "Make the folder, or correct the path.",
+    errno.ENOTDIR: "A part of the path is a file: correct the path, or move the file away.",
+    errno.EISDIR: "Name a file, not a folder.",
+    errno.EEXIST: "A file of this name is there: move it away, or name another path.",
+    errno.ENOTEMPTY: "Delete it, or name another path.",
+    errno.ELOOP: "A link leads to itself: correct the link.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EMFILE: "Raise the limit: ulimit -n 65536.",
+    errno.EIO: "The disk fails: name a path on another one.",
+}
+"""What to do, by errno."""
+Paths = Iterable[tuple[str, str]]
+"""(flag or key, path) of all that a command reads and writes."""
 
 
 def refuse_full(error: Exception, where: str, key: str) -> None:
@@ -19,6 +42,60 @@ def refuse_full(error: Exception, where: str, key: str) -> None:
         ) from None
 
 
+def shared_memory_is_full(fewer: str) -> str:
+    """The line of processes that have no shared memory left; `fewer`: the flag that needs less."""
+    size = "missing"
+    with suppress(OSError):
+        entry = os.statvfs(SHARED_MEMORY)
+        megabytes = entry.f_blocks * entry.f_frsize / 2**20
+        size = f"{megabytes:,.0f} MB" if megabytes >= 1 else f"{megabytes:.2g} MB"
+    return f"{SHARED_MEMORY} is full ({size}): docker run --shm-size=8g, or {fewer}"
+
+
 def reason_of(error: Exception) -> str:
     """An error's message as one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def line_of(error: OSError, flag: str = "") -> str:
+    """The line of a file error; `flag`: what named the file."""
+    names = [n for n in (error.filename, error.filename2) if isinstance(n, str | bytes)]
+    where = f"{flag} {' -> '.join(map(os.fsdecode, names))}".strip()
+    reason, fix = error.strerror or reason_of(error), FIXES.get(error.errno or 0, "")
+    return f"{where}{': ' * bool(where)}{reason}. {fix}".rstrip()
+
+
+@contextmanager
+def naming(paths: Callable[[], Paths], kind: type[UserError] = UserError) -> Iterator[None]:
+    """Raise an OSError of the block as `kind`, which names the flag or key of its path.
+
+    An error of a path that nothing named, such as a package's file, passes.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        found = error if isinstance(error, OSError) else looped(error)
+        if found is None or not isinstance(found.filename, str | bytes):
+            raise
+        if (flag := flag_of(os.fsdecode(found.filename), paths())) is None:
+            raise
+        raise kind(line_of(found, flag)) from error
+
+
+def looped(error: RuntimeError) -> OSError | None:
+    """The error of a link that leads to itself: Path.resolve raises a RuntimeError before 3.13."""
+    text = re.fullmatch("Symlink loop from '(.*)'", str(error))
+    return OSError(errno.ELOOP, os.strerror(errno.ELOOP), text[1]) if text else None
+
+
+def flag_of(file: str, paths: Paths) -> str | None:
+    """The flag whose path has most in common with `file`: the path, below, above, or beside it."""
+    where = os.path.realpath(file)
+    found: list[tuple[int, str]] = []
+    for flag, path in paths:
+        named = os.path.realpath(path)
+        is_below, is_above = f"{where}/".startswith(f"{named}/"), named.startswith(f"{where}/")
+        # Temporary files and lists have names that begin with the path's.
+        if is_below or is_above or where.startswith(named):
+            found.append((min(len(where), len(named)), flag))
+    return max(found, key=operator.itemgetter(0))[1] if found else None

@@ -5,14 +5,19 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, not_utf8
+from titan_dit.launcher import disk_errors
 from titan_dit.system import stdio
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, UNREAD = 2, 1, 130, 141
@@ -48,7 +53,7 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     Exits by os._exit: at interpreter shutdown a broken process group can block forever, and a
     thread of an intact process group can abort a finished run.
     """
-    stdio.open_missing()
+    stdio.prepare()
     try:
         code = returned(main)
         atexit._run_exitfuncs()  # Handlers of loggers and worker processes.
@@ -59,6 +64,22 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
             code, message = describe(error)
             report(message, is_user_error=code == USER_ERROR)
     os._exit(flushed(code))
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as an exception does, so that it deletes its temporary files.
+
+    Not in a rank: its launcher may have to end it in the middle of a collective.
+    """
+    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def returned(main: Callable[[], int | None]) -> int:
@@ -104,13 +125,24 @@ def describe(error: BaseException) -> tuple[int, str]:
     A file error is a user error before training starts; later a restart may fix it.
     """
     is_file = isinstance(error, OSError) and error.filename is not None  # The message names it.
-    if is_file or isinstance(error, UserError):
+    is_named = isinstance(error, UnicodeEncodeError) and not_utf8(error.object)
+    if is_file or is_named or isinstance(error, UserError):
         is_passing = is_training and (is_file or isinstance(error, Disruption))
         is_passing |= isinstance(error, NetworkFailure)
-        return INTERNAL_ERROR if is_passing else USER_ERROR, f"error: {error}"
+        return INTERNAL_ERROR if is_passing else USER_ERROR, f"error: {line_of(error)}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
     return INTERNAL_ERROR, "".join(traceback.format_exception(error)).rstrip()
+
+
+def line_of(error: BaseException) -> str:
+    """The message of an error that needs no traceback."""
+    if isinstance(error, OSError):
+        return disk_errors.line_of(error)
+    if isinstance(error, UnicodeEncodeError):
+        return not_utf8(error.object)
+    # Line breaks of a name are escaped; those of ours are followed by an indented line.
+    return re.sub(r"\n(?!  )", r"\\n", str(error).rstrip("\n"))
 
 
 def is_launched() -> bool:

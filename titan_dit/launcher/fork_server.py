@@ -165,7 +165,7 @@ def has_touched_cuda() -> bool:
 
 
 if __name__ == "__main__":
-    stdio.open_missing()
+    stdio.prepare()
     serve(Connection(int(sys.argv[1])), sys.argv[2])
     # At once: taking torch apart takes a second, in which a pipe of the output stays open.
     os._exit(0)

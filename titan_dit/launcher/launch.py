@@ -163,7 +163,7 @@ def say(line: str) -> None:
 
 def main() -> int:
     """`python -m titan_dit.launcher.launch [torchrun options] -m titan_dit.train --config ...`."""
-    stdio.open_missing()
+    stdio.prepare()
     # torchrun logs every failure several times; the root cause is printed below.
     logging.disable(logging.ERROR)
     # Otherwise restarted ranks reuse the store of the dead ones and read stale keys.

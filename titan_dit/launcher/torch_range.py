@@ -30,6 +30,17 @@ def check_torch() -> None:
     )
 
 
+def pip_install(packages: str) -> str:
+    """The command that installs packages and keeps this torch, which pip would replace by another.
+
+    A dependency such as torchvision may want the newest torch: another build, perhaps for CUDA.
+    """
+    try:
+        return f"pip install {packages} torch=={importlib.metadata.version('torch')}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"pip install {packages}"
+
+
 def require(file: str, owner: object, *names: str) -> None:
     """Raise UserError if `owner`, a part of torch, lacks a private name that `file` uses later."""
     for name in names:

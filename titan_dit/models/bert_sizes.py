@@ -8,14 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_dit.config.section import (
-    Bound,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    UserError,
-)
+from titan_dit.config.section import Bound, Dim, Few, Layers, PositiveFloat, Section, UserError
 from titan_dit.models.gpt_sizes import PADDING
 from titan_dit.models.named_sizes import fill_in, shape_of
 
@@ -41,14 +34,14 @@ class BERTSizes(Section):
 
     size: str | None = None
     """BERT's base and large; Megatron's 336M, 1.3B and 3.9B."""
-    hidden: PositiveInt | None = None
-    layers: PositiveInt | None = None
-    heads: PositiveInt | None = None
-    vocabulary: PositiveInt = 30522
+    hidden: Dim | None = None
+    layers: Layers | None = None
+    heads: Few | None = None
+    vocabulary: Dim = 30522
     """Token ids are below it. Tables are padded to a multiple of 128."""
-    sequence_length: PositiveInt = 512
+    sequence_length: Dim = 512
     """Tokens of a sample, with special ones and padding."""
-    ffn: NonNegativeInt = 0
+    ffn: Annotated[int, Bound(least=0, most=10**7)] = 0
     """Width of the MLP; 0: 4 x hidden."""
     norm_place: Literal["post", "pre"] = "post"
     """LayerNorms after each addition to the stream, as BERT has them; or before attention and MLP,

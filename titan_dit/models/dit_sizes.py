@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from titan_dit.config.section import PositiveFloat, PositiveInt, Section, UserError, show
+from titan_dit.config.section import Bound, Dim, Few, Layers, Section, UserError, show
 from titan_dit.models.named_sizes import fill_in
 
 SIZES = {
@@ -35,18 +35,18 @@ class DiTSizes(Section):
 
     size: str | None = None
     """S, B, L, XL, 3B or 7B, with the patch behind a slash: "XL/2" (2, 4 or 8)."""
-    hidden: PositiveInt | None = None
-    layers: PositiveInt | None = None
-    heads: PositiveInt | None = None
-    patch: PositiveInt | None = None
+    hidden: Dim | None = None
+    layers: Layers | None = None
+    heads: Few | None = None
+    patch: Few | None = None
     """Latent pixels per token side."""
-    mlp_ratio: PositiveFloat = 4.0
+    mlp_ratio: Annotated[float, Bound(above=0, most=1000)] = 4.0
     """MLP width / `hidden`."""
-    latent_size: PositiveInt
+    latent_size: Few
     """Height and width of a latent."""
-    channels: PositiveInt
+    channels: Few
     """Channels of a latent."""
-    num_classes: PositiveInt
+    num_classes: Dim
     """Number of labels, not counting the null class for guidance."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head (arXiv:2302.05442)."""

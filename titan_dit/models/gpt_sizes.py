@@ -8,14 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_dit.config.section import (
-    Bound,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    UserError,
-)
+from titan_dit.config.section import Bound, Dim, Few, Layers, PositiveFloat, Section, UserError
 from titan_dit.models.named_sizes import fill_in, shape_of
 
 SIZES = {
@@ -52,16 +45,16 @@ class GPTSizes(Section):
     size: str | None = None
     """GPT-2's 124M, 355M, 774M, 1.5B; GPT-3's 1.3B, 2.7B, 6.7B, 13B, 175B; Megatron's 39B, 76B,
     145B."""
-    hidden: PositiveInt | None = None
-    layers: PositiveInt | None = None
-    heads: PositiveInt | None = None
-    vocabulary: PositiveInt = 50257
+    hidden: Dim | None = None
+    layers: Layers | None = None
+    heads: Few | None = None
+    vocabulary: Dim = 50257
     """Token ids are below it. Tables are padded to a multiple of 128."""
-    sequence_length: PositiveInt = 1024
+    sequence_length: Dim = 1024
     """Tokens of a sample."""
-    query_groups: NonNegativeInt = 0
+    query_groups: Annotated[int, Bound(least=0, most=10**4)] = 0
     """Heads of keys and values (arXiv:2305.13245); 0: `heads`."""
-    ffn: NonNegativeInt = 0
+    ffn: Annotated[int, Bound(least=0, most=10**7)] = 0
     """Width of the MLP; 0: 4 x hidden, or 8/3 x hidden rounded up to 64 for swiglu."""
     positions: Literal["learned", "rotary"] = "learned"
     """A table of positions, or rotated queries and keys (arXiv:2104.09864)."""

@@ -80,6 +80,8 @@ class Preview:
     suffix: str
     """File suffix, such as ".png"."""
     write: Callable[[Path], None]
+    note: str = ""
+    """Console line of what is wrong with it."""
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,18 @@ LOSS = "validation_loss"
 
 def say(line: str) -> None:
     """Print a line of a command's result and flush; a closed stdout is an error."""
-    sys.stdout.write(line + "\n")
+    say_text(stdio.printable(line, stdio.JOINERS + "\t"))
+
+
+def say_text(text: str) -> None:
+    """Print text of several lines as a command's result, as `say`."""
+    sys.stdout.write(stdio.printable(text, stdio.JOINERS + "\n\t") + "\n")
     sys.stdout.flush()
 
 
 def mention(line: str) -> None:
     """Print a line of a run; a closed stdout does not stop the run."""
-    stdio.write(sys.stdout, line + "\n")
+    stdio.write(sys.stdout, stdio.printable(line, stdio.JOINERS + "\t") + "\n")
 
 
 DROPPED = (

@@ -16,9 +16,10 @@ import numpy as np
 
 from titan_dit.config.section import UserError, show
 from titan_dit.observe.flops import Work
-from titan_dit.system.files import write_whole
+from titan_dit.system.files import json_lines, write_whole
 
 Row = dict[str, Any]
+CURVES = ("loss", "smooth_loss", "validation_loss")
 PICTURES = (".png", ".jpg", ".jpeg")
 Show = Callable[[int, Path], None]
 """(step, file of a preview)."""
@@ -87,16 +88,13 @@ def keep_rows(file: Path, resumed_step: int) -> list[Row]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read a metrics.jsonl; skips a line truncated by a kill."""
-    rows = []
-    for line in file.read_text().splitlines() if file.is_file() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
+    """Read a metrics.jsonl, without damaged lines."""
+    numbers = (int, float, type(None))
+    return [
+        row
+        for row in json_lines(file, "step")
+        if all(isinstance(row.get(name), numbers) for name in CURVES)
+    ]
 
 
 def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
@@ -157,15 +155,19 @@ def wandb_writer(
             "correct the names, set WANDB_MODE=offline, or set wandb = false."
         ) from None
 
+    # wandb's own step only grows: it would drop the steps that are repeated after a kill.
+    wandb.define_metric("step")
+    wandb.define_metric("*", step_metric="step")
+
     def write(row: Row) -> None:
-        wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
+        wandb.log({k: v for k, v in row.items() if v is not None})
 
     def picture(step: int, file: Path) -> None:
-        wandb.log({"samples": wandb.Image(str(file))}, step=step)
+        wandb.log({"samples": wandb.Image(str(file)), "step": step})
 
     def text(step: int, file: Path) -> None:
         shown = html.escape(file.read_text(encoding="utf-8"))
-        wandb.log({"samples": wandb.Html(f"<pre>{shown}</pre>")}, step=step)
+        wandb.log({"samples": wandb.Html(f"<pre>{shown}</pre>"), "step": step})
 
     return Writer(write, by_suffix(picture, text))
 

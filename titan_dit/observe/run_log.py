@@ -117,7 +117,7 @@ class RunLog:
             with self.tolerated("a preview"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 preview.write(file)
-                self.say(f"drew {file}")
+                self.say(f"drew {file}", preview.note or None)
                 for writer in self.writers:
                     if show := writer.shows.get(preview.suffix):
                         show(step, file)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import (
+    Bound,
     Decay,
     Named,
     NonNegativeFloat,
     PositiveFloat,
-    PositiveInt,
     UserError,
     show,
 )
@@ -61,7 +61,7 @@ class MuonKeys(AdamWKeys):
     """Decay of the momentum."""
     nesterov: bool = True
     """Step by Nesterov's momentum."""
-    ns_steps: PositiveInt = 5
+    ns_steps: Annotated[int, Bound(least=1, most=100)] = 5
     """Newton-Schulz iterations."""
     ns_dtype: Literal["bf16", "fp32"] = "bf16"
     """Format of the Newton-Schulz iterations and of what the ranks exchange for them."""

@@ -17,6 +17,10 @@ from typing import Any
 from torch import nn
 
 from titan_dit.config.section import UserError, show
+from titan_dit.launcher.torch_range import pip_install
+
+PACKAGE = "--no-build-isolation 'transformer-engine[pytorch]>=2.9'"
+"""For pip: it is built against the torch that is installed."""
 
 
 def is_transformer_engine(float8: str) -> bool:
@@ -42,7 +46,7 @@ def load(module: str, float8: str) -> Any:
         raise UserError(
             f"[precision] float8={show(float8)}: Transformer Engine cannot be imported "
             f"({type(error).__name__}: {error}). Reinstall it for this CUDA and torch: "
-            "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', or set "
+            f"{pip_install(PACKAGE)}, or set "
             'float8 = "tensorwise".'
         ) from error
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import Finite, PositiveFloat, PositiveInt, UserError, conform, show
 from titan_dit.data.latent_facts import LatentFacts, Units, VAEFacts
 from titan_dit.pictures.library import diffusers
 from titan_dit.system import stdio
@@ -28,6 +28,17 @@ INSIDE = "vae"
 """Folder of the autoencoder in a pipeline of diffusers."""
 PREFIX = "Autoencoder"
 """Of the classes of diffusers that can be used."""
+CONFIG_KEYS = {
+    "latent_channels": PositiveInt,
+    "block_out_channels": tuple[PositiveInt, ...] | None,
+    "scaling_factor": Finite | None,
+    "shift_factor": Finite | None,
+    "latents_mean": tuple[Finite, ...] | None,
+    "latents_std": tuple[PositiveFloat, ...] | None,
+}
+"""Keys of a config that are read here; diffusers checks none."""
+MOST_LAYERS = 64
+"""Of a block. diffusers would build any number, before it looks at the weights."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,14 @@ class Autoencoder:
         return posterior.mean, posterior.std
 
     @torch.no_grad()
+    def decoded(self, latents: Float[Tensor, "b c p q"]) -> Float[Tensor, "b 3 h w"]:
+        """Pictures of stored latents, in [-1, 1]."""
+        found: Tensor = self.module.decode(latents.to(self.device).float()).sample  # type: ignore[operator]
+        return found
+
     def decode(self, latents: Float[Tensor, "b c p q"]) -> UInt8[Tensor, "b 3 h w"]:
         """Pictures of stored latents."""
-        decoded: Tensor = self.module.decode(latents.to(self.device).float()).sample  # type: ignore[operator]
-        return ((decoded + 1) * 127.5).clamp(0, 255).round().byte()
+        return as_pixels(self.decoded(latents))
 
     @property
     def device(self) -> torch.device:
@@ -103,6 +118,11 @@ class Autoencoder:
             )
 
 
+def as_pixels(decoded: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
+    """Pictures of 8 bits."""
+    return ((decoded + 1) * 127.5).clamp(0, 255).round().byte()
+
+
 def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder:
     """Load an autoencoder from a folder of diffusers, a pipeline's folder, or by its hub's name.
 
@@ -121,25 +141,25 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     try:
         config = library.AutoencoderKL.load_config(named)
         kind = class_of(library, config, f"{where} {source}")
+        if folder.is_dir():
+            check_size(kind, config, folder, f"{where} {source}")
         module: nn.Module = kind.from_pretrained(named, torch_dtype=torch.float32)
+        # With its class's defaults: older releases wrote no scaling_factor.
+        config = dict(module.config)  # type: ignore[arg-type]
+        scale, shift = units_of(config)
+        channels, factor = int(config["latent_channels"]), factor_of(module, config)
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # A config with values of wrong types can raise anything.
         told = error if folder.is_dir() else first_cause(error)
         reason = " ".join(str(told).split())[:300]
         nowhere = "" if folder.is_dir() else "no such folder, and by this name on the hub "
         raise UserError(
             f"{where} {source}: {nowhere}no autoencoder can be loaded from it ({reason})."
         ) from None
-    # With its class's defaults: older releases wrote no scaling_factor.
-    config = dict(module.config)  # type: ignore[arg-type]
-    scale, shift = units_of(config)
     facts = VAEFacts(
-        kind=kind.__name__,
-        digest=digest_of_weights(module.state_dict()),
-        factor=factor_of(module, config),
+        kind=kind.__name__, digest=digest_of_weights(module.state_dict()), factor=factor
     )
-    channels = int(config["latent_channels"])
     module = module.to(device).eval().requires_grad_(False)
     kept = str(folder.resolve()) if folder.is_dir() else source
     return Autoencoder(module, facts, kept, channels, scale, shift)
@@ -153,12 +173,36 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
-    """The class that a config names; UserError unless it is an autoencoder."""
-    name = config.get("_class_name")
+    """The class that a config names; UserError unless it is an autoencoder of sound values."""
+    name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(library, str(name), None)
     if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
         raise UserError(f"{where} is {show(name)}, not an autoencoder such as AutoencoderKL.")
+    if config.get("quantization_config"):
+        # diffusers would import the library that it names.
+        raise UserError(f"{where} is quantized (quantization_config). Give it in fp32 or bf16.")
+    for key, hint in CONFIG_KEYS.items():
+        conform(config.get(key), hint, f"{where}: {CONFIG}: {key}")
+    for key, value in config.items():
+        layers = value if isinstance(value, list | tuple) else [value]
+        if "layers" in key and any(isinstance(n, int | float) and n > MOST_LAYERS for n in layers):
+            raise UserError(f"{where}: {CONFIG}: {key}={show(value)} is above {MOST_LAYERS}.")
     return kind
+
+
+def check_size(kind: Any, config: Mapping[str, Any], folder: Path, where: str) -> None:
+    """Raise UserError if a config describes more parameters than the folder's files can hold.
+
+    diffusers allocates them before it reads the weights.
+    """
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in kind.from_config(dict(config)).parameters())
+    held = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    if parameters > held:
+        raise UserError(
+            f"{where}: {CONFIG} describes {parameters:,} parameters, but the files of the folder "
+            f"hold {held:,} bytes. Restore the folder."
+        )
 
 
 def units_of(config: Mapping[str, Any]) -> tuple[Units, Units]:

@@ -27,14 +27,15 @@ from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import MANIFEST, digest_of
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.shard_job import ChunkRecord, write_chunk, writing
+from titan_dit.data.packing.images import PixelBudget
+from titan_dit.data.packing.shard_job import CONVERTED, ChunkRecord, write_chunk, writing
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.encode_plan import EncodePlan
+from titan_dit.pictures.encode_plan import PICTURES, EncodePlan, Picture
 from titan_dit.system.files import write_whole
 from titan_dit.system.host_copy import HostCopy
 
 Drops = list[tuple[int, str]]
-Reading = Future[tuple[UInt8[Tensor, "3 s s"], bytes]]
+Reading = Future[Picture]
 AHEAD = 2
 """Batches that are queued on the device behind the one that the host waits for."""
 
@@ -51,6 +52,8 @@ class Batch:
     pictures: UInt8[Tensor, "b 3 s s"] | None
     """None if all were dropped."""
     dropped: Drops
+    num_converted: int
+    """Pictures whose colours were of another space than sRGB."""
 
 
 @dataclass
@@ -62,11 +65,12 @@ class Chunk:
     rows: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     dropped: Drops = field(default_factory=list)
+    num_converted: int = 0
 
 
-def todo_of(plan: EncodePlan, output: Path) -> list[int] | None:
+def todo_of(plan: EncodePlan, output: Path, verify: bool) -> list[int] | None:
     """The chunks that are missing; None if the output is whole. Needs the claim of the output."""
-    finished = pack.resumed(plan, output, plan.digest())
+    finished = pack.resumed(plan, output, plan.digest(), verify)
     if finished is None:
         return None
     return [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
@@ -118,11 +122,13 @@ def decoded(
     """Decode the pictures of all chunks in threads, some batches ahead."""
     pinned = vae.device.type == "cuda"
     waiting: deque[tuple[int, range, list[Reading]]] = deque()
+    budget = PixelBudget(plan.max_pixels, flag="--max-pixels")
     with ThreadPoolExecutor(threads) as pool:
         try:
             for chunk in chunks:
                 for rows in plan.batches(chunk):
-                    waiting.append((chunk, rows, [pool.submit(plan.picture, row) for row in rows]))
+                    readings = [pool.submit(plan.picture, row, budget) for row in rows]
+                    waiting.append((chunk, rows, readings))
                     if len(waiting) > 2 + 4 * threads // len(rows):
                         yield joined(*waiting.popleft(), pinned)
             while waiting:
@@ -133,20 +139,19 @@ def decoded(
 
 def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> Batch:
     """A batch of those pictures that can be decoded."""
-    kept, digests, pictures, dropped = [], [], [], []
+    kept, found, dropped = [], [], []
     for row, reading in zip(rows, readings, strict=True):
         try:
-            picture, digest = reading.result()
+            found.append(reading.result())
         except BadFileError as error:
             dropped.append((row, str(error)))
             continue
         kept.append(row)
-        digests.append(digest)
-        pictures.append(picture)
-    stacked = torch.stack(pictures) if pictures else None
+    stacked = torch.stack([picture.pixels for picture in found]) if found else None
     if stacked is not None and pinned:
         stacked = stacked.pin_memory()
-    return Batch(chunk, kept, digests, stacked, dropped)
+    digests = [picture.digest for picture in found]
+    return Batch(chunk, kept, digests, stacked, dropped, sum(p.is_converted for p in found))
 
 
 def encoded(
@@ -199,15 +204,18 @@ def add(plan: EncodePlan, chunk: Chunk, batch: Batch, stored: Tensor | None) -> 
             else:
                 dropped.append((row, f"its latent is not finite in {plan.dtype}"))
     chunk.dropped += sorted(dropped)
+    chunk.num_converted += batch.num_converted
 
 
 def write(plan: EncodePlan, digest: str, output: Path, chunk: Chunk) -> None:
     """Write a chunk's shard and its record."""
     every = chunk.latents or [torch.empty(0, plan.copies, *plan.shape)]
     latents = torch.cat(every).flatten(0, 1)
-    extra = sums(plan, latents) | {
-        "pictures_sha256": hashlib.sha256(b"".join(chunk.digests)).hexdigest()
+    extra: dict[str, Any] = sums(plan, latents) | {
+        PICTURES: hashlib.sha256(b"".join(chunk.digests)).hexdigest()
     }
+    if chunk.num_converted:
+        extra[CONVERTED] = chunk.num_converted
     write_chunk(plan, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
 
 
@@ -255,7 +263,7 @@ def finish(plan: EncodePlan, output: Path) -> tuple[Drops, list[float], list[flo
                 "so it has no scale. Choose --units vae."
             )
         more = {"scale": [1 / value for value in std], "shift": mean}
-    more["pictures_digest"] = digest_of([r.extra["pictures_sha256"] for r in records if r.count])
+    more["pictures_digest"] = digest_of([r.extra[PICTURES] for r in records if r.count])
     if plan.pictures.texts:
         data = b"".join(captions(plan, records))
         with writing(output / pack.CAPTIONS, plan.command):

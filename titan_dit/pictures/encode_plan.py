@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxtyping import Int64, UInt8
 from torch import Tensor
@@ -17,15 +17,27 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import ENCODED_FORMAT
-from titan_dit.data.packing.images import decode_image
+from titan_dit.data.packing.images import MAX_PIXELS, PixelBudget, decode_image
 from titan_dit.data.packing.pack import SHARD_BYTES
-from titan_dit.data.packing.shard_job import Chunks
+from titan_dit.data.packing.shard_job import ChunkRecord, Chunks
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.picture_set import UNLABELLED, PictureSet
+from titan_dit.pictures.picture_set import UNLABELLED, Asked, PictureSet
 
 CROP = "upright by EXIF; ADM: halve by a box filter, resize by a bicubic one, crop the center"
+PICTURES = "pictures_sha256"
+"""Of a chunk's record: SHA-256 over those of its pictures' files."""
 FEWEST, MOST_CHUNKS = 256, 64
 """Pictures of a shard at least; chunks of a small dataset, so that many ranks have work."""
+
+
+class Picture(NamedTuple):
+    """A picture, decoded and cropped."""
+
+    pixels: UInt8[Tensor, "3 s s"]
+    digest: bytes
+    """SHA-256 of its file."""
+    is_converted: bool
+    """True if its colours were of another space than sRGB."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class EncodePlan(Chunks):
     units: Literal["vae", "measured"]
     about: dict[str, Any]
     """Further keys of the manifest."""
+    max_pixels: int = MAX_PIXELS
+    """Of a picture that is read; the others are dropped."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -84,17 +98,43 @@ class EncodePlan(Chunks):
         sha = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
         sha.update(self.pictures.names.ends.tobytes() + self.pictures.names.block)
         sha.update(self.pictures.labels.numpy().tobytes())
+        # Outputs of versions without these limits go on.
+        for limit, default in (
+            (self.max_pixels, MAX_PIXELS),
+            (self.pictures.max_file_bytes, Asked.max_file_bytes),
+        ):
+            if limit != default:
+                sha.update(f" {limit}".encode())
         return sha.hexdigest()
 
-    def picture(self, row: int) -> tuple[UInt8[Tensor, "3 s s"], bytes]:
-        """Decode and crop a picture; with the SHA-256 of its file. Raises BadFileError."""
+    def stamp(self, row: int) -> tuple[int, int]:
+        """Length and time of modification of the file that holds a picture."""
+        return self.pictures.stamp(row)
+
+    def has_made(self, record: ChunkRecord, chunk: int) -> bool:
+        """True if the pictures of a chunk that were kept have the same bytes."""
+        if not record.file:
+            return True
+        lost = {row for row, _ in record.dropped}
+        sha = hashlib.sha256()
+        for row in self.rows(chunk):
+            if row not in lost:
+                try:
+                    sha.update(hashlib.sha256(self.pictures.read(row)).digest())
+                except BadFileError:
+                    return False
+        return sha.hexdigest() == record.extra.get(PICTURES)
+
+    def picture(self, row: int, budget: PixelBudget) -> Picture:
+        """Decode and crop a picture. Raises BadFileError."""
         if int(self.pictures.labels[row]) < 0:
             raise BadFileError(UNLABELLED)
         data = self.pictures.read(row)
         if not data:
             raise BadFileError("empty file")
         size = self.image_size
-        return decode_image(data, size, (3, size, size)), hashlib.sha256(data).digest()
+        found = decode_image(data, size, (3, size, size), budget)
+        return Picture(found.pixels, hashlib.sha256(data).digest(), found.is_converted)
 
 
 def make_plan(
@@ -111,6 +151,7 @@ def make_plan(
     batch_size: int = 32,
     shard_size: int | None = None,
     text: str | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> EncodePlan:
     """Plan the shards. Raises UserError if the autoencoder cannot encode this size."""
     factor = vae.facts.factor
@@ -161,5 +202,6 @@ def make_plan(
         posterior,
         units,
         about,
+        max_pixels,
         shard_size=shard_size or max(1, min(SHARD_BYTES // bytes_each, size)),
     )

@@ -12,8 +12,13 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from titan_dit.config.section import UserError
+from titan_dit.launcher.torch_range import pip_install
 
-INSTALL = "Install it: pip install 'titan_dit[pictures]', or in a clone: pip install {}."
+
+def install(package: str) -> str:
+    """What to do if a package is missing."""
+    extra = pip_install("'titan_dit[pictures]'")
+    return f"Install it: {extra}, or in a clone: {pip_install(package)}"
 
 
 def diffusers(what: str) -> ModuleType:
@@ -32,7 +37,7 @@ def diffusers(what: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"{what} needs the library diffusers, which cannot be imported ({error}). "
-            + INSTALL.format("diffusers")
+            + install("diffusers")
         ) from None
     # Of the hub: a line for each try without a network, a warning of how diffusers calls it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -76,5 +81,5 @@ def parquet(what: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"{what} needs the library pyarrow, which cannot be imported ({error}). "
-            + INSTALL.format("pyarrow")
+            + install("pyarrow")
         ) from None

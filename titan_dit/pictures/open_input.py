@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,12 @@ from titan_dit.pictures.read_metadata import FILES, open_metadata
 from titan_dit.pictures.read_parquet import open_parquet
 from titan_dit.pictures.read_tars import open_tars
 
-SPLITS = ("train", "test", "val")
+SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test",),
+    "val": ("val", "valid", "validation"),
+}
+"""Splits, and the names of each."""
 READERS = {".parquet": open_parquet, ".tar": open_tars}
 
 
@@ -95,5 +101,7 @@ def of_split(folder: Path, files: Sequence[Path], asked: Asked) -> list[Path]:
 
 
 def is_of(split: str, file: Path, folder: Path) -> bool:
-    """True if the name of the file, or of a folder between, begins with the split's."""
-    return any(part.startswith(split) for part in file.relative_to(folder).parts)
+    """True if the file, or a folder between, is named train, train-0, train_0: not trainee-0."""
+    names = map(re.escape, SPLITS.get(split, (split,)))
+    begins = re.compile(rf"({'|'.join(names)})(?![^\W_])")
+    return any(begins.match(part) for part in file.relative_to(folder).parts)

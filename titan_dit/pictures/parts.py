@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.system.files import reason_of, write_whole
 
@@ -53,7 +54,7 @@ class Parts:
         if file.is_file():
             before: dict[str, Any] = {}
             with suppress(ValueError):
-                before = dict(json.loads(file.read_text()))
+                before = dict(user_text.parse_json(file.read_text()))
             if before.get("digest") == self.digest:
                 return
             changes = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +14,16 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from titan_dit.config.section import UserError
+from titan_dit.config.user_text import is_utf8
 from titan_dit.data.class_labels import few, missing_below
-from titan_dit.data.files import LABEL_LIMIT
+from titan_dit.data.files import LABEL_LIMIT, BadFileError
 from titan_dit.data.listing import Names
 
 Label = str | int | None
-
+Stamp = tuple[int, int]
+"""Length and time of modification (ns) of a file."""
+MAX_ROWS, BYTES_PER_ROW = 1_000_000, 16
+MAX_DIGITS = 19
 UNLABELLED = "no label"
 """Why a picture without a class is dropped from a set that has classes."""
 
@@ -37,6 +43,21 @@ class Asked:
     The command has no flags to say so."""
     where: str = "[data encode] input="
     """Begins an error, before a path."""
+    max_text_bytes: int = 1 << 20
+    """Bytes of a row, or of a text beside a picture."""
+    max_file_bytes: int = 256 << 20
+    """Bytes of a picture's file."""
+    max_rows: int | None = None
+    """Rows of parquet files. None: MAX_ROWS, or one for BYTES_PER_ROW bytes of them."""
+
+    def fix(self, flag: str) -> str:
+        """What to do about something that is larger than the limit of a flag."""
+        return "Correct it." if self.gaps else f"Correct it, or raise {flag}."
+
+    def check_size(self, size: int) -> None:
+        """Raise BadFileError for a picture's file that is too large to be read."""
+        if size > self.max_file_bytes:
+            raise BadFileError(f"{size:,} bytes, more than --max-file-bytes {self.max_file_bytes}")
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,10 @@ class PictureSet:
     """Captions; "" where there is none. Empty if the set has no captions."""
     read: Callable[[int], bytes]
     """The file of a picture. Raises BadFileError or OSError."""
+    stamp: Callable[[int], Stamp]
+    """What changes with the file that holds a picture."""
+    max_file_bytes: int = Asked.max_file_bytes
+    """Pictures whose files have more bytes are dropped."""
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -69,6 +94,7 @@ def make_set(
     labels: Sequence[Label],
     texts: Sequence[str],
     read: Callable[[int], bytes],
+    stamp: Callable[[int], Stamp],
     asked: Asked,
     class_names: Sequence[str] = (),
 ) -> PictureSet:
@@ -124,7 +150,16 @@ def make_set(
         )
     kept = list(texts) if any(texts) else []
     return PictureSet(
-        root, kind, Names(names), torch.tensor(numbers), most, found_names, kept, read
+        root,
+        kind,
+        Names(names),
+        torch.tensor(numbers),
+        most,
+        found_names,
+        kept,
+        read,
+        stamp,
+        asked.max_file_bytes,
     )
 
 
@@ -144,7 +179,7 @@ def refuse_mixture(where: str, names: Sequence[str], labels: Sequence[Label], as
         )
 
 
-def is_number(label: Label) -> bool:
+def is_number(label: object) -> bool:
     """True for an integer and for its text."""
     return str(label).removeprefix("-").isdecimal()
 
@@ -160,6 +195,7 @@ def by_name(
     """Number names in the order of `classes`, else sorted."""
     found = sorted({label for label in labels if label is not None})
     names = tuple(classes or found)
+    refuse_other_forms(where, found)
     if unknown := [name for name in found if name not in set(names)]:
         raise UserError(
             f"{where}: the labels {few(unknown)} are not among the {len(names)} listed classes. "
@@ -169,15 +205,52 @@ def by_name(
     return [-1 if label is None else numbers[label] for label in labels], names
 
 
-def label_of(value: object) -> Label:
-    """A label as a file holds it: an integer, decimal text, the name of a class, or nothing."""
-    if value is None or value == "" or (isinstance(value, float) and value != value):
+def refuse_other_forms(where: str, labels: Sequence[str]) -> None:
+    """Raise UserError for two labels that look alike: an accent may be a character of its own."""
+    forms: dict[str, str] = {}
+    for label in labels:
+        if (other := forms.setdefault(unicodedata.normalize("NFC", label), label)) != label:
+            raise UserError(
+                f"{where}: the labels {other!a} and {label!a} are one word in two forms of "
+                "Unicode. Write it in one of them."
+            )
+
+
+def label_of(value: object, where: str) -> Label:
+    """A label as a file holds it: an integer, decimal text, the name of a class, or nothing.
+
+    Raises UserError, which `where` begins, for anything else.
+    """
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | str | float):
-        return str(value)
+    check_scalar(value, "label", where)
+    if is_number(value) and len(str(value)) > MAX_DIGITS:
+        raise UserError(f"{where}: the label is a number of {len(str(value))} digits. Correct it.")
     if isinstance(value, float):
         return int(value) if value.is_integer() else str(value)
+    assert isinstance(value, int | str)
     return value
+
+
+def caption_of(value: object, where: str) -> str:
+    """A caption as a file holds it: text, a number, or nothing. Raises UserError for the rest."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    check_scalar(value, "caption", where)
+    return str(value)
+
+
+def check_scalar(value: object, what: str, where: str) -> None:
+    """Raise UserError unless a value of a row is text or a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | str | float):
+        raise UserError(
+            f"{where}: the {what} is a {type(value).__name__}, {str(value)[:40]!r}. Give a text "
+            "or a number."
+        )
+    if isinstance(value, float) and math.isinf(value):
+        raise UserError(f"{where}: the {what} is {value}. Give a text or a finite number.")
+    if isinstance(value, str) and not is_utf8(value):
+        raise UserError(f"{where}: the {what} {value[:40]!a} has half a surrogate pair.")
 
 
 def numbers_if_decimal(labels: Sequence[Label]) -> list[Label]:

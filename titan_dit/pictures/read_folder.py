@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan_dit.config.section import UserError
-from titan_dit.data.files import read_whole
+from titan_dit.data.files import read_whole, stamp_of
 from titan_dit.data.listing import list_folder
-from titan_dit.pictures.picture_set import Asked, PictureSet
+from titan_dit.pictures.picture_set import Asked, PictureSet, Stamp
 
 
 def open_folder(root: Path, asked: Asked) -> PictureSet:
@@ -19,7 +19,10 @@ def open_folder(root: Path, asked: Asked) -> PictureSet:
         )
 
     def read(row: int) -> bytes:
-        return bytes(read_whole(root / listing.names[row]))
+        return bytes(read_whole(root / listing.names[row], asked.check_size))
+
+    def stamp(row: int) -> Stamp:
+        return stamp_of(root / listing.names[row])
 
     return PictureSet(
         root,
@@ -30,4 +33,6 @@ def open_folder(root: Path, asked: Asked) -> PictureSet:
         listing.class_names,
         [],
         read,
+        stamp,
+        asked.max_file_bytes,
     )

@@ -6,22 +6,25 @@ are in the schema's metadata, or a name; `text` or `caption` a caption. Text may
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_dit.config.section import UserError
+from titan_dit.config.user_text import parse_json
 from titan_dit.data.class_labels import few
-from titan_dit.data.files import BadFileError
-from titan_dit.pictures.library import parquet
+from titan_dit.data.files import BadFileError, stamp_of
+from titan_dit.pictures.parquet_table import MAX_GROUP_BYTES, ParquetTable
 from titan_dit.pictures.picture_set import (
     Asked,
+    Label,
     PictureSet,
+    Stamp,
+    caption_of,
     label_of,
     make_set,
     numbers_if_decimal,
@@ -30,83 +33,129 @@ from titan_dit.pictures.picture_set import (
 IMAGES, LABELS, TEXTS = ("image", "img", "png", "jpg"), ("label", "labels"), ("text", "caption")
 KEPT_GROUPS = 3
 """Row groups in memory: threads read ahead into the next one."""
+KEPT_BYTES = MAX_GROUP_BYTES // 2
+"""Row groups in memory beyond these bytes are two: that of most threads, and the next one."""
+
+
+class Group(NamedTuple):
+    """A row group of a file."""
+
+    table: ParquetTable
+    image: str
+    number: int
+    rows: int
+    bytes: int
+    """Of its pictures, unpacked."""
 
 
 def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     """List the rows of parquet files, one after another. Reads no pictures."""
-    library = parquet(f"{asked.where}{root}: parquet")
-    names, labels, texts, groups = [], [], [], []
+    names: list[str] = []
+    labels: list[Label] = []
+    texts: list[str] = []
+    groups: list[Group] = []
     class_names: Sequence[str] = ()
+    total = sum(file.stat().st_size for file in files)
     for file in files:
-        try:
-            opened = library.ParquetFile(file)
-            columns = opened.schema_arrow.names
-            label, text = (
-                next((k for k in keys if k in columns), None) for keys in (LABELS, TEXTS)
-            )
-            wanted = [name for name in (label, text) if name]
-            table = opened.read(columns=wanted).to_pydict() if wanted else {}
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{asked.where}{file} is not readable parquet: {reason}") from None
-        image = next((name for name in IMAGES if name in columns), None)
-        if image is None:
-            raise UserError(
-                f"{asked.where}{file} has the columns {', '.join(columns)}, but none of "
-                f"{', '.join(IMAGES)} with pictures."
-            )
-        count = opened.metadata.num_rows
-        names += [f"{file.relative_to(root)}:{row}" for row in range(count)]
-        labels += [label_of(as_text(value)) for value in table.get(label, [None] * count)]
-        texts += [str(as_text(value) or "") for value in table.get(text, [""] * count)]
-        groups += [
-            (opened, image, number, opened.metadata.row_group(number).num_rows)
-            for number in range(opened.num_row_groups)
-        ]
-        more = names_of(opened.schema_arrow.metadata or {}, label)
+        table = ParquetTable(file, f"{asked.where}{file}", asked)
+        table.check_rows(len(names) + table.count, total)
+        groups += groups_of(table)
+        label, text = (next((k for k in keys if k in table.names), "") for keys in (LABELS, TEXTS))
+        for row, values in enumerate(table.rows([name for name in (label, text) if name])):
+            at = f"{table.where}, row {row + 1}"
+            names.append(f"{file.relative_to(root)}:{row}")
+            labels.append(label_of(values.get(label), at))
+            texts.append(caption_of(values.get(text), at))
+        more = names_of(table.schema.metadata or {}, label)
         if class_names and more and more != class_names:
             raise UserError(
                 f"{asked.where}{file} names the classes {few(more)}, but the files before it "
                 f"{few(class_names)}: their numbers differ. Give the files of one of them."
             )
         class_names = class_names or more
-    ends = list(accumulate(rows for *_, rows in groups))
-    lock = Lock()
-
-    @lru_cache(KEPT_GROUPS)
-    def group(number: int) -> Any:
-        opened, image, at, _ = groups[number]
-        return opened.read_row_group(at, columns=[image]).column(0)
+    ends = list(accumulate(group.rows for group in groups))
+    held = HeldGroups(groups)
 
     def read(row: int) -> bytes:
         number = bisect_right(ends, row)
-        with lock:  # A file is read by one thread at a time.
-            try:
-                column = group(number)
-            except (OSError, ValueError) as error:
-                if isinstance(error, OSError) and error.errno:
-                    raise  # Of the disk, not of what the file holds.
-                raise BadFileError("in a damaged row group") from None
-        value = column[row - (ends[number] - groups[number][3])].as_py()
+        column = held.column(number)
+        value = column[row - (ends[number] - groups[number].rows)].as_py()
         data = value.get("bytes") if isinstance(value, Mapping) else value
         if not isinstance(data, bytes) or not data:
             raise BadFileError("holds no bytes of a picture")
+        asked.check_size(len(data))
         return data
+
+    stamps = {id(group.table): stamp_of(group.table.file) for group in groups}
+
+    def stamp(row: int) -> Stamp:
+        return stamps[id(groups[bisect_right(ends, row)].table)]
 
     kind = f"{len(files)} parquet files"
     numbered = numbers_if_decimal(labels)
-    return make_set(root, kind, names, numbered, texts, read, asked, class_names)
+    return make_set(root, kind, names, numbered, texts, read, stamp, asked, class_names)
 
 
-def as_text(value: object) -> object:
-    """Bytes as text: some writers do not mark a column as UTF-8."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+def groups_of(table: ParquetTable) -> list[Group]:
+    """The row groups of a file; UserError if it has no pictures, or too large a group."""
+    image = next((name for name in IMAGES if name in table.names), None)
+    if image is None:
+        raise UserError(
+            f"{table.where} has the columns {few(table.names)}, but none of {', '.join(IMAGES)} "
+            "with pictures."
+        )
+    about = table.opened.metadata
+    return [
+        Group(
+            table,
+            image,
+            number,
+            about.row_group(number).num_rows,
+            table.check_group(table.opened, number, image),
+        )
+        for number in range(table.opened.num_row_groups)
+    ]
 
 
-def names_of(metadata: Mapping[bytes, bytes], label: str | None) -> Sequence[str]:
+class HeldGroups:
+    """The pictures of the row groups that were read last."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.held: OrderedDict[int, Any] = OrderedDict()
+        self.lock = Lock()
+        """A file is read by one thread at a time."""
+
+    def column(self, number: int) -> Any:
+        """The pictures of a row group. Raises BadFileError if it is damaged."""
+        with self.lock:
+            if number not in self.held:
+                large = self.groups[number].bytes > KEPT_BYTES // KEPT_GROUPS
+                while len(self.held) >= (2 if large else KEPT_GROUPS):
+                    self.held.popitem(last=False)
+                self.held[number] = self.read(self.groups[number])
+            self.held.move_to_end(number)
+            return self.held[number]
+
+    def read(self, group: Group) -> Any:
+        """Read the pictures of a row group."""
+        opened = group.table.opened
+        try:
+            if group.rows * group.bytes > MAX_GROUP_BYTES:
+                # Rows may repeat a picture, which is there once in a dictionary.
+                leaves = group.table.leaves(group.image)
+                opened = group.table.library.ParquetFile(group.table.file, read_dictionary=leaves)
+            return opened.read_row_group(group.number, columns=[group.image]).column(0)
+        except Exception as error:  # pyarrow raises any exception on a damaged file.
+            if isinstance(error, OSError) and error.errno:
+                raise  # Of the disk, not of what the file holds.
+            raise BadFileError("in a damaged row group") from None
+
+
+def names_of(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
     """The classes' names in the metadata of a schema; () if it has none."""
     try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        features = parse_json(metadata[b"huggingface"])["info"]["features"]
         return tuple(map(str, features[label]["names"]))
     except (KeyError, TypeError, ValueError):
         return ()

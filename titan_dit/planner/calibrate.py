@@ -232,16 +232,20 @@ def as_text(error: float | None) -> str:
 
 
 def calibrate(
-    gpu_json: Path | None, runs: Sequence[Path], out: Path, device: Device | None = None
+    gpu_json: Path | None,
+    runs: Sequence[Path],
+    out: Path,
+    device: Device | None = None,
+    trust: bool = False,
 ) -> list[str]:
     """Fit a device to what was measured and write its file; returns console lines.
 
     `gpu_json` is of benchmarks/gpu.py, `runs` are run directories, `device` the one to start from;
-    without it the one that `gpu_json` names. Raises UserError, also if one of them was measured on
-    another device.
+    without it the one that `gpu_json` names. `trust`: import modules that their configs name.
+    Raises UserError, also if one of them was measured on another device.
     """
-    found = [*(of_gpu(gpu_json) if gpu_json else ())]
-    found += [of_run(run, "--calibrate") for run in runs]
+    found = [*(of_gpu(gpu_json, trust) if gpu_json else ())]
+    found += [of_run(run, "--calibrate", trust) for run in runs]
     start = device or known_device([one.device for one in found])
     for one in found:
         if other := another_device(one, start):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from typing import Any
 
 import torch
 
-from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.config import catalog, config_file
+from titan_dit.config import catalog, config_file, dotted_names, user_text
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe.metrics import Row, read_rows
@@ -62,10 +61,11 @@ class Measured:
         return 1e3 * self.plan.global_batch_size / self.step_ms
 
 
-def of_run(run: Path, flag: str = "--run") -> Measured:
+def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
     """The steps of a run: the median over its rows. UserError, with `flag`, without metrics.
 
-    Of a run that was resumed on other ranks, those since then.
+    Of a run that was resumed on other ranks, those since then. `trust`: import the modules that its
+    config names.
     """
     tables_file, metrics_file = run / "config.toml", run / "metrics.jsonl"
     if not tables_file.is_file():
@@ -73,7 +73,9 @@ def of_run(run: Path, flag: str = "--run") -> Measured:
             f"{flag} {run}: no config.toml. Give the directory of a run, such as outputs/NAME."
         )
     rows = [row for row in read_rows(metrics_file) if row.get("step_ms")]
-    config = config_file.build(config_file.of_run(tables_file), catalog.variant)
+    tables = config_file.of_run(tables_file)
+    dotted_names.check_trusted(tables, f"{flag} {run}", trust)
+    config = config_file.build(tables, catalog.variant)
     try:
         rows, ranks = of_the_last_ranks(config, rows)
     except KeyError as error:
@@ -128,28 +130,32 @@ def of_the_last_ranks(config: JobConfig, rows: Sequence[Row]) -> tuple[list[Row]
 def versions_of(run: Path) -> dict[str, str]:
     """Versions in the newest checkpoint of a run; {} if it has none."""
     try:
-        found = checkpoint.read_record(find_checkpoint(location(run), None))
+        found = read_record(find_checkpoint(location(run), None))
     except UserError:
         return {}
-    return dict(found["versions"])
+    return dict(found.get("versions", {}))
 
 
-def of_gpu(file: Path) -> list[Measured]:
-    """The steps of titan_dit that benchmarks/gpu.py measured, one for each contender and cell."""
+def of_gpu(file: Path, trust: bool = False) -> list[Measured]:
+    """The steps of titan_dit that benchmarks/gpu.py measured, one for each contender and cell.
+
+    `trust`: import the modules that their configs name.
+    """
     if not file.is_file():
         raise UserError(
             f"--calibrate {file}: no such file. Write it with benchmarks/gpu.py --out FILE."
         )
+    text = user_text.read(file, f"--calibrate {file}")
     try:
-        report = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        report = user_text.parse_json(text)
+    except user_text.BadTextError as error:
         raise UserError(
-            f"--calibrate {file}: not a JSON of benchmarks/gpu.py ({error}). Write it with "
+            f"--calibrate {file}: no report of benchmarks/gpu.py: {error}. Write it with "
             "benchmarks/gpu.py --out FILE."
         ) from None
     try:
-        found = list(steps_of(report))
-    except (AttributeError, KeyError, TypeError):  # Another program's JSON.
+        found = list(steps_of(report, f"--calibrate {file}", trust))
+    except (AttributeError, KeyError, TypeError, ArithmeticError):  # Another program's JSON.
         found = []
     if not found:
         raise UserError(
@@ -159,7 +165,7 @@ def of_gpu(file: Path) -> list[Measured]:
     return found
 
 
-def steps_of(report: Mapping[str, Any]) -> Iterator[Measured]:
+def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[Measured]:
     """The rows of a report that have a config; several rounds are one step."""
     versions = {name: str(report.get(name, "")) for name in ("titan_dit", "torch", "driver")}
     for entry in report.get("configs", ()):
@@ -171,6 +177,7 @@ def steps_of(report: Mapping[str, Any]) -> Iterator[Measured]:
         ]
         if not rows:
             continue
+        dotted_names.check_trusted(entry["tables"], source, trust)
         config = config_file.build(entry["tables"], catalog.variant)
         yield Measured(
             name="{contender}, {model}, {tokens} tokens, batch {batch}".format(**key),
@@ -232,9 +239,9 @@ def warnings(measured: Measured) -> Iterator[str]:
             )
 
 
-def beside(run: Path, device: Device) -> list[str]:
+def beside(run: Path, device: Device, trust: bool = False) -> list[str]:
     """The plan of a run on a device beside its metrics; console lines. Raises UserError."""
-    found = of_run(run)
+    found = of_run(run, trust=trust)
     plan, counts = found.plan, Rehearsals(found.config).counts(found.plan)
     step = estimate(plan, counts, device)
     other = another_device(found, device)

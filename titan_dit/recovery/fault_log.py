@@ -5,20 +5,31 @@ The file is append-only. A step that was repeated after a resume has two lines; 
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_dit.data.sample_ranges import ranges_of
+from titan_dit.config import schema, user_text
+from titan_dit.config.schema import Maybe
+from titan_dit.config.section import Finite
+from titan_dit.data.sample_ranges import OF_STEP, ranges_of
 from titan_dit.objectives.base import Objective
 from titan_dit.recovery.guard import BadStep
 from titan_dit.rng import SampleRNG
 
 FILE = "faults.jsonl"
+LINE = {
+    "step": schema.COUNT,
+    "kind": str,
+    "to_step": Maybe(schema.COUNT),
+    "sample_numbers": Maybe(OF_STEP),
+    "loss_scale": Maybe(Finite),
+}
+"""Keys of a line that are read."""
 
 
 def bad_step(
@@ -55,7 +66,17 @@ def drawn_for(
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Parse a run's file; skip a truncated last line."""
+    """Parse a run's file, without damaged lines. Raises UserError for a wrong one."""
     file = folder / FILE
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]
+    return list(whole_lines(file, LINE)) if file.is_file() else []
+
+
+def whole_lines(file: Path, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file of a run, checked, without those that a kill or disk spoiled."""
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        found = None
+        with contextlib.suppress(user_text.BadTextError):
+            found = user_text.parse_json(line)
+        if isinstance(found, dict):
+            schema.check(found, keys, f"{file} line {number}:")
+            yield found

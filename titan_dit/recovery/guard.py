@@ -232,7 +232,8 @@ class Guard:
         self.streak = (first[0], first[1]) if first else None
         self.average.fill_(saved.get("average", 0.0))
         self.num_good.fill_(saved.get("num_good", 0))
-        self.num_losses = saved.get("num_losses", 0)
-        self.smooth_loss = saved["smooth_loss"] if self.num_losses else math.nan
+        smooth_loss = saved.get("smooth_loss")
+        self.num_losses = 0 if smooth_loss is None else saved.get("num_losses", 0)
+        self.smooth_loss = math.nan if smooth_loss is None else smooth_loss
         if self.scaling:
             self.scaling.load(saved.get("loss_scale"))

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_dit.checkpoint import checkpoint, run_path
+from titan_dit.checkpoint import run_path
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog
@@ -47,7 +48,7 @@ def candidates(given: str) -> list[Location]:
     """The checkpoints that [checkpoint] init names, in order of preference."""
     named = run_path.resolve(location(given))
     if named.checkpoint:
-        checkpoint.read_record(named.checkpoint)  # Raises if it is not a checkpoint.
+        read_record(named.checkpoint)  # Raises if it is not a checkpoint.
         return [named.checkpoint]
     if paths := resume.own_newest_first(named.checkpoints):
         return paths

@@ -50,7 +50,7 @@ def tables_of_checkpoint(run: RunConfig, settings: CheckpointConfig) -> Tables:
 
 def tables_of_folder(run: RunConfig, settings: CheckpointConfig) -> Tables:
     """Return RUN/config.toml if the run has taken a step."""
-    file = resume.folder_of(run) / "config.toml"
+    file = run.folder / "config.toml"
     if not file.is_file() or not resume.has_started(run, settings):
         return {}
     return of_run(file)

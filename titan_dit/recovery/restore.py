@@ -68,7 +68,7 @@ def resumed(
         say(*lines)
     load = resume.load_imported if record.get("imported") else resume.load
     load(path, record, tensors, ema)
-    rollbacks = rollback.read(resume.folder_of(run)) if own else Rollbacks()
+    rollbacks = rollback.read(run.folder) if own else Rollbacks()
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
     if ranks.is_first:
         resume.set_aside_newer(checkpoints, start)
@@ -89,7 +89,7 @@ def rolled_back(
     """Load the newest checkpoint before the bad steps, or raise UserError. Collective."""
     checkpoints.wait()
     start = resume.newest_before(checkpoints, bad.first)
-    context = resume.folder_of(run), checkpoints, config
+    context = run.folder, checkpoints, config
     # Only the first rank changes the disk; if it cannot, all ranks raise.
     rollbacks = Ranks().run_on_first(lambda: rollback.record_rollback(*context, bad, start))
     assert start.path

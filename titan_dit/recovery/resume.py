@@ -6,13 +6,12 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint, run_path
-from titan_dit.checkpoint.checkpoint import Damaged, read_record
+from titan_dit.checkpoint.record import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.saved_weights import OWN
 from titan_dit.checkpoint.snapshots import averages_in
@@ -31,14 +30,9 @@ from titan_dit.models import lora
 from titan_dit.optim.ema import EMA
 
 
-def folder_of(run: RunConfig) -> Path:
-    """The run directory."""
-    return Path(run.dir or f"outputs/{run.name}")
-
-
 def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
     """The checkpoints of a run, in its directory or [checkpoint] dir."""
-    return Checkpoints(location(settings.dir or folder_of(run) / "checkpoints"), settings)
+    return Checkpoints(location(settings.dir or run.folder / "checkpoints"), settings)
 
 
 def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
@@ -50,7 +44,7 @@ def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
     if wanted(settings.resume) == "never":
         candidates(checkpoints_of(run, settings), "never")
         return False
-    rows = folder_of(run) / "metrics.jsonl"
+    rows = run.folder / "metrics.jsonl"
     has_rows = rows.is_file() and rows.stat().st_size > 0
     return has_rows or checkpoints_of(run, settings).newest() is not None
 
@@ -155,7 +149,7 @@ def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
 
     Otherwise the run would silently restart from step 0.
     """
-    file = folder_of(run) / "config.toml"
+    file = run.folder / "config.toml"
     table = read_toml(file).get("checkpoint", {}) if file.is_file() else {}
     was = checkpoints_of(run, replace(settings, dir=str(table.get("dir", ""))))
     if was.folder != checkpoints_of(run, settings).folder and (newest := was.newest()):
@@ -182,8 +176,8 @@ def readable(path: Location) -> tuple[dict[str, Any], str]:
         return {}, f"{MANIFEST} is missing"
     try:
         return read_record(path), ""
-    except Damaged:
-        return {}, MANIFEST
+    except Damaged as error:
+        return {}, f"{MANIFEST}: {error.what}"
 
 
 def is_own(checkpoints: Checkpoints, path: Location) -> bool:

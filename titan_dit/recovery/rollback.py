@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
+from titan_dit.config import schema, user_text
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
 from titan_dit.data.sample_ranges import SampleRange
@@ -19,6 +20,11 @@ from titan_dit.recovery.resume import Start, set_aside_newer
 from titan_dit.system.files import write_whole
 
 FILE = "rollbacks.json"
+SCHEMA = {
+    "skipped": schema.Rows((schema.COUNT, schema.COUNT, str)),
+    "in_vain": schema.COUNT,
+    "reached": schema.COUNT,
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,14 @@ def read(folder: Path) -> Rollbacks:
     """Read a run's rollbacks; none if there is no file."""
     if not (folder / FILE).is_file():
         return Rollbacks()
-    values = json.loads((folder / FILE).read_text())
+    try:
+        values = user_text.parse_json((folder / FILE).read_bytes())
+        schema.check(values, SCHEMA, "")
+    except ValueError as error:
+        raise UserError(
+            f"[faults] {folder / FILE} is damaged: {str(error).strip(' .')}. Restore the file, or "
+            "start a new run with --job.name."
+        ) from None
     return Rollbacks(
         tuple(Skipped(*entry) for entry in values["skipped"]), values["in_vain"], values["reached"]
     )

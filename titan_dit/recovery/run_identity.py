@@ -10,6 +10,7 @@ from typing import Any
 from titan_dit.checkpoint.store import Location
 from titan_dit.config import catalog
 from titan_dit.config.config_file import (
+    CHOSEN_BY_NAME,
     FORMAT,
     Tables,
     build,
@@ -55,10 +56,11 @@ def check_same_mathematics(
     Imported weights belong to no run: only [model] without `OF_TRAINING`, `WHAT_WEIGHTS_ARE`, and
     rank and scale of adapters must agree. `ways_out`: the end of the error, see `mismatch`.
     """
+    tables, renamed = known_parts(of_record(record), identity.config)
     # Built again: keys that did not exist then get their defaults, as they do now.
-    before = build(of_record(record), catalog.variant)
+    before = build(tables, catalog.variant)
     before = replace(before, ema=before.ema.settled())
-    changed = list(changes(to_tables(before), identity.config))
+    changed = [*renamed, *changes(to_tables(before), identity.config)]
     has_part = before.data.has_validation_part
     held_out = before.validation.held_out_of(has_part=has_part), identity.num_held_out
     if record.get("imported", False):
@@ -83,8 +85,26 @@ def check_same_mathematics(
         raise UserError(
             f"[checkpoint] {path} does not match this run:\n  "
             + "\n  ".join(changed)
-            + f"\n{ways_out()}"
+            + f"\n  {ways_out()}"
         )
+
+
+def known_parts(tables: Tables, config: Tables) -> tuple[Tables, list[str]]:
+    """A checkpoint's config without parts of the user's that this run has not, and the changes.
+
+    They are not imported: only this run's own config says what is. `config`: this run's.
+    """
+    others = {
+        section: show(tables[section]["name"])
+        for section in CHOSEN_BY_NAME
+        if ":" in str(tables.get(section, {}).get("name", ""))
+        and tables[section]["name"] != config[section]["name"]
+    }
+    kept = {section: config[section] if section in others else t for section, t in tables.items()}
+    return kept, [
+        f"[{section}] name: {name} -> {show(config[section]['name'])}"
+        for section, name in others.items()
+    ]
 
 
 def check_held_out(path: Location, record: Mapping[str, Any], identity: Identity) -> None:

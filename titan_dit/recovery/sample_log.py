@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from titan_dit.config import schema
 from titan_dit.data.base import Batch
-from titan_dit.data.sample_ranges import numbers_of, ranges_of
+from titan_dit.data.sample_ranges import OF_STEP, numbers_of, ranges_of
 from titan_dit.launcher.ranks import Ranks
+from titan_dit.recovery.fault_log import whole_lines
 from titan_dit.recovery.ledger import Ledger
 
 FOLDER = "samples-seen"
+LINE = {"step": schema.COUNT, "ranks": schema.COUNT, "numbers": OF_STEP}
 
 
 def attempts(run: Path) -> list[Path]:
@@ -63,7 +65,7 @@ def seen(run: Path) -> dict[int, Counter[int]]:
     for attempt in attempts(run):
         lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for file in sorted(attempt.glob("rank-*.jsonl")):
-            for line in whole_lines(file):
+            for line in whole_lines(file, LINE):
                 lines[line["step"]].append(line)
         if lines:
             history = {step: found for step, found in history.items() if step < min(lines)}
@@ -82,10 +84,3 @@ def trained(run: Path, ledger: Ledger) -> Counter[int]:
     for number in numbers_of(ledger.untrained_ranges):
         total.pop(number, None)
     return total
-
-
-def whole_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file, without a truncated last line."""
-    for line in file.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.order_file import ACTION
@@ -84,11 +85,12 @@ def write(path: Path, costs: MeasuredCosts) -> None:
 
 def read(path: Path) -> MeasuredCosts:
     """Read the file. Raises UserError if it is damaged or of another format."""
+    text = user_text.read(path, str(path))
     try:
-        content = json.loads(path.read_text())
+        content = user_text.parse_json(text)
         number = content["format"]
         costs = parsed(content) if number == FORMAT else None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ArithmeticError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(
             f"{path} is no whole costs file ({type(error).__name__}: {error}). Profile the run "
             "again: --profile.enabled true."

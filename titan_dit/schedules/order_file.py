@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
 from titan_dit.schedules.action import Action, Kind, Order
 
@@ -27,11 +28,9 @@ def read(path: Path) -> Order:
     """Read an order. Raises UserError unless it is a file of actions; see `proof.check`, too."""
     where = f"[pipeline] order={show(str(path))}"
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{where} cannot be read: {error.strerror}. {REMEDY}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{where} cannot be read: it is no text. {REMEDY}") from None
+        text = user_text.read(path, where)
+    except UserError as error:
+        raise UserError(f"{error} {REMEDY}") from None
     order = []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):

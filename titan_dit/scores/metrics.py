@@ -40,22 +40,23 @@ def frechet(a: Moments, b: Moments) -> float:
 
 def kernel_distance(
     drawn: Float[Tensor, "n d"], real: Float[Tensor, "m d"]
-) -> tuple[float, float, int]:
+) -> tuple[float, float | None, int]:
     """Mean and std over subsets of the unbiased squared MMD, and the subsets' size.
 
     The kernel is (x y / d + 1)^3 (arXiv:1801.01401, section 4). Fewer than 1,000 rows are one
-    smaller subset size.
+    smaller subset size. The std is None if a subset is all rows of both: every subset is the same.
     """
     size = min(KID_SUBSET, len(drawn), len(real))
+    is_one = size == len(drawn) == len(real)
     rng = np.random.RandomState(SEED)
     found = []
-    for _ in range(KID_SUBSETS):
+    for _ in range(1 if is_one else KID_SUBSETS):
         x = drawn[rng.choice(len(drawn), size, replace=False)].double()
         y = real[rng.choice(len(real), size, replace=False)].double()
         xx, yy, xy = ((p @ q.T / x.shape[1] + 1) ** 3 for p, q in ((x, x), (y, y), (x, y)))
         within = xx.sum() - xx.trace() + yy.sum() - yy.trace()
         found.append(float(within / (size * (size - 1)) - 2 * xy.sum() / size**2))
-    return float(np.mean(found)), float(np.std(found)), size
+    return float(np.mean(found)), None if is_one else float(np.std(found)), size
 
 
 def inception_score(logits: Float[Tensor, "n k"]) -> tuple[float, float]:

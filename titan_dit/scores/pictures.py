@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import zipfile
 from collections import Counter
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.data.listing import Names
-from titan_dit.data.packing.images import decode_image
+from titan_dit.data.packing.images import PixelBudget, decode_image
 from titan_dit.data.recognise import IMAGE_SUFFIXES
 from titan_dit.pictures.open_input import open_listed
 from titan_dit.pictures.picture_set import Asked, PictureSet
@@ -30,8 +32,12 @@ PICTURES = "arr_0"
 """Of a .npz: uint8 [n, h, w, 3] (arXiv:2105.05233's evaluator)."""
 LABELS = "arr_1"
 """Of the same, if it is there: the classes' numbers."""
+UNPACKED, MAX_RATIO = 64 << 20, 50
+"""Bytes that a compressed array may have, and for each byte of it; pictures have two or three."""
 OTHERS = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")
 """Suffixes of pictures that are not read."""
+LARGEST = 1 << 25
+"""Pixels of a picture that is not cropped: 5,792 x 5,792."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Pictures:
     """Pictures of each class, by its name or number; empty if they have no classes."""
     moments: Moments | None = None
     """Of a reference's file, for FID: ADM's are of a whole dataset, its pictures a part of it."""
+    formats: tuple[str, ...] = ()
+    """Of the files, such as JPEG; () if it is not known how the pictures were stored."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
     Without a `size` all must have that of the first. `where` names the flag or key in errors.
     """
     found = listed(folder, where)
+    budget = None if size else PixelBudget(LARGEST)
 
     def read(rows: range) -> Tensor:
         shape = shape_of_first() if size is None else (3, size, size)
@@ -73,7 +82,7 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
 
     def one(row: int, shape: tuple[int, ...] | None = None) -> Tensor:
         with naming(row):
-            return decode_image(found.read(row), size, shape)
+            return decode_image(found.read(row), size, shape, budget).pixels
 
     @contextmanager
     def naming(row: int) -> Iterator[None]:
@@ -94,7 +103,14 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
         return sha.hexdigest()
 
     about = f"{len(found.names):,} pictures of {folder}"
-    return Pictures(len(found.names), read, digest, about, found.classes)
+    formats = formats_of(found.names)
+    return Pictures(len(found.names), read, digest, about, found.classes, formats=formats)
+
+
+def formats_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The formats of files, by their suffixes."""
+    suffixes = {Path(name).suffix.lower().removeprefix(".") for name in names} - {""}
+    return tuple(sorted({"JPEG" if suffix == "jpg" else suffix.upper() for suffix in suffixes}))
 
 
 def listed(folder: Path, where: str) -> Listed:
@@ -229,6 +245,14 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
             if entry.compress_type == zipfile.ZIP_STORED:
                 return mapped(path, archive, entry)
             with archive.open(entry) as file:
+                shape, _, dtype, _ = header_of(file)
+            size = math.prod(shape) * dtype.itemsize
+            if size > max(UNPACKED, MAX_RATIO * entry.compress_size):
+                raise ValueError(
+                    f"{size:,} bytes from {entry.compress_size:,}; save it without compression: "
+                    "numpy.savez"
+                )
+            with archive.open(entry) as file:
                 whole: np.ndarray = np.lib.format.read_array(file)
                 return whole
     except Exception as error:  # zipfile, zlib and numpy raise any exception on a damaged file.
@@ -236,17 +260,20 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
         raise UserError(f"{where} {path}: {name} cannot be read ({reason}).") from None
 
 
+def header_of(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, Fortran order and dtype of a .npy, and the header's bytes."""
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+    return shape, fortran, dtype, file.tell()
+
+
 def mapped(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
     """An array that a .npz holds as it is, as a memory map."""
     with archive.open(entry) as file:
-        version = np.lib.format.read_magic(file)
-        header = (
-            np.lib.format.read_array_header_1_0(file)
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0(file)
-        )
-        length = file.tell()
-    shape, fortran, dtype = header
+        shape, fortran, dtype, length = header_of(file)
     if dtype.hasobject:  # Mapped, they would be read as addresses.
         raise ValueError("it holds Python objects, not numbers")
     with path.open("rb") as raw:

@@ -100,7 +100,8 @@ def score(drawn: Described, real: Described, names: Sequence[str], network: str)
         assert real.features is not None
         name = "kid" if known else "kernel_distance"
         mean, std, size = metrics.kernel_distance(drawn.features, real.features)
-        found |= {name: mean, f"{name}_std": std, f"{name}_pictures": size}
+        spread = {} if std is None else {f"{name}_std": std}
+        found |= {name: mean, **spread, f"{name}_pictures": size}
     if "is" in names:
         assert drawn.logits is not None
         name = "inception_score" if known else "classifier_score"

@@ -43,7 +43,7 @@ class Line:
 
     def show(self, text: str) -> None:
         """Replace the line by `text`, cut to the terminal's width."""
-        width = width_of(self.stream)
+        width, text = width_of(self.stream), stdio.printable(text, stdio.JOINERS)
         if width is None:
             stdio.write(self.stream, text + "\n")
         else:

@@ -1,11 +1,17 @@
-"""Writes to stdout and stderr that survive a closed pipe (`| head`) or terminal."""
+"""Writes to stdout and stderr that survive a closed pipe (`| head`) or terminal.
+
+Names of files, classes and tensors are other people's text: what a terminal would obey in it is
+printed as Python's escapes (`printable`).
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import sys
+import unicodedata
 from contextlib import suppress
 from typing import TextIO
 
@@ -17,11 +23,29 @@ CLEARED = "\r\033[K"
 """Clears a terminal's current line, where another process may have left a line of progress."""
 
 
-def write(stream: TextIO, text: str) -> None:
-    """Write and flush. A full disk keeps the text buffered; a lost reader silences the stream.
+OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode categories of characters that a terminal obeys or cannot encode: controls, text
+direction, surrogates of paths that are not UTF-8, line separators."""
+JOINERS = "\u200c\u200d"
+"""Of these categories, but part of Persian and Indian words and of emoji."""
 
-    On a terminal the text replaces what stands in the current line.
+
+def printable(text: str, kept: str = "") -> str:
+    """Replace what a terminal would obey, but `kept`, by Python's escapes, such as that of ESC."""
+    if text.isprintable():
+        return text
+    return "".join(
+        repr(c)[1:-1] if c not in kept and unicodedata.category(c) in OBEYED else c for c in text
+    )
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Write printable lines and flush; a lost reader silences the stream.
+
+    A full disk keeps the text buffered. On a terminal the text replaces what stands in the current
+    line.
     """
+    text = printable(text, JOINERS + "\n\t")
     try:
         stream.write(CLEARED + text if text and is_terminal(stream) else text)
         stream.flush()
@@ -38,13 +62,15 @@ def is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def open_missing() -> None:
-    """Redirect stdout and stderr to /dev/null if they were closed at start (`>&-`)."""
+def prepare() -> None:
+    """Open closed streams (`>&-`) on /dev/null; escape what their encoding lacks (LC_ALL=C)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # Gets the free descriptor number.
             os.set_inheritable(nowhere, True)  # Or a file of the ranks gets the number.
             setattr(sys, name, os.fdopen(nowhere, "w"))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def silence(stream: TextIO) -> None:

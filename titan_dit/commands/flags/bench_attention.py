@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from titan_dit.config.layout import PrecisionConfig
-from titan_dit.config.section import FilePath, PositiveInt, Section, UserError, hints_of
+from titan_dit.config.section import (
+    BatchSize,
+    Dim,
+    Few,
+    OutputPath,
+    PositiveInt,
+    Section,
+    UserError,
+    hints_of,
+)
 from titan_dit.models.dit_sizes import SIZES
 
 NAMES: tuple[str, ...] = get_args(hints_of(PrecisionConfig)["attention"])
@@ -26,17 +35,17 @@ class Options(Section):
 
     size: str | None = None
     """Heads and head dim of a named model: XL/2, 7B, ...; the patch size is ignored."""
-    heads: PositiveInt | None = None
+    heads: Few | None = None
     """Attention heads per rank."""
-    head_dim: PositiveInt | None = None
+    head_dim: Few | None = None
     """Channels per head."""
-    tokens: tuple[PositiveInt, ...] = (256, 1024)
+    tokens: tuple[Dim, ...] = (256, 1024)
     """Tokens per sample; every value is measured."""
-    batch: PositiveInt = 32
+    batch: BatchSize = 32
     """Batch size."""
     causal: bool = False
     """Mask the keys after each query."""
-    ring: PositiveInt = 1
+    ring: Few = 1
     """Work of one of this many ranks in a ring, without messages; must divide the tokens."""
     compiled: bool = False
     """Join the results of a ring's ranks by compiled kernels, as [compile] enabled does."""
@@ -45,7 +54,7 @@ class Options(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     laps: PositiveInt = 20
     """Timed calls; their median is printed. A quarter as many warm up."""
-    out: FilePath = ""
+    out: OutputPath = ""
     """JSON file for the results."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from titan_dit.config.section import FilePath, Section
+from titan_dit.config.section import RunPath, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,5 +16,5 @@ class Options(Section):
 
     section = "checkpoint list"
 
-    run: Annotated[FilePath, tyro.conf.Positional]
+    run: Annotated[RunPath, tyro.conf.Positional]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""

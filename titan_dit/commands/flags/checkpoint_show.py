@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from titan_dit.config.section import FilePath, Section
+from titan_dit.config.section import NonNegativeInt, RunPath, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +16,9 @@ class Options(Section):
 
     section = "checkpoint show"
 
-    path: Annotated[FilePath, tyro.conf.Positional]
+    path: Annotated[RunPath, tyro.conf.Positional]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step of the run's checkpoint. Unset: the newest."""
     tensors: bool = False
     """Also print every tensor's name, shape and dtype."""

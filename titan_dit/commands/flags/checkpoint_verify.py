@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from titan_dit.config.section import FilePath, Section
+from titan_dit.config.section import RunPath, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,5 +16,5 @@ class Options(Section):
 
     section = "checkpoint verify"
 
-    path: Annotated[FilePath, tyro.conf.Positional]
+    path: Annotated[RunPath, tyro.conf.Positional]
     """Run directory or its checkpoints folder (all of them), or one checkpoint; a path or URL."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from titan_dit.config.section import FilePath, Section
+from titan_dit.config.section import OutputPath, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,5 +18,5 @@ class Options(Section):
 
     name: Annotated[Literal["pictures"], tyro.conf.Positional]
     """pictures: 3,786 Noto emoji of 64 x 64 pixels in ten classes."""
-    out: FilePath
+    out: OutputPath
     """Folder to make."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_dit.config.section import FilePath, PositiveInt, Section
+from titan_dit.config.section import Dim, FilePath, OutputPath, PositiveInt, Section
+from titan_dit.data.tokenizing.chunks import Limits
 
 COMMAND = "data train-tokenizer"
 
@@ -18,9 +19,9 @@ class Options(Section):
 
     input: tuple[FilePath, ...]
     """Text files, as of `data tokenize`."""
-    output: FilePath
+    output: OutputPath
     """The tokenizer.json to write."""
-    vocabulary: PositiveInt
+    vocabulary: Dim
     """Most tokens, special ones included."""
     kind: Literal["bpe", "wordpiece"] = "bpe"
     """bpe: on bytes, as GPT-2's, with <|endoftext|>. wordpiece: as BERT's, with [PAD], [UNK],
@@ -29,3 +30,8 @@ class Options(Section):
     """Of wordpiece: convert to lower case."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a JSON line that hold text."""
+    max_document_bytes: PositiveInt = Limits.max_document_bytes
+    """Longer documents are left out and listed."""
+    max_ratio: PositiveInt = Limits.max_ratio
+    """Refuse .gz and .xz that unpack to more than 64 MiB and more than this many times their
+    size."""

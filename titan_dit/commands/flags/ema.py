@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_dit.config.section import FilePath, Section, SigmaRel
+from titan_dit.config.section import NonNegativeInt, OutputPath, RunPath, Section, SigmaRel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,11 +13,11 @@ class Options(Section):
 
     section = "ema"
 
-    run: FilePath
+    run: RunPath
     """Run directory, or its checkpoints folder; a path or a URL."""
     sigma_rel: SigmaRel
     """Relative width of the average: the standard deviation of its profile over the steps."""
-    to: FilePath
+    to: OutputPath
     """Folder of the new checkpoint."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step at which the average ends, one of a snapshot. Unset: the newest."""

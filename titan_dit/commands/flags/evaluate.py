@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 import tyro
 
 from titan_dit.commands.flags.sample import DrawingFlags
-from titan_dit.config.section import Bound, FilePath, PositiveInt, Section
+from titan_dit.config.section import (
+    BatchSize,
+    Bound,
+    Decay,
+    Dim,
+    FilePath,
+    NonNegativeInt,
+    OutputPath,
+    RunPath,
+    Section,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,20 +27,22 @@ class LossFlags(Section):
 
     section = "evaluate"
 
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])] = ""
+    run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])] = ""
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step of the run's checkpoint. Unset: the newest."""
     weights: Literal["ema", "model"] = "ema"
     """EMA or model (non-averaged) weights."""
-    decay: float | None = None
+    decay: Decay | None = None
     """EMA decay, if the run has several. Unset: the first."""
-    batch_size: PositiveInt | None = None
+    batch_size: BatchSize | None = None
     """Samples of a forward pass on one rank. Unset: 16 for the loss, 250 to draw pictures."""
-    out: FilePath | None = None
+    out: OutputPath | None = None
     """FILE.json for the results."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
+    trust: bool = False
+    """Import modules that the run's config names, such as a model of your own: their code runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +56,7 @@ class ReferenceFlags(Section):
     [n, height, width, 3]) or with mu and sigma, as ADM's."""
     samples: FilePath = ""
     """Pictures to score in place of a run's: a folder or FILE.npz."""
-    num: PositiveInt = 50_000
+    num: Dim = 50_000
     """Pictures to draw."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Picture i depends only on (seed, i)."""
@@ -55,9 +67,9 @@ class ReferenceFlags(Section):
     """File with the weights of inception."""
     metrics: str = "fid"
     """Of fid, kid, is and prdc (precision, recall, density, coverage), with commas."""
-    save_samples: FilePath = ""
+    save_samples: OutputPath = ""
     """FILE.npz for the drawn pictures, as ADM's evaluator reads it."""
-    save_reference: FilePath = ""
+    save_reference: OutputPath = ""
     """FILE.npz for the reference's mu and sigma: the next --reference, without its pictures."""
 
 

@@ -8,12 +8,11 @@ from typing import Annotated
 from titan_dit.config.catalog import SCHEDULES
 from titan_dit.config.section import (
     Bound,
-    FilePath,
     NonNegativeFloat,
     NonNegativeInt,
     OneOf,
+    OutputPath,
     PositiveFloat,
-    PositiveInt,
     Section,
 )
 
@@ -30,17 +29,17 @@ class Options(Section):
 
     section = COMMAND
 
-    out: FilePath
+    out: OutputPath
     """FILE.png to write."""
     schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "interleaved_zero_bubble"
     """As [pipeline] schedule."""
-    virtual_stages: PositiveInt | None = None
+    virtual_stages: Annotated[int, Bound(least=1, most=64)] | None = None
     """Stages per rank of an interleaved schedule. Default: 2."""
-    ranks: PositiveInt = 4
+    ranks: Annotated[int, Bound(least=1, most=1024)] = 4
     """Pipeline ranks."""
-    microbatches: PositiveInt = 8
+    microbatches: Annotated[int, Bound(least=1, most=1024)] = 8
     """Microbatches of a step."""
-    memory: Annotated[float, Bound(least=1, below=float("inf"))] = 1.0
+    memory: Annotated[float, Bound(least=1, most=1e6)] = 1.0
     """As [pipeline] memory: of run-time order and of the plan."""
     lengths: tuple[PositiveFloat, ...] = ()
     """Factors on the microbatches, in turn: --lengths 1 1 3 makes every third one long."""
@@ -48,7 +47,7 @@ class Options(Section):
     """Factors on the ranks, in turn."""
     latency: NonNegativeFloat = 0.0
     """Time of a message between ranks."""
-    jitter: NonNegativeFloat = 0.0
+    jitter: Annotated[float, Bound(least=0, most=10)] = 0.0
     """Standard deviation of the log of a random factor on every time."""
     seed: NonNegativeInt = 0
     """Of the jitter."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from titan_dit.config.section import FilePath, Section
+from titan_dit.config.section import OutputPath, RunPath, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Options(Section):
 
     section = "runs"
 
-    dirs: Annotated[tuple[FilePath, ...], tyro.conf.Positional]
+    dirs: Annotated[tuple[RunPath, ...], tyro.conf.Positional]
     """Run directories, or folders of runs, such as outputs."""
-    out: FilePath = "runs.png"
+    out: OutputPath = "runs.png"
     """PNG of the loss curves: smoothed training losses, and validation losses as dots."""

@@ -8,11 +8,18 @@ from typing import Annotated, Literal
 import tyro
 
 from titan_dit.config.section import (
+    BatchSize,
     Bound,
+    Decay,
+    Dim,
     FilePath,
     Fraction,
+    GuidanceScale,
     NonNegativeFloat,
+    NonNegativeInt,
+    OutputPath,
     PositiveInt,
+    RunPath,
     Section,
 )
 
@@ -23,26 +30,28 @@ class CommonFlags(Section):
 
     section = "sample"
 
-    run: Annotated[FilePath, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    out: FilePath = ""
+    out: OutputPath = ""
     """Pictures: FILE.png for a grid, FILE.npz as ADM's evaluator reads it, FILE.safetensors for
     `samples` (latents) and `labels`, or a folder for a PNG each. Text: FILE.txt, or nothing to
     print it."""
-    num: PositiveInt | None = None
+    num: Dim | None = None
     """Number of samples. Unset: 100 pictures, or 1 text."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Sample i depends only on (seed, i), not on the batch size."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step of the run's checkpoint. Unset: the newest."""
     weights: Literal["ema", "model"] = "ema"
     """EMA or model (non-averaged) weights."""
-    decay: float | None = None
+    decay: Decay | None = None
     """EMA decay, if the run has several. Unset: the first."""
-    batch_size: PositiveInt = 250
+    batch_size: BatchSize = 250
     """Batch size; of texts fewer if their logits take more than 512 MiB."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
+    trust: bool = False
+    """Import modules that the run's config names, such as a model of your own: their code runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +62,7 @@ class DrawingFlags(Section):
 
     labels: str = "all"
     """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
-    cfg_scale: NonNegativeFloat = 2.0
+    cfg_scale: GuidanceScale = 2.0
     """Classifier-free guidance scale; 1 disables it."""
     cfg_channels: PositiveInt | None = None
     """Guide only the first channels (the original DiT guides 3 of 4). Unset: all."""
@@ -61,9 +70,9 @@ class DrawingFlags(Section):
     """Guide at noise levels from the first to the second only; 0 is data, 1 is noise."""
     cfg_rescale: Fraction = 0.0
     """Share of the guided prediction that gets back the std of the prediction with the label."""
-    guide: FilePath | None = None
+    guide: RunPath | None = None
     """A run whose worse network guides in place of the prediction without label (autoguidance)."""
-    vae: str = ""
+    vae: FilePath = ""
     """Autoencoder that decodes the latents, a folder or a name of diffusers; "none" writes
     latents. Unset: the one that made the run's latents."""
     eta: Fraction = 0.0
@@ -71,7 +80,7 @@ class DrawingFlags(Section):
     sampler: str = "auto"
     """heun, euler or dpmpp_2m for rectified_flow; ddim, ddpm or dpmpp_2m for ddpm; auto is the
     first of them. Or diffusers:CLASS, one of its schedulers."""
-    steps: PositiveInt = 25
+    steps: Annotated[int, Bound(least=1, most=10**5)] = 25
     """Sampling steps."""
 
 
@@ -92,7 +101,7 @@ class TextFlags(CommonFlags):
 
     prompt: str = ""
     """Text: what to continue. Empty begins a document. Of a run without a tokenizer, token ids."""
-    length: PositiveInt = 100
+    length: Annotated[int, Bound(least=1, most=10**6)] = 100
     """Text: tokens to draw; it ends earlier with its document."""
     temperature: NonNegativeFloat = 1.0
     """Text: divides the logits; 0 takes the most likely token."""

@@ -6,7 +6,6 @@ of workers or restarts. The manifest is written last; until then `pack.json` mar
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.latents import STORED_DTYPES
@@ -34,9 +34,18 @@ from titan_dit.data.manifest import (
     read_json,
     write_json,
 )
+from titan_dit.data.packing import sources
 from titan_dit.data.packing.claim import claimed
 from titan_dit.data.packing.images import read_image
-from titan_dit.data.packing.shard_job import ChunkRecord, PackPlan, ShardPlan, read_record, writing
+from titan_dit.data.packing.shard_job import (
+    CONVERTED,
+    ChunkRecord,
+    PackPlan,
+    ShardPlan,
+    read_record,
+    writing,
+)
+from titan_dit.data.packing.sources import SOURCES
 from titan_dit.data.packing.workers import Progress, pack_here, run_workers
 
 DROPPED, CAPTIONS = "dropped.json", "captions.jsonl"
@@ -122,14 +131,17 @@ def read_sample(listing: Listing, path: Path, image_size: int | None) -> Shaped[
 
 
 def pack(
-    plan: PackPlan, output: Path, workers: int, progress: Progress
+    plan: PackPlan, output: Path, workers: int, progress: Progress, verify: bool = False
 ) -> list[tuple[int, str]] | None:
-    """Write the shards and the manifest; return the dropped files, or None if already packed."""
+    """Write the shards and the manifest; return the dropped files, or None if already packed.
+
+    `verify` compares the contents of files that were packed before.
+    """
     check_output(plan, output)
     digest = plan.digest()
     output.mkdir(parents=True, exist_ok=True)
     with claimed(output, digest):
-        finished = resumed(plan, output, digest)
+        finished = resumed(plan, output, digest, verify)
         if finished is None:
             return None
         todo = [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
@@ -149,19 +161,33 @@ def pack(
     return [drop for record in records for drop in record.dropped]
 
 
-def resumed(plan: ShardPlan, output: Path, digest: str) -> dict[int, ChunkRecord] | None:
-    """The chunks that need no work; None if the output is whole."""
+def resumed(
+    plan: ShardPlan, output: Path, digest: str, verify: bool
+) -> dict[int, ChunkRecord] | None:
+    """The chunks that need no work; None if the output is whole.
+
+    Raises UserError if the files that they were made of have changed; `verify` compares contents.
+    """
     manifest = read_json(output)
     if manifest.get("plan") == digest:
+        records = records_of(plan, output, digest, manifest)
         if all(has_size(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
-            clean(plan, output)
+            try:
+                sources.check(plan, output, digest, records, verify)
+            finally:
+                clean(plan, output)  # Also of an error: the output is whole, and not claimed.
             return None
-        restore_records(plan, output, digest, manifest)
-    return find_finished(plan, output, digest)
+        for chunk, record in records.items():
+            write_json(output / f"{plan.name}-{chunk:05d}.json", asdict(record))
+        (output / MANIFEST).unlink()
+    found = find_finished(plan, output, digest)
+    sources.check(plan, output, digest, found, verify)
+    return found
 
 
 def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord]:
     """The records of all chunks; UserError if one is missing, or all files were dropped."""
+    sources.check_unchanged(plan, output, digest)
     records = list(find_finished(plan, output, digest).values())
     if len(records) != plan.num_chunks:
         raise UserError(
@@ -176,6 +202,12 @@ def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord
             f"{plan.root / plan.names[row]}: {reason}. Nothing was written."
         )
     return records
+
+
+def num_converted(output: Path) -> int:
+    """Pictures of a whole output whose colours were converted to sRGB."""
+    shards = read_json(output)["shards"]
+    return sum(int(shard.get("extra", {}).get(CONVERTED, 0)) for shard in shards)
 
 
 def check_output(plan: ShardPlan, output: Path) -> None:
@@ -196,7 +228,7 @@ def check_output(plan: ShardPlan, output: Path) -> None:
             f"[{plan.command}] output={output} holds another dataset. Delete it or choose another "
             "--output."
         )
-    written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{re.escape(CAPTIONS)}"
+    written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}"
     known = rf"({re.escape(plan.name)}{SHARD_FILES}|{written})(\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
@@ -218,26 +250,27 @@ def has_size(output: Path, file: str, size: int) -> bool:
     return (output / file).is_file() and (output / file).stat().st_size == size
 
 
-def restore_records(plan: ShardPlan, output: Path, digest: str, manifest: dict[str, Any]) -> None:
-    """Turn the manifest of a dataset with lost shards back into chunk records.
+def records_of(
+    plan: ShardPlan, output: Path, digest: str, manifest: dict[str, Any]
+) -> dict[int, ChunkRecord]:
+    """The records of the chunks of a whole dataset, by its manifest.
 
-    `find_finished` then returns the chunks to keep. A chunk is packed again if its shard or the
-    list of its dropped files is lost.
+    A chunk has none, and is packed again, if the list of its dropped files is lost.
     """
     report = output / DROPPED
-    drops = json.loads(report.read_text()) if report.is_file() else []
+    drops = user_text.read_json(report, str(report)) if report.is_file() else []
     reasons = {entry["file"]: entry["reason"] for entry in drops}
     rows = enumerate(plan.names) if reasons else ()
     dropped = {row: reasons[name] for row, name in rows if name in reasons}
     shards = {shard["file"]: shard for shard in manifest["shards"]}
+    records = {}
     for chunk in range(plan.num_chunks):
         stem = f"{plan.name}-{chunk:05d}"
         lost = [(row, dropped[row]) for row in plan.rows(chunk) if row in dropped]
         shard = shards.get(f"{stem}.safetensors", {"file": "", "count": 0, "bytes": 0})
         if shard["count"] // plan.copies + len(lost) == len(plan.rows(chunk)):
-            record = ChunkRecord(digest, **({"sha256": ""} | shard), dropped=lost)
-            write_json(output / f"{stem}.json", asdict(record))
-    (output / MANIFEST).unlink()
+            records[chunk] = ChunkRecord(digest, **({"sha256": ""} | shard), dropped=lost)
+    return records
 
 
 def find_finished(plan: ShardPlan, output: Path, digest: str) -> dict[int, ChunkRecord]:
@@ -298,6 +331,8 @@ def clean(plan: ShardPlan, output: Path, all_of_it: bool = False) -> None:
     leftover = (
         rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{TEMPORARY}"
     )
+    if all_of_it:
+        leftover += f"|{SOURCES}"
     # pack.json last: shards without it are refused.
     for path in sorted(output.iterdir(), key=lambda path: path.name == CLAIM):
         if re.fullmatch(leftover, path.name):

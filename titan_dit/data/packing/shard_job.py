@@ -25,13 +25,18 @@ from jaxtyping import Int64, Shaped
 from safetensors import torch as safetensors
 from torch import Tensor
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.files import BadFileError, read_latent, read_whole, stamp_of
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing
 from titan_dit.data.manifest import FORMAT, write_json
-from titan_dit.data.packing.images import read_image
+from titan_dit.data.packing.images import PixelBudget, decode_image
+from titan_dit.launcher.disk_errors import line_of
 from titan_dit.system.files import write_whole
+
+CONVERTED = "to_srgb"
+"""Of a record: pictures whose colours were converted."""
 
 
 @runtime_checkable
@@ -86,7 +91,13 @@ class ShardPlan(Protocol):
         """Listing indices of a chunk's files."""
 
     def digest(self) -> str:
-        """SHA-256 of everything that determines the shards' bytes."""
+        """SHA-256 of everything that determines the shards' bytes, but the files' contents."""
+
+    def stamp(self, row: int) -> tuple[int, int]:
+        """Length and time of modification of a listed file."""
+
+    def has_made(self, record: ChunkRecord, chunk: int) -> bool:
+        """True if the files' contents are those of which a chunk was made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +164,55 @@ class PackPlan(Chunks):
         sha.update(listing.labels.numpy().tobytes())
         return sha.hexdigest()
 
-    def read(self, row: int) -> Shaped[Tensor, "c h w"]:
-        """Read one sample in the shards' dtype; raises BadFileError."""
+    def stamp(self, row: int) -> tuple[int, int]:
+        """Length and time of modification of a listed file."""
+        return stamp_of(self.listing.root / self.listing.names[row])
+
+    def has_made(self, record: ChunkRecord, chunk: int) -> bool:
+        """True if packing the chunk again gives the same bytes."""
+        kept, latents, dropped, _ = self.read_chunk(chunk, PixelBudget(), lambda *_: None)
+        same = not kept and not record.file
+        if kept:
+            same = hashlib.sha256(shard_of(self, kept, latents)).hexdigest() == record.sha256
+        return same and dropped == record.dropped
+
+    def read_chunk(
+        self, chunk: int, budget: PixelBudget, report: Callable[[int, int], None]
+    ) -> tuple[list[int], Shaped[Tensor, "n c h w"], list[tuple[int, str]], int]:
+        """The rows of a chunk that can be read, their samples, the other rows with the reason.
+
+        The last is the number of pictures whose colours were converted. `report` gets increments
+        of (done, dropped).
+        """
+        rows = self.rows(chunk)
+        dropped: list[tuple[int, str]] = []
+        latents = torch.empty(len(rows), *self.shape, dtype=STORED_DTYPES[self.dtype])
+        kept: list[int] = []
+        num_converted = 0
+        for row in rows:
+            try:
+                latents[len(kept)], is_converted = self.read(row, budget)
+                kept.append(row)
+                num_converted += is_converted
+            except BadFileError as error:
+                dropped.append((row, str(error)))
+                report(0, 1)
+            report(1, 0)
+        return kept, latents[: len(kept)], dropped, num_converted
+
+    def read(self, row: int, budget: PixelBudget) -> tuple[Shaped[Tensor, "c h w"], bool]:
+        """Read one sample in the shards' dtype; raises BadFileError.
+
+        With True if it is a picture whose colours were of another space than sRGB.
+        """
         path = self.listing.root / self.listing.names[row]
         if self.listing.kind == "images":
-            return read_image(path, self.image_size, self.shape)
+            return decode_image(read_whole(path), self.image_size, self.shape, budget)
         latent = read_latent(path, self.shape)
         packed = latent.to(STORED_DTYPES[self.dtype])
         if self.dtype == "float16" and packed.isinf().any():
             raise BadFileError("not finite in float16: above 65504. Pack with --dtype float32")
-        return packed
+        return packed, False
 
 
 @dataclass(frozen=True)
@@ -181,22 +231,17 @@ class ChunkRecord:
 
 
 def pack_chunk(
-    plan: PackPlan, digest: str, output: Path, chunk: int, report: Callable[[int, int], None]
+    plan: PackPlan,
+    digest: str,
+    output: Path,
+    chunk: int,
+    budget: PixelBudget,
+    report: Callable[[int, int], None],
 ) -> None:
     """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
-    rows = plan.rows(chunk)
-    dropped: list[tuple[int, str]] = []
-    latents = torch.empty(len(rows), *plan.shape, dtype=STORED_DTYPES[plan.dtype])
-    kept: list[int] = []
-    for row in rows:
-        try:
-            latents[len(kept)] = plan.read(row)
-            kept.append(row)
-        except BadFileError as error:
-            dropped.append((row, str(error)))
-            report(0, 1)
-        report(1, 0)
-    write_chunk(plan, digest, output, chunk, kept, latents[: len(kept)], dropped)
+    kept, latents, dropped, num_converted = plan.read_chunk(chunk, budget, report)
+    extra = {CONVERTED: num_converted} if num_converted else {}
+    write_chunk(plan, digest, output, chunk, kept, latents, dropped, extra)
 
 
 def write_chunk(
@@ -217,15 +262,22 @@ def write_chunk(
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
     if kept:
         file = f"{stem}.safetensors"
-        labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
-        # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
-        data = safetensors.save({"latent": latents.contiguous(), "label": labels})
+        data = shard_of(plan, kept, latents)
         with writing(output / file, plan.command):
             write_whole(output / file, data)
         sha = hashlib.sha256(data).hexdigest()
-        record = ChunkRecord(digest, file, len(labels), len(data), sha, dropped, extra or {})
+        count = len(kept) * plan.copies
+        record = ChunkRecord(digest, file, count, len(data), sha, dropped, extra or {})
     with writing(output / f"{stem}.json", plan.command):
         write_json(output / f"{stem}.json", asdict(record))
+
+
+def shard_of(plan: ShardPlan, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
+    """The bytes of a shard."""
+    labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
+    # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
+    data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels})
+    return data
 
 
 @contextmanager
@@ -243,7 +295,8 @@ def writing(file: Path, command: str = PackPlan.command) -> Iterator[None]:
 def read_record(output: Path, stem: str) -> ChunkRecord | None:
     """Return the record of a finished chunk; None if it or its shard is missing or damaged."""
     try:
-        values: dict[str, Any] = json.loads((output / f"{stem}.json").read_text())
+        text = (output / f"{stem}.json").read_text()
+        values: dict[str, Any] = user_text.parse_json(text)
         values["dropped"] = [(int(row), str(why)) for row, why in values["dropped"]]
         record = ChunkRecord(**values)
         whole = not record.file or (output / record.file).stat().st_size == record.bytes
@@ -253,7 +306,13 @@ def read_record(output: Path, stem: str) -> ChunkRecord | None:
 
 
 def work(
-    plan: PackPlan, output: Path, chunks: list[int], counts: Any, place: int, errors: Connection
+    plan: PackPlan,
+    output: Path,
+    chunks: list[int],
+    budget: PixelBudget,
+    counts: Any,
+    place: int,
+    errors: Connection,
 ) -> None:
     """Entry point of worker `place`: packs `chunks`, adds its progress to the shared `counts`.
 
@@ -270,9 +329,10 @@ def work(
     try:
         digest = plan.digest()
         for chunk in chunks:
-            pack_chunk(plan, digest, output, chunk, report)
+            pack_chunk(plan, digest, output, chunk, budget, report)
     except (UserError, OSError) as error:
-        errors.send(str(error) if isinstance(error, UserError) else f"[data pack] {error}")
+        named = line_of(error, "[data pack]") if isinstance(error, OSError) else str(error)
+        errors.send(named)
         raise SystemExit(1) from None
 
 

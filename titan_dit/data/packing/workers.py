@@ -13,7 +13,9 @@ from pathlib import Path
 
 from titan_dit.config.section import UserError
 from titan_dit.data.packing import shard_job
+from titan_dit.data.packing.images import PixelBudget
 from titan_dit.data.packing.shard_job import PackPlan, pack_chunk
+from titan_dit.launcher.disk_errors import line_of
 
 Progress = Callable[[int, int], None]
 """Called often with (files done, of which dropped)."""
@@ -30,9 +32,9 @@ def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress)
 
     try:
         for chunk in todo:
-            pack_chunk(plan, digest, output, chunk, report)
+            pack_chunk(plan, digest, output, chunk, PixelBudget(), report)
     except OSError as error:
-        raise UserError(f"[data pack] {error}") from None
+        raise UserError(line_of(error, "[data pack]")) from None
 
 
 def run_workers(
@@ -42,10 +44,11 @@ def run_workers(
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
     shared = context.RawArray("q", 2 * workers)
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    budget = PixelBudget(context=context)
     processes = [
         context.Process(
             target=shard_job.work,
-            args=(plan, output, todo[i::workers], shared, i, pipes[i][1]),
+            args=(plan, output, todo[i::workers], budget, shared, i, pipes[i][1]),
             daemon=True,
         )
         for i in range(workers)

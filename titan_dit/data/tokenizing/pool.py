@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing.chunks import Chunk
 from titan_dit.data.tokenizing.encoder import Encoded, Encoder, Recipe
+from titan_dit.launcher.disk_errors import FULL, shared_memory_is_full
 
 AHEAD = 4
 """Chunks of a worker that are under way."""
@@ -23,9 +25,11 @@ encoder: Encoder | None = None
 
 
 def begin(recipe: Recipe) -> None:
-    """Prepare a worker; it ends with its parent, however that ends."""
+    """Prepare a worker; it ends with its parent, however that ends.
+
+    SIGINT and SIGTERM stay blocked, as when it was started: the parent ends the workers.
+    """
     global encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends the workers.
     threading.Thread(target=end_with_parent, daemon=True).start()
     one_thread()
     encoder = Encoder(recipe)
@@ -67,12 +71,12 @@ def encode_all(
     if workers == 1:
         yield from encode_here(recipe, chunks)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, begin, (recipe,))
+    pool = opened(recipe, workers)
     waiting: deque[tuple[Future[Encoded], int]] = deque()
     try:
         for chunk, done in chunks:
-            waiting.append((pool.submit(work, chunk), done))
+            with blocked_signals():  # The first chunk starts the workers, which inherit this.
+                waiting.append((pool.submit(work, chunk), done))
             if len(waiting) >= AHEAD * workers:
                 yield result(waiting)
         while waiting:
@@ -87,6 +91,29 @@ def encode_all(
             for worker in multiprocessing.active_children():
                 worker.kill()
         pool.shutdown(cancel_futures=True)
+
+
+def opened(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
+    """A pool whose workers start with the first chunk. Raises UserError without shared memory."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        return ProcessPoolExecutor(workers, context, begin, (recipe,))
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        # Its locks are there.
+        full = shared_memory_is_full("--workers 1")
+        raise UserError(f"[data tokenize] {full}; nothing was written.") from None
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back from this thread and what it starts; they come afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def result(waiting: deque[tuple[Future[Encoded], int]]) -> tuple[Encoded, int]:

@@ -6,10 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from titan_dit.config.user_text import BadTextError, decode, is_utf8, parse_json
 from titan_dit.data.tokenizing.chunks import Chunk
-
-BOM = b"\xef\xbb\xbf"
-"""Some programs begin a file with it."""
 
 
 @dataclass(frozen=True)
@@ -27,28 +25,29 @@ class BadLine:
 
 def texts_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
     """Yield each document's texts, one per key; a .txt file has one text."""
-    if chunk.kind == "txt":
-        try:
-            yield (chunk.data.removeprefix(BOM).decode(),) * len(keys)
-        except UnicodeDecodeError:
-            yield BadLine(chunk.file, 1, "not UTF-8")
-        return
-    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
-        if line.strip():
-            reason = ""
+    is_text = chunk.kind == "txt"
+    parts = [chunk.data] if is_text else chunk.data.split(b"\n")
+    for number, part in enumerate(parts, chunk.first_line):
+        if is_text or part.strip():
             try:
-                entry = json.loads(line.removeprefix(BOM).decode())
-                texts = tuple(entry[key] for key in keys)
-                wrong = [
-                    key for key, text in zip(keys, texts, strict=True) if type(text) is not str
-                ]
-                reason = f'"{wrong[0]}" is no text' if wrong else ""
-            except UnicodeDecodeError:
-                reason = "not UTF-8"
-            except (ValueError, RecursionError):
-                reason = "not JSON"
-            except KeyError as error:
-                reason = f"no key {json.dumps(error.args[0])}"
-            except TypeError:
-                reason = "not an object"
-            yield BadLine(chunk.file, number, reason) if reason else texts
+                if len(part) > chunk.most:
+                    raise BadTextError(f"longer than --max-document-bytes {chunk.most}")
+                text = decode(part)
+                yield (text,) * len(keys) if is_text else texts_in(text, keys)
+            except BadTextError as error:
+                yield BadLine(chunk.file, number, str(error).partition(" (")[0])
+
+
+def texts_in(line: str, keys: Sequence[str]) -> tuple[str, ...]:
+    """The texts of a JSON line. Raises BadTextError."""
+    entry = parse_json(line)
+    if not isinstance(entry, dict):
+        raise BadTextError("not an object")
+    for key in keys:
+        if key not in entry:
+            raise BadTextError(f"no key {json.dumps(key)}")
+        if type(entry[key]) is not str:
+            raise BadTextError(f"{json.dumps(key)} is no text")
+        if not is_utf8(entry[key]):
+            raise BadTextError(f"{json.dumps(key)} has half a surrogate pair")
+    return tuple(entry[key] for key in keys)

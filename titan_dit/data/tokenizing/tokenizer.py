@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from titan_dit.config.section import UserError
-from titan_dit.data.tokenizer_file import ENDS
+from titan_dit.data.tokenizer_file import ENDS, LARGEST_ID
+from titan_dit.launcher.torch_range import pip_install
 
 GPT_SPECIAL = ("<|endoftext|>",)
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -20,9 +21,10 @@ def needed(package: str, where: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
+        extra = pip_install("'titan_dit[text]'")
         raise UserError(
             f"[{where}] needs the package {package}, which is not installed: "
-            "pip install 'titan_dit[text]', or pip install tokenizers sentencex."
+            f"{extra}, or {pip_install('tokenizers sentencex')}"
         ) from None
 
 
@@ -32,12 +34,22 @@ def read(path: Path, where: str) -> Any:
     if not path.is_file():
         raise UserError(f"[{where}] tokenizer={path}: there is no such file. Give its path.")
     try:
-        return library.Tokenizer.from_file(str(path))
+        made = library.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises Exception itself.
         raise UserError(
             f"[{where}] tokenizer={path}: not a tokenizer.json ({error}). GPT-2's vocab.json and "
             "merges.txt are --vocab-file and --merge-file."
         ) from None
+    check_ids(made.get_vocab(), f"[{where}] tokenizer={path}")
+    return made
+
+
+def check_ids(vocabulary: Mapping[str, int], where: str) -> None:
+    """Refuse ids above LARGEST_ID: the library holds a list of all that are not used."""
+    if (largest := max(vocabulary.values(), default=0)) > LARGEST_ID:
+        raise UserError(
+            f"{where} has the id {largest:,}, above {LARGEST_ID:,}. Number its tokens from 0."
+        )
 
 
 def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> Any:
@@ -58,6 +70,7 @@ def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> 
     if not merges and "[UNK]" not in made.get_vocab():
         raise UserError(f"[{where}] vocab-file={vocab} has no line [UNK]. {form}")
     known = made.get_vocab()
+    check_ids(known, f"[{where}] vocab-file={vocab}")
     made.add_special_tokens([t for t in (*GPT_SPECIAL, *BERT_SPECIAL) if t in known])
     return made
 

@@ -21,6 +21,7 @@ import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import NetworkFailure
+from titan_dit.launcher.torch_range import pip_install
 from titan_dit.system.addresses import interfaces
 
 SYSTEM = Path("/sys/class")
@@ -49,9 +50,10 @@ class Agent:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except (ImportError, OSError) as error:
+            install = pip_install("'titan_dit[rdma]'")
             raise UserError(
                 f'[pipeline] transport="nixl": nixl cannot be imported ({error}). Run '
-                "pip install 'titan_dit[rdma]', or set transport = \"process_group\"."
+                f'{install}, or set transport = "process_group".'
             ) from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # It announces every agent.
         self.memory = "VRAM" if device.type == "cuda" else "DRAM"

@@ -1,0 +1,99 @@
+"""Every number of a config and of a command has bounds, by introspection."""
+
+import importlib
+import math
+import pkgutil
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
+
+import pytest
+
+from titan_dit.commands import flags
+from titan_dit.config import catalog, config_file
+from titan_dit.config import flags as words
+from titan_dit.config.section import Bound, Table, UserError, conform, hints_of
+
+MOST = {int: 2**63, float: 3e38}
+"""What torch takes: int64, fp32."""
+
+
+def sections():
+    """Every section and every command's options, by name."""
+    for section, names in catalog.SECTIONS.items():
+        for name in names:
+            yield f"[{section}] of {name}", catalog.variant(section, name)
+    yield from config_file.plain_sections().items()
+    for module in pkgutil.iter_modules(flags.__path__):
+        yield module.name, importlib.import_module(f"{flags.__name__}.{module.name}").Options
+
+
+def numbers(hint, bounds=()):
+    """(kind, bounds, a type of the number alone) of every number in a type."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        yield from numbers(args[0], (*bounds, *args[1:]))
+    elif origin in (Union, UnionType, tuple):
+        for part in args:
+            yield from numbers(part, bounds)
+    elif isinstance(hint, type) and issubclass(hint, Table):
+        for part in hints_of(hint).values():
+            yield from numbers(part)
+    elif hint in MOST:
+        yield hint, [bound for bound in bounds if isinstance(bound, Bound)]
+
+
+FOUND = [
+    (f"{where} {key}", kind, bounds)
+    for where, section in sections()
+    for key, hint in hints_of(section).items()
+    for kind, bounds in numbers(hint)
+]
+
+
+def test_the_numbers_of_all_sections_and_commands_are_found():
+    names = {name for name, _, _ in FOUND}
+    assert len(names) > 200
+    assert {"training global_batch_size", "[model] of dit layers", "sample num"} <= names
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_every_number_has_a_least_and_a_largest_value(kind):
+    for name, _, bounds in (found for found in FOUND if found[1] is kind):
+        above = [b.most if b.most is not None else b.below for b in bounds]
+        under = [b.least if b.least is not None else b.above for b in bounds]
+        assert any(limit is not None and limit <= MOST[kind] for limit in above), name
+        assert any(limit is not None and limit >= -MOST[kind] for limit in under), name
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e300, math.inf, math.nan])
+def test_a_huge_value_is_refused_in_one_line(value):
+    for name, kind, bounds in FOUND:
+        hint = kind
+        for bound in bounds:
+            hint = Annotated[hint, bound]
+        with pytest.raises(UserError) as error:
+            conform(value, hint, name)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("training.global_batch_size", "1e30"),
+        ("model.hidden", "1e12"),
+        ("model.layers", "1e9"),
+        ("sampling.num", "1e15"),
+        ("data.workers", "100000"),
+        ("training.steps", "9" * 5000),
+        ("training.steps", "[" * 5000),
+    ],
+)
+def test_numbers_that_were_tried_name_their_key(flag, value):
+    section, key = flag.split(".")
+    with pytest.raises(UserError, match=rf"\[{section}\] {key}"):
+        config_file.load(["--config", "digits", f"--{flag}", value], catalog.variant)
+
+
+def test_a_literal_that_python_cannot_parse_is_text():
+    assert words.literal("9" * 5000) == "9" * 5000
+    assert words.literal("[" * 100_000) == "[" * 100_000

@@ -1,0 +1,360 @@
+"""A tiny valid input of each format, in a new folder."""
+
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from data.small_tokens import write_tokens
+from interop import exports
+from PIL import Image
+from safetensors.torch import save_file
+
+from titan_dit.checkpoint import checkpoint
+from titan_dit.commands import evaluate
+from titan_dit.commands.flags.evaluate import Options
+from titan_dit.data.latents import write_shards
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
+TRAINED = """
+[model]
+name = "dit"
+hidden = 8
+layers = 1
+heads = 1
+patch = 4
+latent_size = 8
+channels = 1
+num_classes = 10
+
+[objective]
+name = "rectified_flow"
+
+[data]
+name = "digits"
+
+[training]
+steps = 2
+global_batch_size = 4
+
+[compile]
+enabled = false
+
+[checkpoint]
+every = 1
+
+[metrics]
+every = 1
+
+[sampling]
+every = 0
+
+[ema]
+decays = [0.999]
+power = [0.05, 0.1]
+snapshots = 1
+"""
+LANGUAGE = """
+[model]
+name = "gpt"
+hidden = 8
+layers = 1
+heads = 1
+vocabulary = 300
+sequence_length = 16
+
+[objective]
+name = "next_token"
+
+[data]
+name = "tokens"
+paths = ["{tokens}"]
+sequence_length = 16
+tokenizer = "{tokenizer}"
+
+[training]
+steps = 1
+global_batch_size = 1
+
+[compile]
+enabled = false
+
+[checkpoint]
+every = 1
+"""
+
+
+def picture(number=0, kind="PNG", size=(9, 9), mode="RGB"):
+    """The bytes of a small picture."""
+    rng = np.random.default_rng(number)
+    pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    written = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(written, kind)
+    return written.getvalue()
+
+
+def train(folder, config, name="run"):
+    """Train by a config; the run is folder/name."""
+    from titan_dit import train as program
+
+    file = folder.with_suffix(".toml")
+    file.write_text(config)
+    words = ["train", "--config", str(file), "--job.dir", str(folder / name)]
+    with mock.patch.object(sys, "argv", words):
+        assert program.main() in (0, None)
+
+
+def run(folder):
+    """A run of a diffusion, with its log and checkpoints."""
+    train(folder, TRAINED)
+
+
+def old_run(folder):
+    """A run of version 0.1.0."""
+    with tarfile.open(FIXTURES / "run-0.1.tar.gz") as tar:
+        tar.extractall(folder, filter="data")
+    (folder / "run-0.1").rename(folder / "run")
+
+
+def text_run(folder):
+    """A run of a language model, and a prompt."""
+    prefix = write_tokens(folder / "tokens", [list(range(100))] * 3)
+    tokenizer = bpe_file(folder / "tokenizer.json")
+    train(folder, LANGUAGE.format(tokens=prefix, tokenizer=tokenizer))
+    (folder / "prompt.txt").write_text("a the bc")
+
+
+def inputs(folder):
+    """A run, and files of `sample --noise` and `predict --inputs` for it."""
+    run(folder)
+    labels = torch.tensor([3])
+    save_file({"noise": torch.randn(1, 1, 8, 8), "labels": labels}, folder / "noise.safetensors")
+    given = {"x": torch.randn(1, 1, 8, 8), "t": torch.tensor([5]), "y": labels}
+    save_file(given, folder / "inputs.safetensors")
+
+
+def shards(folder):
+    """A dataset of shards."""
+    latents = torch.randn(10, 1, 8, 8).half()
+    labels = torch.arange(10) % 4
+    write_shards(folder / "set", latents, labels, num_classes=4, source="tests", shard_size=5)
+
+
+def latent_folder(folder):
+    """A folder for each class, of all kinds of files."""
+    for label in range(2):
+        inside = folder / "set" / f"{label:04}"
+        inside.mkdir(parents=True)
+        latent = torch.randn(2, 4, 4)
+        np.save(inside / "0.npy", latent.numpy())
+        torch.save(latent, inside / "1.pt")
+        save_file({"latent": latent}, inside / "2.safetensors")
+    (folder / "set" / "manifest.json").write_text('{"format": "titan_dit.folder/1", "scale": 0.5}')
+
+
+def features(folder):
+    """Features and labels, as fast-DiT writes them."""
+    for name, array in (
+        ("features", torch.randn(1, 4, 4, 4)),
+        ("labels", torch.zeros(1, 1).long()),
+    ):
+        inside = folder / "set" / f"imagenet256_{name}"
+        inside.mkdir(parents=True)
+        for number in range(3):
+            np.save(inside / f"{number}.npy", array.numpy())
+
+
+def tokens(folder):
+    """A .bin and .idx with a tokenizer."""
+    write_tokens(folder / "tokens", [[1, 2, 3], [2, 0], [3, 1, 2, 0]])
+    bpe_file(folder / "tokenizer.json")
+
+
+def bpe_file(path):
+    """A tokenizer of the library that writes them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=letters,
+        show_progress=False,
+    )
+    made.train_from_iterator(["the cats", "the end"], trainer)
+    made.save(str(path))
+    return str(path)
+
+
+def tokenizers(folder):
+    """A tokenizer.json, GPT-2's two files, BERT's vocabulary, and a text."""
+    model = json.loads(Path(bpe_file(folder / "tokenizer.json")).read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n")
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\ncat\n##s\n")
+    (folder / "text.jsonl").write_text('{"text": "the cats"}\n{"text": "The end"}\n')
+
+
+def corpora(folder):
+    """Texts of all kinds."""
+    tokenizers(folder)
+    lines = b'{"text": "the cats"}\n{"text": "\\u00e9t\\u00e9 the", "n": [1]}\n{"text": ""}\n'
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "b.txt").write_bytes(b"the cat\nthe end\n")
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "d.txt.xz").write_bytes(lzma.compress(b"the end " * 20))
+    with tarfile.open(folder / "e.tar", "w") as tar:
+        for name in ("a.jsonl", "b.txt", "c.jsonl.gz"):
+            tar.add(folder / name, name)
+
+
+def pictures(folder):
+    """A folder for each class, of all formats of pictures."""
+    kinds = (("PNG", "png"), ("JPEG", "jpg"), ("WEBP", "webp"), ("BMP", "bmp"))
+    for label in ("a", "b"):
+        (folder / "set" / label).mkdir(parents=True)
+        for number, (kind, suffix) in enumerate(kinds):
+            (folder / "set" / label / f"{number}.{suffix}").write_bytes(picture(number, kind))
+
+
+def write_parquet(rows, file):
+    """Write rows as a table."""
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+
+def metadata(folder):
+    """Pictures with metadata in JSON lines, CSV and parquet; one is left by `one_of`."""
+    for number in range(3):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    rows = [{"file_name": f"{n}.png", "text": f"picture {n}", "label": n % 2} for n in range(3)]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [
+        "file_name,text,label",
+        *(f'{r["file_name"]},"{r["text"]}",{r["label"]}' for r in rows),
+    ]
+    (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
+    write_parquet(rows, folder / "metadata.parquet")
+
+
+def tables(folder):
+    """Pictures in a parquet file."""
+    rows = [
+        {"image": {"bytes": picture(n), "path": f"{n}.png"}, "label": n % 2, "text": f"picture {n}"}
+        for n in range(3)
+    ]
+    write_parquet(rows, folder / "set.parquet")
+
+
+def tars(folder):
+    """Pictures with texts, classes and JSON in a tar file."""
+    with tarfile.open(folder / "set.tar", "w") as tar:
+        for number in range(3):
+            for suffix, data in (
+                ("png" if number else "jpg", picture(number, "PNG" if number else "JPEG")),
+                ("txt", b"a picture"),
+                ("cls", b"%d" % (number % 2)),
+                ("json", json.dumps({"caption": "x", "n": [number]}).encode()),
+            ):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def autoencoder(folder):
+    """A folder of diffusers, and pictures."""
+    exports.save_vae(folder / "vae")
+    pictures(folder)
+
+
+def pipeline(folder):
+    """A DiTPipeline of diffusers."""
+    vae = exports.save_vae(folder / "vae")
+    exports.save_run(folder / "run", vae, "ddpm", hidden=8, heads=2, layers=1)
+    exports.converted(folder / "run", folder / "pipeline", vae=str(vae))
+    shutil.rmtree(folder / "run")
+    shutil.rmtree(folder / "vae")
+
+
+def weights(folder):
+    """Weights of the original DiT."""
+    vae = exports.save_vae(folder / "vae")
+    sizes = {"hidden": 8, "heads": 2, "layers": 1, "timestep_frequencies": "dit"}
+    exports.save_run(folder / "run", vae, "ddpm", **sizes)
+    exports.converted(folder / "run", folder / "dit.pt")
+    exports.converted(folder / "run", folder / "dit.safetensors")
+    shutil.rmtree(folder / "run")
+    shutil.rmtree(folder / "vae")
+
+
+def language_model(folder):
+    """A folder of transformers."""
+    shutil.copytree(FIXTURES / "hugging_face" / "gpt2", folder / "gpt2")
+
+
+def bert(folder):
+    """A BERT of transformers, as another code wrote it."""
+    shutil.copytree(FIXTURES / "hugging_face" / "megatron_bert", folder / "gpt2")
+
+
+def config(folder):
+    """A config."""
+    (folder / "config.toml").write_text(TRAINED)
+
+
+def order(folder):
+    """A planned pipeline order."""
+    (folder / "order.csv").write_text("# planned\n0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    (folder / "config.toml").write_text(TRAINED.replace("layers = 1", "layers = 2"))
+
+
+def hardware(folder):
+    """A device of the planner."""
+    shutil.copy(ROOT / "titan_dit" / "planner" / "hardware" / "cpu.toml", folder / "device.toml")
+    (folder / "config.toml").write_text(TRAINED)
+
+
+def reference(folder):
+    """A reference as ADM writes it, and samples."""
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 8, 8, 3), dtype=np.uint8)
+    np.savez(folder / "pixels.npz", arr_0=pixels)
+    (folder / "pictures").mkdir()
+    for number in range(9):
+        (folder / "pictures" / f"{number}.png").write_bytes(picture(number, size=(8, 8)))
+    paths = {"reference": str(folder / "pictures"), "save_reference": str(folder / "moments.npz")}
+    evaluate.main(Options(samples=str(folder / "pixels.npz"), **paths, **SCORE), [])
+
+
+SCORE = {"features": "hostile.makers:pixels_as_features", "device": "cpu"}
+
+
+def pixels_as_features(pictures):
+    """A feature network that costs nothing, named by `evaluate --features`."""
+    return pictures.flatten(1).float()[:, :192]
+
+
+def sign(folder):
+    """Write new digests into a checkpoint's manifest, as its maker can."""
+    file = folder / checkpoint.MANIFEST
+    record = json.loads(file.read_text())
+    record.pop("digest", None)
+    for name in record["files"]:
+        data = (folder / name).read_bytes()
+        record["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    text = json.dumps(record, sort_keys=True).encode()
+    file.write_text(json.dumps(record | {"digest": hashlib.sha256(text).hexdigest()}))

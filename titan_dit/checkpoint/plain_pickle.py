@@ -1,0 +1,178 @@
+"""Reads the `.metadata` of checkpoints that have no tensors.json, without running code from it.
+
+A pickle is a program: it imports names, calls what it has imported, and changes what is on its
+stack. Here a name becomes an inert `Name`, a call becomes an `Instance` of its arguments, and only
+an `Instance` takes a state. Nothing is imported or called, so there is nothing to change.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from titan_dit.checkpoint.contents import DTYPES, FORMAT
+from titan_dit.config.schema import brief
+
+DCP = "torch.distributed.checkpoint.metadata"
+CLASSES = {
+    (DCP, "Metadata"),
+    (DCP, "MetadataIndex"),
+    (DCP, "TensorStorageMetadata"),
+    (DCP, "ChunkStorageMetadata"),
+    (DCP, "TensorProperties"),
+    (DCP, "StorageMeta"),
+    (DCP, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+}
+"""(module, name) of all that DCP puts into a checkpoint's metadata, besides dtypes."""
+
+
+OPCODES = (
+    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS"),
+    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL"),
+)
+"""Opcodes that make plain values; REDUCE, NEWOBJ and BUILD are `Plain`'s own."""
+
+
+class Name:
+    """A name that a pickle imports: of a class, or of a dtype."""
+
+    __slots__ = ("is_class", "name")
+
+    def __init__(self, name: str, *, is_class: bool) -> None:
+        self.name, self.is_class = name, is_class
+
+
+class Instance:
+    """What a pickle makes of a class: its arguments, and the state that it is given."""
+
+    __slots__ = ("arguments", "name", "state")
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.name, self.arguments = name, arguments
+        self.state: Any = None
+
+
+def called(function: Any, arguments: Any) -> Instance:
+    """The `Instance` of a call."""
+    if not (type(function) is Name and function.is_class and type(arguments) is tuple):
+        raise pickle.UnpicklingError("it calls what is no class of DCP's metadata")
+    return Instance(function.name, arguments)
+
+
+def code(name: str) -> int:
+    """The byte of an opcode."""
+    opcode: bytes = getattr(pickle, name)
+    return opcode[0]
+
+
+class Plain(pickle._Unpickler):
+    """Python's own unpickler with few opcodes: those with which DCP's metadata are written.
+
+    The unpickler in C would apply a state to whatever is on its stack, and fill memory for the
+    index of a memo.
+    """
+
+    stack: list[Any]
+    """The values that the program has made."""
+
+    def find_class(self, module: Any, name: Any) -> Name:
+        """Return an allowed name, never the object; raise UnpicklingError for any other."""
+        if module == "torch" and name in DTYPES:
+            return Name(name, is_class=False)
+        if (module, name) in CLASSES:
+            return Name(name, is_class=True)
+        raise pickle.UnpicklingError(f"it imports {brief(f'{module}.{name}')[1:-1]}")
+
+    def load_call(self) -> None:
+        """REDUCE and NEWOBJ: call a class."""
+        arguments = self.stack.pop()
+        self.stack[-1] = called(self.stack[-1], arguments)
+
+    def load_state(self) -> None:
+        """BUILD: give an instance its state, once."""
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if type(target) is not Instance or target.state is not None:
+            raise pickle.UnpicklingError("it changes what is no instance of DCP's metadata")
+        target.state = state
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **{code(name): pickle._Unpickler.dispatch[code(name)] for name in OPCODES},
+        **dict.fromkeys((code("REDUCE"), code("NEWOBJ")), load_call),
+        code("BUILD"): load_state,
+    }
+
+
+def load(data: bytes) -> Any:
+    """What a pickle makes, of plain values and `Instance`s."""
+    try:
+        return Plain(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception:  # Of Python's unpickler: an opcode that has no row, an empty stack.
+        what = "it is cut off, or has opcodes that DCP never writes"
+        raise pickle.UnpicklingError(what) from None
+
+
+def read(data: bytes) -> dict[str, Any]:
+    """The values of tensors.json that a `.metadata` stands for.
+
+    Raises UnpicklingError if it imports another name, and any exception if it is damaged.
+    """
+    found = state_of(load(data), "Metadata")
+    files: dict[str, int] = {}
+    sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, kind in found["state_dict_metadata"].items():
+        entry = state_of(kind, "TensorStorageMetadata")
+        dtype = state_of(entry["properties"], "TensorProperties")[0]
+        if type(name) is not str or type(dtype) is not Name:
+            raise pickle.UnpicklingError("it has a tensor without a name or a dtype")
+        tensors[name] = {"dtype": dtype.name, "shape": size_of(entry["size"]), "chunks": []}
+        for each in entry["chunks"]:
+            chunk = state_of(each, "ChunkStorageMetadata")
+            sizes[name, *size_of(chunk["offsets"])] = size_of(chunk["sizes"])
+    for name, offsets, place in places_of(found["storage_data"]):
+        number = files.setdefault(place["relative_path"], len(files))
+        row = [number, place["offset"], place["length"], *offsets, *sizes[name, *offsets]]
+        tensors[name]["chunks"].append(row)
+    return {"format": FORMAT, "files": list(files), "tensors": tensors}
+
+
+def places_of(
+    storage: Mapping[Instance, Instance],
+) -> Iterator[tuple[str, tuple[int, ...], Mapping[str, Any]]]:
+    """Yield each chunk's tensor, its offsets there, and where it is."""
+    for key, value in storage.items():
+        index, place = state_of(key, "MetadataIndex"), state_of(value, "_StorageInfo")
+        if place.get("transform_descriptors"):
+            raise pickle.UnpicklingError("its tensors are compressed")
+        yield index["fqn"], size_of(index["offset"]), place
+
+
+def state_of(value: Any, name: str) -> Any:
+    """The state of an instance of a class."""
+    if type(value) is not Instance or value.name != name:
+        raise pickle.UnpicklingError(f"it has no {name} where DCP's metadata have one")
+    return value.state
+
+
+def size_of(value: Any) -> tuple[int, ...]:
+    """The numbers of a torch.Size."""
+    if type(value) is not Instance or value.name != "Size":
+        raise pickle.UnpicklingError("it has no Size where DCP's metadata have one")
+    (numbers,) = value.arguments
+    return tuple(numbers)

@@ -1,0 +1,194 @@
+"""Text that users and strangers have written: bounded, UTF-8, and one line for whatever is wrong.
+
+Python's parsers raise their own error for bad JSON and TOML, ValueError for an integer of over
+4,300 digits, RecursionError for depth, and UnicodeDecodeError. Here each is a BadTextError.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from titan_dit.config.section import UserError
+
+MAX_BYTES = 256 << 20
+"""Bytes of a file that is read whole."""
+MAX_DEPTH = 100
+"""Most nesting of a value: code that walks through it, such as messages, may recurse."""
+BOM = b"\xef\xbb\xbf"
+"""Some programs begin a file with it."""
+
+
+class BadTextError(ValueError):
+    """Why a text cannot be read; the caller adds the file and the line."""
+
+
+def decode(data: bytes | bytearray) -> str:
+    """The text of UTF-8 bytes, without a byte order mark. Raises BadTextError."""
+    try:
+        return data.removeprefix(BOM).decode()
+    except UnicodeDecodeError as error:
+        raise BadTextError(f"not UTF-8 (byte {error.start + 1})") from None
+
+
+def read(file: Path, where: str, most: int = MAX_BYTES) -> str:
+    """The text of a file, with the line ends as they are; `where` begins an error."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(most + 1)
+    except OSError as error:
+        raise UserError(f"{where} cannot be read: {error.strerror}.") from None
+    if len(data) > most:
+        raise UserError(f"{where} is larger than {most:,} bytes, the most that is read of it.")
+    try:
+        return decode(data)
+    except BadTextError as error:
+        raise UserError(f"{where} is {error}. Save it as UTF-8.") from None
+
+
+def lines(file: Path, where: str, most: int, fix: str) -> Iterator[tuple[int, str]]:
+    """Number and text of each line that is not blank. `most`: bytes of a line; `fix` ends an error.
+
+    Only a line feed ends a line: a caption may hold other separators, such as U+2028.
+    """
+    number = 0
+    try:
+        with file.open("rb") as opened:
+            while data := opened.readline(most + 1):
+                number += 1
+                if len(data) > most:
+                    raise UserError(f"{where}, line {number}: longer than {most:,} bytes. {fix}")
+                text = decode(data) if number == 1 else data.decode()
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise UserError(f"{where} cannot be read: {error.strerror}.") from None
+    except (BadTextError, UnicodeDecodeError):
+        raise UserError(f"{where}, line {number}: not UTF-8. Save it as UTF-8.") from None
+
+
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """The value of a JSON text; `unique` refuses a key that an object has twice.
+
+    Raises BadTextError.
+    """
+    if isinstance(text, bytes):
+        text = decode(text)
+    try:
+        return shallow(json.loads(text, object_pairs_hook=once if unique else None))
+    except json.JSONDecodeError as error:
+        raise BadTextError(f"not JSON ({error})") from None
+    except BadTextError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadTextError(f"not JSON ({reason_of(error)})") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text. Raises BadTextError, of which a TOMLDecodeError is the cause."""
+    try:
+        tables: dict[str, Any] = shallow(tomli.loads(text))
+        return tables
+    except tomli.TOMLDecodeError as error:
+        raise BadTextError(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise BadTextError(reason_of(error)) from None
+
+
+def shallow(value: Any) -> Any:
+    """A parsed value. Raises RecursionError if it is nested more than MAX_DEPTH deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if not (level := [inner for outer in level for inner in within(outer)]):
+            return value
+    raise RecursionError
+
+
+def within(outer: Any) -> Sequence[Any]:
+    """The tables and lists in a table or list."""
+    values = outer.values() if type(outer) is dict else outer if type(outer) is list else ()
+    return [value for value in values if type(value) in (dict, list)]
+
+
+def reason_of(error: Exception) -> str:
+    """What a parser does not call a syntax error."""
+    is_deep = isinstance(error, RecursionError)
+    return "nested too deeply" if is_deep else "a number of too many digits"
+
+
+def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; BadTextError if a key stands twice: which one is meant?"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise BadTextError(f"the key {name!a} stands twice. Keep one")
+    return found
+
+
+def read_json(file: Path, where: str, most: int = MAX_BYTES) -> Any:
+    """The value of a JSON file; `where` begins an error."""
+    text = read(file, where, most)
+    try:
+        return parse_json(text)
+    except BadTextError as error:
+        raise UserError(f"{where} is {error}.") from None
+
+
+def read_csv(
+    file: Path, where: str, most: int, fix: str, needed: Sequence[str]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Number and fields of each row of a CSV file, whose first line names the columns.
+
+    Refuses a row with another number of fields: an unquoted comma would move its values. A column
+    that is `needed` may be there once.
+    """
+    # Not lines(): a quoted field may hold line ends.
+    reader = csv.reader(csv_lines(file, where, most, fix), skipinitialspace=True, strict=True)
+    try:
+        columns = [name.strip() for name in next(reader, [])]
+        if twice := [name for name in needed if columns.count(name) > 1]:
+            raise UserError(f"{where} has several columns {twice[0]}. Keep one of them.")
+        number = 0
+        for fields in reader:
+            if not fields:
+                continue
+            number += 1
+            if len(fields) != len(columns):
+                raise UserError(
+                    f"{where}, row {number} (line {reader.line_num}): {len(fields)} fields for "
+                    f"{len(columns)} columns. Put a text with a comma or a quote in quotes: "
+                    '"a cat, on a ""mat""".'
+                )
+            yield number, dict(zip(columns, fields, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{where}, line {reader.line_num}: no CSV ({error}).") from None
+
+
+def csv_lines(file: Path, where: str, most: int, fix: str) -> Iterator[str]:
+    """The lines of a CSV file, with their ends."""
+    with io.TextIOWrapper(file.open("rb"), "utf-8-sig", newline="") as opened:
+        number = 0
+        try:
+            while text := opened.readline(most + 1):
+                number += 1
+                if len(text) > most:
+                    raise UserError(f"{where}, line {number}: longer than {most:,} bytes. {fix}")
+                yield text
+        except UnicodeDecodeError:
+            raise UserError(f"{where} is not UTF-8. Save it as UTF-8.") from None
+
+
+def is_utf8(text: str) -> bool:
+    """False for half a surrogate pair, which JSON can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

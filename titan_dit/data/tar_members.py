@@ -1,0 +1,33 @@
+"""Members of a tar file within bounds."""
+
+from __future__ import annotations
+
+import tarfile
+from typing import Any
+
+from titan_dit.config.section import UserError
+
+MAX_HEADER_BYTES = 1 << 20
+"""Bytes of a long name, or of extended headers."""
+EXTENDED = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
+class Member(tarfile.TarInfo):
+    """A member whose extended header, which tarfile reads whole, has a bounded size."""
+
+    def _proc_member(self, tarfile_: tarfile.TarFile) -> Any:
+        if self.type in EXTENDED and self.size > MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(tarfile_)  # type: ignore[misc]
+
+
+def refuse_sparse(member: tarfile.TarInfo, at: str) -> None:
+    """Raise UserError for a member of holes: a few bytes stand for any size."""
+    if member.sparse is not None:
+        raise UserError(f"{at} is a sparse member. Make the tar file without --sparse (-S).")
