@@ -18,7 +18,7 @@ import tomli
 
 from titan_dit.config.section import UserError
 
-MAX_BYTES = 256 << 20
+MAX_BYTES = 64 << 20
 """Bytes of a file that is read whole."""
 BOM = b"\xef\xbb\xbf"
 """Some programs begin a file with it."""
